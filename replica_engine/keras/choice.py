@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -83,6 +85,27 @@ def compiled_strategy(replicas: int | None) -> tf.distribute.Strategy:
     from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
 
     return TPUStrategy(num_cores=replicas)
+
+
+def divided_strategy(distribution: Any, devices: int) -> tf.distribute.Strategy:
+    """A TPUStrategy of one replica that has several devices.
+
+    Args:
+        distribution: what `TPUStrategy(distribution=...)` takes.
+        devices: how many, if it has no mesh that says so.
+
+    Raises:
+        BackendMissingError: jax is not installed.
+    """
+    from replica_engine.strategies.tpu import TPUStrategy
+
+    return TPUStrategy(num_cores=devices if isinstance(distribution, str) else None, distribution=distribution)
+
+
+def is_divided(strategy: tf.distribute.Strategy) -> bool:
+    """Whether a replica of a strategy has several devices."""
+    group = getattr(strategy.extended, "device_group", None)
+    return group is not None and group.mesh is not None
 
 
 def _has_tpus(instead: str) -> bool:

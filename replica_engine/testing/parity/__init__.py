@@ -36,6 +36,7 @@ def check_parity(
     steps: int = 5,
     batch_size: int | None = None,
     strategies: Iterable[Any] | str | None = None,
+    distribution: Any = None,
     tolerance: float | None = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -55,6 +56,7 @@ def check_parity(
     steps: int = 5,
     batch_size: int | None = None,
     strategies: Iterable[Any] | str | None = None,
+    distribution: Any = None,
     tolerance: float | None = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -72,6 +74,7 @@ def check_parity(
     steps: int = 5,
     batch_size: int | None = None,
     strategies: Iterable[Any] | str | None = None,
+    distribution: Any = None,
     tolerance: float | None = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -105,6 +108,9 @@ def check_parity(
         batch_size: the number of rows of a batch. None takes up to 32.
         strategies: the strategies to compare with one device: "MirroredStrategy", "TPUStrategy" or strategies of this
             library. None takes all that can run here; the report names those that cannot.
+        distribution: one more candidate: `TPUStrategy(distribution=...)` with one replica, whose weights, optimizer and
+            batches are divided over devices: over `replicas` devices for "fsdp" and "zero1", or over the mesh of a
+            `keras.distribution.ModelParallel`.
         tolerance: another name of `rtol`.
         rtol: the largest error that counts as rounding, relative to the largest element of a tensor; for a weight,
             relative to its largest change in the step. None takes 1e-4 for float32, which is 1000 roundings, 1e-8 for
@@ -126,7 +132,8 @@ def check_parity(
             passed.
         ReplicateError: the model cannot be replicated.
         DeviceError: a strategy was named, and there are fewer devices than replicas.
-        BackendMissingError: a `TPUStrategy` was named, and jax is missing.
+        BackendMissingError: a `TPUStrategy` was named, or `distribution` passed, and jax is missing.
+        DistributionError: `distribution` is none, or its layouts do not fit the model.
         BatchError: arrays have different lengths.
 
     Example:
@@ -154,5 +161,5 @@ def check_parity(
         raise ParityArgumentError.bad_call(form, f"{error}.") from None
     rtol = tolerance if rtol is None else rtol
     with distribute.outside_scopes():  # one device is not the strategy whose scope the caller may be in
-        settings = read(replicas, steps, batch_size, strategies, rtol, atol, seed)
+        settings = read(replicas, steps, batch_size, strategies, distribution, rtol, atol, seed)
         return check(settings, model_or_step, *args, **kwargs)

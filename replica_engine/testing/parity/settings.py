@@ -16,7 +16,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
 from replica_engine.errors.base import positive_int
-from replica_engine.keras.choice import compiled_strategy
+from replica_engine.keras.choice import compiled_strategy, divided_strategy, is_divided
 from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.backend import compiles
@@ -53,11 +53,14 @@ class Settings:
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def read(replicas: Any, steps: Any, batch_size: Any, strategies: Any, rtol: Any, atol: Any, seed: Any) -> Settings:
+def read(
+    replicas: Any, steps: Any, batch_size: Any, strategies: Any, distribution: Any, rtol: Any, atol: Any, seed: Any
+) -> Settings:
     """Checks the arguments, and makes the strategies.
 
     Raises:
         ParityArgumentError: an argument is invalid, or no strategy can run here.
+        DistributionError: `distribution` is none.
         DeviceError: there are too few devices for a strategy that was named.
         BackendMissingError: a `TPUStrategy` was named, and jax is missing.
     """
@@ -79,6 +82,9 @@ def read(replicas: Any, steps: Any, batch_size: Any, strategies: Any, rtol: Any,
         else:
             same = sum(each.startswith(name) for each in settings.strategies)
             settings.strategies[f"{name} {same + 1}" if same else name] = strategy
+    if distribution is not None:
+        shown = repr(distribution) if isinstance(distribution, str) else type(distribution).__name__
+        settings.strategies[f"{TPU}({shown})"] = divided_strategy(distribution, settings.replicas)
     if not settings.strategies:
         raise ParityArgumentError.nothing_to_compare(settings.left_out)
     return settings
@@ -162,7 +168,7 @@ def _made(strategy: Any, replicas: int) -> tuple[str, tf.distribute.Strategy]:
         name = type(strategy).__name__
         if not isinstance(strategy, MirroredStrategy) and not compiles(strategy):
             raise ParityArgumentError.unknown_strategy(strategy)
-        if strategy.num_replicas_in_sync != replicas:
+        if strategy.num_replicas_in_sync != (1 if is_divided(strategy) else replicas):
             raise ParityArgumentError.other_size(name, strategy.num_replicas_in_sync, replicas)
         return name, strategy
     name = getattr(strategy, "__name__", strategy)
