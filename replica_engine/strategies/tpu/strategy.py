@@ -27,7 +27,6 @@ from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.backend import Arguments, Gathering, HostSide, Keywords, R, has_backend
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
-from replica_engine.strategies.multi_worker.saving import let_the_chief_write
 from replica_engine.strategies.reductions import Reductions
 from replica_engine.strategies.tpu import keras_steps, variables
 from replica_engine.strategies.tpu.api import LogicalDevices, TPUFacts
@@ -35,7 +34,7 @@ from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.tpu.distribution import Distribution, assigned, read
 from replica_engine.strategies.tpu.planning import Planning
 from replica_engine.strategies.tpu.variable_table import VariableTable
-from replica_engine.strategies.tpu.workers import OverWorkers, explain_failures, saving_on
+from replica_engine.strategies.tpu.workers import ModelsOverWorkers, OverWorkers, explain_failures, saving_on
 from replica_engine.strategies.validation import (
     NOT_REDUCED,
     check_call,
@@ -318,7 +317,7 @@ def _as_value(result: Any) -> Any:
 
 
 @refuses_graphs("reduce", "run_steps", "scope")
-class TPUStrategy(LogicalDevices, Planning, Gathering, tf.distribute.TPUStrategy):
+class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, Gathering, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that
@@ -446,27 +445,6 @@ class TPUStrategy(LogicalDevices, Planning, Gathering, tf.distribute.TPUStrategy
             keras_hooks.reduce_over_workers(TPUStrategy)
             self.leave_files_to_chief()
         return super().scope()
-
-    def join_rows(self, value: Any) -> tf.Tensor:
-        """The rows of all replicas of all workers, in the order of the whole batch that they were taken from.
-
-        TensorFlow deals the shares of a batch out in turns: with two workers of two replicas, worker 0 has the first
-        and the third share. Keras calls this for predictions.
-        """
-        devices = self.extended.device_group
-        rows = self.gather(value, axis=0)
-        shape = tf.shape(rows)
-        shares = tf.reshape(rows, tf.concat([[devices.replicas // devices.size, devices.size, -1], shape[1:]], 0))
-        swapped = tf.transpose(shares, tf.concat([[1, 0], tf.range(2, tf.rank(shares))], 0))
-        return tf.reshape(swapped, shape)
-
-    def leave_files_to_chief(self, *models: Any) -> None:
-        """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
-
-        It is called for the models of `replicate_model`; models that were built in the scope do not need it.
-        """
-        if self.extended.saving is not None:
-            let_the_chief_write(self.extended.saving, *models)
 
     @overload
     def run(

@@ -22,7 +22,7 @@ from replica_engine.hosts import Member
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies.multi_worker.launches import of_variable
-from replica_engine.strategies.multi_worker.saving import Saving
+from replica_engine.strategies.multi_worker.saving import Saving, let_the_chief_write
 from replica_engine.strategies.reductions import as_tensors
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import LaunchLimits
@@ -30,6 +30,34 @@ from replica_engine.xla.context import gather_leaf, reduce_leaf
 
 FIRST = "the first replica's value"
 """The reduction of variables with `ONLY_FIRST_REPLICA`."""
+
+
+class ModelsOverWorkers:
+    """What Keras asks of a strategy with several workers."""
+
+    extended: Any
+
+    def join_rows(self, value: Any) -> tf.Tensor:
+        """The rows of all replicas of all workers, in the order of the whole batch that they were taken from.
+
+        TensorFlow deals the shares of a batch out in turns: with two workers of two replicas, worker 0 has the first
+        and the third share. Keras calls this for predictions.
+        """
+        devices = self.extended.device_group
+        of_this: Any = self
+        rows = of_this.gather(value, axis=0)
+        shape = tf.shape(rows)
+        shares = tf.reshape(rows, tf.concat([[devices.replicas // devices.size, devices.size, -1], shape[1:]], 0))
+        swapped = tf.transpose(shares, tf.concat([[1, 0], tf.range(2, tf.rank(shares))], 0))
+        return tf.reshape(swapped, shape)
+
+    def leave_files_to_chief(self, *models: Any) -> None:
+        """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
+
+        It is called for the models of `replicate_model`; models that were built in the scope do not need it.
+        """
+        if self.extended.saving is not None:
+            let_the_chief_write(self.extended.saving, *models)
 
 
 class OverWorkers:
