@@ -107,6 +107,7 @@ BY_XLA = {
     "assign_add": Wrapped(_ResourceVariable, "assign_add", "warns if compiled replicas add to one plain variable"),
     "assign_sub": Wrapped(_ResourceVariable, "assign_sub", "warns if compiled replicas add to one plain variable"),
     "custom_gradient": Wrapped(_custom_gradient, "_graph_mode_decorator", "compiled bodies can be freed"),
+    "watch_variable": Wrapped(FuncGraph, "watch_variable", "a graph that lists its variables does not use them"),
 }
 """What compiled replicas need."""
 

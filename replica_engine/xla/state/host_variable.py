@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import variables
+from replica_engine._tf.graphs import control_flow
 from replica_engine.errors import HostAccessError
 from replica_engine.xla.body import host_call_site, in_body
 from replica_engine.xla.state import host_functions
@@ -46,6 +47,19 @@ def handles_compared() -> Iterator[None]:
         yield
     finally:
         _thread.comparing = before
+
+
+def _watched(original: Callable[..., Any], graph: Any, variable: Any) -> Any:
+    """A graph lists a variable that a function, which it calls, has read. TensorFlow asks for the handle there.
+
+    If that counted as a use by the graph, each step of a `tf.function` around a function with `strategy.run` would
+    fetch all variables, and compare them before the next step.
+    """
+    with handles_compared():
+        return original(graph, variable)
+
+
+control_flow.wrap(control_flow.BY_XLA["watch_variable"], _watched)
 
 
 def _reads(name: str) -> Callable[..., Any]:
@@ -111,7 +125,7 @@ class HostVariable(variables.ResourceVariable):
                 device_value.host_reads()
             elif not getattr(_thread, "comparing", False):
                 device_value.host_may_write()
-        elif in_body() is None:
+        elif in_body() is None and not getattr(_thread, "comparing", False):
             return host_functions.handle(device_value, replica)
         return device_value.handles[replica]
 
