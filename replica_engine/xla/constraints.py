@@ -1,16 +1,21 @@
-"""How values inside a body are divided over the devices of a replica: XLA chooses, and a constraint says how."""
+"""How values inside a body are divided over the devices of a replica: XLA chooses, and a constraint says how.
+
+TensorFlow calls the devices of a replica its logical devices, and numbers them from 0.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph, gradients, xla_ops
-from replica_engine.errors import DistributionError
+from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import current
@@ -94,3 +99,27 @@ def _factored(mesh: ReplicaMesh, parts: Sequence[int]) -> Axes:
             wanted //= size
         entries.append(tuple(taken) or None)
     return tuple(entries)
+
+
+def logical_device(logical_device_id: int, count: int) -> contextlib.AbstractContextManager[None]:
+    """A block whose variables and ops are on a device of their replica; see `TPUFacts`.
+
+    Raises:
+        DeviceError: a replica has no device of this number.
+    """
+    check("experimental_logical_device", logical_device_id, count)
+    return contextlib.nullcontext()
+
+
+def check(method: str, logical_device_id: Any, count: int) -> None:
+    """Raises DeviceError for a logical device that none of the `count` devices of a replica is."""
+    if not 0 <= as_int(logical_device_id) < count:
+        raise DeviceError.no_logical_device(method, logical_device_id, count)
+
+
+def as_int(value: Any) -> int:
+    """The value as an int; -1 for a value that is not an integer, which the caller's check then refuses."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return -1

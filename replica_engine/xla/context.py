@@ -19,7 +19,7 @@ from replica_engine.values import late_weights, rows
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import in_body, num_replicas, replica_id
 from replica_engine.xla.collectives import all_gather, all_reduce, all_to_all, cross_replica_sum, reduce_scatter
-from replica_engine.xla.logical_devices import logical_device
+from replica_engine.xla.constraints import logical_device
 from replica_engine.xla.own_values import own_value, own_values
 
 

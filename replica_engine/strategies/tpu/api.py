@@ -25,9 +25,8 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
 from replica_engine.xla.body import in_body
-from replica_engine.xla.constraints import divided, whole
+from replica_engine.xla.constraints import as_int, check, divided, logical_device, whole
 from replica_engine.xla.graph_mode import refuses_graphs
-from replica_engine.xla.logical_devices import as_int, check, logical_device
 
 
 class TPUFacts:
