@@ -18,6 +18,7 @@ What must never happen:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -188,6 +189,7 @@ class _Call:
         else:
             stuck = [row for row in self._places.stand(self._function.graph)[0] if row.stack or row.state != FINISHED]
             note_abandoned(error, [row for row in stuck if row.stack] or stuck)
+            _abandoned[:] = [each for each in _abandoned if not each[1].is_set()]
             _abandoned.append((self._function.name, done))
             worker.close()
         self._is_over = True
@@ -257,6 +259,13 @@ def _say_nothing(waited: float) -> None:
 _NEVER = 1e9  # seconds
 _idle: list[ReplicaThread] = []  # threads for calls that may be left
 _abandoned: list[tuple[str, threading.Event]] = []  # what was given up: the function, and whether it has ended
+
+
+@atexit.register
+def _at_exit() -> None:
+    """The process must not wait for what was given up, which may never end."""
+    if not all(done.is_set() for _, done in _abandoned):
+        calls.never_end()
 
 
 def _lent() -> ReplicaThread:

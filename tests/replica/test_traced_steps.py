@@ -4,6 +4,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -207,6 +209,34 @@ def test_what_was_abandoned_changes_nothing_when_it_wakes_up(release):
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
     assert program.values() == before
+
+
+EXITS = """
+import threading, time
+import tensorflow as tf
+from replica_engine import MirroredStrategy, logical_devices
+
+strategy = MirroredStrategy(logical_devices(2), timeout=5.0)
+
+def sleep(x):
+    threading.Event().wait(100)
+    return x
+
+def step():
+    x = tf.ensure_shape(tf.numpy_function(sleep, [tf.ones([])], tf.float32), [])
+    return tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+try:
+    tf.function(lambda: strategy.run(step))()
+except TimeoutError:
+    print(time.time())
+"""
+
+
+def test_the_exit_of_the_process_does_not_wait_for_what_was_abandoned():
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert time.time() - float(done.stdout) < 60
 
 
 @LOOPS
