@@ -42,3 +42,14 @@ def test_what_cannot_be_made_in_parts_is_made_on_the_host():
     assert 0.04 < float(tf.math.reduce_std(seeded)) < 0.06
     assert float(once[0, 0]) == 3.0
     assert len(set(strategy.memory().variables)) == 1
+
+
+def test_a_large_variable_that_is_read_whole_is_told_of_once(monkeypatch, caplog):
+    monkeypatch.setattr("replica_engine.xla.state.device_value._WORTH_A_WORD", 1 << 23)
+    strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
+    variable = made(strategy, SHAPES[0], "ones")
+    assert "gathered_variable" not in caplog.text
+    for _ in range(2):
+        strategy.run(lambda: variable.assign_add(tf.ones(SHAPES[0])))
+        variable.numpy()
+    assert caplog.text.count("is read whole") == 1

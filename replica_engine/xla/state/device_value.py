@@ -22,6 +22,7 @@ A thread holds `_freeing` while it frees values on the host or restores them. It
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import weakref
@@ -33,6 +34,7 @@ import tensorflow as tf
 from replica_engine._tf import variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LostVariableError, ProgramError
+from replica_engine.errors.base import warning
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
@@ -44,6 +46,8 @@ Spread = Callable[[np.ndarray, int], list[np.ndarray]]
 
 _MARK = "_replica_engine_device_value"
 _LARGE = 1 << 16  # bytes; a smaller value is not worth the op that frees it
+_WORTH_A_WORD = 1 << 30  # bytes of a divided variable that is read whole
+_logger = logging.getLogger("replica_engine")
 _thread = threading.local()
 _freeing = threading.RLock()  # reentrant, since a signal handler may read a variable too
 
@@ -101,6 +105,7 @@ class DeviceValue:
         self._writer: int | None = None  # the thread in `host_writes`; its reads do not count as the first read
         self._maybe_written = False
         self._lost = False
+        self._told = False
         self.mark()
 
     @property
@@ -239,6 +244,7 @@ class DeviceValue:
         with shutdown.running(), self._devices.in_flight:
             if not self._host_stale:
                 return
+            self._tell_of_gather()
             array = self._whole(self._present())
             # Copies: a view of the device's memory would keep the next step from writing to that memory.
             copy = host_memory.outside_pool if self._to_free else np.array
@@ -308,6 +314,19 @@ class DeviceValue:
             self.invalidate()
             self._check_there()
         return array
+
+    def _tell_of_gather(self) -> None:
+        """Logs, once, that the host is about to have a large variable whole that no device has."""
+        size = self.dtype.size * (self._shape.num_elements() or 0)
+        if self.axes != WHOLE and size >= _WORTH_A_WORD and not self._told:
+            self._told = True
+            name = xla_ops.variable_name(self.handles[0])
+            text = (
+                f"The variable {name!r} is divided over devices, and is read whole: the host now has its "
+                f"{size / 2**30:.1f} GiB too. Saving reads one variable after the other; strategy.layouts() and "
+                "strategy.memory() read none."
+            )
+            _logger.warning(warning("gathered_variable", text))
 
     def _whole(self, array: Array) -> Array:
         """The array, if this process has all of it; otherwise all workers put it together, at the same time."""
