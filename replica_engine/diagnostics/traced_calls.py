@@ -18,7 +18,6 @@ What must never happen:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import threading
 import time
@@ -259,13 +258,6 @@ def _say_nothing(waited: float) -> None:
 _NEVER = 1e9  # seconds
 _idle: list[ReplicaThread] = []  # threads for calls that may be left
 _abandoned: list[tuple[str, threading.Event]] = []  # what was given up: the function, and whether it has ended
-
-
-@atexit.register
-def _at_exit() -> None:
-    """The process must not wait for what was given up, which may never end."""
-    if not all(done.is_set() for _, done in _abandoned):
-        calls.never_end()
 
 
 def _lent() -> ReplicaThread:

@@ -16,7 +16,6 @@ replicas. Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import sys
@@ -31,9 +30,6 @@ from tensorflow.python.data.ops import structured_function
 
 # cancellation: ends what waits in a call of a function.
 from tensorflow.python.eager import cancellation
-
-# context: has the runtime that runs functions.
-from tensorflow.python.eager import context as _context
 
 # FunctionCallOptions: what TensorFlow passes with a call of a function; Grappler's options are a part of it.
 from tensorflow.python.eager.context import FunctionCallOptions
@@ -164,13 +160,6 @@ def _in_data_function() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def never_end() -> None:
-    """Keeps TensorFlow from waiting, at the exit of the process, for calls of functions that have not returned."""
-    context = _context.context()
-    for each in (context, context._context_handle):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # its destructor waits
 
 
 def manager() -> Any:
