@@ -21,7 +21,7 @@ from tensorflow.python.framework import random_seed as _random_seed
 from replica_engine._tf import checkpoints, collectives, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
-from replica_engine._tf.keras import added_losses, files
+from replica_engine._tf.keras import added_losses, files, layouts
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras.trainer import BUILD, COMPILES, EXCLUDED, FRAMES, METHOD, MODULE, REDUCE, TRAINER
@@ -62,6 +62,7 @@ _SHARDS = "passes on to Keras outside the steps of a replicated model"
 _OPTIMIZER = f"{keras_accumulation.MODULE}.{keras_accumulation.OPTIMIZER}"
 _LOSS_SCALE = f"{keras_accumulation.LOSS_SCALE_MODULE}.{keras_accumulation.LOSS_SCALE}"
 _FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
+_FIRST_DIVIDED = "the first `TPUStrategy(distribution=...)`"
 _ELSEWHERE = "passes on to Keras outside the replicas of this library's strategies"
 
 PATCHES: tuple[Patch, ...] = (
@@ -125,6 +126,20 @@ PATCHES: tuple[Patch, ...] = (
         "Keras before 3.10: the variables of metrics have a value on each replica",
         "the first `scope()` once Keras is imported",
         "only notes that Keras makes a variable",
+    ),
+    Patch(
+        f"{layouts.VARIABLES}.{layouts.VARIABLE}",
+        layouts.INITIALIZE,
+        "the path of a variable says how it is divided",
+        _FIRST_DIVIDED,
+        "only notes which variable Keras makes",
+    ),
+    Patch(
+        _OPTIMIZER,
+        keras_accumulation.ADD_VARIABLE,
+        "what an optimizer keeps for a weight is divided like the weight",
+        _FIRST_DIVIDED,
+        "only notes the weight",
     ),
     Patch(
         TF_FRAMES,
