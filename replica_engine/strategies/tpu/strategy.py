@@ -46,6 +46,7 @@ from replica_engine.strategies.validation import (
 )
 from replica_engine.values.regroup import spread
 from replica_engine.xla import own_values
+from replica_engine.xla.analysis.equal_values import is_equal_everywhere
 from replica_engine.xla.body import LaunchLimits, in_body
 from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.xla.graph_mode import check_mode, refuses_graphs
@@ -255,7 +256,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             return value.values
         if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
             return super()._local_results(value)
-        if not tf.is_tensor(value):
+        if not tf.is_tensor(value) or is_equal_everywhere(value):
             return (value,) * self.device_group.replicas
         return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
 

@@ -150,6 +150,8 @@ def create(
     elif distribution is not None and variable.shape.is_fully_defined():
         axes = _axes(distribution, devices, name, tuple(variable.shape), variable.dtype)
     device_value = make_device_value(variable._values, devices, spread, axes, array)
+    is_mirrored = isinstance(variable, MirroredDeviceVariable) and spread is None
+    device_value.kept_equal = is_mirrored and variable.aggregation != tf.VariableAggregation.NONE
     strategy.extended.variable_table.note(device_value, _path(name))
     return variable
 

@@ -78,6 +78,7 @@ class DeviceValue:
             never see the variable, however early they read it: a read raises an error on their thread.
         asked: the objects that host functions call to get a handle (`host_functions`). Saving a model needs to know
             them.
+        kept_equal: whether all replicas have one value, because what they assign is aggregated.
         on_devices: the value on the devices; None if only the host has it. A launch sets this attribute and no other,
             of all its variables at once (`Stores`): then the host's value is stale, since `_on_host` is another array.
     """
@@ -95,6 +96,7 @@ class DeviceValue:
         self.spread = spread
         self.axes = axes
         self.read_anywhere = False
+        self.kept_equal = False
         self.loops = 0
         self._devices = devices
         self.on_devices: Array | None = None
