@@ -149,8 +149,8 @@ class Executable:
         transfers = bool(host_calls) and HOST_CALL_TARGETS[devices.platform] == BY_TRANSFERS
         if compiled is None or transfers:
             module = expand_markers(program, devices.platform, more_work=works_more)
-            if devices.platform == "cpu" and cpu_rewrites.enabled():
-                cpu_rewrites.rewrite(module)
+            if cpu_rewrites.enabled():
+                cpu_rewrites.rewrite(module, devices.platform)
             partition(module)
         if transfers:
             made = host_transfers.convert(module)

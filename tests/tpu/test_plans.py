@@ -5,6 +5,7 @@ What needs the compilers of such chips is in tests/aot.
 
 import importlib.util
 import os
+import re
 import sys
 import threading
 
@@ -270,6 +271,32 @@ def test_a_compiler_that_refuses(monkeypatch):
         compiled_by(monkeypatch, answering("UNIMPLEMENTED: f64"))
     with pytest.raises(DeviceError, match=r"(?s)8 of the devices of v5e:2x4.*device_count == 4"):
         compiled_by(monkeypatch, answering("RET_CHECK device_count == 4"))
+
+
+def test_for_absent_chips_too_a_loop_keeps_no_variable_for_its_gradient(monkeypatch):
+    """The kernel of an LSTM, which TensorFlow would copy once a step: a third of the cycles of a language model."""
+    w = tf.Variable(tf.ones([3, 3]))
+
+    def last(x):
+        with tf.GradientTape() as tape:
+            h = tf.while_loop(lambda i, h: i < 4, lambda i, h: (i + 1, h @ w), (0, x), maximum_iterations=4)[1]
+        return tape.gradient(h, w)
+
+    lowered = xla.lower(last, [[tf.TensorSpec([2, 3])]])
+    program = """if True:
+        import json, sys
+        text = open(sys.argv[1] + "/program.mlir").read()
+        open(sys.argv[1] + "/answer.json", "w").write(json.dumps({"error": f"rows: {text.count('update_slice')}"}))
+    """
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
+    monkeypatch.setattr(absent, "_COMMAND", ("-c", program))
+    found = []
+    for enabled in ("0", "1"):
+        monkeypatch.setenv("REPLICA_ENGINE_CPU_REWRITES", enabled)
+        with pytest.raises(ProgramError) as raised:
+            lowered.compile(topology="v5e:1x1")
+        found.append(int(re.search(r"rows: (\d+)", str(raised.value))[1]))
+    assert found[1] == found[0] - 1
 
 
 def test_a_program_that_the_chip_has_no_room_for(monkeypatch):

@@ -79,6 +79,7 @@ def test_an_lstm_of_keras():
     for plain, found in zip(*results, strict=True):
         np.testing.assert_allclose(found, plain, rtol=1e-6)
     assert cpu_rewrites.rewrite(expand_markers(lowered.as_text(), "cpu"))[WHILE] == 2
+    assert cpu_rewrites.rewrite(expand_markers(lowered.as_text(), "tpu"), "tpu") == {WHILE: 2}
 
 
 PROGRAM = """

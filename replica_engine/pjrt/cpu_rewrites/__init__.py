@@ -1,4 +1,4 @@
-"""Operations that XLA:CPU runs slowly, written another way: in programs for CPU only, before they are compiled.
+"""Operations that XLA:CPU runs slowly, written another way, before a program is compiled.
 
 XLA:CPU has fast code for matrix products, for most convolutions, and for chains of elementwise operations, which it
 fuses. For some operations it has a plain loop, up to a hundred times slower. Each has an equal form of fast operations:
@@ -11,6 +11,9 @@ fuses. For some operations it has a plain loop, up to a hundred times slower. Ea
 | gradient of max-pooling | comparisons of shifted slices | `pooling` |
 | batched product whose batch is then summed (the gradient of `w` in `x @ w`) | one product | `products` |
 | a loop that keeps a variable once a step for the gradient's loop | the variable itself | `loops` |
+
+The last one serves programs for TPUs and GPUs too, which XLA compiles as TensorFlow wrote it. The others are for CPU
+devices only.
 
 **Why here.** A rewrite of the StableHLO program sees forward and gradient operations alike: the gradients of a
 convolution are convolutions with other dimension numbers, so no gradient has to be defined, and it does not matter
@@ -67,8 +70,8 @@ def enabled() -> bool:
     return _chosen[0] if _chosen else os.environ.get("REPLICA_ENGINE_CPU_REWRITES", "1") != "0"
 
 
-def rewrite(module: Any) -> dict[str, int]:
-    """Rewrites the operations of a module in place. Returns how many of each kind were rewritten.
+def rewrite(module: Any, platform: str = "cpu") -> dict[str, int]:
+    """Rewrites the operations of a module for a platform, in place. Returns how many of each kind were rewritten.
 
     An operation whose rule fails stays as it is, and is warned of once: a rewrite only saves time.
     """
@@ -77,7 +80,7 @@ def rewrite(module: Any) -> dict[str, int]:
     done: dict[str, int] = {}
 
     def collect(operation: Any) -> Any:
-        if operation.name in _RULES:
+        if operation.name in _RULES and platform == "cpu":
             found.append(operation)
         elif operation.name == loops.WHILE:
             whiles.append(operation)
