@@ -42,6 +42,7 @@ GROUPS = (
     "control_flow",
     "growth",
     "cpu_rewrites",
+    "aot",
 )
 """The groups in the order of the table. Each is a module that calls `command.main`."""
 

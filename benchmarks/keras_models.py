@@ -86,7 +86,7 @@ def _mobilenet() -> Any:
     return applications.MobileNetV2(weights=None, input_shape=IMAGE, classes=CLASSES, classifier_activation=None)
 
 
-def _bert() -> Any:
+def bert(width: int = BERT_WIDTH, layers_: int = BERT_LAYERS, heads: int = BERT_HEADS) -> Any:
     """The architecture of KerasHub's `BertTextClassifier`, in layers of Keras: KerasHub is not needed."""
     from keras import Input, Model, layers, ops
 
@@ -100,14 +100,14 @@ def _bert() -> Any:
             return x + self.table[: x.shape[1]]
 
     tokens = Input((BERT_LENGTH,), dtype="int32")
-    x = Places()(layers.Embedding(BERT_WORDS, BERT_WIDTH)(tokens))
-    x = layers.LayerNormalization(epsilon=1e-12)(x + layers.Embedding(2, BERT_WIDTH)(ops.zeros_like(tokens)))
-    for _ in range(BERT_LAYERS):
-        attended = layers.MultiHeadAttention(BERT_HEADS, BERT_WIDTH // BERT_HEADS)(x, x)
+    x = Places()(layers.Embedding(BERT_WORDS, width)(tokens))
+    x = layers.LayerNormalization(epsilon=1e-12)(x + layers.Embedding(2, width)(ops.zeros_like(tokens)))
+    for _ in range(layers_):
+        attended = layers.MultiHeadAttention(heads, width // heads)(x, x)
         x = layers.LayerNormalization(epsilon=1e-12)(x + attended)
-        inner = layers.Dense(4 * BERT_WIDTH, lambda y: ops.gelu(y, approximate=True))(x)
-        x = layers.LayerNormalization(epsilon=1e-12)(x + layers.Dense(BERT_WIDTH)(inner))
-    pooled = layers.Dense(BERT_WIDTH, "tanh")(x[:, 0])
+        inner = layers.Dense(4 * width, lambda y: ops.gelu(y, approximate=True))(x)
+        x = layers.LayerNormalization(epsilon=1e-12)(x + layers.Dense(width)(inner))
+    pooled = layers.Dense(width, "tanh")(x[:, 0])
     return Model(tokens, layers.Dense(CLASSES)(pooled))
 
 
@@ -122,7 +122,7 @@ def _lstm() -> Any:
 MODELS = {
     "resnet": KerasModel("ResNet-50", _resnet, IMAGE, batch_norm=True, rate=3e-5),
     "mobilenet": KerasModel("MobileNetV2", _mobilenet, IMAGE, batch_norm=True, rate=3e-5),
-    "bert": KerasModel("BERT tiny", _bert, (BERT_LENGTH,), ids=BERT_WORDS),
+    "bert": KerasModel("BERT tiny", bert, (BERT_LENGTH,), ids=BERT_WORDS),
     "lstm": KerasModel(
         "LSTM language model",
         _lstm,
