@@ -214,7 +214,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
                 ("cycles", "million", 1e6),
                 ("bytes", "GiB", 2**30),
                 ("temporary", "MiB", 2**20),
-                ("all_reduces", "", 1),
+                ("all_reduces", "count", 1),
             ):
                 values = {contender: getattr(figures, what) for contender, figures in made.items()}
                 if not values[THEIRS]:  # no ratio: all of it is in the fast memory of the chip
