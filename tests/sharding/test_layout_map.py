@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import replica_engine
+from replica_engine.strategies.tpu import initial_parts
 
 WORDS, WIDTH, LENGTH = 203, 32, 8  # 203 words over 2 devices: 102 and 101
 X = np.random.default_rng(0).integers(0, WORDS, (20, LENGTH)).astype("int32")
@@ -127,3 +128,30 @@ def test_assignments_and_reads_do_not_see_the_padding(rows, parts):
     table.assign_add(table.read_value())
     np.testing.assert_array_equal(strategy.run(lambda: table + 0.0), 2 * first + 2)
     assert strategy.memory().variables == [-(-rows // parts) * 8] * parts
+
+
+def test_initial_values_are_made_in_parts_though_other_layouts_have_not_matched_yet(monkeypatch):
+    made, own = [], initial_parts.made
+    monkeypatch.setattr(initial_parts, "LARGE", 1)
+    monkeypatch.setattr(initial_parts, "made", lambda *args: made.append(own(*args)) or made[-1])
+    distribution = model_parallel({"up/kernel": (None, "model"), "out/kernel": ("model",)})
+    with replica_engine.TPUStrategy(distribution=distribution).scope():
+        for layer in (layers.Dense(8, name="up"), layers.Dense(2, name="out")):
+            layer.build([None, 8])
+    assert [each is not None for each in made] == [True, True]
+
+
+def test_fsdp_divides_a_long_dimension_that_does_not_divide_evenly():
+    strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+    with strategy.scope():
+        made = [tf.Variable(tf.ones(shape)) for shape in ([203, 30], [30, 203], [30, 31], [12, 203])]
+    assert [row.axes for row in strategy.layouts().rows] == [
+        ("batch", None),
+        (None, "batch"),
+        (None, None),
+        ("batch", None),
+    ]
+    for variable in made:
+        assert float(strategy.run(lambda variable=variable: tf.reduce_sum(tf.exp(variable * 0.0)))) == np.prod(
+            variable.shape
+        )
