@@ -273,7 +273,7 @@ class TestSwitch:
     def test_no_program_is_rewritten_without_them(self, monkeypatch):
         calls = collections.Counter()
         plain = cpu_rewrites.rewrite
-        monkeypatch.setattr(cpu_rewrites, "rewrite", lambda module: calls.update(n=1) or plain(module))
+        monkeypatch.setattr(cpu_rewrites, "rewrite", lambda module, platform: calls.update(n=1) or plain(module))
         body = lambda x: tf.nn.conv2d(x, tf.ones([3, 3, 2, 2]), 1, "SAME")  # noqa: E731
         inputs = [[random(1, 2, 2, 2)]]
         xla.set_cpu_rewrites(False)

@@ -52,6 +52,16 @@ def test_a_variable_is_not_kept():
     assert rewrites(lambda i, h, w: tf.matmul(h, w)) == {WHILE: 1}
 
 
+def test_a_variable_in_another_type_is_not_kept():
+    """As in a step with mixed_bfloat16, and in one with float64."""
+    for dtype in (tf.bfloat16, tf.float64):
+
+        def step(i, h, w, dtype=dtype):
+            return tf.cast(tf.matmul(tf.cast(h, dtype), tf.cast(w, dtype)), tf.float32)
+
+        assert rewrites(step) == {WHILE: 1}
+
+
 def test_what_changes_in_the_loop_is_kept():
     assert rewrites(lambda i, h, w: h * h + w[0]) == {}
 

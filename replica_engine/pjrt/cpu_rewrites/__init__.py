@@ -40,7 +40,7 @@ from replica_engine.errors.base import warning
 from replica_engine.pjrt.cpu_rewrites import convolutions, loops, pooling, products
 from replica_engine.pjrt.jaxlib import ir
 
-VERSION = 3
+VERSION = 4
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
 
 _RULES = {

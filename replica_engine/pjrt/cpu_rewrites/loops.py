@@ -16,7 +16,7 @@ from typing import Any
 
 from replica_engine.pjrt.cpu_rewrites import ops
 from replica_engine.pjrt.cpu_rewrites.ops import Value
-from replica_engine.pjrt.jaxlib import ir
+from replica_engine.pjrt.jaxlib import hlo, ir
 
 WHILE = "stablehlo.while"
 
@@ -42,7 +42,10 @@ def rewritten(loop: Any, functions: Functions) -> int:
     for index, value, reads in found:
         for read in reads:
             with ir.InsertionPoint(read), read.location:
-                read.results[0].replace_all_uses_with(ops.reshape(value, ops.shape(read.results[0])))
+                whole = ops.reshape(value, ops.shape(read.results[0]))
+                if whole.type != read.results[0].type:
+                    whole = hlo.convert(read.results[0].type, whole)
+                read.results[0].replace_all_uses_with(whole)
             read.erase()
         end = _end(body)
         write = end.operands[index].owner
@@ -62,7 +65,7 @@ def _filled_with(loop: Any, index: int, steps: int, functions: Functions) -> Val
     """
     body, condition = (region.blocks[0] for region in reversed(list(loop.regions)))
     array, write = body.arguments[index], _owner(_end(body).operands[index])
-    if _name(write) != "stablehlo.dynamic_update_slice" or not ops.is_static_float(array):
+    if _name(write) != "stablehlo.dynamic_update_slice" or not ir.RankedTensorType(array.type).has_static_shape:
         return None
     if write.operands[0] != array or len(list(array.uses)) != 1 or len(list(write.results[0].uses)) != 1:
         return None
@@ -73,7 +76,8 @@ def _filled_with(loop: Any, index: int, steps: int, functions: Functions) -> Val
         return None
     if steps < ops.shape(array)[0] or not _counts(loop, _place(body, at)):
         return None
-    place = _place(body, row)
+    made = _owner(_same(row))  # in another type, as a step of bfloat16 uses a variable
+    place = _place(body, made.operands[0] if _name(made) == "stablehlo.convert" else row)
     if place is None or _place(body, _end(body).operands[place]) != place:
         return None
     value = loop.operands[place]
