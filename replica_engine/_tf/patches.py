@@ -135,6 +135,13 @@ PATCHES: tuple[Patch, ...] = (
         "only notes which variable Keras makes",
     ),
     Patch(
+        f"{layouts.VARIABLES}.{layouts.VARIABLE}",
+        layouts.BY_INITIALIZER,
+        "a large initial value is made in parts by an initializer of Keras",
+        _FIRST_DIVIDED,
+        "only notes which initializer Keras calls",
+    ),
+    Patch(
         _OPTIMIZER,
         keras_accumulation.ADD_VARIABLE,
         "what an optimizer keeps for a weight is divided like the weight",

@@ -121,9 +121,31 @@ class DistributionError(ReplicaEngineError, ValueError):
     @classmethod
     def unreadable(cls, given: object, rules: Sequence[str]) -> DistributionError:
         """The value is no distribution."""
+        like = next((rule for rule in rules if isinstance(given, str) and given.lower().replace("-", "") == rule), "")
+        advice = f" Did you mean {like!r}?" if like else ""
+        if type(given).__name__ == "LayoutMap":
+            advice = " Write keras.distribution.ModelParallel(layout_map=..., batch_dim_name=...)."
+        elif type(given).__name__ == "DeviceMesh":
+            advice = " Write keras.distribution.DataParallel(device_mesh=...)."
         return cls(
             f"`distribution` must be one of {', '.join(map(repr, rules))}, a keras.distribution.DataParallel or "
-            f"ModelParallel, or None; got {shown(given)}."
+            f"ModelParallel, or None; got {shown(given)}.{advice}"
+        )
+
+    @classmethod
+    def bad_name(cls, name: object, taken: str) -> DistributionError:
+        """An axis of the mesh has a name that programs cannot have."""
+        return cls(
+            f"An axis of the mesh has the name {shown(name)}. Use letters, digits and underscores, with no digit "
+            f"first, and not {taken!r}, which is the axis of the replicas."
+        )
+
+    @classmethod
+    def no_batch_axis(cls, name: object, known: Sequence[str]) -> DistributionError:
+        """`batch_dim_name` is no axis of the mesh."""
+        return cls(
+            f"batch_dim_name={shown(name)}, but the axes of the mesh are {', '.join(map(repr, known))}. It is the axis "
+            "over which the batch of a replica is divided."
         )
 
     @classmethod

@@ -130,39 +130,52 @@ _ELEMENTS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "ui"}
 
 
 def whole(
-    devices: DeviceGroup, array: Array, shape: tuple[int, ...], axes: Axes, limits: Limits = (None, None)
+    devices: DeviceGroup,
+    array: Array,
+    shape: tuple[int, ...],
+    axes: Axes,
+    what: str,
+    limits: Limits = (None, None),
 ) -> Array:
     """A value that is divided over devices of several workers, whole on each device.
+
+    The workers meet first. So parts of one state are joined, and never those of two.
 
     Args:
         devices: the devices of all workers.
         array: the value.
         shape: its shape.
         axes: how it is divided.
+        what: the value and its state in words, equal on all workers: "the variable 'w' after 3 steps".
         limits: as above.
 
     Raises:
+        ProgramDisagreementError: another worker reads something else, or in another state, or makes a step.
         WorkersMissingError, WorkerLostError or another failure of the job.
     """
     member = devices.member
     assert member is not None, "there are several workers"
     assert devices.mesh is not None, "the value is divided"
-    what = "a variable that is divided over workers"
-    with member.watched(what, limits[1]), devices.in_flight:
+    with devices.in_flight:
+        member.meet(f"reading {what}", *limits)
         key = devices, shape, str(array.dtype), axes
         if key not in _programs:
             kind = f"tensor<{''.join(f'{size}x' for size in shape)}{_element(array.dtype)}>"
             layout = Layout(devices.mesh, devices.replicas, devices.rows, (axes,), (WHOLE,))
             text = with_layout(_MOVE.format(type=kind), layout)
             results = [(shape, np.dtype(array.dtype))]
-            name = f"{what}, {array.dtype}{list(shape)}", ""
+            name = f"a divided variable, {array.dtype}{list(shape)}", ""
             _programs[key] = Executable(text, devices, results, name=name, limits=limits, axes=[WHOLE])
         executable = _programs[key]
         executable.wait_for_turn()
-        with held_off():
-            (result,) = executable.launch([array])
-            devices.running_name = what
-        executable.wait()
+        try:
+            with held_off():
+                (result,) = executable.launch([array])
+                devices.running_name = what
+            executable.wait()
+        except BaseException:
+            abandoned.add(devices)
+            raise
         return result
 
 

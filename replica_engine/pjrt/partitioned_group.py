@@ -91,7 +91,7 @@ class PartitionedGroup(DeviceGroup):
             row = (index[0].start or 0) - self.first if self.rows and len(padded) > 1 else 0
             part = padded[row][index[int(self.rows) :]]
             devices.append(device)
-            parts.append(np.ascontiguousarray(part[np.newaxis] if self.rows else part))
+            parts.append(np.asarray(part[np.newaxis] if self.rows else part, order="C"))
         return self._put(aval_of(shape, values[0].dtype), sharding, parts, devices)
 
     def alone(self, replica: int) -> DeviceGroup:

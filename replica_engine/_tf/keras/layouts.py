@@ -19,6 +19,8 @@ from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras.hooks import wrap
 
 VARIABLES, VARIABLE, INITIALIZE = "keras.src.backend.tensorflow.core", "Variable", "_initialize"
+BY_INITIALIZER = "_initialize_with_initializer"
+_INITIALIZERS = "keras.src.initializers"
 _DISTRIBUTION = "keras.src.distribution.distribution_lib"
 BACKEND, DISTRIBUTE = "keras.src.backend.tensorflow.distribution_lib", "distribute_tensor"
 _GLOBAL_STATE = "keras.src.backend.common.global_state"
@@ -35,10 +37,12 @@ class Making(NamedTuple):
     Attributes:
         variable: the Keras variable; None for a TensorFlow variable of its own.
         reference: the weight for which an optimizer makes it, or None.
+        initializer: Keras' own initializer that makes its value, or None.
     """
 
     variable: Any = None
     reference: Any = None
+    initializer: Any = None
 
 
 _NOTHING = Making()
@@ -47,7 +51,9 @@ _making: contextvars.ContextVar[Making] = contextvars.ContextVar("replica_engine
 
 def watch_variables() -> None:
     """Makes `being_made` know what Keras makes; does nothing a second time."""
-    wrap(getattr(sys.modules.get(VARIABLES), VARIABLE, None), INITIALIZE, _initialized, _MARK)
+    kind = getattr(sys.modules.get(VARIABLES), VARIABLE, None)
+    wrap(kind, INITIALIZE, _initialized, _MARK)
+    wrap(kind, BY_INITIALIZER, _by_initializer, _MARK)
     wrap(getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None), names.ADD_VARIABLE, _added, _MARK)
     if (backend := sys.modules.get(BACKEND)) is not None:
         setattr(backend, DISTRIBUTE, _distribute)  # the backend has none
@@ -59,9 +65,9 @@ def being_made() -> Making:
 
 
 @contextlib.contextmanager
-def making(variable: Any, reference: Any = None) -> Iterator[None]:
+def making(variable: Any, reference: Any = None, initializer: Any = None) -> Iterator[None]:
     """Inside, TensorFlow variables are made for a Keras variable."""
-    token = _making.set(Making(variable, reference))
+    token = _making.set(Making(variable, reference, initializer))
     try:
         yield
     finally:
@@ -69,8 +75,15 @@ def making(variable: Any, reference: Any = None) -> Iterator[None]:
 
 
 def _initialized(own: Callable[..., Any], variable: Any, value: Any) -> Any:
-    with making(variable, _making.get().reference):
+    _, reference, initializer = _making.get()
+    with making(variable, reference, initializer):
         return own(variable, value)
+
+
+def _by_initializer(own: Callable[..., Any], variable: Any, initializer: Any) -> Any:
+    is_keras = type(initializer).__module__.startswith(_INITIALIZERS)
+    with making(variable, _making.get().reference, initializer if is_keras else None):
+        return own(variable, initializer)
 
 
 def _added(own: Callable[..., Any], optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +107,9 @@ class _Outputs:
         self.constrain = constrain
         self.path = ""
         self._layout_of = layout_of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.given, name)
 
     def get_tensor_layout(self, path: str) -> Any:
         """Called by Keras."""

@@ -175,6 +175,12 @@ def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
         parsed = {key: ir.Attribute.parse(text) for key, text in attributes.items()}
         return ir.Operation.create(f"stablehlo.{name}", results=[kind], operands=operands, attributes=parsed).result
 
+    def zeros(kind: Any) -> Any:
+        if str(kind.element_type).startswith("complex"):
+            part = ir.RankedTensorType.get(kind.shape, ir.ComplexType(kind.element_type).element_type)
+            return add("complex", kind, [zeros(part), zeros(part)])
+        return add("constant", kind, [], value=f"dense<{zero_of(str(kind.element_type))}> : {kind}")
+
     with ir.InsertionPoint(call), call.location:
         count, zero = (add("constant", number, [], value=f"dense<{value}> : {number}") for value in (size, 0))
         place = add("remainder", number, [add("partition_id", number, []), count])
@@ -215,11 +221,7 @@ def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
                     ir.InsertionPoint(block).insert(call.detach_from_parent())
                     values = list(call.results)
                 else:
-                    kinds = [ir.RankedTensorType(each.type) for each in branch.results]
-                    values = [
-                        add("constant", kind, [], value=f"dense<{zero_of(str(kind.element_type))}> : {kind}")
-                        for kind in kinds
-                    ]
+                    values = [zeros(ir.RankedTensorType(each.type)) for each in branch.results]
                 ir.Operation.create("stablehlo.return", operands=values)
 
 

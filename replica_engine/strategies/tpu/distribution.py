@@ -13,6 +13,7 @@ import contextlib
 import difflib
 import importlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +23,13 @@ from replica_engine._tf.keras import layouts
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.errors import DistributionError
 from replica_engine.errors.base import positive_int, shown, warning
-from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh, names
+from replica_engine.pjrt.partitions import REPLICAS, WHOLE, Axes, ReplicaMesh, names
 from replica_engine.xla.constraints import constrain
 
 BATCH = "batch"
 """The axis of "fsdp" and "zero1", and of `keras.distribution.DataParallel` without a mesh."""
 
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # of an axis: it stands in the text of programs
 _SMALLEST = 1024  # bytes of a variable that is worth dividing
 _LONG = 32  # rows of a part, if a dimension does not divide evenly
 _CORE = "core_"  # the axes of logical devices, when no distribution names any
@@ -94,6 +96,8 @@ class Distribution:
         axes = self._rule(made) if layout is None else layout.axes
         while axes and axes[-1] is None:
             axes = axes[:-1]
+        if len(axes) > len(made.shape) and not made.is_weight and made.layout is None:
+            axes = WHOLE  # a factor that an optimizer keeps for a weight, whose path matches that of the weight
         if len(axes) > len(made.shape):
             raise DistributionError.too_many_axes(made.path, made.shape, axes)
         known = [name for name, _ in self.mesh.axes]
@@ -212,6 +216,11 @@ def read(
         raise DistributionError.unreadable(distribution, sorted(_RULES))
     device_mesh = distribution.device_mesh
     axes = tuple(zip(device_mesh.axis_names, map(int, device_mesh.shape), strict=True))
+    for name in device_mesh.axis_names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == REPLICAS:
+            raise DistributionError.bad_name(name, REPLICAS)
+    if distribution.batch_dim_name not in device_mesh.axis_names:
+        raise DistributionError.no_batch_axis(distribution.batch_dim_name, list(device_mesh.axis_names))
     mesh = ReplicaMesh(axes, distribution.batch_dim_name)
     if (cores_per_replica or mesh.size) != mesh.size:
         raise DistributionError.other_size(cores_per_replica or 0, axes)

@@ -1,8 +1,9 @@
 """Initial values that are made in parts: neither the host nor a device ever has a large variable whole.
 
-The function that makes the value becomes a program, whose result is divided like the variable. Random numbers are those
-that TensorFlow draws on the host (`random_numbers`). A value whose ops have a state is made on the host, as for every
-variable: ops with a state may draw other numbers in a program, and would run twice.
+Keras' own initializers are functions of a shape and a seed. So such a function becomes a program, whose result is
+divided like the variable. Random numbers are those that TensorFlow draws on the host (`random_numbers`). All other
+functions run on the host, once: they may have an effect, such as an item taken from an iterator, or need real values.
+So does an initializer with a `SeedGenerator`, whose state counts the draws.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import subgraphs
-from replica_engine.errors import ReplicaEngineError
+from replica_engine.errors import CaptureError, LoweringError
 from replica_engine.pjrt.group import Array
 from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
 from replica_engine.xla.signature.arguments import Arguments
@@ -65,6 +66,6 @@ def made(programs: ProgramCache, value: InitialValue) -> Array | None:
         if has_state or tuple(output.shape) != value.shape:
             return None
         compiled = traced.find([])
-    except (ReplicaEngineError, tf.errors.OpError, TypeError, ValueError):
+    except (LoweringError, CaptureError, tf.errors.OpError, TypeError, ValueError):
         return None  # the host makes it, or raises what the user should see
     return compiled.arrays()[0]

@@ -150,6 +150,7 @@ def create(
     elif distribution is not None and variable.shape.is_fully_defined():
         axes = _axes(distribution, devices, name, tuple(variable.shape), variable.dtype)
     device_value = make_device_value(variable._values, devices, spread, axes, array)
+    device_value.limits = strategy.extended.limits
     is_mirrored = isinstance(variable, MirroredDeviceVariable) and spread is None
     device_value.kept_equal = is_mirrored and variable.aggregation != tf.VariableAggregation.NONE
     strategy.extended.variable_table.note(device_value, _path(name))
@@ -202,7 +203,7 @@ def _axes(distribution: Distribution, devices: DeviceGroup, name: str, shape: tu
     """How a variable is divided over the devices of a replica."""
     if xla_ops.is_host_only(dtype):
         return WHOLE
-    made, reference = layouts.being_made()
+    made, reference, _ = layouts.being_made()
     layout, is_weight = getattr(made, "_layout", None), reference is None and getattr(made, "trainable", False)
     like = None if reference is None else axes_of(layouts.handle_of(reference), distribution.mesh)
     axes = distribution.axes_of(Made(_path(name), shape, dtype.size, layout, like, is_weight))
@@ -224,8 +225,9 @@ def _made_in_parts(extended: Any, early: _Early, kwargs: dict[str, Any]) -> Arra
     value = kwargs.get("initial_value")
     is_large = early.dtype.size * math.prod(early.shape) >= initial_parts.LARGE
     alone = extended.device_group.member is None and not tf.inside_function()
-    if early.axes == WHOLE or not is_large or not alone or not callable(value):
+    if early.axes == WHOLE or not is_large or not alone or layouts.being_made().initializer is None:
         return None
+    assert callable(value), "Keras passes a function"
     mesh = extended.device_group.mesh
     value = initial_parts.InitialValue(value, early.shape, early.dtype, early.axes, mesh)
     return initial_parts.made(extended.initial_programs, value)

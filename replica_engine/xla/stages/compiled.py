@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
+from replica_engine.errors.base import warning
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.executable import Executable, Stores
@@ -26,9 +29,10 @@ from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.program import BodyProgram
 from replica_engine.xla.stages.results import Column, column
-from replica_engine.xla.state.device_value import DeviceValue, device_value_of, patience_of
+from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of, patience_of
 
 _counting = threading.Lock()
+_logger = logging.getLogger("replica_engine")
 
 
 class Compiled:
@@ -48,6 +52,8 @@ class Compiled:
         self.devices = devices
         self.executable = executable
         self.variables = [device_value_of(handle, devices) for handle in program.handles]
+        if devices.mesh is not None and program.is_users:
+            _tell_of_whole(program, self.variables)
         self._stores = Stores([(self.variables[variable], result) for variable, result in program.writes])
         self._patience = patience_of(self._stores.objects) if program.donates else 0.0
         self._myself = weakref.ref(self)
@@ -195,6 +201,23 @@ class Compiled:
                 "inputs)."
             )
         return program.replicas_results(self.run(arguments.numpy()))
+
+
+def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:
+    """Warns, once a strategy, of variables that were made outside of its scope: they are divided over no devices."""
+    borrowed = [
+        xla_ops.variable_name(handle)
+        for handle, variable in zip(program.handles, variables, strict=True)
+        if isinstance(variable, Borrowed)
+    ]
+    if borrowed and "made outside" not in program.body.told:
+        program.body.told.add("made outside")
+        text = (
+            f"`{program.name}` uses variables that were made outside of the strategy's scope ({len(borrowed)}, such as "
+            f"{borrowed[0]!r}). They are not divided: each device gets them whole, and they are sent there for each "
+            "run. Make the model and its optimizer under `with strategy.scope():`."
+        )
+        _logger.warning(warning("made_outside_scope", text))
 
 
 class _Execution:

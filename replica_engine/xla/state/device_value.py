@@ -73,6 +73,7 @@ class DeviceValue:
         axes: how the value is divided over the devices of a replica.
 
     Attributes:
+        limits: seconds to wait for other workers when they read it together, and seconds until a warning.
         read_anywhere: whether the host's value may be read unnoticed, as functions of datasets do.
         loops: the number of device loops that write the variable and that run or are about to run. Their inputs must
             never see the variable, however early they read it: a read raises an error on their thread.
@@ -108,6 +109,8 @@ class DeviceValue:
         self._maybe_written = False
         self._lost = False
         self._told = False
+        self._steps = 0  # that have written it
+        self.limits: tuple[float | None, float | None] = (None, None)
         self.mark()
 
     @property
@@ -170,6 +173,7 @@ class DeviceValue:
         """Called when the program that wrote the value has ended. The caller holds `DeviceGroup.in_flight`."""
         if self.on_devices is self._on_host:
             return  # it did not write: the launch failed before, and the host has the value
+        self._steps += 1
         self._on_host = None  # otherwise the old value would stay in memory
         if self.read_anywhere:
             self.host_reads()
@@ -334,7 +338,9 @@ class DeviceValue:
         """The array, if this process has all of it; otherwise all workers put it together, at the same time."""
         if not self._devices.spans or self.axes == WHOLE:
             return array
-        return exchange.whole(self._devices, array, tuple(self._shape), self.axes)
+        name = xla_ops.variable_name(self.handles[0])
+        what = f"the variable {name!r} after {self._steps} steps"
+        return exchange.whole(self._devices, array, tuple(self._shape), self.axes, what, self.limits)
 
     def _check_there(self) -> None:
         if self._lost:

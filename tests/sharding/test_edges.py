@@ -1,0 +1,89 @@
+"""Names, values and variables that are unlike the usual ones, and mistakes of those who begin."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine import xla
+from replica_engine.errors import DistributionError
+
+
+def parallel(axes=("batch", "model"), batch=None, **layouts):
+    mesh = keras.distribution.DeviceMesh((2, 2), list(axes), [f"cpu:{index}" for index in range(4)])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    for key, layout in layouts.items():
+        layout_map[f".*{key}"] = layout
+    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name=batch or axes[0])
+
+
+@pytest.mark.parametrize("name", ["größe", "data:0", 'da"ta', "replica", "2d"])
+def test_names_that_programs_cannot_have_are_refused(name):
+    with pytest.raises(DistributionError, match="letters, digits and underscores"):
+        replica_engine.TPUStrategy(distribution=parallel(axes=(name, "model")))
+
+
+def test_a_batch_axis_that_the_mesh_lacks_is_refused():
+    with pytest.raises(DistributionError, match=r"batch_dim_name='data'.*'batch', 'model'"):
+        replica_engine.TPUStrategy(distribution=parallel(batch="data"))
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"), [("FSDP", "'fsdp'"), ("zero-1", "'zero1'"), ("map", "ModelParallel"), ("mesh", "DataParallel")]
+)
+def test_what_is_nearly_a_distribution_gets_advice(given, advice):
+    mesh = keras.distribution.DeviceMesh((2,), ["batch"], ["cpu:0", "cpu:1"])
+    value = {"map": keras.distribution.LayoutMap(mesh), "mesh": mesh}.get(given, given)
+    with pytest.raises(DistributionError, match=advice):
+        replica_engine.TPUStrategy(num_cores=2, distribution=value)
+
+
+def test_functions_that_make_large_values_run_once_on_the_host():
+    strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
+    size = 1 << 21
+    chunks = iter(np.full([2, size], number, np.float32) for number in range(4))
+
+    class Own(keras.initializers.Initializer):
+        def __call__(self, shape, dtype=None):
+            return next(chunks) + tf.zeros(shape).numpy()
+
+    with strategy.scope():
+        first = tf.Variable(lambda: next(chunks) + tf.zeros([1]), shape=(2, size), dtype=tf.float32)
+        second = keras.Variable(Own(), shape=(2, size))
+    assert (float(first[0, 0]), float(second.numpy()[0, 0])) == (0.0, 1.0)
+
+
+def test_adafactor_keeps_its_factors_whole():
+    strategy = replica_engine.TPUStrategy(distribution=parallel(kernel=("batch", "model")))
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([8]), keras.layers.Dense(8)])
+        model.compile("adafactor", "mse")
+    model.fit(np.ones([4, 8]), np.ones([4, 8]), verbose=0)
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+def test_keras_distribution_in_a_step_is_the_strategys():
+    strategy = replica_engine.TPUStrategy(distribution=parallel(kernel=(None, "model")))
+    with strategy.scope():
+        dense = keras.layers.Dense(4)
+        dense.build([None, 4])
+    rows = strategy.run(
+        lambda x: dense(x) * 0.0 + keras.distribution.distribution().device_mesh.shape[0], (tf.ones([4, 4]),)
+    )
+    assert float(rows[0, 0]) == 2.0
+
+
+def test_a_host_call_gives_complex_numbers_to_all_devices_of_each_replica():
+    strategy = replica_engine.TPUStrategy(num_cores=4, cores_per_replica=2, distribution="fsdp")
+    x = tf.complex(tf.ones([4, 2]), tf.fill([4, 2], 2.0))
+    found = strategy.run(lambda x: tf.reduce_sum(xla.outside_compilation(lambda y: y, x)), args=(x,))
+    assert [complex(each) for each in strategy.experimental_local_results(found)] == [8 + 16j] * 2
+
+
+def test_a_variable_of_no_scope_is_told_of(caplog):
+    strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
+    forgotten = tf.Variable(tf.ones([8, 8]))
+    for _ in range(2):
+        strategy.run(lambda: forgotten.assign_add(forgotten))
+    assert caplog.text.count("made outside of the strategy's scope") == 1
