@@ -25,7 +25,10 @@ def with_values(arguments: Any, caller: str) -> Any:
     Raises:
         InputsError: a spec does not say the whole shape, or is of another kind than tensors.
     """
-    return tf.nest.map_structure(lambda value: _value(value, caller), arguments)
+    try:
+        return tf.nest.map_structure(lambda value: _value(value, caller), arguments)
+    except RecursionError:  # a structure that contains itself: who takes it apart next says so
+        return arguments
 
 
 def _value(value: Any, caller: str) -> Any:
