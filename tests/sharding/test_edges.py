@@ -87,3 +87,22 @@ def test_a_variable_of_no_scope_is_told_of(caplog):
     for _ in range(2):
         strategy.run(lambda: forgotten.assign_add(forgotten))
     assert caplog.text.count("made outside of the strategy's scope") == 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_what_an_embedding_exchanges_grows_with_the_batch_and_not_with_the_table(optimizer):
+    strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+
+    def moved(rows, batch):
+        with strategy.scope():
+            words = keras.Input([10], dtype="int32")
+            model = keras.Model(words, keras.layers.Dense(2)(keras.layers.Embedding(rows, 16)(words)[:, 0]))
+            model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            model.optimizer.build(model.trainable_variables)
+        specs = tf.TensorSpec([batch, 10], tf.int32), tf.TensorSpec([batch], tf.int32)
+        plan = strategy.plan(lambda x, y: model.train_step((x, y))["loss"], args=specs)
+        return sum(each.bytes for each in plan.cost.collectives)
+
+    small = moved(1 << 12, 16)
+    assert moved(1 << 15, 16) == small < 16 * (1 << 12)
+    assert moved(1 << 12, 64) > 2 * small
