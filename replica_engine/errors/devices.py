@@ -119,14 +119,8 @@ class DistributionError(ReplicaEngineError, ValueError):
     """
 
     @classmethod
-    def unreadable(cls, given: object, rules: Sequence[str]) -> DistributionError:
-        """The value is no distribution."""
-        like = next((rule for rule in rules if isinstance(given, str) and given.lower().replace("-", "") == rule), "")
-        advice = f" Did you mean {like!r}?" if like else ""
-        if type(given).__name__ == "LayoutMap":
-            advice = " Write keras.distribution.ModelParallel(layout_map=..., batch_dim_name=...)."
-        elif type(given).__name__ == "DeviceMesh":
-            advice = " Write keras.distribution.DataParallel(device_mesh=...)."
+    def unreadable(cls, given: object, rules: Sequence[str], advice: str) -> DistributionError:
+        """The value is no distribution; `advice` is "" or what to write."""
         return cls(
             f"`distribution` must be one of {', '.join(map(repr, rules))}, a keras.distribution.DataParallel or "
             f"ModelParallel, or None; got {shown(given)}.{advice}"

@@ -45,6 +45,7 @@ class Made(NamedTuple):
         layout: the `keras.distribution.TensorLayout` that it was made with, or None.
         reference: for a variable that an optimizer keeps for a weight, the axes of the weight; otherwise None.
         is_weight: whether it is a trainable weight of a Keras model.
+        is_state: whether it is another variable of Keras, such as a factor that Adafactor keeps for a weight.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Made(NamedTuple):
     layout: Any
     reference: Axes | None
     is_weight: bool
+    is_state: bool
 
 
 class Distribution:
@@ -96,7 +98,7 @@ class Distribution:
         axes = self._rule(made) if layout is None else layout.axes
         while axes and axes[-1] is None:
             axes = axes[:-1]
-        if len(axes) > len(made.shape) and not made.is_weight and made.layout is None:
+        if len(axes) > len(made.shape) and made.is_state and made.layout is None:
             axes = WHOLE  # a factor that an optimizer keeps for a weight, whose path matches that of the weight
         if len(axes) > len(made.shape):
             raise DistributionError.too_many_axes(made.path, made.shape, axes)
@@ -213,7 +215,7 @@ def read(
         mesh = ReplicaMesh(((BATCH, size),), BATCH)
         return Distribution(mesh, cores, lambda made: _RULES[distribution](made, size))
     if not layouts.is_distribution(distribution):
-        raise DistributionError.unreadable(distribution, sorted(_RULES))
+        raise DistributionError.unreadable(distribution, sorted(_RULES), _advice(distribution))
     device_mesh = distribution.device_mesh
     axes = tuple(zip(device_mesh.axis_names, map(int, device_mesh.shape), strict=True))
     for name in device_mesh.axis_names:
@@ -225,6 +227,17 @@ def read(
     if (cores_per_replica or mesh.size) != mesh.size:
         raise DistributionError.other_size(cores_per_replica or 0, axes)
     return Distribution(mesh, cores or mesh.size, _like_reference, distribution)
+
+
+def _advice(given: Any) -> str:
+    """What to write instead of something that is nearly a distribution."""
+    if isinstance(given, str) and (like := given.lower().replace("-", "")) in _RULES:
+        return f" Did you mean {like!r}?"
+    advice = {
+        "LayoutMap": " Write keras.distribution.ModelParallel(layout_map=..., batch_dim_name=...).",
+        "DeviceMesh": " Write keras.distribution.DataParallel(device_mesh=...).",
+    }
+    return advice.get(type(given).__name__, "")
 
 
 def assigned(assignment: Any, cores: int | None, cores_per_replica: int | None) -> tuple[int, int]:

@@ -206,7 +206,8 @@ def _axes(distribution: Distribution, devices: DeviceGroup, name: str, shape: tu
     made, reference, _ = layouts.being_made()
     layout, is_weight = getattr(made, "_layout", None), reference is None and getattr(made, "trainable", False)
     like = None if reference is None else axes_of(layouts.handle_of(reference), distribution.mesh)
-    axes = distribution.axes_of(Made(_path(name), shape, dtype.size, layout, like, is_weight))
+    is_state = made is not None and not made.trainable
+    axes = distribution.axes_of(Made(_path(name), shape, dtype.size, layout, like, is_weight, is_state))
     part = dtype.size * math.prod(devices.on_each(shape, axes))
     memory = None if rehearsal.current() else chip_memory(devices)  # a rehearsal is of other devices than these
     if memory is not None and part > memory:
