@@ -41,7 +41,8 @@ def test_the_table_names_each_variable_that_there_is(divided):
     assert strategy.memory().variables == [part] * 4
     assert str(strategy.memory()).startswith(f"CPU:0: variables {part / 1024:.4g} KiB\nCPU:1: ")
     del table, adam
-    gc.collect()
+    for _ in range(2):  # what the first frees may hold more
+        gc.collect()
     assert {row.path for row in strategy.layouts().rows} == {"up/kernel", "up/bias"}
 
 
