@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.pjrt.collectives import COLLECTIVES
-from replica_engine.pjrt.markers import CONSTRAIN, HOST_CALL, PREFIX
+from replica_engine.pjrt.markers import HOST_CALL, PREFIX
 from replica_engine.xla.analysis.known_values import is_passed_on
 
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
@@ -57,7 +57,7 @@ class CollectiveOp:
             groups = tf.get_static_value(op.inputs[1])
             return CollectiveOp("all_reduce", None if groups is None else np.asarray(groups).tolist())
         name = xla_ops.marker_name(op)
-        if not name.startswith(PREFIX) or name in (HOST_CALL, CONSTRAIN):
+        if not name.startswith(PREFIX) or name == HOST_CALL:
             return None
         return CollectiveOp(name.removeprefix(PREFIX), json.loads(xla_ops.marker_parameters(op)).get("groups"))
 

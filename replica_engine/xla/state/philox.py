@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
-from replica_engine.pjrt.markers import CONSTRAIN
 
 _PHILOX, _AUTO_SELECT = 1, 3  # tf.random.Algorithm; "auto_select" is Philox on CPUs and GPUs
 _ROUNDS, _MULTIPLIERS, _STEPS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Salmon et al., 2011
@@ -140,12 +139,12 @@ def _piecewise(kind: str, pieces: Pieces, key: tf.Tensor, counter: tf.Tensor, dt
 
     def draw(index: tf.Tensor, drawn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         groups = first + tf.cast(index, tf.int64) * (piece // _GROUP)
-        groups = xla_ops.marker(CONSTRAIN, groups, json.dumps({"axes": [None, pieces.names, None]}), groups.shape)
+        groups = xla_ops.same_shape_marker(groups, json.dumps({"axes": [None, pieces.names, None]}))
         numbers = tf.reshape(_OF_GROUPS[kind](groups, key, counter, _computed(kind, dtype)), [*whole[:2], 1, piece])
         drawn = xla_ops.update_slice(drawn, tf.cast(numbers, dtype), tf.stack([0, 0, index, 0]))
-        return index + 1, xla_ops.marker(CONSTRAIN, drawn, sharding, drawn.shape)
+        return index + 1, xla_ops.same_shape_marker(drawn, sharding)
 
-    start = xla_ops.marker(CONSTRAIN, tf.zeros(whole, dtype), sharding, whole)
+    start = xla_ops.same_shape_marker(tf.zeros(whole, dtype), sharding)
     drawn = tf.while_loop(lambda index, _: index < count, draw, (tf.constant(0), start))[1]
     return tf.reshape(drawn, pieces.shape)
 
