@@ -30,6 +30,18 @@ class Logged(logging.Handler):
         self._begin, self._part = begin, part
         self.text, self.come = "", threading.Event()
 
+    def __enter__(self):
+        logging.getLogger("replica_engine").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("replica_engine").removeHandler(self)
+
+    def wait(self):
+        """Stands still until the message has come, which the watchdog logs."""
+        with Watch(lambda seconds: self._begin, warn_after=0.02):
+            assert self.come.wait(LONG)
+
     def emit(self, record):
         text = record.getMessage()
         if text.startswith(self._begin) and self._part in text and not self.come.is_set():
@@ -38,27 +50,17 @@ class Logged(logging.Handler):
 
 
 def test_a_warning_has_a_row_for_each_worker():
-    logged, logger = Logged("A run stands still.", "The workers of the job:"), logging.getLogger("replica_engine")
-    logger.addHandler(logged)
-    try:
-        with job() as made:
-            process = made.start(
-                1, "member.launched(TRAIN); member.progress(7, 'all_reduce SUM at a.py:3')\nmember.meet('a')\ninput()"
-            )
-            member = made.join(0)
-            member.launched(TRAIN)
-            member.meet("a")
-            with Watch(lambda seconds: "A run stands still.", warn_after=0.02):
-                assert logged.come.wait(LONG)
-            member.close()
-            again = Logged("Another one.")
-            logger.removeHandler(logged)
-            logger.addHandler(again)
-            with Watch(lambda seconds: "Another one.", warn_after=0.02):
-                assert again.come.wait(LONG)
-            logger.removeHandler(again)
-    finally:
-        logger.removeHandler(logged)
+    with Logged("A run stands still.", "The workers of the job:") as logged, job() as made:
+        process = made.start(
+            1, "member.launched(TRAIN); member.progress(7, 'all_reduce SUM at a.py:3')\nmember.meet('a')\ninput()"
+        )
+        member = made.join(0)
+        member.launched(TRAIN)
+        member.meet("a")
+        logged.wait()
+        member.close()
+        with Logged("Another one.") as again:
+            again.wait()
     head, title, *rows = logged.text.splitlines()
     assert (head, title) == ("A run stands still.", "The workers of the job:")
     assert rows[0].startswith("  worker 0 of 2 (")
@@ -79,19 +81,13 @@ input()
 
 
 def test_the_row_of_a_worker_says_where_the_replicas_of_its_traced_step_are():
-    logged, logger = Logged("A run stands still.", "now replica"), logging.getLogger("replica_engine")
-    logger.addHandler(logged)
-    try:
-        with job() as made:
-            made.start(1, STANDS)
-            member = made.join(0)
-            member.launched(TRAIN)
-            member.meet("a")
-            with Watch(lambda seconds: "A run stands still.", warn_after=0.02):
-                assert logged.come.wait(LONG)
-            member.close()
-    finally:
-        logger.removeHandler(logged)
+    with Logged("A run stands still.", "now replica") as logged, job() as made:
+        made.start(1, STANDS)
+        member = made.join(0)
+        member.launched(TRAIN)
+        member.meet("a")
+        logged.wait()
+        member.close()
     where = "sync point all_reduce SUM at a.py:3; now replica 1 of 2 (CPU:1): running for 3 s; 1 merge call; heard of"
     assert where in logged.text
 
