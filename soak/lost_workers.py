@@ -1,4 +1,4 @@
-"""How soon a worker raises when the other one of its job is lost: the time limits of docs/many_hosts.md, measured.
+"""How soon a worker raises when the other one of its job is lost: the time limits of docs/hosts/failures.md, measured.
 
     python -m soak --only lost [--lost 3]
 

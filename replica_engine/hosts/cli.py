@@ -18,7 +18,7 @@ Starts N processes of a script on this machine, as the workers of one job, and w
 Each line that a worker prints has its name before it. When a worker fails, the others get ten seconds to raise by
 themselves, and then are ended. What failed first is printed last. Ctrl-C and SIGTERM end all workers.
 
-On several machines it is Slurm, Kubernetes or Ray that starts the processes; docs/many_hosts.md says how.
+On several machines it is Slurm, Kubernetes or Ray that starts the processes; docs/hosts/starting.md says how.
 """
 EPILOG = """\
 example:

@@ -18,7 +18,7 @@ from replica_engine.pjrt.partitions import ReplicaMesh
 class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
     """The devices of one PJRT platform: on this machine, or in all processes of a job.
 
-    Without the last three arguments, the job is read from the environment, as `docs/many_hosts.md` says. Either all
+    Without the last three arguments, the job is read from the environment, as `docs/hosts/starting.md` says. Either all
     three are given or none.
 
     Args:

@@ -335,7 +335,7 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, Gathering, tf.dis
     Args:
         tpu_cluster_resolver: a `replica_engine.xla.PjrtClusterResolver` that names the platform to run on, and perhaps
             the job. None takes the first of TPUs, GPUs and CPU devices that the machine has, and the job that the
-            environment describes, as `docs/many_hosts.md` says: then the devices of all workers run one program.
+            environment describes, as `docs/hosts/tpu_strategy.md` says: the devices of all workers then run it.
         steps_per_run: how many steps one launch of a device loop runs if the call of `run_steps` does not say.
         num_cores: the number of devices, of all workers together; each gets equally many. None takes all TPUs or GPUs;
             CPU devices are made on request, so None makes one for each core that the process may use.
