@@ -5,6 +5,7 @@ such instant of an operation, one after the other, with the help of Python's pro
 """
 
 import ctypes
+import itertools
 import random
 import sys
 import threading
@@ -100,6 +101,33 @@ def test_a_launch_is_whole_at_each_instant(outside):
         check_nothing_is_left(strategy)
         number += 1
     assert number > 50
+
+
+@pytest.mark.skipif(not HAS_XLA, reason="TPUStrategy needs jax")
+def test_a_loop_on_one_device_is_whole_at_each_instant():
+    """XLA runs the program on the thread that launches it, and a host call of the program with it."""
+    strategy = replica_engine.TPUStrategy(num_cores=1)
+    with strategy.scope():
+        variable = tf.Variable(0.0)
+
+    def step(context):
+        variable.assign_add(1.0)
+        context.set_last_step_output("x", tf.constant(0.0))
+
+    def loop():
+        strategy.run_steps(step, itertools.repeat(()), 3)
+
+    files = (*LAUNCH, "xla/loop/device_loop.py", "xla/loop/chunks.py", "xla/host_calls/session.py", "xla/infeed.py")
+    loop()
+    made, number = 3.0, 1
+    while raised_at(number, files, loop):
+        found = float(variable)
+        assert found in (made, made + 3.0), f"instant {number}: {found}, {made} before"
+        loop()
+        made = found + 3.0
+        number += 1
+    check_nothing_is_left(strategy)
+    assert number > 25
 
 
 UPDATE = ("strategies/updates.py", "strategies/mirrored.py", "process/interrupts.py", "_tf/variables.py", __file__)

@@ -5,9 +5,11 @@ loop of many steps is several launches. On devices with a queue a launch returns
 chunk is sent to the devices while the one before runs; at most two chunks are there at a time. Nothing shows that a
 launch makes progress, so with `timeout=` each step is a launch, and the wait for its batch has the same limit.
 
-On CPU devices, `device_loop` calls the host for its batches: one launch for all steps is faster there. Both ways run
-the same steps with the same numbers. A step that calls the host itself stays with the other way: if its host call
-fails, the results of no step of the loop are kept.
+On several CPU devices, `device_loop` calls the host for its batches: one launch for all steps is faster there. On a
+single one the program, and such a call, would run on the thread that launches, where another thread may raise an
+exception at any instant: the program fails, and the variables that it overwrites are lost. Both ways run the same steps
+with the same numbers. A step that calls the host itself stays with the other way: if its host call fails, the results
+of no step of the loop are kept.
 """
 
 from __future__ import annotations
@@ -33,28 +35,37 @@ from replica_engine.xla.loop.step import LoopBody
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.results import Column
 
-MOST_BYTES = 1 << 22
-"""The most bytes of a replica's part of a chunk with more than one batch.
-
-A chunk has one size, however many batches are in it, so that one program serves any number of steps. It is always sent
-whole.
-"""
-
 always: bool | None = None
-"""Whether batches are arguments on all platforms (True), or on none (False). None: on all but CPU. For tests."""
+"""Whether batches are arguments on all devices (True), or on none (False). None: on all but several CPUs. For tests."""
 
 
 class StepCallsHost(Exception):
     """Ends the trace of a loop whose step calls the host."""
 
 
-def are_arguments(devices: DeviceGroup) -> bool:
-    """Whether the batches of a loop on these devices are arguments, if its step does not call the host."""
+def are_arguments(devices: DeviceGroup, timed: bool) -> bool:
+    """Whether the batches of a loop on these devices are arguments, if its step does not call the host.
+
+    Args:
+        devices: the devices.
+        timed: whether launches have a limit. Then no variable is overwritten.
+    """
     if devices.member is not None:  # the workers agree on the number of steps in the program, which calls the host
         return False
     if always is not None:
         return always
-    return _have_queue(devices) or devices.mesh is not None  # a host call has whole batches, on one device
+    if devices.mesh is not None:  # a host call has whole batches, on one device
+        return True
+    return _have_queue(devices) or (devices.size == 1 and not timed)
+
+
+def most_bytes(devices: DeviceGroup) -> int:
+    """The most bytes of a replica's part of a chunk with more than one batch.
+
+    A chunk has one size, however many batches are in it, so that one program serves any number of steps. It is always
+    sent whole.
+    """
+    return 1 << 22 if _have_queue(devices) or devices.mesh is not None else 1 << 18
 
 
 def at_once(devices: DeviceGroup, prefetch: int | None) -> int:
@@ -161,13 +172,19 @@ class Chunks:
             waited = f"{seconds:.3g} s. No step runs meanwhile."
             return f"The device loop `{name}` has been waiting for its next batch for {waited}"
 
-        with Watch(slow, limits.warn_after) as watch:
+        watch = Watch(slow, limits.warn_after)
+        try:  # no `with`: an exception of another thread may come in `__exit__`
+            watch.__enter__()
             while self._more and (room := self._most - len(chunk)):
                 if not self._queue.comes_within(limits.timeout):
                     raise self._late(watch.waited)
                 taken = [self._queue.take(replica, room) for replica in range(self._size)]
                 chunk.extend(zip(*[parts for parts, _ in taken], strict=True))
                 self._more = taken[0][1]
+            watch.__exit__(None, None, None)
+        except BaseException:
+            watch.__exit__(None, None, None)
+            raise
         return chunk
 
     def _late(self, waited: float) -> ReplicaTimeoutError:

@@ -104,9 +104,9 @@ def run_loop(
     key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes))
     # The sign of life for the watchdog is that a batch is taken, and a single step may be as slow as the limit allows.
     timed = programs.limits.timeout is not None
-    if chunks.are_arguments(programs.devices) and not has_text and not programs.calls_host(key):
+    if chunks.are_arguments(programs.devices, timed) and not has_text and not programs.calls_host(key):
         at_once = chunks.at_once(programs.devices, prefetch)
-        most = 1 if timed else _chunk(specs, prefetch, chunks.MOST_BYTES, at_once)
+        most = 1 if timed else _chunk(specs, prefetch, chunks.most_bytes(programs.devices), at_once)
         body = chunks.ChunkBody(source, step, arguments, specs, most)
         given = Arguments(chunks.arguments_like(specs, most, arguments.size), {}, arguments.size, numbers=True)
         try:
