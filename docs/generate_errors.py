@@ -45,7 +45,7 @@ OUTSIDE = {
     "WorkerLostError",
     "WorkersMissingError",
 }
-WIDTH = 100
+WIDTH = 80
 
 SHORTEST = 24
 """Characters of the shortest string that is taken for a message; shorter ones are parts of one."""

@@ -2,6 +2,7 @@
 
 - Mermaid, which draws the diagrams, comes from the package mermaidx on PyPI.
 - CHANGELOG.md and CONTRIBUTING.md, which are at the root of the repository, become pages.
+- Long words of code in tables, such as names with points, may break after a point.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from mkdocs.structure.files import File, Files
 
 MERMAID = "assets/mermaid.js"
 ROOT = pathlib.Path(__file__).parents[2]
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+BREAK = re.compile(r"([.,(/](?=\w))")
 INCLUDED = re.compile(r'--8<-- "([\w.]+)"')
 
 
@@ -36,3 +40,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         text = (ROOT / included[1]).read_text(encoding="utf-8")
         return text.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md")
     return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Lets a long word of code in the cell of a table break after a point, a bracket, a comma or a slash."""
+    return CELL.sub(lambda cell: CODE.sub(lambda code: BREAK.sub(r"\1<wbr>", code[0]), cell[0]), html)

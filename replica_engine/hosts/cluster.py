@@ -71,7 +71,8 @@ def find_cluster(environ: Mapping[str, str] | None = None) -> Cluster:
         ClusterConfigError: a variable is wrong, or another is missing that it makes necessary.
 
     Example:
-        >>> here = find_cluster({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"})
+        >>> address = {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
+        >>> here = find_cluster({"RANK": "1", "WORLD_SIZE": "2", **address})
         >>> here.process_id, here.num_processes, here.coordinator, here.source
         (1, 2, 'node-a:29500', 'torchrun')
     """

@@ -51,10 +51,10 @@ def replicate_model(
         >>> from replica_engine.keras import replicate_model
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
-        >>> fast = replicate_model(model, replicas=2)
+        >>> replicated = replicate_model(model, replicas=2)
         >>> x, y = np.ones((10, 4), "float32"), np.ones((10, 1), "float32")
-        >>> history = fast.fit(x, y, batch_size=7, verbose=0)
-        >>> fast.predict(x, verbose=0).shape
+        >>> history = replicated.fit(x, y, batch_size=7, verbose=0)
+        >>> replicated.predict(x, verbose=0).shape
         (10, 1)
     """
     _check(model)

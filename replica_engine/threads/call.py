@@ -372,7 +372,8 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     Example:
         >>> import replica_engine, tensorflow as tf
         >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
-        >>> result = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3])))
+        >>> context = tf.distribute.get_replica_context
+        >>> result = strategy.run(lambda: context().all_reduce("SUM", tf.ones([3])))
         >>> [(point.replica, point.name, point.dtypes, point.shapes) for point in strategy.sync_points()]
         [(0, 'all_reduce', ('float32',), ((3,),))]
     """

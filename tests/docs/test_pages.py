@@ -7,6 +7,8 @@ import pytest
 from helpers import pages
 
 README_LINES = 110
+# What the column of the site holds on a screen of 1280 pixels; messages (text) break at words there.
+COLUMNS = 96
 NEEDS_DEVICES = re.compile(r"replicate_model\(|(?<!\w)MirroredStrategy\((?!\[\"CPU:0\"\]\))|check_parity\(")
 NEEDS_JAX = re.compile(r"TPUStrategy\(|\bxla\b|contrib")
 
@@ -33,6 +35,16 @@ def test_the_programs_of_a_page_run_where_the_reader_has_one_device_and_no_jax_o
         assert "logical_devices(" in first, "TensorFlow makes devices only before it starts"
     if NEEDS_JAX.search(program):
         assert re.search(r"\bjax\b|\[tensorflow,xla\]", (pages.ROOT / page).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", pages.pages())
+def test_programs_and_commands_fit_the_column_of_the_site(page):
+    for block in pages.blocks(page):
+        if block.language != "text":
+            wide = {
+                number: line for number, line in enumerate(block.text.splitlines(), block.line) if len(line) > COLUMNS
+            }
+            assert not wide, page
 
 
 def test_the_readme_is_short_and_has_its_two_commands():

@@ -74,9 +74,11 @@ def test_a_variable_that_gets_what_stays_on_the_host():
 def test_a_loop_that_lets_a_value_grow():
     strategy = TPUStrategy(num_cores=2)
 
+    any_length = tf.TensorShape([None])
+
     def step(x):
         for _ in tf.range(3):
-            tf.autograph.experimental.set_loop_options(shape_invariants=[(x, tf.TensorShape([None]))])
+            tf.autograph.experimental.set_loop_options(shape_invariants=[(x, any_length)])
             x = tf.concat([x, x], axis=0)
         return x
 

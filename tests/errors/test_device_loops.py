@@ -40,4 +40,5 @@ def test_an_iterator_of_a_dataset_that_was_not_distributed():
         context.set_last_step_output("sum", tf.reduce_sum(x), "SUM")
 
     context = strategy.run_steps(step, batches, iterations=8)
-    print("of the last batch:", context.last_step_outputs["sum"].numpy(), "instead of", sum(range(56, 64)))
+    total = context.last_step_outputs["sum"].numpy()
+    print("of the last batch:", total, "instead of", sum(range(56, 64)))

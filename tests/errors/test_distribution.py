@@ -22,7 +22,8 @@ def test_layout_that_matches_no_variable():
     strategy = TPUStrategy(distribution=ModelParallel(layout_map=layout_map))
     with strategy.scope():
         up = keras.layers.Dense(16, name="up")
-        model = keras.Sequential([keras.Input([8]), up, keras.layers.Dense(1, name="out")], name="net")
+        layers = [keras.Input([8]), up, keras.layers.Dense(1, name="out")]
+        model = keras.Sequential(layers, name="net")
         model.compile(keras.optimizers.SGD(name="sgd"), "mse")
     model.fit(tf.ones([4, 8]), tf.ones([4, 1]), verbose=0)
 
@@ -88,7 +89,8 @@ def test_layout_that_matches_no_output():
     strategy = TPUStrategy(distribution=ModelParallel(layout_map=layout_map))
     with strategy.scope():
         up = keras.layers.Dense(16, name="up")
-        model = keras.Sequential([keras.Input([8]), up, keras.layers.Dense(1, name="out")], name="net")
+        layers = [keras.Input([8]), up, keras.layers.Dense(1, name="out")]
+        model = keras.Sequential(layers, name="net")
     model.predict(tf.ones([4, 8]), verbose=0)
 
 

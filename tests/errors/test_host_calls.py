@@ -186,4 +186,5 @@ def test_ops_that_run_on_the_host_by_themselves():
             x = x + 1.0
         return tf.strings.as_string(x)
 
-    print(strategy.experimental_local_results(strategy.run(tf.function(step), args=(tf.constant(1.0),))))
+    results = strategy.run(tf.function(step), args=(tf.constant(1.0),))
+    print(strategy.experimental_local_results(results))

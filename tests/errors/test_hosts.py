@@ -92,7 +92,8 @@ def beside(program, **options):
 
 @shows(ClusterConfigError)
 def test_an_address_without_a_port():
-    find_cluster({"TF_CONFIG": '{"cluster": {"worker": ["a:2222", "b"]}, "task": {"type": "worker", "index": 0}}'})
+    workers = '{"cluster": {"worker": ["a:2222", "b"]}, "task": {"type": "worker", "index": 0}}'
+    find_cluster({"TF_CONFIG": workers})
 
 
 @beside(None)

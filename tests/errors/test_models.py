@@ -38,7 +38,8 @@ def test_a_model_that_is_not_built():
 def test_more_replicas_than_devices():
     """On 8 CPU devices."""
     words = keras.layers.StringLookup(vocabulary=["a", "b"], name="words")
-    model = keras.Sequential([keras.Input((1,), dtype="string"), words, keras.layers.Embedding(4, 2)])
+    layers = [keras.Input((1,), dtype="string"), words, keras.layers.Embedding(4, 2)]
+    model = keras.Sequential(layers)
     replicate_model(model, replicas=16)
 
 
@@ -150,7 +151,8 @@ def test_an_evaluation_with_a_step_of_its_own_that_does_not_divide():
         model = ItsOwnTestStep(name="regression")
         model.compile("sgd", "mse")
     validation = np.ones((7, 3)), np.ones((7, 2))
-    model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=8, epochs=2, validation_data=validation, verbose=0)
+    x, y = np.ones((8, 3)), np.ones((8, 2))
+    model.fit(x, y, batch_size=8, epochs=2, validation_data=validation, verbose=0)
 
 
 @shows(warn_metric_not_a_sum)

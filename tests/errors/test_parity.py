@@ -22,7 +22,7 @@ def test_gradients_that_are_summed():
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((x * w - 3.0) ** 2)
         gradient = tape.gradient(loss, w)
-        w.assign_sub(0.1 * tf.distribute.get_replica_context().all_reduce("sum", gradient))
+        w.assign_sub(0.1 * tf.distribute.get_replica_context().all_reduce("SUM", gradient))
         return loss
 
     x = np.ones([8, 2], "float32")
@@ -49,7 +49,8 @@ def test_a_negative_tolerance():
 
 @shows(ParityArgumentError.bad_reduction)
 def test_an_unknown_reduction_of_results():
-    check_parity(lambda x: tf.reduce_max(x), np.ones([8, 4]), strategies="MirroredStrategy", reduction="max")
+    x = np.ones([8, 4])
+    check_parity(tf.reduce_max, x, strategies="MirroredStrategy", reduction="max")
 
 
 @shows(ParityArgumentError.unknown_strategy)

@@ -39,7 +39,8 @@ def test_a_dataset_given_to_run():
     def epoch(dataset):
         return sum(tf.reduce_sum(batch) for batch in dataset)
 
-    print(strategy.reduce("SUM", strategy.run(epoch, args=(dataset,)), axis=None).numpy(), "instead of", sum(range(8)))
+    totals = strategy.run(epoch, args=(dataset,))
+    print(strategy.reduce("SUM", totals, axis=None).numpy(), "instead of", sum(range(8)))
 
 
 @shows(warn_whole_batch)

@@ -21,6 +21,9 @@ SITE = pathlib.Path(__file__).parents[2] / "site"
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if path.name != "404.html")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+# What is wider than its box: the beginning of its text, and how its background moves.
+CUT = """selector => [...document.querySelectorAll(selector)].filter(each => each.scrollWidth > each.clientWidth)
+  .map(each => [each.textContent.slice(0, 80), getComputedStyle(each).backgroundAttachment])"""
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 pytestmark = [
@@ -92,9 +95,12 @@ def test_a_page_is_whole(page, name, anchors):
             assert path.is_file(), link
             fragment = urllib.parse.unquote(target.fragment)
             assert not fragment or fragment.startswith("__") or fragment in anchors(path), link
+    assert page.evaluate(CUT, "pre > code") == [], "code is cut at 1280 pixels: shorter lines, or text, which breaks"
     page.set_viewport_size(PHONE)
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= PHONE["width"], f"the page is {width} wide on a phone: what is wide has to scroll by itself"
+    scrolling = page.evaluate(CUT, "pre > code, .md-typeset__scrollwrap, .diagram")
+    assert all("local" in background for _, background in scrolling), "nothing shows that this scrolls"
 
 
 def test_search_finds_merge_call(page):

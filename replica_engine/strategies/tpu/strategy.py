@@ -538,7 +538,8 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, Gathering, tf.dis
             >>> def step(context, x):
             ...     total.assign_add(tf.reduce_sum(x))
             ...     context.set_last_step_output("mean", tf.reduce_mean(x), "MEAN")
-            >>> data = tf.data.Dataset.range(8).map(lambda i: tf.cast(i, tf.float32)).batch(2, drop_remainder=True)
+            >>> data = tf.data.Dataset.range(8).map(lambda i: tf.cast(i, tf.float32))
+            >>> data = data.batch(2, drop_remainder=True)
             >>> batches = iter(strategy.experimental_distribute_dataset(data))
             >>> context = strategy.run_steps(step, batches, iterations=3)
             >>> float(total.numpy()), float(context.last_step_outputs["mean"]), context.steps

@@ -203,12 +203,12 @@ def _unequal_shares(differences: Sequence[Difference], batches: Sequence[Any], r
 def _scaled(one: Mapping[Any, Any], found: Mapping[Any, Any], replicas: int) -> Iterator[Cause]:
     many = (
         f"{replicas} times",
-        'If each replica computes a mean over its rows, average over replicas: all_reduce("mean", ...) or '
+        'If each replica computes a mean over its rows, average over replicas: all_reduce("MEAN", ...) or '
         'CrossReplicaOptimizer(..., "mean"). Or divide each row\'s loss by the size of the whole batch, and sum.',
     )
     few = (
         f"1 / {replicas} of",
-        'If each row\'s loss is divided by the size of the whole batch, sum over replicas: all_reduce("sum", ...) '
+        'If each row\'s loss is divided by the size of the whole batch, sum over replicas: all_reduce("SUM", ...) '
         'or CrossReplicaOptimizer(..., "sum"). For a result of the step: check_parity(..., reduction="sum").',
     )
     for factor, (words, remedy) in ((replicas, many), (1 / replicas, few)):
@@ -228,7 +228,7 @@ def _not_combined(one: Mapping[Any, Any], first: Mapping[Any, Any], found: Mappi
                 name,
                 f"{name!r} changes as if the rows of replica 0 were the whole batch: the step does not combine the "
                 "gradients of the replicas.",
-                'Call tf.distribute.get_replica_context().all_reduce("mean", gradients) before applying them, or use '
+                'Call tf.distribute.get_replica_context().all_reduce("MEAN", gradients) before applying them, or use '
                 "replica_engine.keras.CrossReplicaOptimizer.",
             )
             return

@@ -55,7 +55,8 @@ def returns(spec: Any) -> Callable[[F], F]:
         >>> body = lambda x: xla.outside_compilation(sort, x)
         >>> xla.replicate(body, inputs=[[tf.constant([3.0, 1.0])]])[0].numpy().tolist()
         [1.0, 3.0]
-        >>> largest = lambda x: xla.outside_compilation(xla.returns(tf.TensorSpec([], tf.float32))(np.max), x)
+        >>> scalar_max = xla.returns(tf.TensorSpec([], tf.float32))(np.max)
+        >>> largest = lambda x: xla.outside_compilation(scalar_max, x)
         >>> float(xla.replicate(largest, inputs=[[tf.constant([3.0, 1.0])]])[0])
         3.0
     """
