@@ -38,6 +38,7 @@ SECTIONS = (
 )
 OUTSIDE = {
     "BackendMissingError",
+    "CheckpointError",
     "LostVariableError",
     "ReplicaTimeoutError",
     "StuckProgramError",

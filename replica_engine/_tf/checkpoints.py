@@ -1,9 +1,14 @@
-"""Checkpoints and SavedModels of several workers in one shared folder: the chief writes them.
+"""Checkpoints and SavedModels: what TensorFlow would write goes to this library first.
 
-A worker whose path is not the chief's writes there as if it were alone. The others save into a folder of their own,
-which is deleted at once: saving may read variables that have a part on each worker, so all workers have to do it. They
-keep the same list of checkpoints as the chief, and neither write nor delete a file. Workers meet before they save, and
-again when the chief has written. Checked on TensorFlow 2.21.0.
+`take_over` gives a function the values of checkpoints that have variables of a strategy: in place of MultiDeviceSaver,
+which writes files at once, and of AsyncCheckpointHelper, which keeps a second variable for each one, gathers parts on
+the host, and tells of an error two saves later.
+
+`let_the_chief_write` is for SavedModels of several workers in one shared folder. A worker whose path is not the chief's
+writes there as if it were alone. The others save into a folder of their own, which is deleted at once: saving may read
+variables that have a part on each worker, so all workers have to do it. Workers meet before they save, and again when
+the chief has written. They keep the same list of checkpoints as the chief, and neither write nor delete a file.
+Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -20,11 +25,15 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 # checkpoint: Checkpoint._write is what save, write and CheckpointManager.save end in; _execute_callbacks is called
-# there at the end. Checkpoint.save starts a thread before that if it shall be asynchronous.
+# there at the end. Checkpoint.save, read and restore turn to AsyncCheckpointHelper before that.
+# checkpoint_context: in_preemption_save_context says that the process is about to be ended.
 # checkpoint_management: update_checkpoint_state_internal writes the file that lists the checkpoints,
 # _delete_file_if_exists deletes old ones.
+# functional_saver: MultiDeviceSaver.save writes the values of a checkpoint; _get_shards_by_task reads them.
 from tensorflow.python.checkpoint import checkpoint as _checkpoint
+from tensorflow.python.checkpoint import checkpoint_context as _context
 from tensorflow.python.checkpoint import checkpoint_management as _management
+from tensorflow.python.checkpoint import functional_saver as _functional_saver
 
 # save: save_and_return_nodes is what tf.saved_model.save calls.
 from tensorflow.python.saved_model import save as _save
@@ -32,13 +41,9 @@ from tensorflow.python.saved_model import save as _save
 CHECKPOINT = "tensorflow.python.checkpoint.checkpoint.Checkpoint"
 MANAGEMENT = "tensorflow.python.checkpoint.checkpoint_management"
 SAVED_MODEL = "tensorflow.python.saved_model.save"
-WRITE, SAVE, STATE, DELETE, NODES = (
-    "_write",
-    "save",
-    "update_checkpoint_state_internal",
-    "_delete_file_if_exists",
-    "save_and_return_nodes",
-)
+SAVER = "tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver"
+METHODS = WRITE, SAVE, READ, RESTORE, SYNC = "_write", "save", "read", "restore", "sync"
+STATE, DELETE, NODES = "update_checkpoint_state_internal", "_delete_file_if_exists", "save_and_return_nodes"
 
 _MARK = "_replica_engine"
 
@@ -56,20 +61,55 @@ class Worker(Protocol):
         """A context manager around saving: all workers meet before and after it. Inside is whether this one writes."""
 
 
+class Saves(Protocol):
+    """What takes over."""
+
+    def concerns(self, saved: Any) -> bool:
+        """Whether it takes over this checkpoint."""
+
+    def save(
+        self, saved: Any, path: str, take: Callable[[], None], finish: Callable[[bool], None], asynchronous: bool
+    ) -> None:
+        """Saves a checkpoint.
+
+        Args:
+            saved: the checkpoint.
+            path: its final prefix.
+            take: reads the values; `receiver` is called meanwhile.
+            finish: is called when the checkpoint is complete, with whether this worker has written it.
+            asynchronous: whether to return when the values are taken.
+        """
+
+    def receiver(self) -> Callable[[list[list[tuple[str, str, tf.Tensor]]]], None] | None:
+        """What to give the values to that this thread saves, in bundles of (key, slice, value); None outside a save."""
+
+    def wait(self, raises: bool) -> None:
+        """Waits for the end of asynchronous saves, and may raise their error."""
+
+
+def take_over(saves: Saves) -> None:
+    """Gives the checkpoints that concern `saves` to it; once per process."""
+    cls = _checkpoint.Checkpoint
+    if hasattr(getattr(cls, WRITE), _MARK):
+        return
+    _replace(cls, WRITE, functools.partial(_written, saves))
+    _replace(cls, SAVE, functools.partial(_saved, saves))
+    for name in (READ, RESTORE):
+        _replace(cls, name, functools.partial(_read, saves))
+    _replace(cls, SYNC, functools.partial(_synchronized, saves))
+    _replace(_functional_saver.MultiDeviceSaver, SAVE, functools.partial(_given, saves))
+    for name in (STATE, DELETE):
+        _replace(_management, name, _not_by_others)
+
+
 def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
-    """Keeps all workers but the chief from writing checkpoints and SavedModels to the chief's path; once per process.
+    """Keeps all workers but the chief from writing SavedModels to the chief's path; once per process.
 
     Args:
         worker_of: takes what is to be saved, and returns this worker; None if it is not trained on several workers.
     """
-    cls = _checkpoint.Checkpoint
-    if hasattr(getattr(cls, WRITE), _MARK):
-        return
-    _replace(cls, WRITE, functools.partial(_written, worker_of))
-    _replace(cls, SAVE, functools.partial(_saved, worker_of))
-    _replace(_save, NODES, functools.partial(_exported, worker_of))
-    for name in (STATE, DELETE):
-        _replace(_management, name, _not_by_others)
+    if not hasattr(getattr(_save, NODES), _MARK):
+        _replace(_save, NODES, functools.partial(_exported, worker_of))
 
 
 def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -79,40 +119,93 @@ def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
     setattr(owner, name, replaced)
 
 
-def _written(worker_of: Callable[[Any], Worker | None], original: Callable[..., Any]) -> Callable[..., Any]:
+def _written(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
     def write(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        worker = worker_of(self)
-        if worker is None:
+        if not tf.executing_eagerly() or not saves.concerns(self):
             return original(self, file_prefix, options)
-        options = _synchronous(options)
-        with worker.saving("a checkpoint", file_prefix) as writes:
-            if writes:
-                return original(self, file_prefix, options)
-            callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks, None
-            with folder() as own:
-                original(self, os.path.join(own, "checkpoint"), options)
-            path = os.fspath(file_prefix)
-            token = _leaves.set(True)
+        options = copy.copy(options or tf.train.CheckpointOptions())
+        asynchronous = options.experimental_enable_async_checkpoint or _asynchronously.get()
+        options.experimental_enable_async_checkpoint = False
+        callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks, None
+        path = os.fspath(file_prefix)
+
+        def finish(writes: bool) -> None:
+            token = _leaves.set(not writes)
             try:
                 _checkpoint._execute_callbacks(callbacks or (), path)
             finally:
                 _leaves.reset(token)
-            return path
+
+        take = functools.partial(original, self, path, options)
+        # The process is about to be ended: what is on a thread then may be lost.
+        saves.save(self, path, take, finish, asynchronous and not _context.in_preemption_save_context())
+        return path
 
     return write
 
 
-def _saved(worker_of: Callable[[Any], Worker | None], original: Callable[..., Any]) -> Callable[..., Any]:
+def _saved(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
     def save(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        if options is not None and options.experimental_enable_async_checkpoint and worker_of(self) is not None:
-            options = _synchronous(options)
-        return original(self, file_prefix, options)
+        if options is None or not options.experimental_enable_async_checkpoint or not saves.concerns(self):
+            return original(self, file_prefix, options)
+        token = _asynchronously.set(True)
+        try:
+            return original(self, file_prefix, _synchronous(options))
+        finally:
+            _asynchronously.reset(token)
+
+    return save
+
+
+_asynchronously: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_asynchronously", default=False)
+"""Whether `Checkpoint.save` was called with an option that it must not see itself."""
+
+
+def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
+    def read(self: Any, save_path: Any, options: Any = None) -> Any:
+        if not saves.concerns(self):
+            return original(self, save_path, options)
+        saves.wait(raises=False)
+        self._checkpoint_options = None  # it would turn to AsyncCheckpointHelper
+        return original(self, save_path, _synchronous(options))
+
+    return read
+
+
+def _synchronized(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
+    def sync(self: Any) -> None:
+        if saves.concerns(self):
+            saves.wait(raises=True)
+        original(self)
+
+    return sync
+
+
+def _given(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self: Any, file_prefix: Any, options: Any = None) -> Any:
+        receive = saves.receiver()
+        if receive is None or not tf.executing_eagerly() or self._registered_savers:  # those write files themselves
+            return original(self, file_prefix, options)
+        callback = options.experimental_sharding_callback if options else None
+        receive(
+            [
+                [
+                    (key, part, value)
+                    for key, parts in shard.items()
+                    for part, value in parts.items()
+                    if value is not None
+                ]
+                for _, shards in self._get_shards_by_task(callback)
+                for shard in shards
+            ]
+        )
+        return None
 
     return save
 
 
 def _synchronous(options: Any) -> Any:
-    """The options without asynchronous saving: a thread of its own would meet the other workers out of order."""
+    """The options without asynchronous saving, which is done by this library and not by TensorFlow."""
     options = copy.copy(options or tf.train.CheckpointOptions())
     options.experimental_enable_async_checkpoint = False
     return options

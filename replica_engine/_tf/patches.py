@@ -51,6 +51,8 @@ _VALUES = "tensorflow.python.distribute.values.DistributedVariable"
 _SEVERAL = "tensorflow.python.distribute.values.PerReplica"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
+_FIRST_SCOPE_OF_ALL = "the first scope of a strategy"
+_NOT_OURS = "passes on to TensorFlow for checkpoints without variables of this library's strategies"
 _FIRST_THREADS = "the first strategy whose replicas run on threads"
 _FIRST_COMPILED = "the first `TPUStrategy`, and the import of `replica_engine.xla`"
 _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
@@ -176,13 +178,18 @@ PATCHES: tuple[Patch, ...] = (
     ),
     *(
         Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _NOT_OF_WORKERS)
+        for owner, name in ((checkpoints.SAVED_MODEL, checkpoints.NODES),)
+    ),
+    *(
+        Patch(owner, name, "checkpoints are atomic, asynchronous, and in parts", _FIRST_SCOPE_OF_ALL, _NOT_OURS)
         for owner, name in (
-            (checkpoints.CHECKPOINT, checkpoints.WRITE),
-            (checkpoints.CHECKPOINT, checkpoints.SAVE),
-            (checkpoints.MANAGEMENT, checkpoints.STATE),
-            (checkpoints.MANAGEMENT, checkpoints.DELETE),
-            (checkpoints.SAVED_MODEL, checkpoints.NODES),
+            *((checkpoints.CHECKPOINT, name) for name in checkpoints.METHODS),
+            (checkpoints.SAVER, checkpoints.SAVE),
         )
+    ),
+    *(
+        Patch(checkpoints.MANAGEMENT, name, "the chief writes files for all workers", _FIRST_SCOPE_OF_ALL, _NOT_OURS)
+        for name in (checkpoints.STATE, checkpoints.DELETE)
     ),
     Patch(keras_hooks.LOSSES, keras_hooks.REDUCE_LOSSES, "a shard's loss counts by its samples", _REPLICATED, _SHARDS),
     *(

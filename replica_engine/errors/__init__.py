@@ -12,7 +12,8 @@ branch, that several places use, or that are long:
 - `inputs`: calls of replicated functions with unusable arguments, or from the wrong place.
 - `programs`: bodies that XLA cannot compile, and programs that fail or do not end.
 - `host_calls`: host calls of compiled bodies.
-- `values`: values that cannot be passed to replicas, reduced or joined, and tensors that have no value yet.
+- `values`: values that cannot be passed to replicas, reduced or joined, tensors that have no value yet, and checkpoints
+  that cannot be written.
 - `models`: Keras models, their batches and optimizers.
 - `parity`: results that differ between one device and N replicas.
 - `contrib`: TensorFlow's contrib API of 2018.
@@ -65,13 +66,14 @@ from replica_engine.errors.threads import (
     VariableMismatchError,
 )
 from replica_engine.errors.timeouts import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.values import NoValueError, ReplicaValueError
+from replica_engine.errors.values import CheckpointError, NoValueError, ReplicaValueError
 from replica_engine.errors.versions import TensorFlowVersionError
 
 __all__ = [
     "BackendMissingError",
     "BatchError",
     "CaptureError",
+    "CheckpointError",
     "ClusterConfigError",
     "CollectiveError",
     "ContribError",

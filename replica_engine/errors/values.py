@@ -1,4 +1,4 @@
-"""Values that cannot be passed to replicas, reduced or joined, and tensors that have no value yet."""
+"""Values that cannot be passed to replicas, reduced or joined, tensors without a value, and failed checkpoints."""
 
 from __future__ import annotations
 
@@ -199,3 +199,25 @@ def note_no_value(error: BaseException, asked: str, where: str, of_variable: boo
         f"{asker}{_ASKS}{what}{at(where)}. The function is traced, by tf.function or "
         f"by TPUStrategy: while it is traced, {why}. {instead}{host}",
     )
+
+
+class CheckpointError(ReplicaEngineError, OSError):
+    """A checkpoint could not be written.
+
+    Raised by `tf.train.Checkpoint.save` and `write`, and by `tf.train.CheckpointManager.save`. If the checkpoint was
+    saved asynchronously, the next save or `sync`, or the end of the program, raises it. What was at the path before is
+    still there and complete. Make room on the disk, or choose another folder.
+    """
+
+    @classmethod
+    def not_written(cls, path: str, reason: str, asynchronous: bool) -> CheckpointError:
+        """The files could not be written."""
+        late = (
+            " It was saved asynchronously, by an earlier call. The call that raises this has saved nothing."
+            if asynchronous
+            else ""
+        )
+        return cls(
+            f"The checkpoint {path!r} could not be written: {reason}.{late} Earlier checkpoints, and what was at this "
+            "path before, are untouched."
+        )

@@ -21,6 +21,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute, quick_scopes
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import metrics as keras_metrics
+from replica_engine.checkpoints import saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
 from replica_engine.diagnostics.op_lines import here
@@ -197,6 +198,7 @@ class OnReplicaThreads(Gathering):
         check_outside_replicas("scope")
         models.check_distribution(self)
         models.explain(has_backend)
+        saving.install()
         return super().scope()  # type: ignore[misc]
 
     @autograph.artifact

@@ -6,8 +6,14 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy
-from replica_engine.errors import ReplicaValueError
+from replica_engine.errors import CheckpointError, ReplicaValueError
 from replica_engine.errors.values import note_no_value
+
+
+@pytest.fixture
+def in_a_folder(tmp_path, monkeypatch):
+    """The working directory of a program that writes files."""
+    monkeypatch.chdir(tmp_path)
 
 
 @shows(ReplicaValueError.other_size)
@@ -71,3 +77,22 @@ def test_a_function_of_numpy():
         return x / np.sum(x)
 
     strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+
+
+@shows(CheckpointError)
+def test_a_checkpoint_below_a_file(in_a_folder):
+    with MirroredStrategy(["CPU:0"]).scope():
+        weight = tf.Variable(1.0)
+    open("results", "w").close()
+    tf.train.Checkpoint(weight=weight).save("results/ckpt")
+
+
+@shows(CheckpointError.not_written)
+def test_an_asynchronous_checkpoint_whose_name_is_taken(in_a_folder):
+    with MirroredStrategy(["CPU:0"]).scope():
+        weight = tf.Variable(1.0)
+    checkpoint = tf.train.Checkpoint(weight=weight)
+    options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
+    tf.io.gfile.makedirs("ckpt-1.index/a_folder")
+    checkpoint.save("ckpt", options)
+    checkpoint.save("ckpt", options)

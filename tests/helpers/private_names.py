@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
-from tensorflow.python.checkpoint import checkpoint
+from tensorflow.python.checkpoint import checkpoint, functional_saver
 from tensorflow.python.distribute import distribute_lib, distribute_utils
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended as MultiWorkerMirroredExtended,
@@ -181,7 +181,10 @@ PRIVATE = (
     Private(tf.distribute.CrossDeviceOps, "_num_between_graph_workers", "overridden: several workers"),
     Private(tf.distribute.CrossDeviceOps, "_gather", "gathers what a worker has gathered"),
     Private(CollectiveAllReduce, "_gather_implementation", "overridden: gathers inside the worker first"),
-    Private(checkpoint, "_execute_callbacks", "callbacks of a checkpoint that the chief writes"),
+    Private(checkpoint, "_execute_callbacks", "callbacks of a checkpoint that is complete"),
+    Private(functional_saver.MultiDeviceSaver, "_get_shards_by_task", "the values of a checkpoint"),
+    Private(tf.train.Checkpoint(), "_checkpoint_options", "reading without TensorFlow's own thread"),
+    Private(functional_saver.MultiDeviceSaver({}), "_registered_savers", "objects that write files of their own"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "separate collective keys for each strategy"),
 )
 """Every private attribute that the library uses, and every hook that it overrides."""

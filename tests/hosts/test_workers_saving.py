@@ -89,9 +89,10 @@ checkpoint = tf.train.Checkpoint(w=w)
 options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
 for _ in range(3):
     path = checkpoint.save(f"{folder}/asynchronous/ckpt", options)
-    found["is there"] = os.path.exists(path + ".index")
     for _ in range(10):
         strategy.run(step)
+    checkpoint.sync()
+    found["is there"] = os.path.exists(path + ".index")
 plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 plain.compile("adam", "mse")
 model = replica_engine.keras.replicate_model(plain, strategy=strategy)

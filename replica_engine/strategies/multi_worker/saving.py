@@ -13,15 +13,13 @@ import contextlib
 import contextvars
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from replica_engine import hosts
-from replica_engine._tf import checkpoints, distribute
+from replica_engine._tf import checkpoints
 from replica_engine._tf.keras import files
+from replica_engine.checkpoints import owners
 from replica_engine.errors.hosts import SAVING
 
 
@@ -40,6 +38,7 @@ class Saving:
         self.is_chief = member.worker == 0
         self._member = member
         self._meet = meet
+        self._told = "told "  # what the keys of the last checkpoint begin with
 
     @contextlib.contextmanager
     def saving(self, what: str, path: Any) -> Iterator[bool]:
@@ -56,22 +55,65 @@ class Saving:
             ProgramDisagreementError: another worker does something else.
             WorkerLostError: a worker is lost.
         """
+        with self._meeting(what, path, by_all=False) as turn:
+            yield turn.writes
+
+    def taking_turns(self, what: str, path: Any) -> contextlib.AbstractContextManager[Turn]:
+        """Like `saving`, for what all workers may write together: it yields what this one does."""
+        return self._meeting(what, path, by_all=True)
+
+    @contextlib.contextmanager
+    def _meeting(self, what: str, path: Any, by_all: bool) -> Iterator[Turn]:
         if _inside.get():  # Keras backs a model up by saving its weights, and the path is chosen already
-            yield True
+            yield Turn(self._member, "", writes=True, together=False)
             return
         ours, key = _place(path), f"{SAVING} {what}: path {next(_numbers)} "
-        if self.is_chief:
-            self._member.put(key, ours)
+        if self.is_chief or by_all:
+            self._member.put(f"{key}{self._member.worker}", ours)
         self._meet(f"{SAVING} {what}", True)
-        writes = self.is_chief or not _is_same(ours, self._member.get(key))
+        if by_all and self.is_chief:  # each worker has come here, so the save before this one has ended on all
+            self._member.drop(self._told)
+            self._told = f"told {key}"
+        writes = self.is_chief or not _is_same(ours, self._member.get(f"{key}0"))
+        together = by_all and self._have_one_path(key)
         token = _inside.set(True)
         try:
-            yield writes
+            yield Turn(self._member, f"told {key}", writes, together)
         finally:
             _inside.reset(token)
         self._meet(f"the end of saving {what}", False)  # not after a failure: the others get an error that names it
         if self.is_chief:
             self._member.drop(key)
+
+    def _have_one_path(self, key: str) -> bool:
+        chiefs = self._member.get(f"{key}0")
+        return all(_is_same(chiefs, self._member.get(f"{key}{worker}")) for worker in range(1, self._member.size))
+
+
+class Turn:
+    """What this worker does in one save; implements `checkpoints.saving.Turn`.
+
+    Args:
+        member: the connection to the job.
+        key: what the keys of this save begin with.
+        writes: whether it writes to its path.
+        together: whether all workers have one path.
+    """
+
+    def __init__(self, member: hosts.Member, key: str, writes: bool, together: bool):
+        self.writes, self.together = writes, together
+        self.worker, self.size = (member.worker, member.size) if together else (0, 1)
+        self._member, self._key = member, key
+        self._is_chief = member.worker == 0
+
+    def tell(self, name: str, value: Any) -> None:
+        """Stores something for the other workers."""
+        if self.together or (self._is_chief and self._key):
+            self._member.put(f"{self._key}{name}", value)
+
+    def hear(self, name: str) -> Any:
+        """Waits for what another worker stores."""
+        return self._member.get(f"{self._key}{name}")
 
 
 def _place(path: Any) -> list[str]:
@@ -95,57 +137,11 @@ def let_the_chief_write(saving: Saving | None, *models: Any) -> None:
         saving: this worker; None if it is the only one.
         models: further models that are trained on several workers, although they were not built under a strategy.
     """
-    files.let_the_chief_write(_saving_of)
-    checkpoints.let_the_chief_write(_saving_of)
+    files.let_the_chief_write(owners.team_of)
+    checkpoints.let_the_chief_write(owners.team_of)
     if saving is not None:
-        _belonging.update(dict.fromkeys(models, saving))
-
-
-def _saving_of(saved: Any) -> Saving | None:
-    """This worker, if what is saved is trained on several workers: a model, a checkpoint, or anything trackable."""
-    own = _of_object(saved)
-    if own is not None or not isinstance(saved, tf.__internal__.tracking.Trackable):
-        return own
-    parts = _parts(saved)
-    found = next((part for part in map(_of_object, parts) if part is not None), None)
-    return found or _of_parts(parts)
-
-
-def _of_parts(saved: list[Any]) -> Saving | None:
-    """This worker, if any of these objects is part of a model in `_belonging`: a layer, a variable, the optimizer."""
-    identities = {id(part) for part in saved}
-    for model, saving in list(_belonging.items()):
-        # Looked up now: layers, variables and the optimizer may have come after the model was replicated.
-        owners = [model, getattr(model, "optimizer", None)]
-        variables = [variable for owner in owners for variable in getattr(owner, "variables", ())]
-        parts = [part for owner in owners for part in _parts(owner)]
-        parts += [getattr(variable, "value", variable) for variable in variables]  # TensorFlow's in Keras' variables
-        if not identities.isdisjoint(map(id, parts)):
-            return saving
-    return None
-
-
-def _parts(root: Any) -> list[Any]:
-    """An object and all that it tracks; nothing for what tracks nothing."""
-    if not isinstance(root, tf.__internal__.tracking.Trackable):
-        return []
-    return list(tf.train.TrackableView(root).descendants())
-
-
-def _of_object(each: Any) -> Saving | None:
-    if isinstance(each, distribute.DistributedVariable):
-        return _of_strategy(each.distribute_strategy)
-    with contextlib.suppress(TypeError):  # not hashable
-        if each in _belonging:
-            return _belonging[each]
-    return _of_strategy(files.built_under(each))
-
-
-def _of_strategy(strategy: Any) -> Saving | None:
-    return getattr(getattr(strategy, "extended", None), "saving", None)
+        owners.belong(saving, *models)
 
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_saves", default=False)
 """Whether this thread saves something that the workers have met for."""
-
-_belonging: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()

@@ -14,6 +14,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
+from replica_engine.checkpoints import saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
 from replica_engine.diagnostics.suspicions import check_inputs, watch_results
@@ -440,6 +441,7 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, Gathering, tf.dis
         check_outside_replicas("scope")
         models.check_distribution(self)
         models.explain(has_backend)
+        saving.install()
         keras_hooks.extend_trainer(keras_steps.device_loop)
         keras_hooks.average_logs(TPUStrategy)
         if self.extended.device_group.member is not None:

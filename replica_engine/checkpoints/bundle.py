@@ -1,0 +1,122 @@
+"""Values as files in TensorFlow's V2 format, with a complete checkpoint at the final name at every instant.
+
+A checkpoint at the prefix "ckpt" is "ckpt.index" and one or more "ckpt.data-00000-of-00001". The index says how many
+data files there are, and so which of them belong to it. This makes a write atomic:
+
+1. All files are written in the folder "ckpt_temp", and are on the disk before anything else happens (fsync).
+2. The data files are renamed into place. Their number is one that no file at this prefix has, so they take the place of
+   nothing that an index names.
+3. The index is renamed into place. Before this instant the checkpoint is the old one or none, and after it the new one.
+4. Data files of other numbers, and the folder, are deleted.
+
+A process that is killed leaves the folder or data files behind; the next write to the prefix deletes them. TensorFlow
+writes the index in place, and renames data files over those of the old index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+TEMPORARY = "_temp"
+"""What the name of the folder has behind the prefix, as with TensorFlow."""
+
+_DATA = re.compile(r"\.data-\d{5}-of-(\d{5})$")
+
+
+class Row(NamedTuple):
+    """A value of a checkpoint.
+
+    Attributes:
+        name: its key.
+        part: which part of the variable it is, in TensorFlow's words, or "" for all of it: "8 2 0,4:-".
+        value: the value, on the host.
+    """
+
+    name: str
+    part: str
+    value: tf.Tensor
+
+
+def begin(path: str) -> None:
+    """Makes an empty folder for the files of a checkpoint at this prefix."""
+    folder = path + TEMPORARY
+    if tf.io.gfile.exists(folder):
+        tf.io.gfile.rmtree(folder)
+    tf.io.gfile.makedirs(folder)
+
+
+def write(rows: Sequence[Row], prefix: str) -> None:
+    """Writes values to a bundle of their own, not yet at a final name."""
+    names, parts, values = zip(*rows, strict=True)
+    tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=parts, tensors=values)
+
+
+def split(bundles: list[list[Row]], path: str, others: int = 0) -> list[list[Row]]:
+    """Divides rows into so many bundles that no file at the final prefix has their number.
+
+    Args:
+        bundles: the rows of each bundle.
+        path: the final prefix.
+        others: the number of bundles that other workers write.
+    """
+    taken, bundles = _numbers(path), list(bundles)
+    while len(bundles) + others in taken:
+        longest = max(bundles, key=len)
+        if len(longest) == 1:  # a checkpoint without any variable
+            break
+        bundles.append([longest.pop()])
+    return bundles
+
+
+def commit(bundles: Sequence[str], path: str) -> None:
+    """Makes bundles, which lie in the folder of `begin`, the checkpoint at the final prefix, and deletes the folder."""
+    (merged,) = bundles if len(bundles) == 1 else (os.path.join(path + TEMPORARY, "merged"),)
+    if len(bundles) > 1:
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=list(bundles), destination_prefix=merged, delete_old_dirs=False
+        )
+    data = sorted(tf.io.gfile.glob(merged + ".data-?????-of-?????"))
+    for file in [*data, merged + ".index"]:
+        _to_disk(file)
+    for file in data:
+        tf.io.gfile.rename(file, path + file[len(merged) :], overwrite=True)
+    _to_disk(os.path.dirname(path))  # the data files before the index that needs them
+    tf.io.gfile.rename(merged + ".index", path + ".index", overwrite=True)
+    _to_disk(os.path.dirname(path))
+    for file in tf.io.gfile.glob(path + ".data-?????-of-?????"):
+        if _number(file) != len(data):
+            tf.io.gfile.remove(file)
+    tf.io.gfile.rmtree(path + TEMPORARY)
+
+
+def discard(path: str) -> None:
+    """Deletes the folder of a write that has failed, as far as the file system lets it."""
+    with contextlib.suppress(tf.errors.OpError):
+        tf.io.gfile.rmtree(path + TEMPORARY)
+
+
+def _numbers(path: str) -> set[int]:
+    return {_number(file) for file in tf.io.gfile.glob(path + ".data-?????-of-?????")}
+
+
+def _number(file: str) -> int:
+    found = _DATA.search(file)
+    assert found is not None, "the pattern of the files is narrower"
+    return int(found[1])
+
+
+def _to_disk(path: str) -> None:
+    """Waits until a file, or the names in a folder, would survive a loss of power. Object stores need no such call."""
+    if "://" in path:
+        return
+    descriptor = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

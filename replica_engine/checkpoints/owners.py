@@ -1,0 +1,70 @@
+"""Whose variables a checkpoint, a model or a SavedModel has: those of a strategy of this library, on which workers."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine._tf.keras import files
+
+
+def concerns(saved: Any) -> bool:
+    """Whether a checkpoint has a variable of a strategy of this library, or is saved by several workers."""
+    strategies = [part.distribute_strategy for part in parts(saved) if isinstance(part, distribute.DistributedVariable)]
+    return any(hasattr(strategy.extended, "compiles") for strategy in strategies) or team_of(saved) is not None
+
+
+def belong(team: Any, *models: Any) -> None:
+    """Notes that models are trained on several workers, although they were not built under a strategy."""
+    _belonging.update(dict.fromkeys(models, team))
+
+
+def team_of(saved: Any) -> Any:
+    """The workers that save a model, a checkpoint, or anything trackable together; None if it is a single one."""
+    own = _of_object(saved)
+    if own is not None or not isinstance(saved, tf.__internal__.tracking.Trackable):
+        return own
+    tracked = parts(saved)
+    found = next((part for part in map(_of_object, tracked) if part is not None), None)
+    return found or _of_parts(tracked)
+
+
+def parts(root: Any) -> list[Any]:
+    """An object and all that it tracks; nothing for what tracks nothing."""
+    if not isinstance(root, tf.__internal__.tracking.Trackable):
+        return []
+    return list(tf.train.TrackableView(root).descendants())
+
+
+def _of_parts(saved: list[Any]) -> Any:
+    """The team, if any of these objects is part of a model in `_belonging`: a layer, a variable, the optimizer."""
+    identities = {id(part) for part in saved}
+    for model, team in list(_belonging.items()):
+        # Looked up now: layers, variables and the optimizer may have come after the model was replicated.
+        owners = [model, getattr(model, "optimizer", None)]
+        variables = [variable for owner in owners for variable in getattr(owner, "variables", ())]
+        tracked = [part for owner in owners for part in parts(owner)]
+        tracked += [getattr(variable, "value", variable) for variable in variables]  # TensorFlow's in Keras' variables
+        if not identities.isdisjoint(map(id, tracked)):
+            return team
+    return None
+
+
+def _of_object(each: Any) -> Any:
+    if isinstance(each, distribute.DistributedVariable):
+        return _of_strategy(each.distribute_strategy)
+    with contextlib.suppress(TypeError):  # not hashable
+        if each in _belonging:
+            return _belonging[each]
+    return _of_strategy(files.built_under(each))
+
+
+def _of_strategy(strategy: Any) -> Any:
+    return getattr(getattr(strategy, "extended", None), "saving", None)
+
+
+_belonging: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -1,0 +1,206 @@
+"""One save of a checkpoint from beginning to end, on one worker or on several.
+
+The workers of a job make the same save. Each takes its values at the same step. The chief writes; where all workers
+save to one path, each also writes its own parts of the variables that are divided over workers. The chief waits for all
+parts before it puts the checkpoint in place, and the others wait for the chief. So a save ends on all workers with the
+same checkpoint, or with an error on each.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from replica_engine._tf import checkpoints
+from replica_engine.checkpoints import bundle, owners, snapshot, writer
+from replica_engine.errors import CheckpointError
+
+
+class Turn(Protocol):
+    """What this worker does in one save.
+
+    Attributes:
+        writes: whether it writes to the path: it is the chief, or its path is not the chief's.
+        together: whether all workers save to one path.
+        worker: its index; 0 if it writes alone.
+        size: the number of workers that write together.
+    """
+
+    writes: bool
+    together: bool
+    worker: int
+    size: int
+
+    def tell(self, name: str, value: Any) -> None:
+        """Stores something for the other workers."""
+
+    def hear(self, name: str) -> Any:
+        """Waits for what another worker stores."""
+
+
+class Team(Protocol):
+    """The workers that save together, as one of them sees them."""
+
+    def taking_turns(self, what: str, path: Any) -> AbstractContextManager[Turn]:
+        """A context manager around a save: all workers meet before and after it."""
+
+
+class _Alone:
+    writes, together, worker, size = True, True, 0, 1
+
+    def tell(self, name: str, value: Any) -> None:
+        """Nobody listens."""
+
+    def hear(self, name: str) -> Any:
+        """Nobody tells anything."""
+
+
+def install() -> None:
+    """Makes checkpoints that have variables of a strategy of this library come here; once per process."""
+    checkpoints.take_over(Saves())
+
+
+class Saves:
+    """Implements `_tf.checkpoints.Saves`."""
+
+    concerns = staticmethod(owners.concerns)
+
+    def save(
+        self,
+        saved: Any,
+        path: str,
+        take: Callable[[], None],
+        finish: Callable[[bool], None],
+        asynchronous: bool,
+    ) -> None:
+        """Saves a checkpoint; see `_tf.checkpoints.Saves`.
+
+        Raises:
+            CheckpointError: it could not be written, or the asynchronous save before it could not.
+        """
+        writer.wait()
+        team: Team | None = owners.team_of(saved)
+        with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
+            with _telling(turn), snapshot.taking(turn.together) as taken:
+                if turn.writes:
+                    with _explained(path, False):
+                        bundle.begin(path)
+                    turn.tell("begun", None)
+                take()
+            write = functools.partial(_write, taken, path, finish, turn, asynchronous)
+            if asynchronous:
+                taken.keep()
+                writer.start(path, write)
+            else:
+                write()
+
+    def receiver(self) -> Callable[[list[list[tuple[str, str, tf.Tensor]]]], None] | None:
+        """Takes the values of the save that this thread makes; None outside of one."""
+        taken = snapshot.current()
+        if taken is None:
+            return None
+
+        def receive(bundles: list[list[tuple[str, str, tf.Tensor]]]) -> None:
+            taken.bundles = [[bundle.Row(*row) for row in rows] for rows in bundles]
+
+        return receive
+
+    def wait(self, raises: bool) -> None:
+        """Waits for the asynchronous save."""
+        writer.wait() if raises else writer.join()
+
+
+def _write(taken: snapshot.Snapshot, path: str, finish: Callable[[bool], None], turn: Turn, asynchronous: bool) -> None:
+    try:
+        with _telling(turn), _explained(path, asynchronous):
+            (_write_all if turn.writes else _write_parts)(taken, path, turn)
+        finish(turn.writes)
+    except BaseException:
+        if turn.writes:
+            bundle.discard(path)
+        raise
+    finally:
+        taken.release()
+
+
+def _write_all(taken: snapshot.Snapshot, path: str, turn: Turn) -> None:
+    """What the chief does, and a worker with a path of its own."""
+    if not taken.bundles:  # objects with savers of their own have written all there is
+        bundle.discard(path)
+    else:
+        own = bundle.split(taken.bundles, path, turn.size - 1)
+        prefixes = [_prefix(path, 0, index) for index in range(len(own))]
+        for prefix, rows in zip(prefixes, own, strict=True):
+            bundle.write(rows, prefix)
+        for worker in range(1, turn.size):
+            prefixes += _part_of(worker, path, turn)
+        bundle.commit(prefixes, path)
+    turn.tell("done", None)
+
+
+def _write_parts(taken: snapshot.Snapshot, path: str, turn: Turn) -> None:
+    """What a worker does whose path is the chief's."""
+    if turn.together:
+        _check(turn.hear("begun"))
+        rows = [row for rows in taken.bundles for row in rows if row.part]  # the chief has the whole values
+        if rows:
+            bundle.write(rows, _prefix(path, turn.worker, 0))
+        turn.tell(f"part {turn.worker}", len(rows))
+    _check(turn.hear("done"))
+
+
+def _part_of(worker: int, path: str, turn: Turn) -> list[str]:
+    """The prefixes of what another worker has written."""
+    told, prefix = turn.hear(f"part {worker}"), _prefix(path, worker, 0)
+    _check(told)
+    if told and not tf.io.gfile.exists(prefix + ".index"):
+        raise CheckpointError(
+            f"The checkpoint {path!r} could not be written: the chief does not find there what worker {worker} has "
+            "written. Each worker saves its own parts of a variable that is divided over workers. Save to a folder "
+            "that all workers share."
+        )
+    return [prefix] if told else []
+
+
+def _check(told: Any) -> None:
+    """Raises what another worker has failed with."""
+    if isinstance(told, str):
+        raise CheckpointError(told)
+
+
+def _prefix(path: str, worker: int, index: int) -> str:
+    return os.path.join(path + bundle.TEMPORARY, f"part-{worker}-{index}")
+
+
+@contextmanager
+def _telling(turn: Turn) -> Iterator[None]:
+    """Tells the other workers of an error: they wait for what this one does."""
+    try:
+        yield
+    except BaseException as error:
+        for name in ("begun", "done") if turn.writes else (f"part {turn.worker}",):
+            turn.tell(name, str(error) or type(error).__name__)
+        raise
+
+
+@contextmanager
+def _explained(path: str, asynchronous: bool) -> Iterator[None]:
+    """Turns what the file system says into a CheckpointError."""
+    try:
+        yield
+    except (tf.errors.OpError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError.not_written(path, _reason(error), asynchronous) from error
+
+
+def _reason(error: tf.errors.OpError | OSError) -> str:
+    """What the file system says, without TensorFlow's name of the op."""
+    text = error.message if isinstance(error, tf.errors.OpError) else str(error)
+    return re.sub(r"^{{.*?}} | \[Op:.*", "", text.split("\n")[0])

@@ -1,0 +1,91 @@
+"""The thread that writes asynchronous checkpoints: one write at a time in a process.
+
+A second save waits for the first write, so memory holds one snapshot. The thread is not a daemon: the interpreter waits
+for it at exit, and it is never in the middle of a write when the interpreter goes. An error is raised by the next save
+on any checkpoint. If there is none, the exit of the process prints it, and gives the process the status 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from replica_engine.errors import CheckpointError
+
+_changing = threading.Lock()
+_thread: threading.Thread | None = None
+_error: CheckpointError | None = None
+
+
+def start(path: str, write: Callable[[], None]) -> None:
+    """Runs `write` on the thread. The caller has called `wait` before.
+
+    Args:
+        path: of the checkpoint.
+        write: writes it, or raises CheckpointError.
+    """
+
+    def work() -> None:
+        global _error
+        try:
+            write()
+        except CheckpointError as error:
+            _error = error
+        except BaseException as error:  # the failure of the job, for example: no failed write may stay unknown
+            _error = CheckpointError.not_written(path, f"{type(error).__name__}: {error}", True)
+            _error.__cause__ = error
+
+    global _thread
+    with _changing:
+        _thread = threading.Thread(target=work, name=f"writer of {os.path.basename(path)}")
+        _thread.start()
+
+
+def wait() -> None:
+    """Waits until nothing is being written.
+
+    Raises:
+        CheckpointError: the last write has failed; raised once.
+    """
+    global _error
+    if join():
+        with _changing:
+            error, _error = _error, None
+        if error is not None:
+            raise error
+
+
+def join() -> bool:
+    """Like `wait`, but leaves the error to the next save. Returns False on the thread itself, where it never waits."""
+    thread = _thread
+    if thread is threading.current_thread():  # a callback of a save may restore or save
+        return False
+    if thread is not None:
+        thread.join()
+    return True
+
+
+def _after_fork() -> None:
+    """A forked child neither has the thread nor must tell of its error."""
+    global _thread, _error, _changing
+    _thread, _error, _changing = None, None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@atexit.register
+def _at_exit() -> None:
+    try:
+        wait()
+    except CheckpointError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an exception in a function of `atexit` leaves the status 0, and nobody would start the job again

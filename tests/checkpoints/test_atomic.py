@@ -1,0 +1,138 @@
+"""At the name of a checkpoint there is always a complete one, wherever a write of it ends."""
+
+import os
+import resource
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine.checkpoints import bundle
+from replica_engine.errors import CheckpointError
+
+CALLS = ("SaveV2", "MergeV2Checkpoints", "rename", "remove", "rmtree", "fsync")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: no code of the library may go on after it."""
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A list of the changes to the file system that a write makes; the one with the number `calls.end` is not made."""
+
+    class Calls(list):
+        end = None
+
+    made = Calls()
+
+    def counted(owner, name):
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            made.append(name)
+            if made.end is not None and len(made) >= made.end:
+                raise Killed
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner in (tf.raw_ops, tf.io.gfile, os):
+        for name in CALLS:
+            if hasattr(owner, name) and not (owner is os and name in ("rename", "remove")):
+                counted(owner, name)
+    return made
+
+
+def trained():
+    with replica_engine.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        weight = tf.Variable(np.zeros([8, 4], "f"))
+    return weight, tf.train.Checkpoint(weight=weight)
+
+
+def found(path):
+    value = tf.train.load_variable(str(path), "weight/.ATTRIBUTES/VARIABLE_VALUE")
+    assert np.ptp(value) == 0.0
+    return float(value[0, 0])
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_write_may_end_before_any_change_to_the_file_system(calls, over, tmp_path):
+    weight, checkpoint = trained()
+    path, value = tmp_path / "ckpt", 0.0
+    if over:
+        checkpoint.write(path)
+    calls.clear()
+    checkpoint.write(tmp_path / "other")
+    assert set(calls) >= {"SaveV2", "rename", "fsync", "rmtree"}
+    outcomes = []
+    for end in range(1, 40):
+        calls.clear()
+        weight.assign(tf.fill([8, 4], value + 1.0))
+        calls.end = end
+        try:
+            checkpoint.write(path)
+        except Killed:
+            calls.end = None
+            if value == 0.0 and not over and not tf.io.gfile.exists(f"{path}.index"):
+                outcomes.append(False)
+                continue
+            outcomes.append(found(path) == value + 1.0)
+            assert found(path) in (value, value + 1.0)
+            value = found(path)
+        else:
+            calls.end = None
+            break
+    assert found(path) == value + 1.0
+    assert {True, False} == set(outcomes)  # some of the ends were before the checkpoint was put in place, some after
+    checkpoint.write(path)
+    names = {file.name for file in tmp_path.iterdir() if file.name.startswith("ckpt")}
+    assert {name[:10] for name in names} == {"ckpt.data-", "ckpt.index"}  # nothing is left of the writes that ended
+    sizes = {name.partition("-of-")[2] for name in names if "data" in name}
+    assert sizes == {f"{len(names) - 1:05}"}
+
+
+@pytest.fixture
+def file_limit():
+    """Limits the size of files of this process; what is written beyond it fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_leaves_the_last_checkpoint(asynchronous, file_limit, tmp_path):
+    with replica_engine.MirroredStrategy(["CPU:0"]).scope():
+        weight = tf.Variable(np.random.default_rng(0).normal(size=(256, 1024)).astype("f"))
+    checkpoint = tf.train.Checkpoint(weight=weight)
+    options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=asynchronous)
+    manager = tf.train.CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
+    good, expected = manager.save(), weight.numpy()
+    weight.assign_add(tf.ones_like(weight))
+    file_limit(1 << 19)
+    manager.save(options=options) if asynchronous else None
+    with pytest.raises(CheckpointError, match=r"ckpt-2' could not be written"):
+        checkpoint.sync() if asynchronous else manager.save()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "ckpt-1.data-00000-of-00001", "ckpt-1.index"]
+    with pytest.raises(CheckpointError):
+        checkpoint.write(good)  # over the good one
+    checkpoint.restore(tf.train.latest_checkpoint(tmp_path))
+    np.testing.assert_array_equal(weight.numpy(), expected)
+    file_limit(1 << 30)
+    assert tf.train.latest_checkpoint(tmp_path) == good
+    assert manager.save() == str(tmp_path / "ckpt-2")
+    assert bundle.TEMPORARY not in str(os.listdir(tmp_path))
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path):
+    weight, checkpoint = trained()
+    manager = tf.train.CheckpointManager(checkpoint, tmp_path / "checkpoints", max_to_keep=2)
+    manager.save()
+    tf.io.gfile.rmtree(str(tmp_path / "checkpoints"))
+    weight.assign(tf.ones([8, 4]))
+    assert found(manager.save()) == 1.0
