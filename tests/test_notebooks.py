@@ -6,6 +6,8 @@ import html.parser
 import io
 import json
 import pathlib
+import sys
+import types
 
 import keras
 import pytest
@@ -65,6 +67,27 @@ def test_sync_points_are_a_table(mirrored):
     assert cells.count("float32[3]") == 2
 
 
+def test_a_line_in_a_cell_is_named_after_the_cell(mirrored, monkeypatch):
+    """As IPython's `compile` names what it keeps in a temporary file."""
+    file = "/tmp/ipykernel_1/2.py"
+    shell = types.SimpleNamespace(compile=types.SimpleNamespace(format_code_name={file: ("Cell", "In[4]")}.get))
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    namespace = {"tf": tf}
+    exec(
+        compile("def step(x):\n    return tf.distribute.get_replica_context().all_reduce('SUM', x)", file, "exec"),
+        namespace,
+    )
+    mirrored.run(namespace["step"], args=(tf.ones([3]),))
+    assert "In[4]:2 in step" in Reader(mirrored.sync_points()._repr_html_()).cells
+
+
+def test_tensorflow_says_nothing_of_reductions(mirrored, caplog):
+    large = tf.ones([1 << 16])  # NumPy adds smaller ones, which TensorFlow does not see
+    with caplog.at_level("INFO", "tensorflow"):
+        mirrored.run(step, args=(large,))
+    assert caplog.messages == []
+
+
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_sync_points_of_a_program_are_a_table():
     tpu = replica_engine.TPUStrategy(num_cores=2)
@@ -92,9 +115,9 @@ def test_a_file_that_is_no_timeline_says_so(tmp_path, text):
 
 def test_a_replicated_model_says_how_it_runs(mirrored):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)], name="<net>")
-    fast = replicate_model(model, strategy=mirrored)
-    assert repr(fast) == f"{model!r} on {mirrored!r}"
-    cells = Reader(fast._repr_html_()).cells
+    replicated = replicate_model(model, strategy=mirrored)
+    assert repr(replicated) == f"{model!r} on {mirrored!r}"
+    cells = Reader(replicated._repr_html_()).cells
     assert dict(zip(cells[2::2], cells[3::2], strict=True)) == {
         "model": "<net> (Sequential)",
         "replicas": "2",

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
-from replica_engine.diagnostics.user_frames import is_installed, is_internal, is_users
+from replica_engine.diagnostics.user_frames import is_installed, is_internal, is_users, shown_file
 from replica_engine.engine import current_replica
 
 
@@ -88,7 +88,7 @@ def _innermost(frames: Iterable[tuple[str, Any, str]]) -> str:
     if not users:
         return ""
     file, line, name = users[-1]
-    return f"{file}:{line} in {'a lambda' if name in ('', '<lambda>') else name.removeprefix('tf__')}"
+    return f"{shown_file(file)}:{line} in {'a lambda' if name in ('', '<lambda>') else name.removeprefix('tf__')}"
 
 
 def _with_whole_paths(frames: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:

@@ -87,7 +87,17 @@ def calling_location() -> tuple[str, int, str]:
         frame = frame.f_back
     frame = frame or here
     assert frame is not None
-    return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, (thread,))
+    return _shown(
+        autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, (thread,))
+    )
+
+
+def shown_file(file: str) -> str:
+    """A file as messages name it; a cell of a notebook, which IPython keeps as a temporary file, is "In[4]"."""
+    notebook = sys.modules.get("IPython")
+    shell = notebook.get_ipython() if notebook is not None else None
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return file if cell is None else str(cell[1])
 
 
 def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
@@ -114,7 +124,11 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
 
 def _place(replica: Replica, frame: FrameType, thread: int) -> tuple[str, int, str]:
     threads = (thread, replica.coordinator.ident or thread)
-    return autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads)
+    return _shown(autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads))
+
+
+def _shown(place: tuple[str, int, str]) -> tuple[str, int, str]:
+    return shown_file(place[0]), place[1], place[2]
 
 
 def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
@@ -185,7 +199,7 @@ def place_of(fn: Callable[..., Any]) -> str:
     if code is None:
         return ""
     file, line = autograph.first_line(code)
-    return f"{os.path.basename(file)}:{line}"
+    return f"{os.path.basename(shown_file(file))}:{line}"
 
 
 def _plain(fn: Callable) -> Callable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, byte_size, shown
+from replica_engine.errors.base import ReplicaEngineError, byte_size, shown, warning
 
 
 class DeviceError(ReplicaEngineError, ValueError, AssertionError):
@@ -104,6 +104,16 @@ class ForkedError(ReplicaEngineError, RuntimeError):
     A forked process has no threads but its own, so replicas would wait for ever. Start workers with the `spawn` method,
     or fork before the first op of TensorFlow.
     """
+
+
+def warn_one_replica(strategy: str) -> str:
+    """The warning that a strategy was made without devices where TensorFlow has one CPU device."""
+    return warning(
+        "warn_one_replica",
+        f"{strategy}() has one replica: this process has no GPU, and TensorFlow makes one device of all cores of the "
+        "CPU. For two replicas on this CPU, call replica_engine.logical_devices(2) before TensorFlow starts. For one "
+        f'replica without this warning, name the device: {strategy}(["CPU:0"]).',
+    )
 
 
 def _devices_of_replica(count: int) -> str:

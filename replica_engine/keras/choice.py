@@ -70,7 +70,9 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
         try:
             return compiled_strategy(replicas), why
         except BackendMissingError as error:
-            reason = f"TPUStrategy cannot be used: {error}"
+            reason = f"TPUStrategy cannot be used: {' '.join(str(error).split())}"
+            if kind == "CPU" and len(cpus) == 1:
+                reason += ". replica_engine.logical_devices(n) makes n devices of this CPU, before TensorFlow starts"
     if not can_mirror:
         raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
     return MirroredStrategy(mirrored[:replicas]), reason

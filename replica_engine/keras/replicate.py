@@ -37,7 +37,7 @@ def replicate_model(
         replicas: the number of replicas. None takes all devices of the strategy.
         strategy: a strategy of this library to run on, or one of your own with `ReplicaThreads`. None picks the faster
             one for the model on this machine; a message at level INFO of the logger "replica_engine" names it and the
-            reason.
+            reason. Without `replicas` as well, that line is printed.
 
     Returns:
         The replicated model, an instance of the model's class.
@@ -61,13 +61,10 @@ def replicate_model(
     count = _number(replicas)
     if strategy is None:
         strategy, reason = choose(model, count)
-        _logger.info(
-            "replicate_model: %r on %d replicas of %s: %s",
-            model.name,
-            strategy.num_replicas_in_sync,
-            type(strategy).__name__,
-            reason,
-        )
+        chosen = f"replicate_model: {model.name!r} on {strategy!r}: {reason}"
+        _logger.info("%s", chosen)
+        if replicas is None:  # nobody said how many, so the reader is to see it
+            print(chosen)
     elif not isinstance(strategy, tf.distribute.Strategy) or not has_backend(strategy):
         raise ReplicateError(
             "strategy must be a MirroredStrategy, MultiWorkerMirroredStrategy or TPUStrategy of replica_engine, or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import calls
 from replica_engine._tf.host_datasets import HostDatasets
+from replica_engine._tf.reduction import QuietReduction
 from replica_engine.errors import DeviceError
+from replica_engine.errors.devices import warn_one_replica
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
 from replica_engine.strategies.reductions import Reductions, by_dtype
@@ -23,8 +26,11 @@ from replica_engine.strategies.validation import (
     check_seconds,
     check_updated,
 )
+from replica_engine.threads.call import short_name
 from replica_engine.threads.cpu_reduction import CpuReduction
 from replica_engine.values.rows import reduces_rows
+
+_logger = logging.getLogger("replica_engine")
 
 # If two groups of devices use one collective key, TensorFlow fails: "joining a group with size 2, but that group has
 # size 4". TensorFlow's own strategies all start at key 1. Each strategy here starts at a different, much higher key.
@@ -45,7 +51,7 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
         """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
         self._updates = Updates()
-        self._on_one_device = tf.distribute.ReductionToOneDevice()
+        self._on_one_device = QuietReduction()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
@@ -167,7 +173,10 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError.no_cross_device_ops(cross_device_ops)
         self._collective_key_base = next(_COLLECTIVE_KEYS)
-        extended = self.extended_class(self, resolve_devices(devices), cross_device_ops)
+        resolved = resolve_devices(devices)
+        if not devices and resolved and [short_name(name) for name in resolved] == ["CPU:0"]:
+            _logger.warning(warn_one_replica(type(self).__name__))
+        extended = self.extended_class(self, resolved, cross_device_ops)
         options = extended.replica_options  # a subclass may have its own; the arguments of this call take precedence
         extended.replica_options = dataclasses.replace(
             options,

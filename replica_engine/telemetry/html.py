@@ -10,12 +10,11 @@ def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]])
     """A table as HTML; all texts are escaped."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return (
-        f'<table class="replica-engine"><caption style="text-align: left">{html.escape(caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
+    title = f'<caption style="text-align: left">{html.escape(caption)}</caption>'
+    inside = f"{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<table class="replica-engine" style="font-family: monospace">{inside}</table>'
 
 
 def plain(text: str) -> str:
-    """A text of aligned columns as HTML."""
-    return f'<pre style="line-height: 1.3">{html.escape(text)}</pre>'
+    """A text as HTML, whose long lines break at words."""
+    return f'<pre style="line-height: 1.3; white-space: pre-wrap; word-break: normal">{html.escape(text)}</pre>'

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute, eager
+from replica_engine._tf.reduction import QuietReduction
 
 MOST_BYTES = 1 << 16
 """Largest tensor, in bytes, that NumPy adds; above it TensorFlow's threads save more time than its ops cost."""
@@ -29,7 +30,7 @@ _NORMAL = {np.dtype(kind): np.finfo(kind).tiny for kind in ("float32", "float64"
 _OPERATIONS = (tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN)
 
 
-class CpuReduction(tf.distribute.ReductionToOneDevice):
+class CpuReduction(QuietReduction):
     """TensorFlow's reduction to one device, with a faster path for small tensors.
 
     In eager mode NumPy adds small tensors, without ops. In a graph many small tensors are reduced at a time. The

@@ -170,8 +170,14 @@ class TestTheDefault:
         kind, message = reason(small(keras.layers.Reshape((4, 1)), keras.layers.LSTM(2, name="memory")))
         assert kind is replica_engine.TPUStrategy
         assert message == (
-            "replicate_model: 'small' on 2 replicas of TPUStrategy: XLA is fast at layers such as 'memory'"
+            "replicate_model: 'small' on TPUStrategy(2 replicas: CPU:0, CPU:1): XLA is fast at layers such as 'memory'"
         )
+
+    def test_is_printed_where_nobody_said_how_many(self, capsys):
+        made = replicate_model(small())
+        assert f"replicate_model: 'small' on {made.strategy!r}: XLA wins nothing on CPU" in capsys.readouterr().out
+        replicate_model(small(), replicas=2)
+        assert capsys.readouterr().out == ""
 
     def test_is_threads_for_matrix_products(self, reason):
         kind, message = reason(small())

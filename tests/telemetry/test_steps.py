@@ -56,7 +56,7 @@ def test_who_traces_longest_is_no_straggler(tmp_path, capsys):
     path = tmp_path / "run.json"
     write(str(path), written * 2, 0.0, 1.0, 0)
     out = shown(capsys, path)
-    assert "Slowest: not known, no whole step is recorded; of a tf.function without marks only" in out
+    assert "MirroredStrategy, 1 s. Slowest: not known, no whole step is recorded; of a tf.function without marks" in out
     assert "model.compile(..., run_eagerly=True) for fit" in out
 
 
@@ -86,6 +86,15 @@ def test_the_picture_has_a_title_marks_for_steps_and_names_the_straggler(recorde
     for number in range(1, 6):
         assert f">step {number}<" in drawn
     assert drawn.count("#c0392b") == 2  # the replica's name and the band behind its track
+
+
+def test_marks_of_steps_leave_each_other_place(recorded, capsys, tmp_path, monkeypatch):
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    picture = tmp_path / "run.svg"
+    shown(capsys, recorded([(2.0, 2.0), *[(0.001, 0.011)] * 4]), "--output", picture)
+    assert [number for number in range(1, 6) if f">step {number}<" in picture.read_text()] == [1, 2]
 
 
 def test_the_replica_whose_host_calls_take_longest_is_named(tmp_path, capsys):

@@ -95,7 +95,10 @@ def said(done):
 
 
 def test_without_jax_the_error_names_the_install_command(programs):
-    assert said(programs.run(textwrap.dedent(WITHOUT))) == "done"
+    chosen, done = said(programs.run(textwrap.dedent(WITHOUT))).splitlines()
+    assert "(1 replica: CPU:0): TPUStrategy cannot be used" in chosen
+    assert chosen.endswith("replica_engine.logical_devices(n) makes n devices of this CPU, before TensorFlow starts")
+    assert done == "done"
 
 
 def test_with_an_unfit_jax_the_error_names_the_install_command(programs):

@@ -115,7 +115,8 @@ class Plan:
             f'<td style="text-align:left">{html.escape(value)}</td></tr>'
             for name, value in self._rows()
         )
-        return f"<table><caption>{html.escape(self._title())}</caption><tbody>{rows}</tbody></table>"
+        caption = f"<caption>{html.escape(self._title())}</caption>"
+        return f'<table style="font-family: monospace">{caption}<tbody>{rows}</tbody></table>'
 
     def _title(self) -> str:
         count = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"

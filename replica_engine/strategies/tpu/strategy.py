@@ -14,6 +14,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
+from replica_engine._tf.reduction import QuietReduction
 from replica_engine.checkpoints import saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
@@ -121,7 +122,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         )
         self.initial_programs = self._programs.beside()
         host = distribute.resolve("CPU:0")
-        super().__init__(strategy, [host] * devices.size, tf.distribute.ReductionToOneDevice())
+        super().__init__(strategy, [host] * devices.size, QuietReduction())
 
     def _initialize_strategy(self, devices: list[str]) -> None:
         """The hook that sets up devices; TensorFlow's own hook requires a different device for each replica."""

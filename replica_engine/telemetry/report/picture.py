@@ -25,6 +25,7 @@ COLOURS = {
 STRAGGLER = "#c0392b"
 MOST_MARKS, FEW_MARKS = 30, 8  # steps that have a mark; steps up to which a mark has the word as well
 _TITLE = 150  # characters of a line of the title
+_LETTER = 0.009  # of the width of the axes: a letter of a mark
 _COLUMNS = 2000  # of the picture; neighbouring spans of one kind that are narrower than a column are drawn as one bar
 
 
@@ -103,10 +104,15 @@ def _mark_steps(axes: Axes, timeline: Timeline, tracks: list[DrawnTrack], factor
     group = next((track.group for track in tracks if track.is_replica), tracks[0].group)
     marks = [(number, start) for number, (start, _) in enumerate(steps.steps_of(timeline, group), 1)]
     every = max(1, -(-len(marks) // MOST_MARKS))
+    free = 0.0  # from here on nothing stands above the tracks
     for number, start in marks[::every]:
         axes.axvline(start * factor, color="#444444", linewidth=0.6, linestyle=(0, (4, 3)), zorder=3)
+        label = f"step {number}" if len(marks) <= FEW_MARKS else str(number)
+        if start * factor < free:
+            continue
+        free = start * factor + len(label) * _LETTER * axes.get_xlim()[1]
         axes.annotate(
-            f"step {number}" if len(marks) <= FEW_MARKS else str(number),
+            label,
             (start * factor, 1),
             xycoords=("data", "axes fraction"),
             xytext=(2, 1),

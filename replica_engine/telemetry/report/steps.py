@@ -57,7 +57,8 @@ def summary(timeline: Timeline) -> list[str]:
     lines = []
     for group in dict.fromkeys(track.group for track in timeline.tracks):
         number = len(steps_of(timeline, group))
-        line = f"{group}, {number} {'step' if number == 1 else 'steps'} in {_shown(timeline.seconds)}"
+        counted = f"{number} {'step' if number == 1 else 'steps'} in " if number else ""
+        line = f"{group}, {counted}{_shown(timeline.seconds)}"
         replicas = by_replica([track for track in timeline.tracks if track.group == group])
         if len(replicas) > 1:
             line += f". Slowest: {_slowest(timeline, group, replicas)}"
