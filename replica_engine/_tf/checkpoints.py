@@ -19,7 +19,7 @@ import copy
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -38,6 +38,12 @@ from tensorflow.python.checkpoint import functional_saver as _functional_saver
 # save: save_and_return_nodes is what tf.saved_model.save calls.
 from tensorflow.python.saved_model import save as _save
 
+# VARIABLE_VALUE_KEY: the name of a variable's value among what an object saves.
+# SaveableObject, SaveSpec: what an object saves, in slices if it likes.
+from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as _VALUE
+from tensorflow.python.training.saving.saveable_object import SaveableObject as _SaveableObject
+from tensorflow.python.training.saving.saveable_object import SaveSpec as _SaveSpec
+
 CHECKPOINT = "tensorflow.python.checkpoint.checkpoint.Checkpoint"
 MANAGEMENT = "tensorflow.python.checkpoint.checkpoint_management"
 SAVED_MODEL = "tensorflow.python.saved_model.save"
@@ -45,7 +51,37 @@ SAVER = "tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver"
 METHODS = WRITE, SAVE, READ, RESTORE, SYNC = "_write", "save", "read", "restore", "sync"
 STATE, DELETE, NODES = "update_checkpoint_state_internal", "_delete_file_if_exists", "save_and_return_nodes"
 
+VALUE = _VALUE
+"""The name of a variable's value among what an object saves."""
+
 _MARK = "_replica_engine"
+
+
+Read = Callable[[], tf.Tensor | None]
+Restore = Callable[[Sequence[tf.Tensor]], None]
+
+
+class Saveable(_SaveableObject):
+    """A variable in slices.
+
+    Args:
+        name: its key.
+        dtype: its dtype.
+        device: where the values that it reads are.
+        rows: each slice in TensorFlow's words, or "" for all, and what reads it: None if it is not to be saved.
+        restore: takes a value for each slice; None if it is only to be saved.
+    """
+
+    def __init__(
+        self, name: str, dtype: tf.DType, device: str, rows: Sequence[tuple[str, Read]], restore: Restore | None
+    ):
+        super().__init__(rows[0][1], [_SaveSpec(read, part, name, dtype, device) for part, read in rows], name)
+        self._restore = restore
+
+    def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any) -> None:
+        """Sets the variable."""
+        assert self._restore is not None, "it is being read"
+        self._restore(restored_tensors)
 
 
 class Worker(Protocol):
@@ -82,6 +118,9 @@ class Saves(Protocol):
 
     def receiver(self) -> Callable[[list[list[tuple[str, str, tf.Tensor]]]], None] | None:
         """What to give the values to that this thread saves, in bundles of (key, slice, value); None outside a save."""
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """A context manager around reading a checkpoint."""
 
     def wait(self, raises: bool) -> None:
         """Waits for the end of asynchronous saves, and may raise their error."""
@@ -167,7 +206,8 @@ def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, save_path, options)
         saves.wait(raises=False)
         self._checkpoint_options = None  # it would turn to AsyncCheckpointHelper
-        return original(self, save_path, _synchronous(options))
+        with saves.reading():
+            return original(self, save_path, _synchronous(options))
 
     return read
 

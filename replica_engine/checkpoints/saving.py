@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from replica_engine._tf import checkpoints
-from replica_engine.checkpoints import bundle, owners, snapshot, writer
+from replica_engine.checkpoints import bundle, owners, parts, snapshot, writer
 from replica_engine.errors import CheckpointError
 
 
@@ -70,6 +70,7 @@ class Saves:
     """Implements `_tf.checkpoints.Saves`."""
 
     concerns = staticmethod(owners.concerns)
+    reading = staticmethod(parts.reading)
 
     def save(
         self,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from replica_engine.hosts import Member
 from replica_engine.pjrt.group import Array, DeviceGroup, aval_of, on_host
 from replica_engine.pjrt.jaxlib import ArrayImpl, Mesh, NamedSharding, PartitionSpec
-from replica_engine.pjrt.partitions import REPLICAS, WHOLE, Axes, ReplicaMesh
+from replica_engine.pjrt.partitions import REPLICAS, WHOLE, Axes, Part, ReplicaMesh
 
 
 class PartitionedGroup(DeviceGroup):
@@ -119,6 +119,48 @@ class PartitionedGroup(DeviceGroup):
         shards = [shard for part in parts for shard in part._arrays]
         return ArrayImpl(aval, self.sharding_of(axes), shards, committed=True, _skip_checks=True)
 
+    def parts_here(self, shape: tuple[int, ...], axes: Axes) -> list[Part]:
+        """The parts of a value that this process has, each once, whichever replica has them.
+
+        Args:
+            shape: the shape of the value.
+            axes: how it is divided.
+        """
+        stored, sharding = self.stored(shape, axes), self.sharding_of(axes)
+        here = {device: shard for shard, device in enumerate(sharding.addressable_devices_indices_map(stored))}
+        first: dict[tuple[tuple[int, int], ...], bool] = {}
+        found: dict[tuple[tuple[int, int], ...], Part] = {}
+        for device, index in sharding.devices_indices_map(stored).items():  # in the order of the replicas
+            place = _place(index[int(self.rows) :], shape)
+            is_first = first.setdefault(place, device in here)
+            if device in here and place not in found and all(length for _, length in place):
+                found[place] = Part(place, here[device], is_first)
+        return [found[place] for place in sorted(found)]
+
+    def fetch_part(self, array: Array, part: Part) -> np.ndarray:
+        """A part of a value, as `fetch` does it: on CPU devices it is a view."""
+        shard = on_host(array._arrays[part.shard])
+        return (shard[0] if self.rows else shard)[tuple(slice(length) for _, length in part.place)]
+
+    def put_parts(self, parts: Mapping[Part, np.ndarray], shape: tuple[int, ...], axes: Axes) -> Array:
+        """An array of which all replicas have one value; the parts are all of `parts_here`."""
+        stored, sharding = self.stored(shape, axes), self.sharding_of(axes)
+        given = {part.place: value for part, value in parts.items()}
+        dtype = next(iter(given.values())).dtype
+        devices, values = [], []
+        for device, index in sharding.addressable_devices_indices_map(stored).items():
+            assert index is not None, "a slice for each dimension"
+            own = index[int(self.rows) :]
+            place, size = (
+                _place(own, shape),
+                [len(range(*each.indices(n))) for each, n in zip(own, stored[int(self.rows) :], strict=True)],
+            )
+            value = given[place] if place in given else np.zeros([length for _, length in place], dtype)
+            value = _padded(value, tuple(size))
+            devices.append(device)
+            values.append(np.asarray(value[np.newaxis] if self.rows else value, order="C"))
+        return self._put(aval_of(stored, dtype), sharding, values, devices)
+
     def has_ended(self, replica: int) -> bool:
         """Whether the program launched last has ended on all of a replica's devices, as far as can be seen."""
         shards, size = getattr(self.running, "_arrays", None), self.mesh.size
@@ -162,6 +204,13 @@ class PartitionedGroup(DeviceGroup):
     def fetch_all(self, array: Array, shape: tuple[int, ...] | None = None) -> list[np.ndarray]:
         """All replicas' values, on the host."""
         return [self.fetch(array, replica, shape) for replica in range(self.size)]
+
+
+def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Where a part lies in a value of this shape, without what is behind it."""
+    starts = [each.start or 0 for each in index]
+    stops = [size if each.stop is None else min(each.stop, size) for each, size in zip(index, shape, strict=True)]
+    return tuple((start, max(0, stop - start)) for start, stop in zip(starts, stops, strict=True))
 
 
 def _padded(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

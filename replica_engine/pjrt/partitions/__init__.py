@@ -16,7 +16,18 @@ How values lie on the devices:
   devices at the same place of other replicas.
 """
 
-from replica_engine.pjrt.partitions.layout import REPLICAS, WHOLE, Axes, Layout, ReplicaMesh, names
+from replica_engine.pjrt.partitions.layout import REPLICAS, WHOLE, Axes, Layout, Part, ReplicaMesh, names
 from replica_engine.pjrt.partitions.program import of_one_replica, partition, with_layout
 
-__all__ = ["REPLICAS", "WHOLE", "Axes", "Layout", "ReplicaMesh", "names", "of_one_replica", "partition", "with_layout"]
+__all__ = [
+    "REPLICAS",
+    "WHOLE",
+    "Axes",
+    "Layout",
+    "Part",
+    "ReplicaMesh",
+    "names",
+    "of_one_replica",
+    "partition",
+    "with_layout",
+]

@@ -68,6 +68,25 @@ class ReplicaMesh(NamedTuple):
         return (*[None] * lead, self.batch)
 
 
+class Part(NamedTuple):
+    """What a device has of a value, without the zeros behind it.
+
+    Attributes:
+        place: the first index and the length in each dimension.
+        shard: which device of this process has it.
+        is_first: whether no device of another process comes first among those that have it.
+    """
+
+    place: tuple[tuple[int, int], ...]
+    shard: int
+    is_first: bool
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The place as an index of the whole value."""
+        return tuple(slice(begin, begin + length) for begin, length in self.place)
+
+
 class Layout(NamedTuple):
     """How the values of a program lie on its devices.
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, variables
+from replica_engine._tf import checkpoints, distribute, variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.keras import layouts
+from replica_engine.checkpoints import parts
 from replica_engine.errors import DistributionError
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.group import Array, DeviceGroup
@@ -71,6 +72,15 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
         if values is None:
             return self._values
         return (self._values[0], *(variables.ResourceVariable(value, trainable=False) for value in values[1:]))
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        """TensorFlow's hook for checkpoints: the value goes from the devices to the file, and back, in parts."""
+        factories = super()._gather_saveables_for_checkpoint()
+        found = HostVariable.device_value(self._primary)
+        if found is None or not tf.executing_eagerly():
+            return factories
+        usual = factories[checkpoints.VALUE]
+        return {checkpoints.VALUE: lambda name: parts.saveable(found[0], name, self._primary.device) or usual(name)}
 
     def __str__(self) -> str:
         return _listed(self, str)

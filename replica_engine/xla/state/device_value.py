@@ -26,7 +26,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -37,7 +37,8 @@ from replica_engine.errors import LostVariableError, ProgramError
 from replica_engine.errors.base import warning
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import Array, DeviceGroup
-from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
+from replica_engine.pjrt.partitioned_group import PartitionedGroup
+from replica_engine.pjrt.partitions import WHOLE, Axes, Part, ReplicaMesh
 from replica_engine.process import shutdown
 from replica_engine.xla.state import host_memory
 
@@ -260,6 +261,57 @@ class DeviceValue:
                     variables.write(handle, value)
                 self._freed = False
                 self._on_host = self.on_devices
+
+    def parts_here(self) -> list[Part] | None:
+        """The parts of a divided value that this process has; None if it is not divided."""
+        shape = self.shape
+        if self.axes == WHOLE or shape is None or not isinstance(self._devices, PartitionedGroup):
+            return None
+        parts = self._devices.parts_here(shape, self.axes)
+        return parts if self.spans or len(parts) > 1 else None
+
+    @property
+    def spans(self) -> bool:
+        """Whether this process may have only some of the parts."""
+        return self._devices.spans and self.axes != WHOLE
+
+    def newest(self, part: Part | None) -> tf.Tensor:
+        """The newest value, or a part of it, without a copy that stays on the host.
+
+        On CPUs it is a view of what the next step overwrites. While it lives, a step needs more memory.
+
+        Args:
+            part: one of `parts_here`; None is all of the value, which this process must have.
+        """
+        self._note()
+        self._check_there()
+        with shutdown.running(), self._devices.in_flight:
+            if not self._host_stale:
+                value = variables.read(self.handles[0], self.dtype)
+                return value if part is None else value[part.slices]
+            array = self._present()
+            if part is None:
+                found = self._devices.fetch(array, 0, self.shape)
+            else:
+                assert isinstance(self._devices, PartitionedGroup), "the value is divided"
+                found = self._devices.fetch_part(array, part)
+        return variables.tensor_on(np.asarray(found, order="C"))
+
+    def set_parts(self, values: Mapping[Part, np.ndarray]) -> None:
+        """Gives all replicas one value, of which this process has only parts; the host's value becomes stale.
+
+        Args:
+            values: the value of each of `parts_here`.
+        """
+        self._note()
+        shape = self.shape
+        assert isinstance(self._devices, PartitionedGroup), "the value is divided"
+        assert shape is not None, "the value is divided"
+        with shutdown.running(), self._devices.in_flight:
+            self._on_host, self._maybe_written = None, False
+            self.set_array(self._devices.put_parts(values, shape, self.axes))
+            self._steps += 1
+            self._free()
 
     def host_is_to_write(self) -> None:
         """Brings the host's value up to date for a caller that writes to it: the devices' values become stale."""
