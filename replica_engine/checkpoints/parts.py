@@ -1,8 +1,8 @@
 """How a variable on devices is saved and read: as it lies there, without a whole copy on the host.
 
 A divided variable is saved as slices, which TensorFlow's V2 format has for variables in partitions: each has the same
-key, and its place in the whole. Whoever reads the key gets the whole value, whatever slices there are, and may ask for
-any other slice. So a checkpoint does not depend on how variables were divided, and plain TensorFlow reads it.
+key, and its place in the whole. A read of the key gives the whole value, whatever slices there are, and any other slice
+can be read too. So a checkpoint does not depend on how variables were divided, and plain TensorFlow reads it.
 
 Where a replica has devices of several workers, each worker saves its own parts, and reads the parts that it needs.
 """
