@@ -55,6 +55,7 @@ FIGURES, SUMMARY, RATIOS, GROWTH = (
     DOCS / name for name in ("benchmarks.json", "benchmarks.svg", "benchmarks_all.svg", "growth.svg")
 )
 SUMMARY_PAGE, PAGE = DOCS / "benchmarks.md", DOCS / "benchmarks_all.md"
+PAGES = sorted((DOCS / "benchmarks").glob("*.md"))  # those of groups
 
 
 def run_group(group: str, options: list[str], patience: float, on: dict[str, str]) -> Report:
@@ -125,7 +126,9 @@ def publish(report: Report) -> None:
     picture.draw_ratios(report, RATIOS)
     picture.draw_growth(report, GROWTH)
     SUMMARY_PAGE.write_text(page.with_summary(SUMMARY_PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
-    PAGE.write_text(page.with_table(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
+    PAGE.write_text(page.with_machine(PAGE.read_text(encoding="utf-8"), report), encoding="utf-8")
+    for each in PAGES:
+        each.write_text(page.with_rows(each.read_text(encoding="utf-8"), report), encoding="utf-8")
 
 
 def parse() -> argparse.Namespace:
@@ -177,7 +180,7 @@ def main() -> int:
         picture.draw_growth(report, flags.growth)
     if before:
         publish(before.updated(report.succeeded()))
-        print(f"Written: {FIGURES}, {SUMMARY_PAGE}, {PAGE} and their pictures.", file=sys.stderr)
+        print(f"Written: {FIGURES}, {SUMMARY_PAGE}, {PAGE}, its pages and their pictures.", file=sys.stderr)
         for group in report.failures:
             print(f"{group} failed: the files keep its earlier figures.", file=sys.stderr)
     return 1 if report.failures else 0

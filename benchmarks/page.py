@@ -1,13 +1,16 @@
-"""Makes the parts of docs/benchmarks.md and docs/benchmarks_all.md that show the figures."""
+"""Makes the parts of docs/benchmarks.md, docs/benchmarks_all.md and docs/benchmarks/ that show the figures."""
 
 from __future__ import annotations
 
 import importlib
+import re
 
 from benchmarks import summary
 from benchmarks.report import COLUMNS, Report, aligned, cells, described
 
 BEGIN, END = "<!-- made by python -m benchmarks: begin -->", "<!-- end -->"
+ROWS = re.compile(r"(<!-- made by python -m benchmarks, rows of (\w+): begin -->\n).*?(?=<!-- end -->)", re.DOTALL)
+"""The place of the rows of a group; its second part is the name of the group."""
 
 
 def with_summary(page: str, report: Report) -> str:
@@ -16,32 +19,41 @@ def with_summary(page: str, report: Report) -> str:
     Raises:
         ValueError: the page does not have the two comments.
     """
-    met, targets = report.targets
-    told = f"Measured on: {described(report.machine)}. {met} of {targets} targets met."
-    return _between(page, f"{summary.table(report)}\n\n{told}")
+    return _between(page, f"{summary.table(report)}\n\n{_told(report)}")
 
 
-def with_table(page: str, report: Report) -> str:
-    """The page of all rows with the report between its two comments.
+def with_machine(page: str, report: Report) -> str:
+    """The index of all rows with the machine and the number of targets between its two comments.
 
     Raises:
         ValueError: the page does not have the two comments.
     """
-    return _between(page, tables(report))
+    return _between(page, _told(report))
 
 
-def tables(report: Report) -> str:
-    """A line for the machine, and a section for each group."""
+def with_rows(page: str, report: Report) -> str:
+    """A page of groups with the rows of each between its comments; a group without figures keeps what stands there."""
+
+    def rows(place: re.Match[str]) -> str:
+        made, group = place.groups()
+        return f"{made}\n{_group(report, group)}\n\n" if group in report.groups else place[0]
+
+    return ROWS.sub(rows, page)
+
+
+def _told(report: Report) -> str:
     met, targets = report.targets
-    told = [f"Measured on: {described(report.machine)}.", f"{met} of {targets} targets met."]
-    for group in report.groups:
-        told.append(f"### {group}")
-        told.append(_about(group))
-        if group in report.failures:
-            told.append(f"**Failed:** {report.failures[group]}")
-        lines = [line[1:] for row in report.of(group) for line in cells(row)]
-        if lines:
-            told.append(aligned([list(COLUMNS[1:]), *lines]))
+    return f"Measured on: {described(report.machine)}. {met} of {targets} targets met."
+
+
+def _group(report: Report, group: str) -> str:
+    """What a group measures, and its rows as a table."""
+    told = [_about(group)]
+    if group in report.failures:
+        told.append(f"**Failed:** {report.failures[group]}")
+    lines = [line[1:] for row in report.of(group) for line in cells(row)]
+    if lines:
+        told.append(aligned([list(COLUMNS[1:]), *lines]))
     return "\n\n".join(told)
 
 

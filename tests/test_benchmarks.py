@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import __main__ as program
 from benchmarks import command, keras_models, models, page, picture, step_time, summary
-from benchmarks.__main__ import FIGURES, GROUPS, PAGE, ROOT, SUMMARY_PAGE
+from benchmarks.__main__ import FIGURES, GROUPS, PAGE, PAGES, ROOT, SUMMARY_PAGE
 from benchmarks.hosts import OURS
 from benchmarks.keras_training import FULL, JAX, JIT, THEIRS, THREADS, XLA, Took, Trained
 from benchmarks.measure import Row, WrongResult, fitted, interleaved, same
@@ -129,15 +129,26 @@ def test_pictures_are_the_same_for_the_same_figures(draw, tmp_path):
     draw(Report(MADE_UP), tmp_path / "empty.svg")
 
 
-def test_the_page_gets_the_tables_and_keeps_the_rest():
-    text = PAGE.read_text(encoding="utf-8")
-    once = page.with_table(text, report())
-    assert once.partition(page.BEGIN)[0] == text.partition(page.BEGIN)[0]
-    assert "### eager_run\n\nThe cost of one eager `strategy.run`" in once
+def test_pages_get_the_rows_of_their_groups_and_keep_the_rest():
+    made = "<!-- made by python -m benchmarks, rows of {}: begin -->\n\nold\n\n<!-- end -->\n"
+    text = f"prose\n\n{made.format('eager_run')}\n{made.format('launch')}\n{made.format('models')}"
+    once = page.with_rows(text, report())
+    assert once.startswith("prose\n\n<!-- made by")
+    assert "rows of eager_run: begin -->\n\nThe cost of one eager `strategy.run`" in once
     assert "**Failed:** exit status 1" in once
-    assert page.with_table(once, report()) == once
+    assert once.count("old") == 1, "a group without figures keeps what stood there"
+    assert page.with_rows(once, report()) == once
     with pytest.raises(ValueError, match="does not have <!--"):
-        page.with_table("a page", report())
+        page.with_machine("a page", report())
+
+
+def test_the_pages_show_the_published_figures():
+    published = Report.read(FIGURES)
+    shown = {path: path.read_text(encoding="utf-8") for path in PAGES}
+    groups = [group for text in shown.values() for _, group in page.ROWS.findall(text)]
+    assert sorted(groups) == sorted(GROUPS), "each group stands on one page"
+    for path, text in shown.items():
+        assert page.with_rows(text, published) == text, f"{path}: python -m benchmarks --docs writes it."
 
 
 def test_the_summary_has_ten_rows_of_the_published_figures():
@@ -278,7 +289,7 @@ def test_every_group_is_a_module_and_stands_in_the_docs():
     }
     assert modules == set(GROUPS)
     text = PAGE.read_text(encoding="utf-8")
-    assert [group for group in GROUPS if f"| `{group}` |" not in text] == []
+    assert [group for group in GROUPS if f"| [`{group}`](" not in text] == []
 
 
 @pytest.mark.parametrize("flags", [["--quick"], ["--json", "figures.json"]], ids=["quick", "whole"])

@@ -9,6 +9,7 @@ from helpers import pages
 README_LINES = 110
 # What the column of the site holds on a screen of 1280 pixels; messages (text) break at words there.
 COLUMNS = 96
+WORDS = 1500  # of prose, without programs and rows of tables: what a person reads to the end
 NEEDS_DEVICES = re.compile(r"replicate_model\(|(?<!\w)MirroredStrategy\((?!\[\"CPU:0\"\]\))|check_parity\(")
 NEEDS_JAX = re.compile(r"TPUStrategy\(|\bxla\b|contrib")
 
@@ -45,6 +46,15 @@ def test_programs_and_commands_fit_the_column_of_the_site(page):
                 number: line for number, line in enumerate(block.text.splitlines(), block.line) if len(line) > COLUMNS
             }
             assert not wide, page
+
+
+@pytest.mark.parametrize("page", pages.pages())
+def test_a_page_is_read_to_its_end(page):
+    text = re.sub(
+        r"^( *)```.*?^\1```$", "", (pages.ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    prose = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
+    assert len(" ".join(prose).split()) <= WORDS, "make two pages of it, each of which answers one question"
 
 
 def test_the_readme_is_short_and_has_its_two_commands():
