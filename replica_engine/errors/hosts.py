@@ -223,15 +223,23 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
-    def no_coordinator(cls, address: str, launched: bool, seconds: float | None = None) -> WorkerLostError:
-        """The coordinator of the job has ended or is not heard of, so the worker knows nothing of the others."""
-        what = "has closed the connection" if seconds is None else f"has not been heard of for {seconds:g} s"
+    def parted(cls, row: WorkerRow, other: WorkerRow, reason: str) -> WorkerLostError:
+        """A worker does not reach another one, although the coordinator hears both."""
+        return _lost(cls, other, f"is not reached by {row.name}, and the coordinator hears both: {reason}")
+
+    @classmethod
+    def no_coordinator(
+        cls, row: WorkerRow, address: str, launched: bool, seconds: float | None = None
+    ) -> WorkerLostError:
+        """The coordinator of the job has ended or is not heard of, so a worker knows nothing of the others."""
+        what = "has closed the connection to" if seconds is None else f"has not been heard of for {seconds:g} s by"
         where = (
             "It runs in `replica-engine launch`, which has ended or is stopped"
             if launched
-            else "It runs beside worker 0: that machine or container has ended or is stopped, or the network is down"
+            else "It runs beside worker 0: that machine or container has ended or is stopped, or the network between "
+            "the two is down"
         )
-        return cls(f"The coordinator of the job at {address} {what}. {where}. Start all workers again.")
+        return cls(f"The coordinator of the job at {address} {what} {row.name}. {where}. Start all workers again.")
 
 
 class WorkersMissingError(ReplicaEngineError, TimeoutError):
@@ -265,10 +273,11 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
         return error
 
     @classmethod
-    def no_coordinator(cls, address: str, seconds: float, reason: str) -> WorkersMissingError:
+    def no_coordinator(cls, row: WorkerRow, address: str, seconds: float, reason: str) -> WorkersMissingError:
         """A worker did not reach the coordinator of its job within the join limit."""
         error = cls(
-            f"The coordinator at {address} was not reached within {seconds:g} s ({reason}). Worker 0 starts it: either "
+            f"The coordinator at {address} was not reached within {seconds:g} s by {row.name}: {reason}. Worker 0 "
+            "starts it: either "
             "worker 0 does not run, or its address is wrong or blocked by a firewall, or the name of its machine is "
             "127.0.1.1 there (then set REPLICA_ENGINE_LISTEN for it). Set REPLICA_ENGINE_JOIN_TIMEOUT to more seconds "
             "if it needs them."

@@ -9,9 +9,9 @@ process is, and tells every worker which other one is lost, missing or different
     serve         the coordinator as a child process of worker 0
     coordinator   the sockets of the coordinator
     job           what the coordinator knows and decides
-    member        a worker's connection to the coordinator, and its thread
+    member        a worker's side: `member` what it does, `channel` questions and answers, `connection` the thread,
+                  `links` whether the other machines answer, `clock` how far the clocks of two workers are apart
     launch_log    what the workers launched, compared
-    clock         how far the clocks of two workers are apart, and for how long one has heard nothing
     failure       the first failure of a job, as data
     wire          messages, and the proof of the token
     addresses     the address under which the other workers reach this process

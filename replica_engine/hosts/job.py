@@ -40,6 +40,8 @@ from replica_engine.hosts.wire import BadMessageError, Message
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
 _STOOD_STILL = 2.0  # seconds between two ticks from which on this machine counts as having stood still
 _MOST_VALUES = 10_000
+_MOST_EXCHANGES = 100  # at a time
+_QUIET = 3.0  # seconds of silence from which on a member, which beats each second, is not heard
 
 
 @dataclass
@@ -127,6 +129,7 @@ class Job:
         self._log = LaunchLog(size)
         self._programs: dict[bytes, tuple[str, str]] = {}  # by entry: its verb, and its program or place
         self._values: dict[str, Any] = {}
+        self._exchanges: dict[str, dict[int, Any]] = {}  # by name: the values that have come, by worker
         self._waits: dict[tuple[int, int], _Wait] = {}
         self.failure: Failure | None = None
 
@@ -407,6 +410,26 @@ class Job:
     def _on_rows(self, worker: int, member: _Member, number: int) -> None:
         self._answer((worker, int(number)), [dataclasses.asdict(row) for row in self.rows(member.heard)])
 
+    def _on_exchange(self, worker: int, member: _Member, name: str, value: Any) -> None:
+        values = self._exchanges.setdefault(str(name), {})
+        values[worker] = value
+        if len(values) == self._size:
+            self._tell(None, ["exchanged", name, [value for _, value in sorted(values.items())]])
+            del self._exchanges[name]
+        elif len(self._exchanges) > _MOST_EXCHANGES:
+            raise ValueError("too many exchanges")
+
+    def _on_parted(self, worker: int, member: _Member, other: int, reason: str) -> None:
+        """A member does not reach another one: perhaps nobody does, and it is silent here too."""
+        there = self._members[int(other)]
+        if member.left or there.left or there.closed:
+            return
+        row = self._row(int(other), member.heard)
+        if row.silent > _QUIET:
+            self._fail(Failure.of(WorkerLostError.silent, row, round(row.silent, 1)))
+        else:
+            self._fail(Failure.of(WorkerLostError.parted, self._row(worker, member.heard), row, str(reason)))
+
     def _on_failed(self, worker: int, member: _Member, exception: str, progress: list[Any]) -> None:
         self._progress(member, progress)
         self._fail(Failure.of(WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
@@ -447,6 +470,8 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "drop": Job._on_drop,
     "get": Job._on_get,
     "rows": Job._on_rows,
+    "exchange": Job._on_exchange,
+    "parted": Job._on_parted,
     "failed": Job._on_failed,
     "bye": Job._on_bye,
 }

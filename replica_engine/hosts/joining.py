@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from replica_engine._version import __version__
-from replica_engine.errors import ClusterConfigError, WorkerLostError, WorkersMissingError
+from replica_engine.errors import ClusterConfigError, WorkerLostError, WorkerRow, WorkersMissingError
 from replica_engine.errors.hosts import LAUNCHED, TOKEN, tries_again
 from replica_engine.hosts import serve, wire
 from replica_engine.hosts.addresses import is_loopback
@@ -118,6 +118,7 @@ def _joined(address: str, token: str, hello: list[Any], patience: float, launche
         member.hook_exceptions()
         try:
             member.wait_for_all()
+            member.watch_links()
             return member
         except BaseException as error:
             member.close()
@@ -246,7 +247,9 @@ def _connected(address: str, token: str, hello: list[Any], patience: float, laun
                 raise
         except OSError as error:
             if left <= 0:
-                raise WorkersMissingError.no_coordinator(address, patience, str(error)) from None
+                worker, size, about = hello
+                row = WorkerRow(worker, size, about["host"], about["pid"])
+                raise WorkersMissingError.no_coordinator(row, address, patience, str(error)) from None
         # Not all at the same moments: a thousand workers try.
         threading.Event().wait(min(pause * random.uniform(0.5, 1.0), max(left, 0.0)))
         pause = min(pause * 2, _PAUSES[1])

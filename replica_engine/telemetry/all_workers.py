@@ -1,7 +1,7 @@
 """One timeline of all workers: each sends its spans through the coordinator, and the chief writes the file.
 
-Times are those of the chief. Each worker knows how far its clock is from the coordinator's (`hosts/clock.py`), so it
-sends times of the coordinator.
+Times are those of the chief. Each worker knows how far its clock is from the coordinator's
+(`hosts/member/clock.py`), so it sends times of the coordinator.
 
 Timelines belong together if they have one path and overlap: the chief announces its timeline of a path with a number,
 and a worker that ends one of that path sends its spans for the number. A worker that finds no announcement records

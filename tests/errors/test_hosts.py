@@ -20,7 +20,7 @@ from replica_engine.errors import (
 from replica_engine.errors.hosts import WorkerRow, slow_workers, tries_again
 from replica_engine.errors.threads import note_workers
 from replica_engine.hosts import find_cluster, joining
-from replica_engine.hosts.member import _members
+from replica_engine.hosts.member.member import _members
 
 FOLLOWS = "member.failed.wait()"
 

@@ -28,7 +28,7 @@ import json, os, signal, socket, sys
 import tensorflow as tf
 import replica_engine
 from replica_engine import errors, hosts
-from replica_engine.hosts import member
+from replica_engine.hosts.member import member
 
 me = int(os.environ["REPLICA_ENGINE_PROCESS_ID"])
 
@@ -106,7 +106,7 @@ try:
         strategy.run(sums)
         if number == 20 and me == int(os.environ["VICTIM"]):
             (connection,) = member._members
-            connection._heartbeat = 3.0
+            connection._connection.heartbeat = 3.0
             socket.create_connection(("127.0.0.1", int(os.environ["CUT"]))).close()
 except errors.WorkerLostError as error:
     print(json.dumps({"error": [error.worker, str(error)]}), flush=True)
@@ -141,7 +141,10 @@ def test_the_network_is_cut(programs, kind, victim):
             proxy.close()
         silent = made.coordinator.failure.arguments[0].silent
     assert found[victim][0] is None
-    assert f"The coordinator of the job at {proxy.address} has not been heard of for 3 s." in found[victim][1]
+    assert (
+        f"The coordinator of the job at {proxy.address} has not been heard of for 3 s by worker {victim} of 2"
+        in found[victim][1]
+    )
     assert found[1 - victim][0] == victim
     assert f"worker {victim} of 2" in found[1 - victim][1]
     assert "has not been heard of for 3 s" in found[1 - victim][1]

@@ -82,6 +82,24 @@ def test_silence():
     assert len(played.told_to(None, "failure")) == 1
 
 
+def test_two_that_do_not_reach_each_other():
+    played = Played()
+    played.wait(5, beats=(0, 1, 2))
+    played.say(1, "parted", 2, "its machine has not answered for 8 s")
+    error = played.job.failure.error()
+    assert isinstance(error, WorkerLostError)
+    assert "worker 2 of 3 (node-2, pid 102) is not reached by worker 1 of 3 (node-1, pid 101), and the co" in str(error)
+    assert error.worker == 2
+
+
+def test_one_that_nobody_reaches_is_silent():
+    """The coordinator does not hear it either, and it has not fallen silent for the heartbeat limit yet."""
+    played = Played()
+    played.wait(8, beats=(0, 1))
+    played.say(1, "parted", 2, "its machine has not answered for 8 s")
+    assert "worker 2 of 3 (node-2, pid 102) has not been heard of for 8 s" in str(played.job.failure.error())
+
+
 def test_silence_before_all_have_joined():
     played = Played(joined=2)
     played.wait(11, beats=(0,))

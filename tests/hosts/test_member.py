@@ -11,8 +11,8 @@ from helpers.jobs import EVAL, LONG, TRAIN, job
 
 from replica_engine.errors import ClusterConfigError, WorkersMissingError
 from replica_engine.hosts import wire
-from replica_engine.hosts.clock import Silence
 from replica_engine.hosts.member import BATCH
+from replica_engine.hosts.member.clock import Silence
 
 FOLLOWS = """
 for line in sys.stdin:
@@ -113,6 +113,23 @@ def test_how_far_all_are():
         )
 
 
+def test_an_exchange_is_one_message_each_way():
+    with job() as made:
+        process = made.start(1, "print(*(member.exchange('addresses', each) for each in 'bd'), flush=True)")
+        member = made.join(0)
+        told, tell = [], made.coordinator._job._tell
+        made.coordinator._job._tell = lambda worker, message: (told.append(message), tell(worker, message))
+        assert member.exchange("addresses", "a") == ["a", "b"]
+        assert member.exchange("addresses", "c") == ["c", "d"], "again, with other values"
+        assert process.stdout.readline() == "['a', 'b'] ['c', 'd']\n"
+        assert [message for message in told if message[1] == "addresses"] == [
+            ["exchanged", "addresses", ["a", "b"]],
+            ["exchanged", "addresses", ["c", "d"]],
+        ]
+        with pytest.raises(ValueError, match="larger than a megabyte"):
+            member.exchange("addresses", "a" * (1 << 19))
+
+
 def test_launches_are_few_messages():
     """At most ten messages a second, however many launches: counted against the time that has really passed."""
     launches, come = 20_000, []
@@ -132,7 +149,7 @@ def test_launches_are_few_messages():
         # Besides: one at once, one that was due before the first launch, and the rest with the question. Signs of life
         # do not count: the other worker may have sent some long ago.
         assert come.count("log") <= seconds / BATCH + 3
-        assert set(come) <= {"log", "program", "beat", "rows"}
+        assert set(come) <= {"log", "program", "beat", "rows", "exchange"}
         assert (come.count("program"), come.count("rows")) == (1, 1)
         assert member.rows()[0].launches == launches
 

@@ -11,7 +11,7 @@ from helpers.workers import IN_ANOTHER_ORDER, TPU_HEAD
 pytestmark = pytest.mark.timeout(360)
 
 STEPS = """
-from replica_engine.hosts import member
+from replica_engine.hosts.member import member
 
 victim = int(os.environ["VICTIM"])
 strategy = replica_engine.TPUStrategy(num_cores=int(os.environ["CORES"]))
@@ -92,7 +92,7 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
 
 JOINING = """
 import socket
-from replica_engine.hosts import member
+from replica_engine.hosts.member import member
 from replica_engine.pjrt import rendezvous, workers
 
 
@@ -154,7 +154,7 @@ def test_a_worker_that_is_killed_while_the_job_joins(programs, victim, place, la
 
 LATE = """
 import logging
-from replica_engine.hosts import member
+from replica_engine.hosts.member import member
 
 strategy = replica_engine.TPUStrategy(num_cores=2, warn_after=0.5)
 limited = replica_engine.TPUStrategy(num_cores=2, timeout=1, warn_after=0.1)  # warns long before its time is up

@@ -8,7 +8,7 @@ import pytest
 from helpers.jobs import LONG, TRAIN, job
 
 from replica_engine.errors import WorkersMissingError
-from replica_engine.hosts.clock import ClockOffset
+from replica_engine.hosts.member.clock import ClockOffset
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.all_workers import SharedTimelines
 from replica_engine.telemetry.timeline import Span

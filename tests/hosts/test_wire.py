@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from replica_engine.errors import WorkerLostError, WorkerRow
 from replica_engine.hosts import wire
-from replica_engine.hosts.clock import ClockComparison
 from replica_engine.hosts.failure import Failure
+from replica_engine.hosts.member.clock import ClockComparison
 from replica_engine.hosts.wire import BadMessageError, Lines
 
 MESSAGES = st.lists(st.lists(st.text() | st.integers() | st.none(), max_size=3).map(lambda rest: ["kind", *rest]))

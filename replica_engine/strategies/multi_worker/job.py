@@ -7,13 +7,16 @@ What it guarantees:
 
 - When the job fails, every collective of this process ends at once, and the exception that comes out of TensorFlow is
   the failure of the job: WorkerLostError and its like. Nothing waits for a worker that is lost.
-- When TensorFlow notices first that a connection broke, its error waits until it is known whose connection that was.
+- When TensorFlow notices first that a connection broke, its error waits until it is known whose connection that was. If
+  no worker is lost, the failure of the job names the two workers between which it broke.
+- A network that is down for less than the heartbeat limit breaks no connection (`outages`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 from dataclasses import dataclass, field
@@ -25,8 +28,9 @@ from replica_engine import hosts
 from replica_engine._tf import collectives, thread_state, versions
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
 from replica_engine.hosts.addresses import check_free, held_address
-from replica_engine.hosts.cluster import COORDINATOR
+from replica_engine.hosts.cluster import COORDINATOR, split_address
 from replica_engine.hosts.joining import check_joins_once
+from replica_engine.strategies.multi_worker import outages
 
 _KINDS = {"chief": "chief", "master": "chief"}  # of tasks in TF_CONFIG; every other task is a worker for TensorFlow
 _BROKEN = (
@@ -42,6 +46,9 @@ _BROKEN = (
 
 
 _PATIENCE = 2.0  # seconds until a failure of the job is known that explains another error
+_LONGEST_REASON = 200  # characters
+_REMOTE = re.compile(r"remote target /job:(\w+)/replica:0/task:(\d+)")
+_BROKE = re.compile(r"aborted by: (.*)")
 
 
 @dataclass
@@ -53,6 +60,7 @@ class StrategyJob:
         member: the connection to its coordinator.
         replicas: the number of replicas of each worker.
         resolver: the cluster in the form that TensorFlow takes, with the addresses of the workers' servers.
+        port: the port of this worker's server.
         held: keeps the port of this worker's server until that runs; None if the launcher tells the addresses.
     """
 
@@ -60,6 +68,7 @@ class StrategyJob:
     member: hosts.Member
     replicas: int
     resolver: tf.distribute.cluster_resolver.ClusterResolver
+    port: int
     held: socket.socket | None = None
 
     def begin(self) -> None:
@@ -69,18 +78,30 @@ class StrategyJob:
         collectives.explain_failures(self._explain)
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
+        self.member.on_silence(lambda: outages.outlast(self.port, 2 * self.member.heartbeat))
 
     def _explain(self, code: int, message: str) -> ReplicaEngineError | None:
         """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""
         if code not in _BROKEN or "ollective" not in message or os.getpid() != self._process:
             return None
-        # UNAVAILABLE: a connection broke, and the end of its worker will be known. Other codes may have other causes.
-        patience = None if code == tf.errors.UNAVAILABLE else _PATIENCE
+        # UNAVAILABLE: a connection broke. Other codes may have other causes.
         try:
-            self.member.explain(ConnectionError(message), patience)
+            self.member.explain(ConnectionError(message), _PATIENCE)
+            if code == tf.errors.UNAVAILABLE:
+                self._tell_broken(message)
+                self.member.explain(ConnectionError(message))
         except ReplicaEngineError:
             return self.member.failure  # without the frames of this lookup in its traceback
         return None
+
+    def _tell_broken(self, message: str) -> None:
+        """Tells the job that the connection to a worker broke, as TensorFlow's text has it, though none is lost."""
+        remote, broke = _REMOTE.search(message), _BROKE.search(message)
+        task = None if remote is None else (remote[1], int(remote[2]))
+        tasks = _tasks(self.cluster)
+        if task in tasks:
+            reason = broke[1] if broke is not None else message.splitlines()[0]
+            self.member.tell_parted(tasks.index(task), f"their connection broke ({reason[:_LONGEST_REASON]})")
 
     _process: int = field(default_factory=os.getpid)
 
@@ -130,7 +151,8 @@ def join(
         simple = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
         )
-        _joined.append(StrategyJob(cluster, member, replicas, simple, held))
+        _, port = split_address(addresses[cluster.process_id])
+        _joined.append(StrategyJob(cluster, member, replicas, simple, port, held))
         return _joined[0]
 
 
@@ -161,8 +183,7 @@ def _addresses(cluster: hosts.Cluster, member: hosts.Member) -> tuple[tuple[str,
         return cluster.addresses, None
     address, held = held_address(cluster.coordinator, member.reached)
     try:
-        member.put(f"tensorflow {cluster.process_id}", address)
-        return tuple(member.get(f"tensorflow {worker}") for worker in range(cluster.num_processes)), held
+        return tuple(member.exchange("tensorflow", address)), held
     except BaseException:
         held.close()
         raise
@@ -171,12 +192,16 @@ def _addresses(cluster: hosts.Cluster, member: hosts.Member) -> tuple[tuple[str,
 def _spec(cluster: hosts.Cluster, addresses: tuple[str, ...]) -> tuple[dict[str, list[str]], tuple[str, int]]:
     """The cluster as TensorFlow wants it: addresses by kind of task, and the kind and index of this worker's task."""
     spec: dict[str, list[str]] = {}
-    tasks = []
-    for name, address in zip(cluster.tasks, addresses, strict=True):
-        kind = _KINDS.get(name.split()[0], "worker")
+    tasks = _tasks(cluster)
+    for (kind, _), address in zip(tasks, addresses, strict=True):
         spec.setdefault(kind, []).append(address)
-        tasks.append((kind, len(spec[kind]) - 1))
     return spec, tasks[cluster.process_id]
+
+
+def _tasks(cluster: hosts.Cluster) -> list[tuple[str, int]]:
+    """The kind and the index of each worker's task, as TensorFlow calls it."""
+    kinds = [_KINDS.get(name.split()[0], "worker") for name in cluster.tasks]
+    return [(kind, kinds[:worker].count(kind)) for worker, kind in enumerate(kinds)]
 
 
 _lock = threading.Lock()

@@ -1,0 +1,274 @@
+"""Questions to the coordinator and their answers, values for all workers, and the first failure of the job.
+
+Every wait for an answer ends when the job fails, with the failure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
+from replica_engine.hosts import wire
+from replica_engine.hosts.failure import Failure
+from replica_engine.hosts.member.clock import ClockComparison, ClockOffset
+from replica_engine.hosts.member.connection import Connection
+from replica_engine.hosts.wire import BadMessageError, Lines, Message
+
+
+class _Answer:
+    """A place for the answer to a question."""
+
+    def __init__(self) -> None:
+        self.come = False
+        self.value: Any = None
+        self.late: Failure | None = None
+
+
+class Channel:
+    """What a member and the coordinator say to each other, without what the member does; `Member` says that.
+
+    Args:
+        sock: the connection on which the worker was welcomed.
+        lines: what has arrived on it and was not used.
+        worker: the index of this worker.
+        size: the number of workers.
+        address: of the coordinator, for messages.
+        heartbeat: the limit of the job, in seconds.
+        launched_by_us: whether the coordinator runs in `replica-engine launch`.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        lines: Lines,
+        *,
+        worker: int,
+        size: int,
+        address: str,
+        heartbeat: float,
+        launched_by_us: bool,
+    ):
+        self.worker, self.size, self.heartbeat = worker, size, heartbeat
+        self.failed = threading.Event()
+        self.refused = False
+        self._address = address
+        self._launched_by_us = launched_by_us
+        self.reached = ""
+        self._process = os.getpid()
+        self._clock = ClockComparison()
+        self._left = False
+        self._changed = threading.Condition()  # guards all that follows
+        self._first_failure: Failure | None = None
+        self._callbacks: list[Callable[[ReplicaEngineError], None]] = []
+        self._complete = False
+        self._answers: dict[int, _Answer] = {}
+        self._exchanged: dict[str, list[Any]] = {}
+        self._numbers = itertools.count()
+        self._connection = Connection(
+            sock,
+            lines,
+            name=f"worker {worker} of {size}: member",
+            heartbeat=heartbeat,
+            changed=self._changed,
+            fill=self._fill,
+            take=self._take,
+            lost=lambda seconds: self._fail(self._no_coordinator(seconds)),
+        )
+
+    def wait_for_all(self) -> None:
+        """Waits until all workers have joined; the join limit of the coordinator ends the wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._complete or self._first_failure is not None)
+            complete = self._complete  # what failed after that is not a failure to join
+        if not complete:
+            self.check()
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        """How far the coordinator's clock is ahead of this process' clock; None before it was measured."""
+        return self._clock.offset
+
+    @property
+    def failure(self) -> ReplicaEngineError | None:
+        """The first failure of the job, as an error to raise; None as long as there is none."""
+        failure = self._first_failure
+        return None if failure is None else failure.error()
+
+    def check(self) -> None:
+        """Raises the first failure of the job, if there is one.
+
+        Raises:
+            WorkerLostError, WorkersMissingError, WorkerVersionError or ProgramDisagreementError: the failure.
+        """
+        if self._first_failure is not None:
+            raise self._first_failure.error()
+
+    def on_failure(self, callback: Callable[[ReplicaEngineError], None]) -> None:
+        """Has a function called when the job fails, on the member's thread; or at once if it has failed already.
+
+        Args:
+            callback: takes the error. It must neither wait nor raise.
+        """
+        with self._changed:
+            failure = self._first_failure
+            if failure is None:
+                self._callbacks.append(callback)
+        if failure is not None:
+            callback(failure.error())
+
+    def explain(self, error: BaseException, patience: float | None = None) -> None:
+        """Raises the failure of the job that is the cause of an error, if one becomes known in time.
+
+        When a worker dies, the runtime of the others often says first that a connection was closed. Call this with such
+        an error, and raise the error itself if this returns.
+
+        Args:
+            error: what the runtime raised; it becomes the cause of the failure.
+            patience: seconds to wait for a failure; None waits until silence would have been noticed.
+
+        Raises:
+            WorkerLostError: or another failure of the job.
+        """
+        self.failed.wait(self._connection.heartbeat + 1.0 if patience is None else patience)
+        if self._first_failure is not None:
+            raise self._first_failure.error() from error
+
+    def put(self, key: str, value: Any) -> None:
+        """Stores a value for all workers; a later value takes the place of an earlier one.
+
+        A job keeps 10,000 values; what has no room is not stored, and `get` says so.
+
+        Args:
+            key: its name.
+            value: something that JSON can hold, in less than a megabyte.
+
+        Raises:
+            TypeError or ValueError: JSON cannot hold it, or it is larger.
+        """
+        message = ["put", key, value]
+        if len(wire.encode(message)) >= wire.LONGEST_LINE:
+            raise ValueError(f"the value of {key!r} is larger than a megabyte; put its address, and not the value")
+        with self._changed:
+            self._connection.queue(message)
+
+    def drop(self, *prefixes: str) -> None:
+        """Drops the values whose keys begin with one of the prefixes, so that the coordinator need not keep them."""
+        with self._changed:
+            self._connection.queue(["drop", *prefixes])
+
+    def get(self, key: str, timeout: float | None = None) -> Any:
+        """Waits until a worker has stored a value under a key, and returns it.
+
+        Raises:
+            WorkersMissingError: there was none within `timeout` seconds, or the job has no room for one.
+            WorkerLostError: or another failure of the job.
+        """
+        return self._ask(lambda number: ["get", number, key, timeout])
+
+    def exchange(self, name: str, value: Any) -> list[Any]:
+        """Gives a value to all workers, and waits for those of all; each worker sends and gets one message.
+
+        Args:
+            name: what the values are, equal on all workers: "addresses".
+            value: something small that JSON can hold: those of all workers must fit into a megabyte.
+
+        Returns:
+            The values, by the index of the worker.
+
+        Raises:
+            ValueError: the value is too large.
+            WorkerLostError: or another failure of the job.
+        """
+        message = ["exchange", name, value]
+        if len(wire.encode(message)) * self.size > wire.LONGEST_LINE:
+            raise ValueError(f"the values of {name!r} of {self.size} workers are larger than a megabyte")
+        with self._changed:
+            self._connection.queue(message)
+            self._wait_for(lambda: name in self._exchanged)
+            return self._exchanged.pop(name)
+
+    def _ask(self, question: Callable[[int], Message], patience: float | None = None) -> Any:
+        """Sends a message with a number, and waits for the answer with that number; None if it lasts too long."""
+        with self._changed:
+            number = next(self._numbers)
+            answer = self._answers[number] = _Answer()
+            self._connection.queue(question(number))
+            try:
+                come = self._wait_for(lambda: answer.come, patience)
+            finally:
+                del self._answers[number]
+        if answer.late is not None:
+            raise answer.late.error()
+        return answer.value if come else None
+
+    def _wait_for(self, come: Callable[[], bool], patience: float | None = None) -> bool:
+        """Waits, with the lock, until something has come; returns False if it lasts too long.
+
+        Raises:
+            WorkerLostError: or another failure of the job, which ends the wait.
+        """
+        over = lambda: come() or self._first_failure is not None or self._connection.stopping  # noqa: E731
+        if not self._changed.wait_for(over, patience):
+            return False
+        if not come():
+            self.check()
+            raise self._no_coordinator(None).error()  # closed by another thread
+        return True
+
+    def _fill(self, now: float) -> float:
+        """Queues what is due, and returns when something will be due next."""
+        raise NotImplementedError
+
+    def _take(self, message: Message) -> None:
+        """Takes a message of the coordinator."""
+        kind, *rest = message
+        try:
+            if kind == "beat":
+                sent, theirs = rest
+                self._clock.add(sent, theirs, time.perf_counter())
+            elif kind == "go":
+                (reached,) = rest
+                with self._changed:
+                    self.reached, self._complete = str(reached), True
+                    self._changed.notify_all()
+            elif kind == "exchanged":
+                name, values = rest
+                with self._changed:
+                    self._exchanged[name] = list(values)
+                    self._changed.notify_all()
+            elif kind in ("answer", "late"):
+                number, value = rest
+                with self._changed:
+                    answer = self._answers.get(number, _Answer())
+                    answer.late = Failure.from_json(value) if kind == "late" else None
+                    answer.come, answer.value = True, value
+                    self._changed.notify_all()
+            elif kind in ("failure", "refused"):
+                (failure,) = rest
+                self.refused = kind == "refused"
+                self._fail(Failure.from_json(failure))
+            else:
+                raise ValueError("an unknown kind")
+        except (AttributeError, TypeError, ValueError) as error:
+            raise BadMessageError(f"{kind}: {error}") from None
+
+    def _no_coordinator(self, seconds: float | None) -> Failure:
+        own = WorkerRow(self.worker, self.size, socket.gethostname(), self._process)
+        return Failure.of(WorkerLostError.no_coordinator, own, self._address, self._launched_by_us, seconds)
+
+    def _fail(self, failure: Failure) -> None:
+        with self._changed:
+            if self._first_failure is not None or self._left:
+                return
+            self._first_failure = failure
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        self.failed.set()
+        for callback in callbacks:
+            callback(failure.error())
