@@ -52,6 +52,7 @@ try:
     from jax._src.distributed import global_state
     from jax._src.interpreters.mlir import make_ir_context
     from jax.core import ShapedArray
+    from jax.profiler import ProfileOptions, TraceAnnotation
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
@@ -59,6 +60,7 @@ try:
     # jax started.
     # hlo: the operations that programs consist of, to build them.
     # Shape: what a client must be told of a value that it receives or sends.
+    # ProfilerSession: what each device did in a program; `jax.profiler` writes files.
     # xla_client, _jax: compile for chips that are not there, and count the work of a program.
     from jaxlib import _jax, xla_client
     from jaxlib._jax import (
@@ -72,6 +74,7 @@ try:
         get_distributed_runtime_service,  # what tells the clients of several processes of each other
         make_gloo_tcp_collectives,  # collectives between the CPU clients of several processes
     )
+    from jaxlib._profiler import ProfilerSession
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo as hlo
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, Shape, make_cpu_client
@@ -203,9 +206,12 @@ __all__ = [
     "Mesh",
     "NamedSharding",
     "PartitionSpec",
+    "ProfileOptions",
+    "ProfilerSession",
     "Shape",
     "ShapedArray",
     "SingleDeviceSharding",
+    "TraceAnnotation",
     "absent_gpus",
     "absent_tpus",
     "array_result_handler",

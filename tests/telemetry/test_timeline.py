@@ -20,6 +20,7 @@ from replica_engine.__main__ import main
 from replica_engine.telemetry import timeline as module
 from replica_engine.telemetry.timeline import recording
 
+
 STRAGGLER = 1
 
 
@@ -255,3 +256,47 @@ def test_a_fit_has_a_span_for_each_batch(mirrored, tmp_path):
     tracks = spans(tmp_path / "fit.json")
     assert [name for _, name, *_ in tracks["MirroredStrategy", "Keras"]] == ["train_step"] * 3
     assert sum(kind == "feeding" for kind, *_ in tracks["MirroredStrategy", "feeding"]) >= 3
+
+
+def straggling_program(strategy):
+    """A step in which replica 1 computes thirty times as long as replica 0 before they meet."""
+    with strategy.scope():
+        matrix = tf.Variable(tf.eye(128))
+
+    def step():
+        context = tf.distribute.get_replica_context()
+        rounds = tf.where(tf.equal(context.replica_id_in_sync_group, 1), 600, 20)
+        value = tf.ones([128, 128])
+        for _ in tf.range(rounds):
+            value = value @ matrix
+        return context.all_reduce("SUM", tf.reduce_sum(value))
+
+    strategy.run(step)
+    return step
+
+
+def test_the_compiled_replica_that_computes_longest_is_named(tpu, tmp_path, capsys, monkeypatch):
+    from replica_engine.xla.stages import device_waits
+
+    monkeypatch.setattr(device_waits, "REST", 0)  # so that each launch is profiled, also on a slow machine
+    monkeypatch.setattr(device_waits.seen, "_rests_until", 0.0)
+    step, path = straggling_program(tpu), tmp_path / "run.json"
+    with replica_engine.timeline(path):
+        for _ in range(5):
+            tpu.run(step)
+    (waiting,) = (track for track in spans(path) if any("waiting at" in name for _, name, *_ in spans(path)[track]))
+    assert waiting == ("TPUStrategy", "replica 0 of 2 (CPU:0)")
+    main(["timeline", str(path), "--output", str(tmp_path / "run.svg")])
+    assert "Slowest: replica 1 of 2 (CPU:1): it works" in capsys.readouterr().out
+
+
+def test_while_the_users_profiler_runs_compiled_replicas_are_drawn_without_their_waits(tpu, tmp_path):
+    import jax
+
+    step, path = straggling_program(tpu), tmp_path / "run.json"
+    with jax.profiler.trace(tmp_path / "profile"), replica_engine.timeline(path):
+        tpu.run(step)
+    assert glob.glob(f"{tmp_path}/profile/**/*.xplane.pb", recursive=True)
+    kinds = {kind for track in spans(path).values() for kind, *_ in track}
+    assert "run" in kinds
+    assert "waiting" not in kinds
