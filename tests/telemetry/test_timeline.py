@@ -20,7 +20,6 @@ from replica_engine.__main__ import main
 from replica_engine.telemetry import timeline as module
 from replica_engine.telemetry.timeline import recording
 
-
 STRAGGLER = 1
 
 
