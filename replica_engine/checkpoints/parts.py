@@ -47,26 +47,31 @@ def saveable(value: DeviceValue, name: str, device: str) -> checkpoints.Saveable
     if taken is None:
         if not _reading.get() or not value.spans or parts is None:
             return None  # a worker that has all parts reads them at once
-        return checkpoints.Saveable(name, value.dtype, device, _rows(value, parts, False), _restored(value, parts))
+        return checkpoints.Saveable(name, value.dtype, device, _rows(value, parts, None), _restored(value, parts))
     if value.spans and not (taken.together and parts is not None):
         return None  # the workers put it together
-    rows = [("", functools.partial(value.newest, None))] if parts is None else _rows(value, parts, taken.together)
+    whole = functools.partial(value.newest, taken.keep, None)
+    rows = [("", whole)] if parts is None else _rows(value, parts, taken)
     return checkpoints.Saveable(name, value.dtype, device, rows, None)
 
 
-def _rows(value: DeviceValue, parts: Sequence[Part], together: bool) -> list[tuple[str, checkpoints.Read]]:
-    """The slices as TensorFlow names them, and what reads each."""
+def _rows(
+    value: DeviceValue, parts: Sequence[Part], taken: snapshot.Snapshot | None
+) -> list[tuple[str, checkpoints.Read]]:
+    """The slices as TensorFlow names them, and what gives each to a snapshot."""
     return [
         (
             _spec(value.shape or (), part),
-            functools.partial(value.newest, part) if part.is_first or not together else _nothing,
+            _nothing
+            if taken is None or (taken.together and not part.is_first)
+            else functools.partial(value.newest, taken.keep, part),
         )
         for part in parts
     ]
 
 
 def _nothing() -> None:
-    """Stands for a part that another worker saves."""
+    """Stands for a part that another worker saves, or that is read."""
 
 
 def _restored(value: DeviceValue, parts: Sequence[Part]) -> checkpoints.Restore:

@@ -88,7 +88,7 @@ class Saves:
         writer.wait()
         team: Team | None = owners.team_of(saved)
         with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
-            with _telling(turn), snapshot.taking(turn.together) as taken:
+            with _telling(turn), snapshot.taking(turn.together, asynchronous) as taken:
                 if turn.writes:
                     with _explained(path, False):
                         bundle.begin(path)
@@ -96,7 +96,6 @@ class Saves:
                 take()
             write = functools.partial(_write, taken, path, finish, turn, asynchronous)
             if asynchronous:
-                taken.keep()
                 writer.start(path, write)
             else:
                 write()

@@ -29,8 +29,11 @@ def start(path: str, write: Callable[[], None]) -> None:
         write: writes it, or raises CheckpointError.
     """
 
+    begins = threading.Event()
+
     def work() -> None:
         global _error
+        begins.wait()
         try:
             write()
         except CheckpointError as error:
@@ -43,6 +46,7 @@ def start(path: str, write: Callable[[], None]) -> None:
     with _changing:
         _thread = threading.Thread(target=work, name=f"writer of {os.path.basename(path)}")
         _thread.start()
+    begins.set()  # only now: a thread that runs Python keeps `start` from returning for some milliseconds
 
 
 def wait() -> None:

@@ -275,12 +275,12 @@ class DeviceValue:
         """Whether this process may have only some of the parts."""
         return self._devices.spans and self.axes != WHOLE
 
-    def newest(self, part: Part | None) -> tf.Tensor:
+    def newest(self, keep: Callable[[np.ndarray], np.ndarray], part: Part | None) -> tf.Tensor:
         """The newest value, or a part of it, without a copy that stays on the host.
 
-        On CPUs it is a view of what the next step overwrites. While it lives, a step needs more memory.
-
         Args:
+            keep: takes a view of a device's memory, which the next step overwrites, and returns it or a copy. While a
+                view lives, a step needs more memory.
             part: one of `parts_here`; None is all of the value, which this process must have.
         """
         self._note()
@@ -295,6 +295,8 @@ class DeviceValue:
             else:
                 assert isinstance(self._devices, PartitionedGroup), "the value is divided"
                 found = self._devices.fetch_part(array, part)
+            if not self._devices.has_queue:  # CPUs; from other devices the value comes as a copy
+                found = keep(found)
         return variables.tensor_on(np.asarray(found, order="C"))
 
     def set_parts(self, values: Mapping[Part, np.ndarray]) -> None:
