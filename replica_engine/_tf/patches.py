@@ -21,7 +21,7 @@ from tensorflow.python.framework import random_seed as _random_seed
 from replica_engine._tf import checkpoints, collectives, distribute
 from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import accumulation as keras_accumulation
-from replica_engine._tf.keras import added_losses, files, layouts
+from replica_engine._tf.keras import added_losses, files, fitting, layouts
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras.trainer import BUILD, COMPILES, EXCLUDED, FRAMES, METHOD, MODULE, REDUCE, TRAINER
@@ -60,6 +60,7 @@ _OTHERS = "passes on to Keras for models of other strategies"
 _NOT_OF_WORKERS = "passes on to TensorFlow for what is not trained on several workers"
 _NOT_FAILED = "passes on to TensorFlow for all other errors"
 _REPLICATED = "the first `replicate_model`"
+_FIRST_BACKUP = "the first `replica_engine.keras.BackupAndRestore`"
 _SHARDS = "passes on to Keras outside the steps of a replicated model"
 _OPTIMIZER = f"{keras_accumulation.MODULE}.{keras_accumulation.OPTIMIZER}"
 _LOSS_SCALE = f"{keras_accumulation.LOSS_SCALE_MODULE}.{keras_accumulation.LOSS_SCALE}"
@@ -190,6 +191,20 @@ PATCHES: tuple[Patch, ...] = (
     *(
         Patch(checkpoints.MANAGEMENT, name, "the chief writes files for all workers", _FIRST_SCOPE_OF_ALL, _NOT_OURS)
         for name in (checkpoints.STATE, checkpoints.DELETE)
+    ),
+    Patch(
+        f"{fitting.CALLBACK_LIST}.{fitting.LIST}",
+        fitting.BEGIN,
+        "a backup saves and restores the state of all callbacks of a `fit`",
+        _FIRST_BACKUP,
+        "passes on to Keras for a `fit` without one",
+    ),
+    Patch(
+        f"{fitting.EPOCH_ITERATOR}.{fitting.ITERATOR}",
+        fitting.STEPS,
+        "a backup saves the place in the data, and begins an epoch there",
+        _FIRST_BACKUP,
+        "passes on to Keras for a `fit` without one",
     ),
     Patch(keras_hooks.LOSSES, keras_hooks.REDUCE_LOSSES, "a shard's loss counts by its samples", _REPLICATED, _SHARDS),
     *(

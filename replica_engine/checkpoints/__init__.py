@@ -11,6 +11,8 @@ values of a checkpoint that has variables of a strategy:
    one before, or the new one.
 5. `writer` is the thread of asynchronous saves, one for the process. It keeps an error for the next save, or the exit.
 
+`training/` has what the backup of a whole training needs besides variables.
+
 What must never happen: a file at a final name that is not whole; a failed write that nobody hears of; values of two
 steps in one checkpoint. The hooks in TensorFlow are in `_tf/checkpoints.py`.
 """

@@ -44,7 +44,7 @@ from replica_engine.errors.hosts import (
     WorkerVersionError,
 )
 from replica_engine.errors.inputs import InputsError, NoMethodError, NotInBodyError, ReplicaMismatchError
-from replica_engine.errors.models import BatchError, LogError, OptimizerError, ReplicateError
+from replica_engine.errors.models import BackupError, BatchError, LogError, OptimizerError, ReplicateError
 from replica_engine.errors.parity import ParityArgumentError, ParityError
 from replica_engine.errors.programs import (
     CaptureError,
@@ -71,6 +71,7 @@ from replica_engine.errors.versions import TensorFlowVersionError
 
 __all__ = [
     "BackendMissingError",
+    "BackupError",
     "BatchError",
     "CaptureError",
     "CheckpointError",

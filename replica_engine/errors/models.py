@@ -55,6 +55,24 @@ class BatchError(ReplicaEngineError, ValueError):
         )
 
 
+class BackupError(ReplicaEngineError, ValueError):
+    """`BackupAndRestore` or `TrainingState` cannot save or restore this training.
+
+    Raised before training begins. Pass a local folder and arguments that exist, and restore into the model that was
+    saved; a folder of another training is deleted, or another one is passed.
+    """
+
+    @classmethod
+    def of_another_model(cls, folder: str, group: str, there: list | None, here: list | None) -> BackupError:
+        """A variable of the backup is not one of the model."""
+        words = [f"{each[0]} {each[2]}{each[1]}" if each is not None else "no variable" for each in (there, here)]
+        return cls(
+            f"The backup in {folder} is one of another model: where it has {words[0]}, the {group} here has "
+            f"{words[1]}. Make the model, optimizer and metrics as in the program that saved it, or delete the "
+            "folder to begin from the first epoch."
+        )
+
+
 def warn_uneven_rest(rows: int, size: int) -> str:
     """The warning that the last batch of `fit` gives replicas unequal shares, in a strategy's scope."""
     most = rows % size

@@ -11,9 +11,11 @@
 - `hooks`: changes the parts of Keras that must know about shards, and tells which metrics need whole batches.
 - `optimizer`: reduces the gradients of all replicas and applies them; `cross_replica_optimizer` does so in custom
   loops.
+- `backup`: `BackupAndRestore`, which continues a `fit` that was killed.
 """
 
+from replica_engine.keras.backup.callback import BackupAndRestore
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.replicate import replicate_model
 
-__all__ = ["CrossReplicaOptimizer", "replicate_model"]
+__all__ = ["BackupAndRestore", "CrossReplicaOptimizer", "replicate_model"]

@@ -47,6 +47,14 @@ def original_of(model: keras.Model) -> keras.Model:
     return original
 
 
+def build_for(model: keras.Model, batch: Any) -> None:
+    """Makes all variables of a model, its metrics and optimizer, from a batch or its specs."""
+    if is_replicated(model):
+        getattr(model, _SLOT).build_for(batch)
+    elif not keras_model.is_built(model):
+        keras_model.build(model, batch)
+
+
 @functools.cache
 def _class_of(kind: Any) -> type:
     members: dict[str, Any] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}

@@ -190,6 +190,10 @@ class Replicas:
                 build()
             self._renew(in_step=True)
 
+    def build_for(self, batch: Any) -> None:
+        """Makes all variables of the model, its metrics and optimizer, from a batch or its specs."""
+        self._ready(batch)
+
     def metrics_left(self) -> contextlib.AbstractContextManager[None]:
         """Inside the block, metric variables are plain ones; see `ReplicatedVariables.metrics_left`."""
         self.changed()

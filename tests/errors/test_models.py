@@ -7,14 +7,14 @@ import tensorflow as tf
 from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy
-from replica_engine.errors import BatchError, LogError, OptimizerError, ReplicateError
+from replica_engine.errors import BackupError, BatchError, LogError, OptimizerError, ReplicateError
 from replica_engine.errors.models import (
     note_sparse_inputs,
     warn_metric_not_a_sum,
     warn_uneven_evaluation,
     warn_uneven_rest,
 )
-from replica_engine.keras import CrossReplicaOptimizer, on_xla, replicate_model
+from replica_engine.keras import BackupAndRestore, CrossReplicaOptimizer, on_xla, replicate_model
 
 
 def make_model():
@@ -174,3 +174,37 @@ def test_a_metric_that_is_a_maximum():
         model = make_model()
         model.compile("sgd", "mse", metrics=[Biggest()])
     model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
+
+
+@shows(BackupError.of_another_model)
+def test_a_backup_of_another_model(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for units in (2, 3):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units, name="head")], name="net")
+        model.compile("sgd", "mse")
+        backup = BackupAndRestore("backup", delete_checkpoint=False)
+        model.fit(np.ones((4, 3)), np.ones((4, units)), verbose=0, callbacks=[backup])
+
+
+class Counts(keras.callbacks.Callback):
+    """Has a state, and no way to save it."""
+
+    epochs = 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs += 1
+
+
+@shows("not_backed_up")
+def test_a_callback_whose_state_cannot_be_saved(tmp_path):
+    model = make_model()
+    model.compile("sgd", "mse")
+    backup = BackupAndRestore(tmp_path)
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), epochs=2, verbose=0, shuffle=False, callbacks=[Counts(), backup])
+
+
+@shows(BackupError)
+def test_a_backup_of_an_unbuilt_model(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(2)], name="net")
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0, callbacks=[BackupAndRestore(tmp_path)])

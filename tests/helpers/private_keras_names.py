@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
+import tensorflow as tf
 from keras.src.losses import loss as _loss
 from keras.src.metrics import reduction_metrics as _metrics
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAdapter
@@ -12,12 +14,16 @@ from helpers.private_names import Private
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.keras.backup import states
 
 _optimizer = keras.optimizers.SGD()
 _accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
 _accumulating.build([keras.Variable(0.0)])
 _model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 _model.compile(_optimizer, "mse", metrics=["mae"])
+_epochs = keras.src.backend.tensorflow.trainer.TFEpochIterator(
+    tf.distribute.get_strategy(), np.zeros([1, 1]), np.zeros([1, 1])
+)
 
 PRIVATE = (
     Private(_optimizer.iterations, "_value", "the TensorFlow variable under a Keras variable"),
@@ -41,6 +47,17 @@ PRIVATE = (
     Private(_model, "_loss_tracker", "whether compile() was called again"),
     Private(_DataAdapter, keras_trainer.REST, "the size of a last batch that is smaller"),
     Private(_OfGenerator(iter([(0,)])), keras_trainer.KEPT, "the first batch of a generator, which still gives it"),
+    Private(_model, "_initial_epoch", "the epoch that a restored training begins with"),
+    *(
+        Private(_epochs, name, "the place of a training in its data")
+        for name in ("_distributed_dataset", "_get_iterator", "_current_iterator", "_steps_seen", "_num_batches")
+    ),
+    *(Private(keras.callbacks.TensorBoard(), name, "where it is in its logs") for name in states.OF_BOARD),
+    *(
+        Private(keras.callbacks.ModelCheckpoint("a.keras"), name, "when it saves next")
+        for name in states.OF_CHECKPOINT
+        if name.startswith("_")
+    ),
     Private(_loss, keras_hooks.REDUCE_LOSSES, "replaced: the loss of a shard"),
     Private(_metrics, keras_hooks.SAMPLEWISE, "replaced: the weight of a sample in a shard"),
     Private(_loss, keras_model.MASKED, "the divisor of a masked loss"),

@@ -1,10 +1,8 @@
-"""A training whose process was killed goes on in another process as if it had never stopped.
+"""Keras' callbacks that save, in two processes after each other, do for replicas what they do alone.
 
-The processes are real, and the kill is SIGKILL, at a batch that is drawn from the seed in the test's name.
+`test_backup.py` has the library's own `BackupAndRestore`, and processes that are killed.
 """
 
-import random
-import signal
 import textwrap
 
 import numpy as np
@@ -13,11 +11,9 @@ from helpers.versions import HAS_XLA
 
 pytestmark = pytest.mark.timeout(360)
 
-EPOCHS, BATCHES = 3, 3
-
 # What each program of this module begins with. Its first argument is a folder.
 SETUP = """
-    import os, signal, sys
+    import os, sys
     from replica_engine import logical_devices
 
     folder = sys.argv[1]
@@ -44,35 +40,6 @@ SETUP = """
         options.autotune.enabled = False
         return tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(8).with_options(options)
 """
-
-# Further arguments: the kind of strategy, and at which batch it kills itself, if it is not 0.
-TRAINING = (
-    SETUP
-    + """
-    kind, killed_at = sys.argv[2], int(sys.argv[3])
-    strategy = strategy_of(kind)
-
-    class Killed(keras.callbacks.Callback):
-        seen = 0
-
-        def on_train_batch_end(self, batch, logs=None):
-            self.seen += 1
-            if self.seen == killed_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(2)]
-    )
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"])
-    # Killed comes first: what happens at the batch where it strikes is lost.
-    resuming = [Killed(), keras.callbacks.BackupAndRestore(f"{folder}/backup")]
-    fit = replicate_model(model, strategy=strategy).fit
-    history = fit(batches_of(24), epochs=EPOCHS, verbose=0, callbacks=resuming).history
-    state = {f"state {index}": value for index, value in enumerate(state_of(model))}
-    np.savez(f"{folder}/found.npz", backup=os.path.exists(f"{folder}/backup"), **history, **state)
-""".replace("EPOCHS", str(EPOCHS))
-)
 
 # Further arguments: "first" or "second" process, and then "kind/case": a kind of strategy and callbacks. What a model
 # with these comes to is written down by names that begin so, and by "alone/case" what it comes to on one device.
@@ -208,22 +175,6 @@ def run(programs, tmp_path):
             return done, dict(found)
 
     return run
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [0])
-def test_kill_9_at_a_random_batch(run, kind, seed):
-    """After the first epoch, so that there is a backup. Weights, statistics, optimizer and history agree bit by bit."""
-    killed_at = random.Random(f"{kind} {seed}").randint(BATCHES + 1, BATCHES * EPOCHS)
-    epochs = (killed_at - 1) // BATCHES  # which the backup has
-    killed, _ = run(TRAINING, "killed", kind, killed_at)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    (resumed, found), (whole, expected) = (run(TRAINING, name, kind, 0) for name in ("killed", "undisturbed"))
-    assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert np.array_equal(found[key], value[epochs:] if key in ("loss", "mae") else value), (key, killed_at)
-    assert not found["backup"]
 
 
 CASES = [

@@ -49,6 +49,23 @@ def seeding() -> tuple[Any, int | None]:
     return getattr(_context.context(), "_rng", None), _context.global_seed()  # None before the first call
 
 
+def state() -> Any:
+    """The global seed and how far its generator is, as plain data; None before the first tf.random.set_seed."""
+    generator, seed = seeding()
+    return None if generator is None else {"seed": seed, "generator": generator.getstate()}
+
+
+def restore(state: Any) -> None:
+    """Continues with the seeds of a `state`; None changes nothing."""
+    if state is None:
+        return
+    context = _context.context()
+    context._seed = state["seed"]
+    if getattr(context, "_rng", None) is None:
+        context._rng = random.Random()
+    context._rng.setstate(state["generator"])
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Sets TensorFlow's global seed inside the block; on leaving, the old seed and generator return."""

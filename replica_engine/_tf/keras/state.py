@@ -11,6 +11,7 @@ from typing import Any
 
 MODULE = "keras.src.backend.common.global_state"
 STATE = "GLOBAL_STATE_TRACKER"  # a threading.local with settings, name counters, scopes, a seed generator
+SEEDS = "keras.src.random.seed_generator"
 GLOBAL_SEED, GENERATOR = "global_random_seed", "global_seed_generator"  # keys in that state
 SETTINGS = ("dtype_policy",)  # keys that a user sets once and means for all threads
 
@@ -19,6 +20,16 @@ def settings() -> dict[str, Any]:
     """This thread's settings of Keras."""
     state = _state()
     return {name: state[name] for name in SETTINGS if name in state}
+
+
+def global_seeds(make: bool = False) -> Any:
+    """The seed generator that Keras' random functions draw from on this thread without one of their own.
+
+    None if Keras has not made one yet and `make` does not ask for it.
+    """
+    if make and _state().get(GENERATOR) is None:
+        sys.modules[SEEDS].global_seed_generator()
+    return _state().get(GENERATOR)
 
 
 class entered:

@@ -14,6 +14,7 @@ import itertools
 import sys
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # The classes of what `batch` and `repeat` return, whose datasets `_inputs` gives. The sizes of batches are attributes.
@@ -109,3 +110,13 @@ def _rest_of_dataset(dataset: tf.data.Dataset) -> int | None:
 def reduced(outputs: Any, strategy: Any) -> Any:
     """Combines the logs of all replicas."""
     return getattr(sys.modules[MODULE], REDUCE)(outputs, strategy, reduction="auto")
+
+
+def plain_logs(logs: Any) -> Any:
+    """Logs as numbers of Python, as `fit` gives them to callbacks; None stays None."""
+    return None if logs is None else {name: _plain(value) for name, value in logs.items()}
+
+
+def _plain(value: Any) -> Any:
+    array = np.asarray(value)
+    return array.item() if array.ndim == 0 else array

@@ -31,12 +31,15 @@ class Saving:
         meet: waits for the other workers; takes a name of the place in words, and whether the timeout of runs holds.
 
     Attributes:
+        worker: the index of this worker.
         is_chief: whether this worker writes the files of a path that all have.
     """
 
     def __init__(self, member: hosts.Member, meet: Callable[[str, bool], None]):
+        self.worker = member.worker
         self.is_chief = member.worker == 0
         self._member = member
+        self._exchanges = itertools.count()
         self._meet = meet
         self._told = "told "  # what the keys of the last checkpoint begin with
 
@@ -88,6 +91,24 @@ class Saving:
     def _have_one_path(self, key: str) -> bool:
         chiefs = self._member.get(f"{key}0")
         return all(_is_same(chiefs, self._member.get(f"{key}{worker}")) for worker in range(1, self._member.size))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values that all workers have called this with, in their order, when all have.
+
+        Args:
+            value: something that JSON can hold, in less than a megabyte.
+
+        Raises:
+            WorkerLostError: a worker is lost.
+        """
+        key = f"exchange {next(self._exchanges)}"
+        member = self._member
+        if not self.is_chief:
+            member.put(f"{key} of {self.worker}", value)
+            return list(member.get(key))
+        values = [value, *(member.get(f"{key} of {worker}") for worker in range(1, member.size))]
+        member.put(key, values)
+        return values
 
 
 class Turn:

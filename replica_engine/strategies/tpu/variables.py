@@ -7,7 +7,7 @@ A mirrored variable has one variable on the host; an on-read variable has one va
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +81,10 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
             return factories
         usual = factories[checkpoints.VALUE]
         return {checkpoints.VALUE: lambda name: parts.saveable(found[0], name, self._primary.device) or usual(name)}
+
+    def assign_each(self, values: Sequence[np.ndarray]) -> None:
+        """Gives each replica a value of its own."""
+        self._values[0]._replica_engine[0].set_values(values)
 
     def __str__(self) -> str:
         return _listed(self, str)

@@ -115,6 +115,11 @@ class ProgramCache:
         """How long a launch may take."""
         return self._body.limits
 
+    @property
+    def random_numbers(self) -> Any:
+        """The `RandomState` that the bodies draw from."""
+        return self._body.random
+
     def beside(self) -> ProgramCache:
         """A second cache with its own programs and functions. It shares this one's `Body`, with the random numbers."""
         return ProgramCache(self.devices, self._enter, body=self._body, warns=False)

@@ -42,6 +42,7 @@ class RandomState(DeviceValue):
             self._variable = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="random_state")
         super().__init__([variables.raw_handle(self._variable)], devices, None if same else _KEYS)
         self._seeded: Any = self  # the object that `tf.random.set_seed` last made; `self` before the first seeding
+        self._key = 0
         self._initial: tf.Variable | None = None
         self._initial_seeded: Any = self
 
@@ -50,10 +51,22 @@ class RandomState(DeviceValue):
         seeding, seed = replaced_ops.seeding()
         if seeding is not self._seeded:
             self._seeded = seeding
-            key = self._random_key() if seed is None else seed
+            self._key = _signed(self._random_key() if seed is None else seed)
             with self.host_writes():
-                variables.write(self.handles[0], np.array([_signed(key), 0], np.int64))
+                variables.write(self.handles[0], np.array([self._key, 0], np.int64))
         return super().array()
+
+    def state(self) -> list[int] | None:
+        """The key that all replicas' keys follow from, and the count; None before the first draw."""
+        if self._seeded is self:
+            return None
+        return [self._key, int(self.each_value()[0].flat[1])]
+
+    def restore(self, state: list[int]) -> None:
+        """Continues with the numbers of a `state`, until `tf.random.set_seed` is called."""
+        self._seeded, self._key = replaced_ops.seeding()[0], state[0]
+        with self.host_writes(whole=True):
+            variables.write(self.handles[0], np.array(state, np.int64))
 
     def _random_key(self) -> int:
         """A key that nobody can know; with several workers, the chief's."""

@@ -1,0 +1,68 @@
+"""What happens while Keras' `fit` runs: the callbacks it calls, and the loop over the batches of an epoch.
+
+Keras tells a callback neither of the other callbacks nor of the iterator. A callback that saves the whole training
+needs both. Checked on Keras 3.15.1.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+# OwnedIterator: the iterator of a tf.data.Dataset in eager mode, whose state TensorFlow can save.
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
+
+from replica_engine._tf.keras.hooks import wrap
+from replica_engine._tf.keras.trainer import MODULE, TRAINER
+
+CALLBACK_LIST = "keras.src.callbacks.callback_list"
+LIST, BEGIN = "CallbackList", "on_train_begin"
+EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator"
+ITERATOR, STEPS = "EpochIterator", "_enumerate_iterator"
+_OF_DATASETS = "TFDatasetAdapter"
+
+
+def watch(begin: Callable[..., Any], steps: Callable[..., Any]) -> None:
+    """Calls functions when a `fit` begins and when an epoch begins its steps; only once per process.
+
+    Args:
+        begin: called in the place of `CallbackList.on_train_begin`, with it, the list and its arguments.
+        steps: called in the place of `EpochIterator._enumerate_iterator`, a generator of steps, with it and its object.
+    """
+    wrap(getattr(sys.modules[CALLBACK_LIST], LIST), BEGIN, begin)
+    wrap(getattr(sys.modules[EPOCH_ITERATOR], ITERATOR), STEPS, steps)
+
+
+def saveable(iterator: Any) -> Any:
+    """The iterator of tf.data inside an iterator over batches, whose state TensorFlow can save; None without one."""
+    inner = getattr(iterator, "_iterators", None)  # of a distributed one, that of each worker of this process
+    if inner is not None and len(inner) == 1:
+        (only,) = inner
+        iterator = getattr(only, "iterator", None) or getattr(only, "_iterator", None)
+    return iterator if isinstance(iterator, _OwnedIterator) else None
+
+
+def is_of_dataset(epoch_iterator: Any) -> bool:
+    """Whether the data is a tf.data.Dataset that the user made."""
+    return type(epoch_iterator.data_adapter).__name__ == _OF_DATASETS
+
+
+def spec_of(epoch_iterator: Any) -> Any:
+    """The shapes and dtypes of the batches."""
+    return epoch_iterator._distributed_dataset.element_spec
+
+
+def begin_at(model: Any, epoch: int | None) -> None:
+    """Lets the `fit` that has just begun continue with an epoch; None lets later ones begin with their own."""
+    model._initial_epoch = epoch
+
+
+def runs(frame: FrameType | None) -> bool:
+    """Whether a `fit` is among the calls that a frame was called from."""
+    code = inspect.unwrap(getattr(sys.modules[MODULE], TRAINER).fit).__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None

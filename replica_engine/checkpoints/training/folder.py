@@ -1,0 +1,82 @@
+"""A folder of checkpoints, of which each is complete or not there.
+
+A checkpoint is written into a folder under another name, and renamed when all of its files are on the disk. So a
+process that is killed at any instant leaves the earlier ones as they were, and one half folder that no reader takes.
+
+All workers of a job may share the folder. Each may call `finish` when all have written: the first one renames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+_NAME = re.compile(r"backup-(\d+)-(\d+)")
+_HALF = ".half"
+
+
+class BackupFolder:
+    """The last complete checkpoints of a training, by the number of epochs and batches that it has done.
+
+    Args:
+        directory: the folder. It is made when the first checkpoint is written.
+        keep: how many complete checkpoints stay.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int):
+        self.path = Path(directory)
+        self._keep = keep
+
+    def last(self) -> Path | None:
+        """The folder of the last complete checkpoint; None if there is none."""
+        return next(iter(self._complete()), None)
+
+    def begin(self, epoch: int, batch: int) -> Path:
+        """Makes the folder to write the checkpoint of a place into, and returns it; `finish` takes it."""
+        half = self.path / f"backup-{epoch:06d}-{batch:09d}{_HALF}"
+        half.mkdir(parents=True, exist_ok=True)
+        return half
+
+    def finish(self, half: Path) -> None:
+        """Makes a checkpoint complete, and removes older ones and half ones that no process writes any more."""
+        complete = half.with_suffix("")
+        with contextlib.suppress(FileNotFoundError):  # another worker was here first
+            for file in half.iterdir():
+                _to_disk(file)
+            if complete.exists():
+                shutil.rmtree(half)
+            else:
+                half.rename(complete)
+        _to_disk(self.path)
+        for path in [*self._complete()[self._keep :], *self.path.glob(f"backup-*{_HALF}")]:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def clear(self) -> None:
+        """Removes all checkpoints, and the folder if nothing else is in it."""
+        for path in [*self._complete(), *self.path.glob(f"backup-*{_HALF}")]:
+            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    def _complete(self) -> list[Path]:
+        """The folders of complete checkpoints, the last one first."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = {tuple(map(int, match.groups())): path for path in self.path.iterdir() if (match := _named(path))}
+            return [found[place] for place in sorted(found, reverse=True)]
+        return []
+
+
+def _named(path: Path) -> re.Match[str] | None:
+    return _NAME.fullmatch(path.name)
+
+
+def _to_disk(path: Path) -> None:
+    """Waits until a file, or the list of the files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,160 @@
+"""The place of a `fit` in its data.
+
+Where TensorFlow can save the state of the iterator (a dataset without Python code and without stateful random ops), the
+place is that state. Otherwise the batches are taken again and thrown away: of arrays only those of one epoch, since
+Keras shuffles each epoch in the same order; of a dataset after as many iterators as the first process had made, since
+each gives `shuffle` another order; of a generator all since its beginning. Python's and NumPy's random numbers then
+start from where they were when the iterator was made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.keras import fitting
+from replica_engine.checkpoints.training import random_state
+
+_FILE = "data"
+_AHEAD = 100  # batches, more than what lies between a `shuffle` and the training
+
+Step = tuple[int, int, Any]
+"""The number of the first and of the last batch of a step, and the iterator to take them from."""
+
+_EVERY = 10.0  # seconds between two lines that say how far skipping is
+_NOT_SAVEABLE = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError, NotImplementedError)
+
+
+class Place:
+    """Follows a `fit` through its data.
+
+    Args:
+        say: prints a line for the user.
+
+    Attributes:
+        why_not: why the state of the iterator cannot be saved; "" if it can, or if that was not tried yet.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._source: Any = None  # Keras' epoch iterator
+        self._iterator: Any = None
+        self._made = 0  # iterators
+        self._taken = 0  # batches of the last one
+        self._random: Any = None  # random numbers when that was made
+        self.why_not = ""
+
+    @property
+    def batches(self) -> int | None:
+        """The number of batches of an epoch; None if it is not known yet."""
+        return self._source.num_batches
+
+    @property
+    def source(self) -> Any:
+        """Keras' epoch iterator."""
+        return self._source
+
+    def follow(self, source: Any) -> None:
+        """Follows an epoch iterator from now on."""
+        if source is self._source:
+            return
+        self._source, make = source, source._get_iterator
+
+        def made() -> Any:
+            self._made, self._taken, self._random = self._made + 1, 0, random_state.captured()
+            return make()
+
+        source._get_iterator = made
+
+    def counted(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps of an epoch, which are counted."""
+        for first, last, iterator in steps:
+            self._iterator = iterator
+            self._taken += last - first + 1
+            yield first, last, iterator
+
+    def save(self, path: Path, batch: int) -> dict[str, Any]:
+        """Saves the place; returns what is to be kept as plain data.
+
+        Args:
+            path: the beginning of the names of files to write.
+            batch: how many batches of the epoch were trained; 0 at its beginning.
+        """
+        source = self._source
+        current = self._iterator if batch else source._current_iterator
+        iterator = None if current is None or self.why_not else fitting.saveable(current)
+        if iterator is not None:
+            try:
+                tf.train.Checkpoint(iterator=iterator).write(f"{path} {_FILE}")
+            except _NOT_SAVEABLE as error:
+                self.why_not, iterator = str(error).split("[Op:")[0].split("}} ")[-1].strip(), None
+        return {
+            "saved": iterator is not None,
+            "batch": batch,
+            "made": self._made,
+            "taken": self._taken,
+            "random": self._random,
+            "steps_seen": source._steps_seen,
+            "batches": source._num_batches,
+            "has_current": source._current_iterator is not None,
+        }
+
+    def go_to(self, steps: Iterator[Step], saved: dict[str, Any], path: Path) -> Iterator[Step]:
+        """Goes to a place at the beginning of an epoch; returns the steps that are left of it.
+
+        Args:
+            steps: Keras' steps of the epoch.
+            saved: what `save` returned.
+            path: what `save` got; without the file there, batches are skipped.
+        """
+        source, batch = self._source, saved["batch"]
+        source._num_batches = source._num_batches or saved["batches"]
+        goes_on = source.steps_per_epoch is not None and saved["has_current"]  # with one iterator over epochs
+        file = Path(f"{path} {_FILE}")
+        has_file = saved["saved"] and file.with_name(f"{file.name}.index").exists()
+        has_file = has_file and (goes_on or not self._may_have_ended(saved))
+        before, last = random_state.captured(), None
+        if fitting.is_of_dataset(source):
+            for _ in range(saved["made"] - bool(batch or goes_on) - has_file):
+                last = iter(source._get_iterator())
+        if not has_file and saved["random"] is not None:
+            random_state.restore(saved["random"])
+        if goes_on:
+            source._current_iterator = iter(source._get_iterator())
+            source._steps_seen = saved["steps_seen"] - batch
+        executions = -(-batch // source.steps_per_execution)
+        for _ in range(executions):
+            *_, self._iterator = next(steps)
+        if has_file:
+            current = self._iterator if batch else source._current_iterator or last or iter(source._get_iterator())
+            tf.train.Checkpoint(iterator=fitting.saveable(current)).read(str(file)).assert_consumed()
+        elif batch or goes_on:
+            self._skip(self._iterator if batch else source._current_iterator, saved["taken"])
+        self._made, self._taken, self._random = saved["made"], saved["taken"], saved["random"]
+        random_state.restore(before)
+        return self.counted(steps)
+
+    def _may_have_ended(self, saved: dict[str, Any]) -> bool:
+        """Whether `shuffle` may have given its last element, and its order of the next epoch would be another one.
+
+        Each iterator gets the next order, and so does one whose state is read. That state says which order comes next,
+        unless all elements have left the `shuffle`, which happens some batches before the end. Then only the number of
+        iterators says it. A process that reads a state has made two: too many if the first one was saved.
+        """
+        batches = saved["batches"]
+        return saved["made"] == 1 and saved["batch"] > 0 and (batches is None or batches - saved["batch"] <= _AHEAD)
+
+    def _skip(self, iterator: Any, batches: int) -> None:
+        """Takes batches and throws them away."""
+        if batches:
+            self._say(f"resuming: {batches} batches of the data were trained already, and are skipped")
+        told = time.monotonic()
+        for number in range(batches):
+            next(iterator)
+            if time.monotonic() - told > _EVERY:
+                told = time.monotonic()
+                self._say(f"resuming: {number + 1} of {batches} batches skipped")

@@ -1,0 +1,249 @@
+"""One `fit` that is backed up: when it saves, what it restores at which moment, and how a signal ends it.
+
+A backup is written when all callbacks have seen the batch or the epoch. It is restored when all callbacks have begun,
+which resets their state. In the middle of an epoch, Keras first begins the epoch again: metrics are reset, and a
+callback may set the learning rate. So then everything is restored a second time, right before the next batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.keras import fitting
+from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.checkpoints.training import plain, random_state
+from replica_engine.checkpoints.training.folder import BackupFolder
+from replica_engine.checkpoints.training.preemption import Preemption, status_of
+from replica_engine.errors import BackupError
+from replica_engine.errors.base import warning
+from replica_engine.keras.backup import states
+from replica_engine.keras.backup.data import Place, Step
+from replica_engine.keras.backup.variables import Variables
+from replica_engine.keras.model import build_for, is_replicated
+
+_logger = logging.getLogger("replica_engine")
+_thread = threading.local()
+
+_FORMAT = 1
+
+
+class Training:
+    """A `fit` from its beginning to its end.
+
+    Args:
+        container: Keras' list of all callbacks.
+        folder: where the backups are.
+        save_freq: "epoch", or how many batches lie between two backups.
+        asynchronous: whether training goes on while a backup is written.
+        delete: whether the backups are removed when the training has come to its end.
+        signals: those that end the training after a step.
+    """
+
+    def __init__(
+        self,
+        container: Any,
+        folder: BackupFolder,
+        *,
+        save_freq: str | int,
+        asynchronous: bool,
+        delete: bool,
+        signals: tuple[int, ...],
+    ):
+        self._model: Any = container.model
+        self._callbacks = container.callbacks
+        self._epochs = container.params["epochs"]
+        self._folder, self._save_freq, self._delete = folder, save_freq, delete
+        self.strategy = self._model.strategy if is_replicated(self._model) else keras_trainer.strategy_of(self._model)
+        saving = getattr(getattr(self.strategy, "extended", None), "saving", None)
+        self._exchange = None if saving is None else saving.exchange
+        self._worker = 0 if saving is None else saving.worker
+        self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0
+        self._asynchronous = asynchronous and saving is None
+        self._preemption = Preemption(signals, self._exchange, fitting.runs)
+        self._variables = Variables(self._model)
+        self._place = Place(self._say)
+        self._epoch = self._batch = self._since = 0
+        self._logs: dict[str, Any] | None = None
+        self._resumes: dict[str, Any] | None = None  # the state to restore in the epoch that begins
+        self._from = Path()
+        self._saved: tuple[int, int] | None = None
+        self._told = False
+        if not self._model.built:
+            raise BackupError(
+                f"The model {self._model.name!r} is not built: it has no variables yet that a backup could be restored "
+                "into. Give it a keras.Input, or call it on a batch, model(x[:1]), before fit()."
+            )
+        self._unsaved = states.Unsaved(self._callbacks)
+
+    def begin(self) -> None:
+        """Restores the last backup, if there is one; called when all callbacks have begun."""
+        last = self._folder.last()
+        name = None if last is None else last.name
+        if self._exchange is not None:
+            name = self._exchange(name)[0]  # all take the chief's
+        self._preemption.listen()
+        if name is None:
+            return
+        self._from = self._folder.path / name
+        state = self._read()
+        optimizer = self._model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self._model.trainable_variables)
+        self._restore(state, metrics=False)
+        self._resumes = state
+        self._epoch, self._batch = state["epoch"], state["batch"]
+        self._saved = self._epoch, self._batch
+        fitting.begin_at(self._model, self._epochs if state["stopped"] else self._epoch)
+        self._say(f"resuming from {self._from}: epoch {self._epoch + 1}, batch {self._batch}")
+
+    def epoch_begins(self, own: Any, epoch: int, logs: Any = None) -> None:
+        """Called in the place of the callbacks' `on_epoch_begin`, which is `own`."""
+        own(epoch, logs)
+        self._epoch, self._batch, self._logs = epoch, 0, None
+        _thread.training = self  # the next steps that Keras asks for on this thread are those of this epoch
+
+    def steps(self, own: Any, source: Any) -> Iterator[Step]:
+        """The steps of an epoch, in the place of Keras' generator `own`."""
+        self._place.follow(source)
+        steps = own(source)
+        state, self._resumes = self._resumes, None
+        if state is None:
+            yield from self._place.counted(steps)
+            return
+        steps = self._place.go_to(steps, state["data"], self._file(state["worker"]))
+        if state["batch"]:
+            build_for(self._model, fitting.spec_of(source))
+            self._restore(state, metrics=True)
+            self._batch, self._logs = state["batch"], state["logs"]
+        yield from steps
+
+    def batch_ends(self, own: Any, batch: int, logs: Any = None) -> None:
+        """Called in the place of the callbacks' `on_train_batch_end`, which is `own`."""
+        own(batch, logs)
+        self._since += batch + 1 - self._batch
+        self._batch, self._logs = batch + 1, logs
+        total = self._place.batches
+        is_last = total is not None and self._batch >= total  # then the epoch ends, and is saved with its history
+        if not is_last:
+            self._save_if(isinstance(self._save_freq, int) and self._since >= self._save_freq)
+
+    def epoch_ends(self, own: Any, epoch: int, logs: Any = None) -> None:
+        """Called in the place of the callbacks' `on_epoch_end`, which is `own`."""
+        if logs is not None and self._logs is not None and not logs.keys() & self._logs.keys():
+            logs.update(keras_trainer.plain_logs(self._logs))  # the backup came after the last batch of the epoch
+        own(epoch, logs)
+        self._epoch, self._batch = epoch + 1, 0
+        self._save_if(isinstance(self._save_freq, str) or self._since >= self._save_freq)
+
+    def ends(self, own: Any, logs: Any = None) -> None:
+        """Called in the place of the callbacks' `on_train_end`, which is `own`."""
+        own(logs)
+        fitting.begin_at(self._model, None)
+        self._variables.wait()
+        self._preemption.stop_listening()
+        if self._delete:
+            self._folder.clear()
+
+    def _save_if(self, is_due: bool) -> None:
+        number = self._preemption.agreed()
+        if is_due or number is not None:
+            self._save()
+        if number is None:
+            return
+        self._variables.wait()
+        self._preemption.answered()
+        self._say(
+            f"{number.name}: saved epoch {self._epoch + 1}, batch {self._batch} in {self._folder.path}. The same "
+            f"program continues from there. Exit status {status_of(number)}."
+        )
+        raise SystemExit(status_of(number))
+
+    def _save(self) -> None:
+        self._since = 0
+        if self._saved == (self._epoch, self._batch):
+            return
+        self._variables.wait()  # one at a time; raises the error of the last one
+        half = self._folder.begin(self._epoch, self._batch)
+        file = half / f"worker-{self._worker}"
+        state = {
+            "format": _FORMAT,
+            "worker": self._worker,
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "logs": keras_trainer.plain_logs(self._logs),
+            "stopped": bool(self._model.stop_training),
+            "variables": self._variables.describe(),
+            "replicas": self._variables.of_replicas(),
+            "random": random_state.captured(self.strategy),
+            "callbacks": states.captured(self._callbacks),
+            "data": self._place.save(file, self._batch),
+        }
+        plain.write(file, state)
+        options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=self._asynchronous)
+        if self._asynchronous:
+            options.experimental_write_callbacks = [lambda path: self._folder.finish(half)]
+        self._variables.write(half, options)
+        if not self._asynchronous:
+            self._folder.finish(half)
+        self._saved = self._epoch, self._batch
+        self._tell_once()
+
+    def _file(self, worker: int) -> Path:
+        return self._from / f"worker-{worker}"
+
+    def _read(self) -> dict[str, Any]:
+        own = self._file(self._worker)
+        file = own if own.with_suffix(".json").exists() else self._file(0)  # there are more workers than there were
+        state: dict[str, Any] = plain.read(file)
+        if state["format"] != _FORMAT:
+            raise BackupError(f"The backup in {self._from} was written by another version of replica_engine.")
+        return state
+
+    def _restore(self, state: dict[str, Any], metrics: bool) -> None:
+        self._variables.read(self._from, state["variables"], metrics)
+        self._variables.give_replicas(state["replicas"])
+        states.restore(self._callbacks, state["callbacks"])
+        random_state.restore(state["random"], self.strategy)
+
+    def _tell_once(self) -> None:
+        """Names what cannot come back, at the first backup."""
+        if self._told:
+            return
+        self._told = True
+        lost = [
+            f"the state of the callback {name}, which has no get_state and set_state" for name in self._unsaved.names()
+        ]
+        if lost:
+            listed = "\n".join(f"- {each}" for each in lost)
+            _logger.warning(warning("not_backed_up", f"BackupAndRestore: a restart does not bring back:\n{listed}"))
+
+    def _say(self, text: str) -> None:
+        """Prints a line where Keras prints its own, unless `fit` is silent."""
+        _logger.info(text)
+        if self._is_verbose:
+            print(text, flush=True)
+
+
+def begun(training: Training, container: Any) -> None:
+    """Lets a training see what the callbacks of a list are told."""
+    for name, method in (
+        ("on_epoch_begin", training.epoch_begins),
+        ("on_train_batch_end", training.batch_ends),
+        ("on_epoch_end", training.epoch_ends),
+        ("on_train_end", training.ends),
+    ):
+        own = getattr(type(container), name).__get__(container)
+        setattr(container, name, functools.partial(method, own))
+
+
+def steps_of(own: Any, source: Any) -> Any:
+    """The steps of an epoch: those of the training that has begun one on this thread, or Keras' own."""
+    training, _thread.training = getattr(_thread, "training", None), None
+    return own(source) if training is None else training.steps(own, source)

@@ -1,0 +1,159 @@
+"""The variables of a training as a checkpoint of TensorFlow: those of the model, its optimizers, metrics, and seeds.
+
+They are stored by number, in the order in which Keras lists them, since Keras' names of layers count up in a process.
+Their names are kept beside them for messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import state as keras_state
+from replica_engine.errors import BackupError
+
+_PREFIX = "variables"
+METRICS = "metrics"
+
+
+class Variables:
+    """The variables of a model, as they are now; it makes a checkpoint of them only if they have changed.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._made: list[int] = []
+        self._checkpoint: Any = None
+
+    def describe(self) -> dict[str, list[list[Any]]]:
+        """The name, the shape and the dtype of each variable, by group."""
+        return {
+            name: [[path, list(variable.shape), variable.dtype.name] for path, variable in group]
+            for name, group in self._groups().items()
+        }
+
+    def write(self, folder: Path, options: tf.train.CheckpointOptions) -> None:
+        """Writes all variables into a folder; the options say whether this waits for the disk."""
+        groups = self._groups()
+        found = [id(variable) for group in groups.values() for _, variable in group]
+        if self._checkpoint is None or found != self._made:
+            self.wait()
+            self._checkpoint, self._made = _checkpoint(groups), found
+        self._checkpoint.write(str(folder / _PREFIX), options)
+
+    def wait(self) -> None:
+        """Waits until what is being written is on the disk.
+
+        Raises:
+            tf.errors.OpError: it could not be written.
+        """
+        if self._checkpoint is not None:
+            self._checkpoint.sync()
+
+    def read(self, folder: Path, described: dict[str, list[list[Any]]], metrics: bool) -> None:
+        """Reads the variables of a folder.
+
+        Args:
+            folder: the folder.
+            described: what `describe` returned when they were written.
+            metrics: whether those of metrics are read too.
+
+        Raises:
+            BackupError: the model has other variables.
+        """
+        if described["random"] and keras_state.global_seeds() is None and described["random"][-1][0] == _GLOBAL:
+            keras_state.global_seeds(make=True)
+        groups = {name: group for name, group in self._groups().items() if metrics or name != METRICS}
+        for name, group in groups.items():
+            now = [[path, list(variable.shape), variable.dtype.name] for path, variable in group]
+            _check(folder, name, described.get(name, []), now)
+        _checkpoint(groups).read(str(folder / _PREFIX)).expect_partial()
+
+    def of_replicas(self) -> dict[str, list[np.ndarray]]:
+        """The value on each replica of this process, of each variable of which replicas have different ones.
+
+        Those are moving statistics, metrics and seeds, and never weights. A checkpoint has one value of each.
+        """
+        found = {}
+        for name, variable in self._of_replicas():
+            values = [each.numpy() for each in variable.values]
+            if any(value.tobytes() != values[0].tobytes() for value in values):
+                found[name] = values
+        return found
+
+    def give_replicas(self, values: dict[str, list[np.ndarray]]) -> None:
+        """Gives replicas their own values, unless there are more or fewer now than when they were saved."""
+        for name, variable in self._of_replicas():
+            own = values.get(name, ())
+            if len(own) != len(variable.values):
+                continue
+            if hasattr(variable, "assign_each"):  # it is on the devices
+                variable.assign_each(own)
+                continue
+            for component, value in zip(variable.values, own, strict=True):
+                component.assign(value)
+
+    def _of_replicas(self) -> Iterator[tuple[str, Any]]:
+        for name, group in self._groups().items():
+            for number, (_, variable) in enumerate(group):
+                on_read = isinstance(variable, distribute.SyncOnReadVariable)
+                is_mirrored = isinstance(variable, distribute.DistributedVariable) and not on_read
+                if on_read or (is_mirrored and not variable.trainable and name != "optimizer"):
+                    yield f"{name} {number}", variable
+
+    def _groups(self) -> dict[str, list[tuple[str, tf.Variable]]]:
+        model: Any = self._model
+        seen: set[int] = set()
+
+        def group(variables: Any) -> list[tuple[str, tf.Variable]]:
+            found = []
+            for variable in variables:
+                value = keras_model.underlying(variable)
+                if value is not None and id(variable) not in seen:
+                    seen.add(id(variable))
+                    found.append((variable.path, value))
+            return found
+
+        groups = {
+            "model": group(model.variables),
+            "optimizer": group([each for one in keras_model.optimizers_of(model) for each in one.variables]),
+            METRICS: group(model.metrics_variables),
+        }
+        parts = tf.train.TrackableView(model).descendants()
+        groups["random"] = [("tf.random.Generator", each.state) for each in parts if isinstance(each, _GENERATOR)]
+        seeds = keras_state.global_seeds()
+        if seeds is not None:
+            groups["random"].append((_GLOBAL, keras_model.underlying(seeds.state)))
+        return groups
+
+
+_GENERATOR = tf.random.Generator
+_GLOBAL = "Keras' global seed generator"
+
+
+def _checkpoint(groups: dict[str, list[tuple[str, tf.Variable]]]) -> tf.train.Checkpoint:
+    numbered = {
+        name: {f"{number:05d}": variable for number, (_, variable) in enumerate(group)}
+        for name, group in groups.items()
+        if group
+    }
+    return tf.train.Checkpoint(**numbered)
+
+
+def _check(folder: Path, group: str, there: list[list[Any]], here: list[list[Any]]) -> None:
+    """Raises an error if the variables of a backup are not those of the model."""
+    for number in range(max(len(there), len(here))):
+        one = there[number] if number < len(there) else None
+        other = here[number] if number < len(here) else None
+        if one is None or other is None or one[1:] != other[1:]:
+            raise BackupError.of_another_model(str(folder), group, one, other)

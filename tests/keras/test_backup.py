@@ -1,0 +1,147 @@
+"""A training with `BackupAndRestore` whose process was killed goes on in another process as if it had never stopped.
+
+The processes are real, and the kill is SIGKILL, at a batch that is drawn from the seed in the test's name.
+"""
+
+import json
+import random
+import signal
+import textwrap
+
+import numpy as np
+import pytest
+from helpers.versions import HAS_XLA
+
+pytestmark = pytest.mark.timeout(360)
+
+EPOCHS, BATCHES = 3, 5
+
+# Arguments: a folder, the number of the batch at which it kills itself, and then kinds: what trains, and on which data.
+# Each kind has a folder of its own in the folder, with the backups and with what the training comes to.
+PROGRAM = """
+    import contextlib, json, os, random, signal, sys
+    from replica_engine import logical_devices
+
+    folder, killed_at, kinds = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    devices = logical_devices(2)
+
+    import keras, numpy as np, tensorflow as tf
+    import replica_engine
+    from keras import callbacks, layers
+    from replica_engine.keras import BackupAndRestore, replicate_model
+
+    class Killed(callbacks.Callback):
+        seen = 0
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen += 1
+            if self.seen == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    class Draws(callbacks.Callback):
+        "Everything that draws a random number outside of the model; its state is what it drew."
+        drawn = ()
+
+        def on_train_batch_end(self, batch, logs=None):
+            draws = random.random(), np.random.rand(), tf.random.uniform([]), keras.random.uniform([])
+            self.drawn += tuple(map(float, draws)), (float(self.model.noise.uniform([])),)
+
+        def get_state(self):
+            return {"drawn": self.drawn}
+
+        def set_state(self, state):
+            self.drawn = state["drawn"]
+
+    def strategy_of(kind):
+        compiled = kind.startswith("tpu")
+        return replica_engine.TPUStrategy(num_cores=2) if compiled else replica_engine.MirroredStrategy(devices)
+
+    def data_of(kind, x, y):
+        options = tf.data.Options()
+        options.autotune.enabled = False  # iterators that tune themselves take long to delete
+        augmented = lambda a, b: (a + tf.random.stateless_normal(tf.shape(a), [1, 2]), b)
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40).batch(8).map(augmented).prefetch(2)
+        if kind.endswith("python"):  # a dataset with Python code, whose state TensorFlow cannot save
+            keep = lambda a, b: (tf.ensure_shape(tf.numpy_function(np.copy, [a], tf.float32), [None, 4]), b)
+            dataset = dataset.map(keep)
+        if kind.endswith("repeated"):
+            return {"x": dataset.repeat().with_options(options), "steps_per_epoch": 5}
+        if kind.endswith("generator"):
+            own = np.random.default_rng(7)  # a thread of tf.data is ahead in the generator, and shares no other
+            drawn = (own.permutation(40)[:8] for _ in iter(int, 1))  # without end
+            return {"x": ((x[rows], y[rows]) for rows in drawn), "steps_per_epoch": 5}
+        arrays = {"x": x, "y": y, "batch_size": 8}
+        return arrays if kind.endswith("arrays") else {"x": dataset.with_options(options)}
+
+    for kind in kinds:
+        os.makedirs(files := f"{folder}/{kind}", exist_ok=True)
+        keras.utils.set_random_seed(1)
+        data = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+        in_scope = strategy_of(kind).scope() if "scope" in kind else contextlib.nullcontext()
+        with in_scope:
+            parts = [layers.Dense(6, "relu"), layers.BatchNormalization(momentum=0.5), layers.Dropout(0.5)]
+            model = keras.Sequential([keras.Input((4,)), *parts, layers.Dense(2)])
+            adam = keras.optimizers.Adam(keras.optimizers.schedules.CosineDecay(0.05, 20))
+            loss_scale = dict(initial_scale=8.0, dynamic_growth_steps=3)
+            optimizer = keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.Adam(0.05) if "rates" in kind else adam, **loss_scale
+            )
+            model.compile(optimizer, "mse", metrics=["mae"])
+        model.noise = tf.random.Generator.from_seed(3)
+        trained = model if "scope" in kind or "alone" in kind else replicate_model(model, strategy=strategy_of(kind))
+        given = [
+            Killed(),  # comes first: what happens at the batch where it strikes is lost
+            BackupAndRestore(f"{files}/backup", save_freq=2, keep=2),
+            draws := Draws(),
+            stopping := callbacks.EarlyStopping("mae", patience=9, min_delta=1.0, restore_best_weights=True),
+            callbacks.CSVLogger(f"{files}/log.csv"),
+            best := callbacks.ModelCheckpoint(
+                f"{files}/best.weights.h5", "mae", save_best_only=True, save_weights_only=True
+            ),
+        ]
+        if "rates" in kind:
+            given.append(callbacks.ReduceLROnPlateau("mae", 0.5, 1, min_delta=9.0))
+            given.append(callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9))
+        sample = (data[:8, :4], data[:8, 4:])
+        history = trained.fit(
+            **data_of(kind, data[:, :4], data[:, 4:]), epochs=3, verbose=0, callbacks=given, validation_data=sample
+        )
+        state = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+        np.savez(f"{files}/found.npz", *state, *stopping.best_weights, drawn=np.concatenate(draws.drawn))
+        found = {"history": history.history, "epochs": history.epoch, "best": [stopping.wait, stopping.best, best.best]}
+        found["log"] = open(f"{files}/log.csv").read()
+        found["left"] = sorted(os.listdir(files))
+        with open(f"{files}/found.json", "w") as file:
+            json.dump(found, file)
+"""
+
+KINDS = [
+    ["alone rates dataset", "mirrored rates arrays", "mirrored scope repeated", "mirrored python"],
+    ["tpu rates dataset", "tpu scope generator"],
+]
+
+
+@pytest.mark.parametrize("kinds", KINDS if HAS_XLA else KINDS[:1], ids=["threads", "compiled"][: 1 + HAS_XLA])
+@pytest.mark.parametrize("seed", [0])
+def test_kill_9_at_a_random_batch(programs, tmp_path, kinds, seed):
+    """Weights, optimizer, history, callbacks, files and random numbers agree bit by bit, and no backup is left."""
+
+    def run(name, *arguments):
+        (tmp_path / name).mkdir(exist_ok=True)
+        return programs.run(textwrap.dedent(PROGRAM), tmp_path / name, *arguments, timeout=300)
+
+    for kind in kinds:
+        killed_at = random.Random(f"{kind} {seed}").randint(4, BATCHES * EPOCHS)
+        killed = run("killed", killed_at, kind)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert (tmp_path / "killed" / kind / "backup").exists(), (kind, killed_at)
+    for name in ("killed", "undisturbed"):
+        done = run(name, 0, *kinds)
+        assert done.returncode == 0, done.stderr
+    for kind in kinds:
+        found, expected = (tmp_path / name / kind for name in ("killed", "undisturbed"))
+        assert json.loads((found / "found.json").read_text()) == json.loads((expected / "found.json").read_text()), kind
+        with np.load(found / "found.npz") as values, np.load(expected / "found.npz") as others:
+            assert values.files == others.files
+            different = [name for name in values.files if not np.array_equal(values[name], others[name])]
+        assert not different, kind
