@@ -112,6 +112,36 @@ def test_search_finds_merge_call(page):
     assert page.complaints == []
 
 
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("eight GPUs", "howto/gpus.html"),
+        ("faster on my GPU box", "howto/gpus.html"),
+        ("shard a big model", "tutorials/large_models.html"),
+        ("JAX or PyTorch backends", "questions.html"),
+        ("save on one worker", "questions.html"),
+        ("export for serving", "howto/serving.html"),
+        ("Windows and macOS", "questions.html"),
+        ("how to contribute", "contributing.html"),
+        ("preemption", "questions.html"),
+        ("resume after kill -9", "howto/resume.html"),
+        ("exporting", "howto/serving.html"),  # a word that no page has, but its stem
+        ("tf.distribute", "howto/from_tf_distribute.html"),  # one word
+        ("ScopeError", "errors/ScopeError.html"),  # errors rank last, and are found by name
+    ],
+)
+def test_search_finds_the_answer_among_the_first_three(page, question, answer):
+    open_page(page, "index.html")
+    box = page.get_by_role("textbox", name="Search")
+    box.fill(question)
+    box.press("End")  # the search looks when a key is released: once, at the whole question
+    page.wait_for_selector(".md-search-result__link")
+    items = page.locator(".md-search-result__item").all()[:3]
+    found = [item.locator("a").first.get_attribute("href") for item in items]
+    assert any(f"/site/{answer}" in urllib.parse.unquote(link) for link in found), found
+    assert page.complaints == []
+
+
 @pytest.mark.parametrize("name", ["concepts/index.html", "architecture.html"])
 def test_diagrams_are_pictures(page, name):
     open_page(page, name)
@@ -138,6 +168,16 @@ def test_examples_of_the_reference_are_code_with_prompts(page):
     prompts = page.locator("p", has_text=">>> ").count()
     assert prompts == 0, "an example has become a paragraph"
     assert page.locator(".doc-signature code").first.inner_text().startswith("timeline(")
+
+
+def test_the_index_of_the_reference_has_a_line_for_each_object_and_private_bases_are_not_shown(page):
+    open_page(page, "reference/index.html")
+    lines = page.locator("td:first-child a").all_inner_texts()
+    assert {"MirroredStrategy", "keras.replicate_model", "xla.all_reduce"} <= set(lines)
+    open_page(page, "reference/strategies.html")
+    bases = page.locator(".doc-class-bases code").all_inner_texts()
+    assert "tf.distribute.TPUStrategy" in bases
+    assert all(base.startswith("tf.") for base in bases)
 
 
 def test_each_error_has_a_page():
