@@ -255,8 +255,18 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
     workers: tuple[int, ...] = ()
 
     @classmethod
-    def not_joined(cls, missing: Sequence[int], size: int, seconds: float, local: str = "") -> WorkersMissingError:
-        """Workers did not join the job within the join limit; `local` is where only processes of one machine can."""
+    def not_joined(
+        cls, missing: Sequence[int], size: int, seconds: float, local: str = "", strangers: str = ""
+    ) -> WorkersMissingError:
+        """Workers did not join the job within the join limit.
+
+        Args:
+            missing: their indices.
+            size: the number of workers.
+            seconds: the limit.
+            local: where the coordinator listens, if only processes of its own machine can come there.
+            strangers: the warning that strangers are there; "" if none are.
+        """
         port = local.rpartition(":")[2]
         cause = (
             f" The coordinator listens at {local}, where only processes of its own machine reach it: set "
@@ -267,7 +277,7 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
         error = cls(
             f"{len(missing)} of {count_of(size, 'worker')} did not join within {seconds:g} s: {workers(missing)}. Look "
             "at their output: they may have failed before they joined, or they may wait for a machine. Set "
-            f"REPLICA_ENGINE_JOIN_TIMEOUT to more seconds if they need them.{cause}"
+            f"REPLICA_ENGINE_JOIN_TIMEOUT to more seconds if they need them.{cause}{strangers and ' '}{strangers}"
         )
         error.workers = tuple(missing)
         return error
@@ -368,6 +378,15 @@ def tries_again(reason: str, seconds: float) -> str:
     return (
         f"This worker cannot join its job: {reason.partition(chr(10))[0]} In case that is the job of an earlier run "
         f"and all workers are being started again, it tries again for {seconds:.3g} s."
+    )
+
+
+def strangers_are_there(count: int, address: str, last: str) -> str:
+    """The warning that others than the members of the job connect to its coordinator."""
+    return (
+        f"{count_of(count, 'connection')} to the coordinator at {address} came from others than this job's workers and "
+        f"{'was' if count == 1 else 'were'} closed, the last from {last}. Workers still get in. Close the port to "
+        "other programs, or use a network of its own for the job."
     )
 
 

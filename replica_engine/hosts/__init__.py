@@ -9,6 +9,7 @@ process is, and tells every worker which other one is lost, missing or different
     serve         the coordinator as a child process of worker 0
     coordinator   the sockets of the coordinator
     job           what the coordinator knows and decides
+    strangers     connections that have not proved that they know the token
     member        a worker's side: `member` what it does, `channel` questions and answers, `connection` the thread,
                   `links` whether the other machines answer, `clock` how far the clocks of two workers are apart
     launch_log    what the workers launched, compared

@@ -8,13 +8,16 @@ One thread serves all members, with non-blocking sockets: it reads what has arri
 `Job` has to tell. It must never wait for one member. A member that does not read is dropped when its share of
 unwritten bytes is full.
 
-Each side that connects has ten seconds to prove that it knows the token, and is told nothing before.
+Each side that connects has ten seconds to prove that it knows the token, and is told nothing before. Until then it is a
+stranger, and so is a member that has just connected. There is room for many strangers. Where more come, those go that
+have been silent for longest, of the host that most of them come from: a flood drives itself out, and a member has the
+moment that it needs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import errno
 import selectors
 import socket
 import threading
@@ -28,17 +31,17 @@ from replica_engine.hosts.addresses import is_loopback, plain_host
 from replica_engine.hosts.cluster import join_address, split_address
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.job import Job, Limits
+from replica_engine.hosts.strangers import Strangers
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 
-LOGGER = logging.getLogger("replica_engine")
-
 TICK = 0.1  # seconds between looks at the clock
-STRANGER_PATIENCE = 10.0  # seconds to prove that one knows the token
-_MANY = 100  # messages in a tick; with more of them, waking up for each costs more than reading it
-_PAUSE = 0.02  # seconds between wake-ups when there are so many messages
+_MANY = 100  # messages and connections in a tick; with more of them, waking up for each costs more than reading it
+_PAUSE = 0.02  # seconds between wake-ups when there are so many
+_MOST_ACCEPTED = 100  # connections between two looks at the members
+_MOST_STRANGERS = 1024
 _MOST_UNWRITTEN = 4 << 20  # bytes for one member
 _READ = 1 << 16  # bytes at a time, so that one member cannot keep the others waiting
-_SPARE = 64  # files besides the connections of members
+_SPARE = 64  # files besides connections
 
 
 class _Connection:
@@ -52,8 +55,8 @@ class _Connection:
     def __init__(self, sock: socket.socket, peer: str, now: float):
         self.socket = sock
         self.peer = peer
+        self.host, _ = split_address(peer)
         self.came_to = plain_host(sock.getsockname()[0])
-        self.since = now
         self.nonce = wire.nonce()
         self.lines = Lines(wire.LONGEST_STRANGER)
         self.worker: int | None = None
@@ -102,8 +105,10 @@ class Coordinator:
         for sock in (self._listener, self._woken):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
-        allow_files(size + _SPARE)
+        room = allow_files(size + _MOST_STRANGERS) - size
+        self._most_strangers = min(max(room, _SPARE), _MOST_STRANGERS)
         self._connections: set[_Connection] = set()
+        self._strangers: Strangers[_Connection] = Strangers(self.address)
         self._members: dict[int, _Connection] = {}
         self._calls: deque[Callable[[], None]] = deque()  # from other threads, to run on the serving one
         self._stop = False
@@ -112,7 +117,7 @@ class Coordinator:
         local = "" if knows_statuses or not is_loopback(self._listener.getsockname()[0]) else self.address
         self._job = Job(size, limits or Limits(), time.monotonic(), self._tell, knows_statuses, local)
         self.messages = 0
-        """The number of messages that members have sent."""
+        """The number of messages and of connections that have come."""
 
     def __enter__(self) -> Coordinator:
         self.start()
@@ -170,7 +175,7 @@ class Coordinator:
                     if isinstance(key.data, _Connection):
                         self._serve(key.data, mask, now)
                     elif key.fileobj is self._listener:
-                        self._accept(now)
+                        self._accept_all(now)
                     else:
                         self._run_calls()
                 # Only after what has arrived was read: it may say that a member lives. What arrived before `asked` was
@@ -181,6 +186,8 @@ class Coordinator:
                     counted, pause = self.messages, _PAUSE if self.messages - counted > _MANY else 0.0
                     self._job.tick(asked)
                     self._drop_strangers(asked)
+                    if text := self._strangers.told(asked):
+                        self._job.refused_strangers(text)
                 if self._job.failure is not known:
                     known, failed_at = self._job.failure, now
                     if self._on_failure is not None and known is not None:
@@ -216,20 +223,31 @@ class Coordinator:
 
     # Connections
 
-    def _accept(self, now: float) -> None:
-        try:
-            sock, peer = self._listener.accept()
-        except OSError as error:  # it is gone again, or there are no files left
-            LOGGER.warning("The coordinator could not accept a connection: %s", error)
-            return
-        strangers = len(self._connections) - len(self._members)
-        if strangers > self._size + _SPARE:
-            sock.close()
-            return
+    def _accept_all(self, now: float) -> None:
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                sock, peer = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # it is gone again, or there are no files left
+                if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                    self._refuse(self._strangers.to_go(), "gave way, as this process has no files left")
+                return
+            self._accept(sock, join_address(*peer[:2]), now)
+
+    def _accept(self, sock: socket.socket, peer: str, now: float) -> None:
+        if len(self._strangers) >= self._most_strangers:
+            self._refuse(self._strangers.to_go(), "has said nothing, and more have come")
+        self.messages += 1
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(sock, join_address(*peer[:2]), now)
+        try:
+            connection = _Connection(sock, peer, now)
+        except OSError:  # it is gone again
+            sock.close()
+            return
         self._connections.add(connection)
+        self._strangers.add(connection, connection.host, now)
         self._selector.register(sock, selectors.EVENT_READ, connection)
         self._send(connection, wire.encode(["challenge", connection.nonce]))
 
@@ -257,8 +275,7 @@ class Coordinator:
                 else:
                     self._job.received(connection.worker, message, now)
         except BadMessageError as error:
-            LOGGER.warning("The coordinator ends a connection from %s, which sent %s.", connection.peer, error)
-            self._drop(connection)
+            self._refuse(connection, f"sent {ascii(str(error))[1:81]}")
 
     def _greet(self, connection: _Connection, message: Message, now: float) -> None:
         """Takes a member in, if it knows the token."""
@@ -267,10 +284,10 @@ class Coordinator:
             worker, size, nonce = int(worker), int(size), str(nonce)
             if kind != "hello" or not isinstance(about, dict):
                 raise ValueError("no hello")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:  # int(inf) is one too
             raise BadMessageError(str(error)) from None
         if not wire.is_proof(proof, self._token, wire.MEMBER, connection.nonce, nonce):
-            LOGGER.warning("The coordinator refused %s, which does not know the job's token.", connection.peer)
+            self._strangers.refused(connection.peer, "does not know the token")
             connection.closing = True
             self._send(connection, wire.encode(["stranger"]))
             return
@@ -284,21 +301,28 @@ class Coordinator:
         self._members[worker] = connection  # before `joined`, which may have something to tell to all
         try:
             self._job.joined(worker, {**about, "came_to": connection.came_to}, now)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             del self._members[worker]
             raise BadMessageError(f"hello: {error}") from None
         connection.worker = worker
+        self._strangers.discard(connection, connection.host)
         connection.lines.longest = wire.LONGEST_LINE
 
     def _drop_strangers(self, now: float) -> None:
-        for connection in list(self._connections):
-            if connection.worker is None and now - connection.since > STRANGER_PATIENCE:
-                self._drop(connection)
+        for connection in self._strangers.late(now):
+            self._refuse(connection, "has said nothing for too long")
+
+    def _refuse(self, connection: _Connection, why: str) -> None:
+        """Ends a connection that is not as it must be, of a stranger or of a member, which is lost then."""
+        if connection.worker is None:
+            self._strangers.refused(connection.peer, why)
+        self._drop(connection)
 
     def _drop(self, connection: _Connection) -> None:
         if connection not in self._connections:  # dropped for what it did not read, and now for what it sent
             return
         self._connections.discard(connection)
+        self._strangers.discard(connection, connection.host)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         if connection.worker is not None:
@@ -324,8 +348,7 @@ class Coordinator:
         if idle:
             self._flush(connection)
         elif connection.waiting > _MOST_UNWRITTEN:
-            LOGGER.warning("The coordinator ends a connection to %s, which does not read.", connection.peer)
-            self._drop(connection)
+            self._refuse(connection, "does not read")
 
     def _flush(self, connection: _Connection) -> None:
         was_waiting = connection.waiting
@@ -359,17 +382,22 @@ class Coordinator:
 def _listen(address: str, size: int) -> socket.socket:
     host, port = split_address(address)
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(where, family=family, backlog=max(size, 128))
+    return socket.create_server(where, family=family, backlog=size + _MOST_STRANGERS)
 
 
-def allow_files(count: int) -> None:
-    """Raises this process' limit of open files, as far as it may, if it is too low for so many connections."""
+def allow_files(count: int) -> int:
+    """Raises this process' limit of open files, as far as it may, if it is too low for so many connections.
+
+    Returns:
+        How many connections it has room for; at most `count`.
+    """
     try:
         import resource
     except ImportError:  # Windows, which has no such limit
-        return
+        return count
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted: Any = count + _SPARE
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return count if soft == resource.RLIM_INFINITY else min(count, soft - _SPARE)

@@ -123,6 +123,7 @@ class Job:
         self._tell = tell
         self._knows_statuses = knows_statuses
         self._local = local
+        self._strangers = ""
         self._members: dict[int, _Member] = {}
         self._statuses: dict[int, int] = {}
         self._ending: dict[int, float] = {}  # members that seem to have ended, and until when to wait for the rest
@@ -187,7 +188,7 @@ class Job:
         member.heard = now
         try:
             _HANDLERS[message[0]](self, worker, member, *message[1:])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:  # int(inf) is one too
             raise BadMessageError(f"{message[0]}: {type(error).__name__}: {error}") from None
 
     def closed(self, worker: int, now: float) -> None:
@@ -203,6 +204,13 @@ class Job:
         else:
             self._miss_ended(now)
 
+    def refused_strangers(self, text: str) -> None:
+        """Others than the workers have connected, as the text says; one member warns of it."""
+        self._strangers = text
+        there = [worker for worker, member in self._members.items() if not member.left and not member.closed]
+        if there:
+            self._tell(min(there), ["warning", text])
+
     def tick(self, now: float) -> None:
         """Looks at everything that depends on the time; to be called several times a second."""
         if now - self._ticked > _STOOD_STILL:
@@ -213,7 +221,8 @@ class Job:
                 self._lose(worker)
         if not self.complete and now - self._began > self.limits.join:
             missing = [worker for worker in range(self._size) if worker not in self._members]
-            self._fail(Failure.of(WorkersMissingError.not_joined, missing, self._size, self.limits.join, self._local))
+            about = missing, self._size, self.limits.join, self._local, self._strangers
+            self._fail(Failure.of(WorkersMissingError.not_joined, *about))
         for worker, member in self._members.items():
             if now - member.heard > self.limits.heartbeat and not member.left and not member.closed:
                 row = self._row(worker, now)

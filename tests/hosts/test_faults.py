@@ -1,5 +1,6 @@
 """What the others get when something happens to a worker: real processes, the first worker or another as victim."""
 
+import pathlib
 import signal
 import socket
 import sys
@@ -309,7 +310,9 @@ def test_a_coordinator_that_is_a_child_ends_with_its_job(unused_port):
         program = "from replica_engine.hosts import serve; print(serve.started[0].pid, flush=True)"
         first = made.start(0, program, **CHIEF)
         member = made.join(1, **CHIEF)
-        coordinator = Ending(int(first.stdout.readline()))
+        pid = int(first.stdout.readline())
+        coordinator = Ending(pid)
+        assert made.token not in pathlib.Path(f"/proc/{pid}/cmdline").read_text()
         member.leave()
         assert first.communicate(timeout=LONG) == ("", "")
         coordinator.wait()

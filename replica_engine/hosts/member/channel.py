@@ -6,6 +6,7 @@ Every wait for an answer ends when the job fails, with the failure.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -19,6 +20,8 @@ from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.member.clock import ClockComparison, ClockOffset
 from replica_engine.hosts.member.connection import Connection
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
+
+LOGGER = logging.getLogger("replica_engine")
 
 
 class _Answer:
@@ -237,6 +240,8 @@ class Channel:
                 with self._changed:
                     self.reached, self._complete = str(reached), True
                     self._changed.notify_all()
+            elif kind == "warning":
+                LOGGER.warning(str(rest[0]))
             elif kind == "exchanged":
                 name, values = rest
                 with self._changed:
@@ -255,7 +260,7 @@ class Channel:
                 self._fail(Failure.from_json(failure))
             else:
                 raise ValueError("an unknown kind")
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError, LookupError) as error:
             raise BadMessageError(f"{kind}: {error}") from None
 
     def _no_coordinator(self, seconds: float | None) -> Failure:
