@@ -38,14 +38,12 @@ def test_the_programs_of_a_page_run_where_the_reader_has_one_device_and_no_jax_o
         assert re.search(r"\bjax\b|\[tensorflow,xla\]", (pages.ROOT / page).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("page", pages.pages())
+@pytest.mark.parametrize("page", [*pages.pages(), *pages.pages_of_errors()])
 def test_programs_and_commands_fit_the_column_of_the_site(page):
     for block in pages.blocks(page):
         if block.language != "text":
-            wide = {
-                number: line for number, line in enumerate(block.text.splitlines(), block.line) if len(line) > COLUMNS
-            }
-            assert not wide, page
+            wide = [line for line in block.text.splitlines() if len(line) > COLUMNS]
+            assert not wide, f"{page}:{block.line}"
 
 
 @pytest.mark.parametrize("page", pages.pages())

@@ -180,7 +180,8 @@ def test_a_metric_that_is_a_maximum():
 def test_a_backup_of_another_model(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for units in (2, 3):
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(units, name="head")], name="net")
+        layers = [keras.Input((3,)), keras.layers.Dense(units, name="head")]
+        model = keras.Sequential(layers, name="net")
         model.compile("sgd", "mse")
         backup = BackupAndRestore("backup", delete_checkpoint=False)
         model.fit(np.ones((4, 3)), np.ones((4, units)), verbose=0, callbacks=[backup])
@@ -200,7 +201,8 @@ def test_a_callback_whose_state_cannot_be_saved(tmp_path):
     model = make_model()
     model.compile("sgd", "mse")
     backup = BackupAndRestore(tmp_path)
-    model.fit(np.ones((4, 3)), np.ones((4, 2)), epochs=2, verbose=0, shuffle=False, callbacks=[Counts(), backup])
+    x, y = np.ones((4, 3)), np.ones((4, 2))
+    model.fit(x, y, epochs=2, verbose=0, shuffle=False, callbacks=[Counts(), backup])
 
 
 @shows(BackupError)
