@@ -9,8 +9,10 @@ from benchmarks import summary
 from benchmarks.report import COLUMNS, Report, aligned, cells, described
 
 BEGIN, END = "<!-- made by python -m benchmarks: begin -->", "<!-- end -->"
-ROWS = re.compile(r"(<!-- made by python -m benchmarks, rows of (\w+): begin -->\n).*?(?=<!-- end -->)", re.DOTALL)
-"""The place of the rows of a group; its second part is the name of the group."""
+ROWS = re.compile(
+    r"(<!-- made by python -m benchmarks, rows of (\w+)(?:, ([^:]+))?: begin -->\n).*?(?=<!-- end -->)", re.DOTALL
+)
+"""The place of the rows of a group; its parts are the comment, the group, and how the names of its rows begin."""
 
 
 def with_summary(page: str, report: Report) -> str:
@@ -35,8 +37,8 @@ def with_rows(page: str, report: Report) -> str:
     """A page of groups with the rows of each between its comments; a group without figures keeps what stands there."""
 
     def rows(place: re.Match[str]) -> str:
-        made, group = place.groups()
-        return f"{made}\n{_group(report, group)}\n\n" if group in report.groups else place[0]
+        made, group, beginning = place.groups()
+        return f"{made}\n{_group(report, group, beginning or '')}\n\n" if group in report.groups else place[0]
 
     return ROWS.sub(rows, page)
 
@@ -46,12 +48,12 @@ def _told(report: Report) -> str:
     return f"Measured on: {described(report.machine)}. {met} of {targets} targets met."
 
 
-def _group(report: Report, group: str) -> str:
-    """What a group measures, and its rows as a table."""
+def _group(report: Report, group: str, beginning: str) -> str:
+    """What a group measures, and its rows whose names begin so, as a table."""
     told = [_about(group)]
     if group in report.failures:
         told.append(f"**Failed:** {report.failures[group]}")
-    lines = [line[1:] for row in report.of(group) for line in cells(row)]
+    lines = [line[1:] for row in report.of(group) if row.name.startswith(beginning) for line in cells(row)]
     if lines:
         told.append(aligned([list(COLUMNS[1:]), *lines]))
     return "\n\n".join(told)
