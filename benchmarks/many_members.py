@@ -48,7 +48,9 @@ class Crowd:
         self.address = serve.start(size, TOKEN, "127.0.0.1:0", Limits(300.0, heartbeat))
         self.process = serve.started[-1].pid
         self.selector = selectors.DefaultSelector()
+        began = time.monotonic()
         self.sockets = [self._join(index, size) for index in range(size)]
+        self.joining = time.monotonic() - began, self.processor_seconds()
         self.told: dict[int, float] = {}
         self.sent = 0
         self._round = 0
@@ -87,6 +89,26 @@ class Crowd:
                 break
         return time.monotonic() - began
 
+    def stand_still(self) -> dict[str, float]:
+        """All members warn at the same time that the run stands still, and ask where the others are."""
+        question = wire.encode(["where", 1])
+        before, began = self.processor_seconds(), time.monotonic()
+        received = dict.fromkeys(range(len(self.sockets)), 0)
+        for sock in self.sockets:
+            sock.setblocking(True)
+            sock.sendall(question)
+        for index, sock in enumerate(self.sockets):
+            data = b""
+            while b'["answer",1,' not in data or not data.endswith(b"\n"):
+                data += sock.recv(1 << 20)
+            received[index] = len(data)
+            sock.setblocking(False)
+        return {
+            "seconds until all knew": time.monotonic() - began,
+            "processor seconds": self.processor_seconds() - before,
+            "most bytes for one": max(received.values()),
+        }
+
     def _read(self, until: float) -> None:
         while True:
             for key, _ in self.selector.select(max(until - time.monotonic(), 0.0)):
@@ -121,6 +143,7 @@ def measure(size: int, seconds: float, heartbeat: float) -> dict[str, float]:
     before, sent = crowd.processor_seconds(), crowd.sent
     lasted = crowd.play(seconds)
     used, messages = crowd.processor_seconds() - before, crowd.sent - sent
+    stuck = crowd.stand_still()
     memory = crowd.memory()
     silent, began = size // 2, time.monotonic()
     crowd.play(heartbeat + 30.0, silent)
@@ -128,10 +151,13 @@ def measure(size: int, seconds: float, heartbeat: float) -> dict[str, float]:
     crowd.close()
     return {
         "members": size,
+        "seconds to join": crowd.joining[0],
+        "processor seconds of joining": crowd.joining[1],
         "messages a second": messages / lasted,
         "microseconds a message": 1e6 * used / messages,
         "share of a core": used / lasted,
         "share of a core at the full rate": used / messages * size * (1 + 1 / BATCH),
+        **{f"stuck: {name}": value for name, value in stuck.items()},
         "KiB": memory,
         "told of a lost one": len(told),
         "seconds until all were told": max(told) - began if told else float("inf"),
@@ -145,7 +171,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="for each size (default %(default)s)")
     parser.add_argument("--heartbeat", type=float, default=5.0, help="the limit, in seconds (default %(default)s)")
     flags = parser.parse_args()
-    rows = [measure(flags.members // part, flags.seconds, flags.heartbeat) for part in (4, 2, 1)]
+    rows = [measure(flags.members // part, flags.seconds, flags.heartbeat) for part in (4, 1)]
     for row in rows:
         print(json.dumps({name: round(value, 3) for name, value in row.items()}))
     last = rows[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, shown
 from replica_engine.errors.timeouts import count_of
@@ -18,6 +18,12 @@ LAUNCHED = "REPLICA_ENGINE_LAUNCHED"
 
 SAVING = "the saving of"
 """How the place is called where the workers meet before one of them saves: "the saving of a model"."""
+
+NOW = "; now "
+"""Between the sync point that a worker has reported, and where its replicas are at the moment."""
+
+_MOST_LINES = 16  # of a table of workers, and of ranges of workers in a line
+_QUIET = 3.0  # seconds of silence from which on a worker stands apart from others at the same place
 
 _AGAIN = "start all workers again from the last checkpoint; `replica-engine launch --max-restarts 1` does so by itself"
 
@@ -296,12 +302,11 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
         return error
 
     @classmethod
-    def not_met(cls, point: str, rows: Sequence[WorkerRow], seconds: float) -> WorkersMissingError:
-        """Workers did not come within `timeout` to a point where all meet."""
-        table = "\n".join(f"  {row}" for row in rows)
-        late = tuple(row.worker for row in rows)
-        error = cls(f"{workers(late)} did not come to {point} within {seconds:g} s (timeout=):\n{table}")
-        error.workers = late
+    def not_met(cls, point: str, late: Sequence[int], lines: Sequence[str], seconds: float) -> WorkersMissingError:
+        """Workers did not come within `timeout` to a point where all meet; `lines` say where they are."""
+        table = "\n".join(f"  {line}" for line in lines)
+        error = cls(f"{workers(late, _MOST_LINES)} did not come to {point} within {seconds:g} s (timeout=):\n{table}")
+        error.workers = tuple(late)
         return error
 
     @classmethod
@@ -390,9 +395,35 @@ def strangers_are_there(count: int, address: str, last: str) -> str:
     )
 
 
-def slow_workers(worker: int, what: str, seconds: float, rows: Iterable[WorkerRow]) -> str:
-    """The warning that a worker waits long for the others to come to a point where all meet."""
-    table = "\n".join(f"  {row}" for row in rows)
+def in_short(rows: Sequence[WorkerRow]) -> list[str]:
+    """A line for each worker; of many workers, a line for all that are at the same place."""
+    if len(rows) <= _MOST_LINES:
+        return [str(row) for row in rows]
+    groups: dict[tuple[str, bool], list[WorkerRow]] = {}
+    for row in rows:
+        at = replace(row, sync_point=row.sync_point.partition(NOW)[0])
+        groups.setdefault((at.last if row.pid else "not joined", row.silent > _QUIET), []).append(row)
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+    lines = []
+    for (last, _), ones in ordered[:_MOST_LINES]:
+        heard = f"heard of {min(row.silent for row in ones):.3g} to {max(row.silent for row in ones):.3g} s ago"
+        which = workers((row.worker for row in ones), _MOST_LINES)
+        lines.append(f"{len(ones):,} of {len(rows):,}, {which}: {last or 'nothing launched yet'}; {heard}")
+    if left := sum(len(ones) for _, ones in ordered[_MOST_LINES:]):
+        lines.append(f"{count_of(left, 'worker')} at {len(ordered) - _MOST_LINES} more places")
+    return lines
+
+
+def slow_workers(worker: int, what: str, seconds: float, lines: Iterable[str]) -> str:
+    """The warning that a worker waits long for the others to come to a point where all meet.
+
+    Args:
+        worker: its index.
+        what: the point.
+        seconds: how long it has waited.
+        lines: where all workers are, as `in_short` has them.
+    """
+    table = "\n".join(f"  {line}" for line in lines)
     return (
         f"worker {worker} has waited for {seconds:.3g} s for the other workers to come to {what}:\n{table}\n"
         "A worker that is busy with something else comes later. If one never comes, look for a branch on the worker's "
@@ -400,14 +431,14 @@ def slow_workers(worker: int, what: str, seconds: float, rows: Iterable[WorkerRo
     )
 
 
-def where_workers_are(rows: Iterable[WorkerRow]) -> str:
+def where_workers_are(lines: Iterable[str]) -> str:
     """The table of all workers that is added to the warning that a run stands still, and to its timeout."""
-    table = "\n".join(f"  {row}" for row in rows)
+    table = "\n".join(f"  {line}" for line in lines)
     return f"The workers of the job:\n{table}"
 
 
-def workers(indices: Iterable[int]) -> str:
-    """Workers in words, with ranges: "worker 1", "workers 0, 3-7"."""
+def workers(indices: Iterable[int], most: int | None = None) -> str:
+    """Workers in words, with ranges: "worker 1", "workers 0, 3-7"; at most so many ranges, and "..."."""
     every = sorted(indices)
     ranges: list[str] = []
     first = 0
@@ -415,7 +446,8 @@ def workers(indices: Iterable[int]) -> str:
         if at + 1 == len(every) or every[at + 1] != index + 1:
             ranges.append(str(index) if every[first] == index else f"{every[first]}-{index}")
             first = at + 1
-    return f"worker{'' if len(every) == 1 else 's'} {', '.join(ranges)}"
+    shown = ranges if most is None or len(ranges) <= most else [*ranges[:most], "..."]
+    return f"worker{'' if len(every) == 1 else 's'} {', '.join(shown)}"
 
 
 def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str, again: bool = True) -> WorkerLostError:

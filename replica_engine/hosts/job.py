@@ -32,6 +32,7 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
+from replica_engine.errors.hosts import in_short
 from replica_engine.hosts.addresses import is_loopback
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
@@ -40,6 +41,7 @@ from replica_engine.hosts.wire import BadMessageError, Message
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
 _STOOD_STILL = 2.0  # seconds between two ticks from which on this machine counts as having stood still
 _MOST_VALUES = 10_000
+_ROWS = 500  # in an answer, which has a longest length; where more workers are, is looked up once a second
 _MOST_EXCHANGES = 100  # at a time
 _QUIET = 3.0  # seconds of silence from which on a member, which beats each second, is not heard
 
@@ -132,6 +134,7 @@ class Job:
         self._values: dict[str, Any] = {}
         self._exchanges: dict[str, dict[int, Any]] = {}  # by name: the values that have come, by worker
         self._waits: dict[tuple[int, int], _Wait] = {}
+        self._where: tuple[float, list[str]] = (now, [])
         self.failure: Failure | None = None
 
     @property
@@ -416,8 +419,17 @@ class Job:
             if timeout is not None and timeout <= 0:  # now, and not at the next tick: the chief may ask for each worker
                 self._give_up(ticket, member.heard)
 
-    def _on_rows(self, worker: int, member: _Member, number: int) -> None:
-        self._answer((worker, int(number)), [dataclasses.asdict(row) for row in self.rows(member.heard)])
+    def _on_rows(self, worker: int, member: _Member, number: int, first: int) -> None:
+        some = range(max(int(first), 0), self._size)[:_ROWS]
+        self._answer((worker, int(number)), [dataclasses.asdict(self._row(each, member.heard)) for each in some])
+
+    def _on_where(self, worker: int, member: _Member, number: int) -> None:
+        """Where all are, in words. When a run stands still, all members ask for it at about the same time."""
+        asked, lines = self._where
+        if not lines or member.heard - asked >= self._size / _ROWS:
+            lines = in_short(self.rows(member.heard))
+            self._where = member.heard, lines
+        self._answer((worker, int(number)), lines)
 
     def _on_exchange(self, worker: int, member: _Member, name: str, value: Any) -> None:
         values = self._exchanges.setdefault(str(name), {})
@@ -463,8 +475,9 @@ class Job:
     def _give_up(self, ticket: tuple[int, int], now: float) -> None:
         wait = self._waits.pop(ticket)
         if isinstance(wait.what, int):
-            rows = [self._row(each, now) for each in self._log.give_up(wait.what, ticket)]
-            failure = Failure.of(WorkersMissingError.not_met, wait.point, rows, wait.timeout)
+            late = self._log.give_up(wait.what, ticket)
+            lines = in_short([self._row(each, now) for each in late])
+            failure = Failure.of(WorkersMissingError.not_met, wait.point, late, lines, wait.timeout)
         else:
             failure = Failure.of(WorkersMissingError.no_value, wait.what, wait.timeout)
         worker, number = ticket
@@ -479,6 +492,7 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "drop": Job._on_drop,
     "get": Job._on_get,
     "rows": Job._on_rows,
+    "where": Job._on_where,
     "exchange": Job._on_exchange,
     "parted": Job._on_parted,
     "failed": Job._on_failed,

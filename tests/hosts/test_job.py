@@ -351,10 +351,34 @@ def test_how_far_all_are():
     played.say(0, "program", TRAIN.hex(), LAUNCH, "`train_step`")
     played.say(1, "log", packed([TRAIN, SAVE]), 1, [7, "all_reduce"])
     played.now += 2.0
-    played.say(0, "rows", 3)
+    played.say(0, "rows", 3, 0)
     ((number, rows),) = played.told_to(0, "answer")
     assert (number, [row["silent"] for row in rows]) == (3, [0.0, 2.0, 2.0])
     assert (rows[1]["launches"], rows[1]["launched"], rows[1]["step"]) == (1, "`train_step`", 7)
+
+
+def test_where_many_workers_are_is_summed_up():
+    """And looked up once for all that ask at about the same time."""
+    size, told = 1000, []
+    job = Job(size, LIMITS, 0.0, lambda worker, message: told.append((worker, message)))
+    for worker in range(size - 1):
+        about = {"host": f"node-{worker}", "pid": 100, "versions": {}, "replicas": 1, "came_to": "10.0.0.1"}
+        job.joined(worker, about, 0.0)
+        job.received(worker, ["log", packed([TRAIN]), 1, [12, f"line 12; now waiting for {worker} s"]], 5.0)
+    for worker in (3, 17, 800):
+        job.received(worker, ["beat", 5.0, [11, "line 7"]], 5.0)
+    looked = []
+    job.rows, rows = lambda now: looked.append(now) or rows(now), job.rows
+    for worker in range(size - 1):
+        job.received(worker, ["where", 1], 6.0)
+    answers = [message[2] for _, message in told if message[0] == "answer"]
+    assert answers == [answers[0]] * (size - 1)
+    assert answers[0][0] == (
+        "996 of 1,000, workers 0-2, 4-16, 18-799, 801-998: step 12, launch 1, sync point line 12; heard of 0 to 1 s ago"
+    )
+    assert answers[0][1].startswith("3 of 1,000, workers 3, 17, 800: step 11, launch 1, sync point line 7; heard of")
+    assert answers[0][2].startswith("1 of 1,000, worker 999: not joined")
+    assert looked == [6.0]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +393,8 @@ def test_how_far_all_are():
         ["get", "x", "y", 1],
         ["log", TRAIN.hex(), 1, [1, 2, 3]],
         ["failed"],
-        ["rows", None],
+        ["rows", None, 0],
+        ["where", None],
     ],
 )
 def test_what_no_member_sends(message):

@@ -134,6 +134,7 @@ class Connection:
                     self._read()
             if silence.seconds(now, patience) > self.heartbeat:
                 self._lost(self.heartbeat)
+                return  # nothing gets through, so no goodbye either
 
     def _read(self) -> None:
         data = self._socket.recv(_READ)

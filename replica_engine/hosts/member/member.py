@@ -30,7 +30,7 @@ from typing import Any
 
 from replica_engine.errors import ReplicaEngineError, WorkerRow
 from replica_engine.errors.base import in_words
-from replica_engine.errors.hosts import slow_workers, where_workers_are
+from replica_engine.errors.hosts import NOW, slow_workers, where_workers_are
 from replica_engine.hosts.addresses import held_address
 from replica_engine.hosts.failure import print_place
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
@@ -211,7 +211,7 @@ class Member(Channel):
 
         def describe(seconds: float) -> str | None:
             try:
-                return slow_workers(self.worker, what, seconds, self.rows())
+                return slow_workers(self.worker, what, seconds, self._where_all_are() or ())
             except ReplicaEngineError:  # the job has failed, which ends the wait
                 return None
 
@@ -224,19 +224,21 @@ class Member(Channel):
             patience: seconds to wait for its answer, after which nothing is known; None waits without a limit.
         """
 
-        def question(number: int) -> Message:
-            self._flush_log()
-            return ["rows", number]
-
-        return [WorkerRow(**row) for row in self._ask(question, patience) or ()]
+        rows: list[WorkerRow] = []
+        while len(rows) < self.size:
+            some = self._asked_now(patience, "rows", len(rows))
+            if some is None:
+                return []
+            rows += (WorkerRow(**row) for row in some)
+        return rows
 
     def describe(self) -> str:
         """A table with a row for each worker, for the warning that a run stands still; "" if nothing is known."""
         try:
-            rows = self.rows(_PATIENCE)
+            lines = self._where_all_are(_PATIENCE)
         except ReplicaEngineError:  # the job has failed, which has an error of its own
             return ""
-        return where_workers_are(rows) if rows else ""
+        return where_workers_are(lines) if lines else ""
 
     # The beginning and the end
 
@@ -333,6 +335,19 @@ class Member(Channel):
                 self._connection.queue(["program", code.hex(), kind, words])
         return code
 
+    def _where_all_are(self, patience: float | None = None) -> list[str] | None:
+        lines: list[str] | None = self._asked_now(patience, "where")
+        return lines
+
+    def _asked_now(self, patience: float | None, kind: str, *more: Any) -> Any:
+        """The answer to a question, which comes after all that was launched before."""
+
+        def question(number: int) -> Message:
+            self._flush_log()
+            return [kind, number, *more]
+
+        return self._ask(question, patience)
+
     def _meet(self, code: bytes, timeout: float | None) -> None:
         def question(number: int) -> Message:
             self._entries.append(code)
@@ -358,7 +373,7 @@ class Member(Channel):
     def _progress(self) -> list[Any]:
         """How far this worker is, if that has changed since it was sent."""
         progressed, self._progressed = self._progressed, False
-        where = f"; now {self._where}" if self._where else ""
+        where = f"{NOW}{self._where}" if self._where else ""
         return [self._step, self._sync_point + where] if progressed else []
 
     def _fill(self, now: float) -> float:
