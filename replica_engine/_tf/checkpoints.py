@@ -19,7 +19,7 @@ import copy
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -35,13 +35,15 @@ from tensorflow.python.checkpoint import checkpoint_context as _context
 from tensorflow.python.checkpoint import checkpoint_management as _management
 from tensorflow.python.checkpoint import functional_saver as _functional_saver
 
+# values_util: get_on_write_saveable, get_on_write_restore_ops: how a mirrored variable is saved and read.
+from tensorflow.python.distribute import values_util as _values_util
+
 # save: save_and_return_nodes is what tf.saved_model.save calls.
 from tensorflow.python.saved_model import save as _save
 
 # VARIABLE_VALUE_KEY: the name of a variable's value among what an object saves.
-# SaveableObject, SaveSpec: what an object saves, in slices if it likes.
+# SaveSpec: what an object saves, in slices if it likes.
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as _VALUE
-from tensorflow.python.training.saving.saveable_object import SaveableObject as _SaveableObject
 from tensorflow.python.training.saving.saveable_object import SaveSpec as _SaveSpec
 
 CHECKPOINT = "tensorflow.python.checkpoint.checkpoint.Checkpoint"
@@ -58,30 +60,28 @@ _MARK = "_replica_engine"
 
 
 Read = Callable[[], tf.Tensor | None]
-Restore = Callable[[Sequence[tf.Tensor]], None]
 
 
-class Saveable(_SaveableObject):
-    """A variable in slices.
+def spec(read: Read, part: str, dtype: tf.DType, device: str) -> Any:
+    """A value that an object saves, or a part of it; its key is not known yet.
 
     Args:
-        name: its key.
+        read: returns the value; None if it is not to be saved.
+        part: the part in TensorFlow's words, or "" for all.
         dtype: its dtype.
-        device: where the values that it reads are.
-        rows: each slice in TensorFlow's words, or "" for all, and what reads it: None if it is not to be saved.
-        restore: takes a value for each slice; None if it is only to be saved.
+        device: the device of the variable on the host.
     """
+    return _SaveSpec(read, part, "", dtype, device)
 
-    def __init__(
-        self, name: str, dtype: tf.DType, device: str, rows: Sequence[tuple[str, Read]], restore: Restore | None
-    ):
-        super().__init__(rows[0][1], [_SaveSpec(read, part, name, dtype, device) for part, read in rows], name)
-        self._restore = restore
 
-    def restore(self, restored_tensors: Sequence[tf.Tensor], restored_shapes: Any) -> None:
-        """Sets the variable."""
-        assert self._restore is not None, "it is being read"
-        self._restore(restored_tensors)
+def mirrored_spec(variable: Any) -> Any:
+    """What TensorFlow saves of a mirrored variable."""
+    return _values_util.get_on_write_saveable(variable, variable._primary, "")[1][0]
+
+
+def restore_mirrored(variable: Any, value: tf.Tensor) -> Any:
+    """What TensorFlow does to read a mirrored variable."""
+    return _values_util.get_on_write_restore_ops(variable, value)
 
 
 class Worker(Protocol):
@@ -119,7 +119,7 @@ class Saves(Protocol):
     def receiver(self) -> Callable[[list[list[tuple[str, str, tf.Tensor]]]], None] | None:
         """What to give the values to that this thread saves, in bundles of (key, slice, value); None outside a save."""
 
-    def reading(self) -> contextlib.AbstractContextManager[None]:
+    def reading(self, path: str) -> contextlib.AbstractContextManager[None]:
         """A context manager around reading a checkpoint."""
 
     def wait(self, raises: bool) -> None:
@@ -133,8 +133,8 @@ def take_over(saves: Saves) -> None:
         return
     _replace(cls, WRITE, functools.partial(_written, saves))
     _replace(cls, SAVE, functools.partial(_saved, saves))
-    for name in (READ, RESTORE):
-        _replace(cls, name, functools.partial(_read, saves))
+    _replace(cls, READ, functools.partial(_read, saves))
+    _replace(cls, RESTORE, functools.partial(_restored, saves))
     _replace(cls, SYNC, functools.partial(_synchronized, saves))
     _replace(_functional_saver.MultiDeviceSaver, SAVE, functools.partial(_given, saves))
     for name in (STATE, DELETE):
@@ -200,13 +200,24 @@ _asynchronously: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_
 """Whether `Checkpoint.save` was called with an option that it must not see itself."""
 
 
-def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def read(self: Any, save_path: Any, options: Any = None) -> Any:
+def _restored(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
+    def restore(self: Any, save_path: Any, options: Any = None) -> Any:
         if not saves.concerns(self):
             return original(self, save_path, options)
         saves.wait(raises=False)
         self._checkpoint_options = None  # it would turn to AsyncCheckpointHelper
-        with saves.reading():
+        return original(self, save_path, _synchronous(options))  # which calls `read`, with the path of a SavedModel
+
+    return restore
+
+
+def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
+    def read(self: Any, save_path: Any, options: Any = None) -> Any:
+        if save_path is None or not saves.concerns(self):
+            return original(self, save_path, options)
+        saves.wait(raises=False)
+        self._checkpoint_options = None
+        with saves.reading(os.fspath(save_path)):
             return original(self, save_path, _synchronous(options))
 
     return read
@@ -230,7 +241,7 @@ def _given(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
         receive(
             [
                 [
-                    (key, part, value)
+                    (key, part, tf.convert_to_tensor(value))  # Keras gives variables, which steps go on changing
                     for key, parts in shard.items()
                     for part, value in parts.items()
                     if value is not None

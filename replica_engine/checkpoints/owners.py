@@ -14,7 +14,8 @@ from replica_engine._tf.keras import files
 
 def concerns(saved: Any) -> bool:
     """Whether a checkpoint has a variable of a strategy of this library, or is saved by several workers."""
-    strategies = [part.distribute_strategy for part in parts(saved) if isinstance(part, distribute.DistributedVariable)]
+    variables = (getattr(part, "_value", part) for part in parts(saved))  # TensorFlow's in Keras' variables
+    strategies = (each.distribute_strategy for each in variables if isinstance(each, distribute.DistributedVariable))
     return any(hasattr(strategy.extended, "compiles") for strategy in strategies) or team_of(saved) is not None
 
 

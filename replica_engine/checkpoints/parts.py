@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,54 +34,72 @@ _SLICED = frozenset(
 """The dtypes of which TensorFlow puts slices together."""
 
 
-def saveable(value: DeviceValue, name: str, device: str) -> checkpoints.Saveable | None:
-    """How a variable is saved now, or read now; None if TensorFlow's own way is right.
+def serialized(value: DeviceValue, device: str) -> dict[str, Any] | None:
+    """What a variable saves now, or reads now, in parts; None if TensorFlow's own way is right.
 
     Args:
         value: the value of the variable.
-        name: its key in the checkpoint.
         device: the device of the variable on the host.
+
+    Returns:
+        For each part in TensorFlow's words, or "" for all, what reads the value.
     """
-    taken = snapshot.current()
+    taken, reading = snapshot.current(), _reading.get()
     parts = value.parts_here() if value.dtype in _SLICED else None
+    spec = functools.partial(checkpoints.spec, dtype=value.dtype, device=device)
     if taken is None:
-        if not _reading.get() or not value.spans or parts is None:
+        if reading is None or parts is None or not value.spans:
             return None  # a worker that has all parts reads them at once
-        return checkpoints.Saveable(name, value.dtype, device, _rows(value, parts, None), _restored(value, parts))
-    if value.spans and not (taken.together and parts is not None):
+        first = _words(value, parts[0])
+        reading.specs[value] = spec(_nothing, first)  # TensorFlow tells it the key, and reads this part
+        return {first: reading.specs[value]}
+    if parts is None:
+        return None if value.spans else {"": spec(functools.partial(value.newest, taken.keep, None), "")}
+    if value.spans and not taken.together:
         return None  # the workers put it together
-    whole = functools.partial(value.newest, taken.keep, None)
-    rows = [("", whole)] if parts is None else _rows(value, parts, taken)
-    return checkpoints.Saveable(name, value.dtype, device, rows, None)
-
-
-def _rows(
-    value: DeviceValue, parts: Sequence[Part], taken: snapshot.Snapshot | None
-) -> list[tuple[str, checkpoints.Read]]:
-    """The slices as TensorFlow names them, and what gives each to a snapshot."""
-    return [
-        (
-            _spec(value.shape or (), part),
-            _nothing
-            if taken is None or (taken.together and not part.is_first)
-            else functools.partial(value.newest, taken.keep, part),
+    return {
+        _words(value, part): spec(
+            functools.partial(value.newest, taken.keep, part) if part.is_first or not taken.together else _nothing,
+            _words(value, part),
         )
         for part in parts
-    ]
+    }
+
+
+def restored(value: DeviceValue, first: tf.Tensor) -> bool:
+    """Sets a variable of which this worker reads its parts; returns False for any other variable.
+
+    Args:
+        value: the value of the variable.
+        first: what TensorFlow has read.
+    """
+    reading = _reading.get()
+    spec = None if reading is None else reading.specs.pop(value, None)
+    if reading is None or spec is None:
+        return False
+    parts = value.parts_here()
+    assert parts is not None, "it has a spec"
+    others = (
+        tf.raw_ops.RestoreV2(
+            prefix=reading.path,
+            tensor_names=[spec.name] * (len(parts) - 1),
+            shape_and_slices=[_words(value, part) for part in parts[1:]],
+            dtypes=[value.dtype] * (len(parts) - 1),
+        )
+        if len(parts) > 1
+        else []
+    )
+    value.set_parts({part: np.asarray(tensor) for part, tensor in zip(parts, [first, *others], strict=True)})
+    return True
 
 
 def _nothing() -> None:
     """Stands for a part that another worker saves, or that is read."""
 
 
-def _restored(value: DeviceValue, parts: Sequence[Part]) -> checkpoints.Restore:
-    def restore(tensors: Sequence[tf.Tensor]) -> None:
-        value.set_parts({part: np.asarray(tensor) for part, tensor in zip(parts, tensors, strict=True)})
-
-    return restore
-
-
-def _spec(shape: tuple[int, ...], part: Part) -> str:
+def _words(value: DeviceValue, part: Part) -> str:
+    """A part as TensorFlow names it: "8 2 0,4:-" are the first four rows of eight."""
+    shape = value.shape or ()
     places = (
         "-" if (begin, length) == (0, size) else f"{begin},{length}"
         for size, (begin, length) in zip(shape, part.place, strict=True)
@@ -89,13 +107,21 @@ def _spec(shape: tuple[int, ...], part: Part) -> str:
     return f"{' '.join(map(str, shape))} {':'.join(places)}"
 
 
-_reading: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_reading", default=False)
+class _Reading:
+    """A checkpoint that is being read, and the variables of which this worker reads its parts."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.specs: dict[DeviceValue, Any] = {}
+
+
+_reading: contextvars.ContextVar[_Reading | None] = contextvars.ContextVar("replica_engine_reading", default=None)
 
 
 @contextlib.contextmanager
-def reading() -> Iterator[None]:
+def reading(path: str) -> Iterator[None]:
     """Inside, variables of which this worker has parts read only those."""
-    token = _reading.set(True)
+    token = _reading.set(_Reading(path))
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ The writer waits at a gate that a test opens, so what happens while a checkpoint
 
 import threading
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -89,6 +90,30 @@ def test_a_checkpoint_has_the_values_of_the_step_at_which_it_was_saved(name, gat
     assert manager.latest_checkpoint == str(tmp_path / "ckpt-1")
     training.checkpoint.read(path, ASYNCHRONOUS).assert_existing_objects_matched()
     assert training.values() == expected
+
+
+@pytest.mark.parametrize("name", ["threads", "compiled", "fsdp"])
+def test_models_of_keras_have_the_values_of_that_step(name, gate, tmp_path):
+    """Keras gives TensorFlow its variables to write, and not their values."""
+    with MAKE[name]().scope():
+        model = keras.Sequential([keras.Input([32]), keras.layers.Dense(64)])
+        model.compile("adam", "mse")
+    x, y = np.ones([8, 32], "f"), np.ones([8, 64], "f")
+    saved = []
+
+    class Saving(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 0:
+                saved.append([each.numpy() for each in (*model.variables, *model.optimizer.variables)])
+                manager.save(options=ASYNCHRONOUS)
+
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    manager = tf.train.CheckpointManager(checkpoint, tmp_path, max_to_keep=2)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Saving()])
+    gate.set()
+    checkpoint.restore(str(tmp_path / "ckpt-1")).assert_consumed()
+    for value, variable in zip(saved[0], (*model.variables, *model.optimizer.variables), strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
 
 
 def test_a_second_save_and_a_restore_wait_for_the_first(gate, tmp_path):

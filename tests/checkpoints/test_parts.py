@@ -1,5 +1,6 @@
 """Variables in parts are saved and read in parts: no whole copy on the host, a file that plain TensorFlow reads."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -37,11 +38,11 @@ def gathered(monkeypatch):
 
 @pytest.fixture
 def rows(monkeypatch):
-    """What was written of the weight: which part, and how many rows it has."""
+    """What was written of values with two dimensions: which part, and how many rows it has."""
     write, found = bundle.write, []
 
     def noted(rows, prefix):
-        found.extend((row.part, row.value.shape[0]) for row in rows if row.name == KEY)
+        found.extend((row.part, row.value.shape[0]) for row in rows if row.value.ndim == 2)
         write(rows, prefix)
 
     monkeypatch.setattr(bundle, "write", noted)
@@ -82,3 +83,15 @@ def test_a_part_is_read_alone(tmp_path):
     )
     np.testing.assert_array_equal(read[0], expected[30:530])
     assert tf.train.load_checkpoint(path).get_variable_to_shape_map()[KEY] == SIZES
+
+
+def test_weights_and_optimizers_of_keras_are_saved_in_parts(gathered, rows, tmp_path):
+    strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([SIZES[0]]), keras.layers.Dense(SIZES[1], use_bias=False)])
+        model.compile("adam", "mse")
+    model.fit(np.ones([4, SIZES[0]], "f"), np.ones([4, SIZES[1]], "f"), verbose=0)
+    gathered.clear()
+    tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(tmp_path / "ckpt")
+    assert not any(value.axes for value in gathered)
+    assert rows == 3 * PARTS[2]  # the weight, and two that Adam keeps for it

@@ -73,14 +73,23 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
             return self._values
         return (self._values[0], *(variables.ResourceVariable(value, trainable=False) for value in values[1:]))
 
-    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
-        """TensorFlow's hook for checkpoints: the value goes from the devices to the file, and back, in parts."""
-        factories = super()._gather_saveables_for_checkpoint()
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        """TensorFlow's hook for checkpoints: the value goes from the devices to the file in parts."""
+        value = self._on_devices()
+        own = None if value is None else parts.serialized(value, self._primary.device)
+        return {checkpoints.VALUE: own or checkpoints.mirrored_spec(self)}
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
+        """TensorFlow's hook for what `_serialize_to_tensors` has asked for."""
+        value, tensor = self._on_devices(), restored_tensors[checkpoints.VALUE]
+        if value is not None and parts.restored(value, tensor):
+            return None
+        return checkpoints.restore_mirrored(self, tensor)
+
+    def _on_devices(self) -> DeviceValue | None:
+        """The value on the devices, in eager mode, if they have it."""
         found = HostVariable.device_value(self._primary)
-        if found is None or not tf.executing_eagerly():
-            return factories
-        usual = factories[checkpoints.VALUE]
-        return {checkpoints.VALUE: lambda name: parts.saveable(found[0], name, self._primary.device) or usual(name)}
+        return found[0] if found is not None and tf.executing_eagerly() else None
 
     def assign_each(self, values: Sequence[np.ndarray]) -> None:
         """Gives each replica a value of its own."""
