@@ -38,6 +38,7 @@ GROUPS = (
     "concurrency",
     "memory",
     "sharding",
+    "checkpoints",
     "hosts",
     "control_flow",
     "growth",
