@@ -85,20 +85,20 @@ class Saves:
         Raises:
             CheckpointError: it could not be written, or the asynchronous save before it could not.
         """
-        writer.wait()
-        team: Team | None = owners.team_of(saved)
-        with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
-            with _telling(turn), snapshot.taking(turn.together, asynchronous) as taken:
-                if turn.writes:
-                    with _explained(path, False):
-                        bundle.begin(path)
-                    turn.tell("begun", None)
-                take()
-            write = functools.partial(_write, taken, path, finish, turn, asynchronous)
-            if asynchronous:
-                writer.start(path, write)
-            else:
-                write()
+        with writer.alone():
+            team: Team | None = owners.team_of(saved)
+            with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
+                with _telling(turn), snapshot.taking(turn.together, asynchronous) as taken:
+                    if turn.writes:
+                        with _explained(path, False):
+                            bundle.begin(path)
+                        turn.tell("begun", None)
+                    take()
+                write = functools.partial(_write, taken, path, finish, turn, asynchronous)
+                if asynchronous:
+                    writer.start(path, write)
+                else:
+                    write()
 
     def receiver(self) -> Callable[[list[list[tuple[str, str, tf.Tensor]]]], None] | None:
         """Takes the values of the save that this thread makes; None outside of one."""

@@ -8,21 +8,23 @@ on any checkpoint. If there is none, the exit of the process prints it, and give
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from replica_engine.errors import CheckpointError
+from replica_engine.telemetry.watchdog import Watch
 
-_changing = threading.Lock()
+_saving = threading.RLock()
 _thread: threading.Thread | None = None
 _error: CheckpointError | None = None
 
 
 def start(path: str, write: Callable[[], None]) -> None:
-    """Runs `write` on the thread. The caller has called `wait` before.
+    """Runs `write` on the thread. The caller is in `alone`.
 
     Args:
         path: of the checkpoint.
@@ -43,10 +45,26 @@ def start(path: str, write: Callable[[], None]) -> None:
             _error.__cause__ = error
 
     global _thread
-    with _changing:
-        _thread = threading.Thread(target=work, name=f"writer of {os.path.basename(path)}")
+    _thread = threading.Thread(target=work, name=f"writer of {os.path.basename(path)}")
+    try:
         _thread.start()
-    begins.set()  # only now: a thread that runs Python keeps `start` from returning for some milliseconds
+    finally:  # only now: a thread that runs Python keeps `start` from returning for some milliseconds
+        begins.set()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, nothing is being written, and no other thread saves.
+
+    Raises:
+        CheckpointError: the last write has failed; raised once.
+    """
+    if threading.current_thread() is _thread:  # a callback of the save that is being written
+        yield
+        return
+    with _saving:
+        wait()
+        yield
 
 
 def wait() -> None:
@@ -57,8 +75,7 @@ def wait() -> None:
     """
     global _error
     if join():
-        with _changing:
-            error, _error = _error, None
+        error, _error = _error, None
         if error is not None:
             raise error
 
@@ -69,14 +86,17 @@ def join() -> bool:
     if thread is threading.current_thread():  # a callback of a save may restore or save
         return False
     if thread is not None:
-        thread.join()
+        with Watch(
+            lambda seconds: f"A checkpoint that is being written ({thread.name}) is awaited for {seconds:.3g} s."
+        ):
+            thread.join()
     return True
 
 
 def _after_fork() -> None:
     """A forked child neither has the thread nor must tell of its error."""
-    global _thread, _error, _changing
-    _thread, _error, _changing = None, None, threading.Lock()
+    global _thread, _error, _saving
+    _thread, _error, _saving = None, None, threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
