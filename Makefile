@@ -5,6 +5,7 @@
 #   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes
 #   make test-aot       each kind of program compiled for TPUs and GPUs that are not there, in .venv-aot
 #   make test-gpu       what needs GPUs; without them each part is skipped by name
+#   make test-network   jobs on hosts out of network namespaces, disturbed: needs root and `ip`, half an hour
 #   make matrix   the versions of TensorFlow, Keras, jax and Python that matter   ARGS="--tags oldest"
 #   make lint     ruff, mypy, import order
 #   make bench    the benchmarks                     ARGS="--quick" or ARGS="--only eager_run,launch"
@@ -29,7 +30,7 @@ BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-aot test-clients test-gpu matrix lint format bench soak docs docs-serve test-docs wheel clean
+.PHONY: help demo test test-aot test-clients test-gpu test-network matrix lint format bench soak docs docs-serve test-docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -101,6 +102,10 @@ test-aot: $(AOT)/.installed
 # With what is installed: on a machine with GPUs, install the extra cuda as well.
 test-gpu: $(VENV)/.extras-$(TEST_EXTRAS)
 	$(BIN)/python -m pytest -n 0 --verbose --timeout 600 tests/gpu $(ARGS)
+
+# Hosts with addresses of their own, cables pulled, partitions; writes the table of docs/reliability.md.
+test-network: $(VENV)/.extras-$(TEST_EXTRAS)
+	$(BIN)/python -m pytest -n 0 --verbose -o faulthandler_timeout=890 tests/network $(ARGS)
 
 # Each cell in a fresh environment; what it came to goes into docs/versions.md.
 matrix: $(VENV)/.extras-matrix
