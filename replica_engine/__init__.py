@@ -43,6 +43,7 @@ from replica_engine.process.pool import FOR_ONE_LAUNCH, make_room
 
 if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
+    from replica_engine.keras.backup.own_loop import TrainingState
     from replica_engine.process.devices import logical_devices
     from replica_engine.replica import ReplicaContext, call_for_each_replica, sync_points
     from replica_engine.strategies import MirroredStrategy
@@ -57,6 +58,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "ReplicaContext",
     "TPUStrategy",
+    "TrainingState",
     "__version__",
     "accumulate",
     "call_for_each_replica",
@@ -78,6 +80,7 @@ _HOME = {
     "MultiWorkerMirroredStrategy": "replica_engine.strategies.multi_worker",
     "ReplicaContext": "replica_engine.replica",
     "TPUStrategy": "replica_engine.strategies.tpu",
+    "TrainingState": "replica_engine.keras.backup.own_loop",
     "accumulate": "replica_engine.values.micro_batches",
     "call_for_each_replica": "replica_engine.replica",
     "join_outputs": "replica_engine.values.uneven_batches",

@@ -193,6 +193,13 @@ PATCHES: tuple[Patch, ...] = (
         for name in (checkpoints.STATE, checkpoints.DELETE)
     ),
     Patch(
+        checkpoints.HANDLER,
+        "__init__",
+        "the handler is an error in a job of several workers, which names `BackupAndRestore` and `TrainingState`",
+        _FIRST_WORKERS_SCOPE,
+        "passes on to TensorFlow for a single worker",
+    ),
+    Patch(
         f"{fitting.CALLBACK_LIST}.{fitting.LIST}",
         fitting.BEGIN,
         "a backup saves and restores the state of all callbacks of a `fit`",

@@ -5,6 +5,8 @@ Nothing is pickled: a checkpoint is data, and reading one never runs code.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,22 @@ def read(path: Path) -> Any:
     """Reads what `write` wrote."""
     with np.load(path.with_suffix(".npz"), allow_pickle=False) as arrays:
         return decode(json.loads(path.with_suffix(".json").read_text()), arrays)
+
+
+def dumps(value: Any) -> str:
+    """A value as text, with its arrays; see `write`."""
+    arrays: dict[str, np.ndarray] = {}
+    encoded = encode(value, arrays)
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    return json.dumps([encoded, base64.b64encode(file.getvalue()).decode()])
+
+
+def loads(text: str) -> Any:
+    """The value that `dumps` took."""
+    encoded, file = json.loads(text)
+    with np.load(io.BytesIO(base64.b64decode(file)), allow_pickle=False) as arrays:
+        return decode(encoded, arrays)
 
 
 def encode(value: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:

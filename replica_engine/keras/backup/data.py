@@ -133,7 +133,7 @@ class Place:
             current = self._iterator if batch else source._current_iterator or last or iter(source._get_iterator())
             tf.train.Checkpoint(iterator=fitting.saveable(current)).read(str(file)).assert_consumed()
         elif batch or goes_on:
-            self._skip(self._iterator if batch else source._current_iterator, saved["taken"])
+            skip(self._iterator if batch else source._current_iterator, saved["taken"], self._say)
         self._made, self._taken, self._random = saved["made"], saved["taken"], saved["random"]
         random_state.restore(before)
         return self.counted(steps)
@@ -148,13 +148,20 @@ class Place:
         batches = saved["batches"]
         return saved["made"] == 1 and saved["batch"] > 0 and (batches is None or batches - saved["batch"] <= _AHEAD)
 
-    def _skip(self, iterator: Any, batches: int) -> None:
-        """Takes batches and throws them away."""
-        if batches:
-            self._say(f"resuming: {batches} batches of the data were trained already, and are skipped")
-        told = time.monotonic()
-        for number in range(batches):
-            next(iterator)
-            if time.monotonic() - told > _EVERY:
-                told = time.monotonic()
-                self._say(f"resuming: {number + 1} of {batches} batches skipped")
+
+def skip(iterator: Any, batches: int, say: Callable[[str], None]) -> None:
+    """Takes batches and throws them away.
+
+    Args:
+        iterator: where they are taken from.
+        batches: how many.
+        say: prints a line for the user.
+    """
+    if batches:
+        say(f"resuming: {batches} batches of the data were trained already, and are skipped")
+    told = time.monotonic()
+    for number in range(batches):
+        next(iterator)
+        if time.monotonic() - told > _EVERY:
+            told = time.monotonic()
+            say(f"resuming: {number + 1} of {batches} batches skipped")

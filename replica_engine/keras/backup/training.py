@@ -65,9 +65,9 @@ class Training:
         self._exchange = None if saving is None else saving.exchange
         self._worker = 0 if saving is None else saving.worker
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0
-        self._asynchronous = asynchronous and saving is None
+        self._asynchronous = asynchronous
         self._preemption = Preemption(signals, self._exchange, fitting.runs)
-        self._variables = Variables(self._model)
+        self._variables = Variables(self._model, 1 if saving is None else saving.size)
         self._place = Place(self._say)
         self._epoch = self._batch = self._since = 0
         self._logs: dict[str, Any] | None = None

@@ -28,10 +28,12 @@ class Variables:
 
     Args:
         model: the model.
+        workers: how many workers train it.
     """
 
-    def __init__(self, model: keras.Model):
+    def __init__(self, model: keras.Model, workers: int):
         self._model = model
+        self._workers = workers
         self._made: list[int] = []
         self._checkpoint: Any = None
 
@@ -79,6 +81,22 @@ class Variables:
             _check(folder, name, described.get(name, []), now)
         _checkpoint(groups).read(str(folder / _PREFIX)).expect_partial()
 
+    def seeds(self) -> list[np.ndarray]:
+        """The states of the seed generators of the layers, and of Keras' own if there is one."""
+        return [keras_model.underlying(each).numpy() for each in self._seeds()]
+
+    def give_seeds(self, values: list[np.ndarray]) -> None:
+        """Continues with the states that `seeds` returned."""
+        if len(values) > len(self._seeds()):
+            keras_state.global_seeds(make=True)
+        for each, value in zip(self._seeds(), values, strict=False):
+            each.assign(value)
+
+    def _seeds(self) -> list[keras.Variable]:
+        found = [each for each in self._model.variables if keras_model.is_seed(each)]
+        own = keras_state.global_seeds()
+        return found if own is None else [*found, own.state]
+
     def of_replicas(self) -> dict[str, list[np.ndarray]]:
         """The value on each replica of this process, of each variable of which replicas have different ones.
 
@@ -86,8 +104,9 @@ class Variables:
         """
         found = {}
         for name, variable in self._of_replicas():
-            values = [each.numpy() for each in variable.values]
-            if any(value.tobytes() != values[0].tobytes() for value in values):
+            each_value = getattr(variable, "each_value", None)  # of one that is on the devices
+            values = [each.numpy() for each in variable.values] if each_value is None else each_value()
+            if (values and self._workers > 1) or any(value.tobytes() != values[0].tobytes() for value in values):
                 found[name] = values
         return found
 
@@ -97,7 +116,7 @@ class Variables:
             own = values.get(name, ())
             if len(own) != len(variable.values):
                 continue
-            if hasattr(variable, "assign_each"):  # it is on the devices
+            if hasattr(variable, "assign_each"):
                 variable.assign_each(own)
                 continue
             for component, value in zip(variable.values, own, strict=True):

@@ -20,6 +20,7 @@ from replica_engine import hosts
 from replica_engine._tf import checkpoints
 from replica_engine._tf.keras import files
 from replica_engine.checkpoints import owners
+from replica_engine.errors import BackupError
 from replica_engine.errors.hosts import SAVING
 
 
@@ -32,11 +33,12 @@ class Saving:
 
     Attributes:
         worker: the index of this worker.
+        size: the number of workers.
         is_chief: whether this worker writes the files of a path that all have.
     """
 
     def __init__(self, member: hosts.Member, meet: Callable[[str, bool], None]):
-        self.worker = member.worker
+        self.worker, self.size = member.worker, member.size
         self.is_chief = member.worker == 0
         self._member = member
         self._exchanges = itertools.count()
@@ -161,6 +163,7 @@ def let_the_chief_write(saving: Saving | None, *models: Any) -> None:
     files.let_the_chief_write(owners.team_of)
     checkpoints.let_the_chief_write(owners.team_of)
     if saving is not None:
+        checkpoints.refuse_handler(BackupError.of_handler)
         owners.belong(saving, *models)
 
 

@@ -91,6 +91,11 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
         found = HostVariable.device_value(self._primary)
         return found[0] if found is not None and tf.executing_eagerly() else None
 
+    def each_value(self) -> list[np.ndarray]:
+        """The value on each replica of this process; empty if all follow from that of the first, as seeds do."""
+        device_value: DeviceValue = self._values[0]._replica_engine[0]
+        return device_value.each_value() if device_value.spread is None else []
+
     def assign_each(self, values: Sequence[np.ndarray]) -> None:
         """Gives each replica a value of its own."""
         self._values[0]._replica_engine[0].set_values(values)

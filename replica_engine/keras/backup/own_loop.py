@@ -1,0 +1,148 @@
+"""`TrainingState`: what a loop of one's own puts into `tf.train.Checkpoint` besides the model and the optimizer."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from replica_engine.checkpoints.training import plain, random_state
+from replica_engine.checkpoints.training.preemption import Preemption, status_of
+from replica_engine.errors import BackupError
+from replica_engine.errors.base import brief
+from replica_engine.keras.backup.data import skip
+from replica_engine.keras.backup.variables import Variables
+from replica_engine.keras.model import is_replicated
+
+
+class TrainingState(tf.train.experimental.PythonState):
+    """The state of a training loop of your own, to be put into a `tf.train.Checkpoint` with the model and optimizer.
+
+    It has the epoch and the batch, the random numbers of Python, NumPy, TensorFlow, Keras and the strategy, the seeds
+    of random layers, and what replicas have each for themselves, such as moving statistics. A process that is killed
+    and started again ends, bit by bit, where an undisturbed one ends.
+
+    `batches` gives the batches of an epoch that are left, and counts them. Those that were trained already are taken
+    from the dataset and thrown away.
+
+    Args:
+        model: a model whose layers may draw random numbers; None if there is none.
+        strategy: the strategy that steps run on; None if there is none.
+        signals: signals that end the training. `stops` says when.
+
+    Attributes:
+        epoch: how many epochs have ended.
+        batch: how many batches of the epoch were taken.
+        values: plain data of your own, by name: None, bools, numbers, strings, NumPy arrays, and lists, tuples and
+            dicts of these.
+
+    Raises:
+        BackupError: `model` or `strategy` is none; or, when it is saved, `values` has something else.
+
+    Example:
+        >>> import tensorflow as tf, replica_engine
+        >>> state = replica_engine.TrainingState()
+        >>> for batch in state.batches(tf.data.Dataset.range(4).batch(2)):
+        ...     print(state.epoch, state.batch)
+        0 1
+        0 2
+        >>> state.epoch, state.batch
+        (1, 0)
+    """
+
+    def __init__(
+        self,
+        model: keras.Model | None = None,
+        strategy: tf.distribute.Strategy | None = None,
+        *,
+        signals: Iterable[int] = (signal.SIGTERM,),
+    ):
+        if model is not None and (not isinstance(model, keras.Model) or is_replicated(model)):
+            raise BackupError(f"model must be a Keras model, not {brief(model)}. With fit, use BackupAndRestore.")
+        if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
+            raise BackupError(f"strategy must be a tf.distribute.Strategy, not {brief(strategy)}.")
+        self.epoch = self.batch = 0
+        self.values: dict[str, Any] = {}
+        self._strategy = strategy
+        self._saving = getattr(getattr(strategy, "extended", None), "saving", None)
+        self._variables = None if model is None else Variables(model, 1 if self._saving is None else self._saving.size)
+        self._made = 0  # iterators of all epochs
+        self._restored: dict[str, Any] | None = None
+        self._preemption = Preemption(signals, None if self._saving is None else self._saving.exchange)
+        self._preemption.listen()
+
+    def batches(self, dataset: Any) -> Iterator[Any]:
+        """The batches of the epoch that are left.
+
+        Args:
+            dataset: a dataset of tf.data, or a distributed one.
+
+        Yields:
+            Each batch; `batch` counts it. At the end, `epoch` counts the epoch, and `batch` is 0.
+        """
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            for _ in range(restored["made"] - bool(self.batch) - self._made):
+                iter(dataset)  # each iterator gets another order of `shuffle`
+            self._made = restored["made"] - bool(self.batch)
+        self._made += 1
+        iterator = iter(dataset)
+        skip(iterator, self.batch, print)
+        if restored is not None:
+            self._continue(restored)
+        for batch in iterator:
+            self.batch += 1
+            yield batch
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def stops(self) -> bool:
+        """Whether a signal has come and the training is to save and call `exit`; to be called after each step.
+
+        With several workers it is True on all of them after the same step. All must call it equally often.
+        """
+        self._stop = self._preemption.agreed()
+        return self._stop is not None
+
+    _stop: signal.Signals | None = None
+
+    def exit(self) -> None:
+        """Ends the process with a status on which launchers start it again: 128 plus the number of the signal."""
+        number = self._stop or signal.SIGTERM
+        self._preemption.answered()
+        raise SystemExit(status_of(number))
+
+    def serialize(self) -> str:
+        """What TensorFlow saves."""
+        state = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "made": self._made,
+            "values": self.values,
+            "random": random_state.captured(self._strategy),
+            "seeds": [] if self._variables is None else self._variables.seeds(),
+            "replicas": {} if self._variables is None else self._variables.of_replicas(),
+        }
+        try:
+            own = plain.dumps(state)
+        except plain.NotPlainError as error:
+            raise BackupError(f"TrainingState cannot save {error}. `values` takes plain data only.") from error
+        return plain.dumps([own] if self._saving is None else self._saving.exchange(own))
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Restores what TensorFlow has read."""
+        states = plain.loads(tf.compat.as_text(string_value))
+        worker = 0 if self._saving is None else self._saving.worker
+        state = plain.loads(states[worker if worker < len(states) else 0])
+        self.epoch, self.batch, self.values = state["epoch"], state["batch"], state["values"]
+        self._restored = state
+        self._continue(state)
+
+    def _continue(self, state: dict[str, Any]) -> None:
+        """Goes on with the random numbers, and with what each replica has, of a state."""
+        random_state.restore(state["random"], self._strategy)
+        if self._variables is not None:
+            self._variables.give_seeds(state["seeds"])
+            self._variables.give_replicas(state["replicas"])
