@@ -145,3 +145,79 @@ def test_kill_9_at_a_random_batch(programs, tmp_path, kinds, seed):
             assert values.files == others.files
             different = [name for name in values.files if not np.array_equal(values[name], others[name])]
         assert not different, kind
+
+
+# Arguments: a folder, "first" or "second" process, and strategies. The first process trains twice, undisturbed and
+# until a signal comes; the second goes on.
+LOOP = """
+    import os, random, signal, sys
+    from replica_engine import logical_devices
+
+    folder, process, kinds = sys.argv[1], sys.argv[2], sys.argv[3:]
+    devices = logical_devices(2)
+
+    import keras, numpy as np, tensorflow as tf
+    import replica_engine
+
+    data = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+
+    def train(kind, name, stopped_at):
+        is_compiled = kind == "tpu"
+        strategy = replica_engine.TPUStrategy(num_cores=2) if is_compiled else replica_engine.MirroredStrategy(devices)
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            parts = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.Input((4,)), *parts])
+            optimizer = keras.optimizers.Adam(0.05)
+            optimizer.build(model.trainable_variables)
+            generator = tf.random.Generator.from_seed(4)
+
+        @tf.function
+        def step(x, y):
+            def on_replica(x, y):
+                x += tf.random.normal(tf.shape(x)) if is_compiled else 0.0  # of the strategy's own random numbers
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum((model(x, training=True) - y) ** 2) / 8
+                optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+                return loss
+
+            return strategy.reduce("SUM", strategy.run(on_replica, args=(x, y)), axis=None)
+
+        dataset = tf.data.Dataset.from_tensor_slices((data[:, :4], data[:, 4:])).shuffle(40).batch(8)
+        batches = strategy.experimental_distribute_dataset(dataset)
+        state = replica_engine.TrainingState(model, strategy)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, generator=generator, state=state)
+        manager = tf.train.CheckpointManager(checkpoint, f"{folder}/{kind} {name}", max_to_keep=1)
+        checkpoint.restore(manager.latest_checkpoint)
+        rows = state.values.setdefault("rows", [])
+        while state.epoch < 3:
+            for x, y in state.batches(batches):
+                draws = random.random(), np.random.rand(), tf.random.uniform([]), generator.uniform([])
+                rows.append([float(step(x, y)), *map(float, draws)])
+                if len(rows) == stopped_at and process == "first":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if state.stops():
+                    manager.save()
+                    state.exit()
+        return [variable.numpy() for variable in [*model.variables, *optimizer.variables]] + [np.array(rows)]
+
+    for kind in kinds:
+        try:
+            if process == "first":
+                np.savez(f"{folder}/{kind}.npz", *train(kind, "undisturbed", None))
+            found = train(kind, "stopped", 7)
+        except SystemExit as stop:
+            print("status", stop.code)
+            continue
+        with np.load(f"{folder}/{kind}.npz") as expected:
+            pairs = zip(expected.files, found, strict=True)
+            print("different", [name for name, value in pairs if not np.array_equal(expected[name], value)])
+"""
+
+
+def test_a_loop_of_its_own_goes_on_after_a_signal(programs, tmp_path):
+    kinds = ["mirrored", "tpu"] if HAS_XLA else ["mirrored"]
+    for process, expected in (("first", "status 143"), ("second", "different []")):
+        done = programs.run(textwrap.dedent(LOOP), tmp_path, process, *kinds, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count(expected) == len(kinds), done.stdout

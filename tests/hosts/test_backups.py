@@ -1,0 +1,86 @@
+"""A signal to one of two workers ends both after the same step, and the job that the launcher starts again goes on.
+
+Here the job trains twice: undisturbed, and with a signal. Both come to the same numbers, bit by bit.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers.versions import HAS_XLA
+
+pytestmark = pytest.mark.timeout(400)
+
+LAUNCH = [sys.executable, "-m", "replica_engine", "launch", "--workers", "2", "--max-restarts", "1"]
+
+PROGRAM = """
+import os, signal, sys
+
+folder, kind = sys.argv[1:]
+me, restarts = int(os.environ["REPLICA_ENGINE_PROCESS_ID"]), int(os.environ["REPLICA_ENGINE_RESTART"])
+
+import keras, numpy as np, replica_engine, tensorflow as tf
+from replica_engine.errors import BackupError
+from replica_engine.keras import BackupAndRestore, replicate_model
+
+strategy = replica_engine.TPUStrategy(num_cores=2) if kind == "tpu" else replica_engine.MultiWorkerMirroredStrategy()
+
+
+class Signalled(keras.callbacks.Callback):
+    seen = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen += 1
+        if me == 1 and restarts == 0 and self.seen == 7:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def train(name, *callbacks):
+    keras.utils.set_random_seed(1)
+    data = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((data[:, :4], data[:, 4:])).shuffle(40).batch(8)
+    parts = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((4,)), *parts])
+    model.compile("adam", "mse", metrics=["mae"])
+    log = keras.callbacks.CSVLogger(f"{folder}/{name}.csv")
+    backup = BackupAndRestore(f"{folder}/{name}", save_freq=100, signals=(signal.SIGUSR1,))
+    fitted = replicate_model(model, strategy=strategy).fit(
+        dataset, epochs=40, verbose=2 - 2 * min(me, 1), callbacks=[*callbacks, log, backup]
+    )
+    state = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
+    return [*state, *(np.array(values) for values in fitted.history.values())]
+
+
+if restarts == 0:
+    np.savez(f"{folder}/{me}.npz", *train("undisturbed"))
+found = train("signalled", Signalled())
+with np.load(f"{folder}/{me}.npz") as expected:
+    different = [name for name, value in zip(expected.files, found) if not np.array_equal(expected[name], value)]
+print("different", different, "after restarts", restarts)
+try:
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({"worker": ["a:1", "b:1"]}))
+    tf.distribute.experimental.PreemptionCheckpointHandler(resolver, tf.train.Checkpoint(), folder)
+except BackupError as error:
+    print("named", "BackupAndRestore" in str(error) and "TrainingState" in str(error))
+"""
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"] if HAS_XLA else ["mirrored"])
+def test_a_signal_to_one_worker(tmp_path, kind):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [*LAUNCH, str(tmp_path / "program.py"), str(tmp_path), kind],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=360,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Exit status 138." in done.stdout
+    for worker in range(2):
+        assert f"[worker {worker}] different [] after restarts 1" in done.stdout
+        assert f"[worker {worker}] named True" in done.stdout
+    logs = [(tmp_path / f"{name}.csv").read_text() for name in ("undisturbed", "signalled")]
+    assert logs[0] == logs[1]
