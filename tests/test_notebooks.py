@@ -104,6 +104,7 @@ def test_a_timeline_is_a_picture_and_names_the_slowest(mirrored, tmp_path):
     text = timeline._repr_html_()
     assert {"svg", "pre"} <= Reader(text).tags
     assert "MirroredStrategy, 1 step in" in text
+    assert text.startswith('<svg style="max-width: 100%'), "it is wider than the cell"
     assert repr(timeline) == f"timeline({str(tmp_path / 'run.json')!r})"
 
 

@@ -85,7 +85,8 @@ def as_svg(timeline: Timeline) -> str:
             return ""
         with open(path, encoding="utf-8") as file:
             text = file.read()
-    return text[text.index("<svg") :]
+    as_wide_as_its_cell = '<svg style="max-width: 100%; height: auto"'
+    return text[text.index("<svg") :].replace("<svg", as_wide_as_its_cell, 1)
 
 
 def _stragglers(timeline: Timeline) -> dict[str, str]:
