@@ -5,6 +5,7 @@ process is, and tells every worker which other one is lost, missing or different
 
     cli           `replica-engine launch`
     launcher      N processes on this machine: starts, watches, ends and restarts them
+    slots         which workers start, when some are lost for good
     joining       `join`: takes this process into its job
     serve         the coordinator as a child process of worker 0
     coordinator   the sockets of the coordinator

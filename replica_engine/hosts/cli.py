@@ -18,11 +18,16 @@ Starts N processes of a script on this machine, as the workers of one job, and w
 Each line that a worker prints has its name before it. When a worker fails, the others get ten seconds to raise by
 themselves, and then are ended. What failed first is printed last. Ctrl-C and SIGTERM end all workers.
 
+With --workers MIN:MAX, a worker that fails, and fails again in its first step or before after all were started again,
+is left out of the next start, as long as MIN are left. SIGUSR1 to this launcher says that those are back: the workers
+get SIGTERM, save after their step if the script does so, and all MAX start again.
+
 On several machines it is Slurm, Kubernetes or Ray that starts the processes; docs/hosts/starting.md says how.
 """
 EPILOG = """\
 example:
   replica-engine launch --workers 2 --max-restarts 1 train.py --epochs 5
+  replica-engine launch --workers 2:4 train.py --epochs 5
 
 exit status:
   0        all workers ended well
@@ -47,13 +52,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--workers", type=_number(int, 1), required=True, metavar="N", help="number of processes")
+    add(
+        "--workers",
+        type=_range,
+        required=True,
+        metavar="N or MIN:MAX",
+        help="number of processes; with MIN:MAX, MAX are started, and at least MIN go on when others are lost",
+    )
     add(
         "--max-restarts",
         type=_number(int, 0),
-        default=0,
         metavar="K",
-        help="how often to start all workers again after a failure (default: %(default)s)",
+        help="how often to start all workers again after a failure (default: 0; with MIN:MAX, 2 * (MAX - MIN))",
     )
     add(
         "--join-timeout",
@@ -84,15 +94,30 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     limits = Limits(flags.join_timeout or limits.join, flags.heartbeat_timeout or limits.heartbeat)
     if not os.path.exists(flags.script):
         parser.error(f"there is no file {flags.script}")
-    plan = LaunchPlan(flags.workers, [sys.executable, flags.script, *flags.arguments], limits, flags.max_restarts)
+    fewest, most = flags.workers
+    # Each of those that may be lost fails twice.
+    restarts = 2 * (most - fewest) if flags.max_restarts is None else flags.max_restarts
+    plan = LaunchPlan(most, [sys.executable, flags.script, *flags.arguments], limits, restarts, fewest)
     if not flags.dry_run:
         return launch(plan)
-    for worker in range(flags.workers):
+    for worker in range(most):
         print(f"worker {worker}:")
         for name, value in plan.environment(worker, 0, "127.0.0.1:(a free port)", "(a secret of each start)").items():
             print(f"  {name}={value}")
         print(f"  {shlex.join(plan.command)}")
     return 0
+
+
+def _range(text: str) -> tuple[int, int]:
+    """Reads "4", which is 4:4, or "2:4", for argparse."""
+    least, colon, most = text.partition(":")
+    read = _number(int, 1)
+    fewest = int(read(least))
+    if not colon:
+        return fewest, fewest
+    if int(read(most)) < fewest:
+        raise argparse.ArgumentTypeError(f"MIN:MAX needs a MIN that is not above MAX, got {text}")
+    return fewest, int(read(most))
 
 
 def _number(kind: Callable[[str], float], least: float) -> Callable[[str], float]:

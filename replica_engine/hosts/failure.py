@@ -62,13 +62,22 @@ class Failure:
     @property
     def worker(self) -> int | None:
         """The worker that is the cause; None if no single worker is."""
-        rows = [each for each in self.arguments[:1] if isinstance(each, WorkerRow)]
-        return rows[0].worker if rows else None
+        return None if self._row is None else self._row.worker
+
+    @property
+    def step(self) -> int | None:
+        """The last step of that worker; None if it reported none."""
+        return None if self._row is None else self._row.step
 
     @property
     def is_end(self) -> bool:
         """Whether the failure is that a worker's program ended normally while others went on."""
         return self.wording == WorkerLostError.left.__qualname__
+
+    @property
+    def _row(self) -> WorkerRow | None:
+        row = self.arguments[0] if self.arguments else None
+        return row if isinstance(row, WorkerRow) else None
 
     def error(self) -> ReplicaEngineError:
         """The error, made once more for each place that raises it."""

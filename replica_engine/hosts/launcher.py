@@ -9,6 +9,8 @@ What it guarantees:
 - The first failure decides: the others get ten seconds to raise by themselves, then SIGTERM, then SIGKILL.
 - Ctrl-C, SIGTERM and SIGHUP are passed on to all; a second one kills.
 - The exit status is that of the first failure, and what failed first is printed last.
+- Each start has the workers that `slots` says. SIGUSR1 brings those back that it leaves out: all get SIGTERM, on which
+  a training saves after its step, and start again.
 
 Process managers (honcho, circus) and torchrun were considered. The first end all workers when any of them ends
 well, and know no first failure; the last comes with PyTorch. What is needed here is `subprocess` and one loop.
@@ -17,6 +19,7 @@ well, and know no first failure; the last comes with PyTorch. What is needed her
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import selectors
@@ -37,12 +40,17 @@ from replica_engine.hosts.coordinator import Coordinator
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.job import Limits
 from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT
+from replica_engine.hosts.slots import Slots
 
 RESTART = "REPLICA_ENGINE_RESTART"
 """How often the workers were started before: 0 at first. Scripts may read it."""
 
+SLOT = "REPLICA_ENGINE_SLOT"
+"""What a worker keeps when others are left out, as its index does not: scripts may choose a device by it."""
+
 GRACE = 10.0  # seconds after the first failure, or a signal, for the workers to end by themselves
 KILL_AFTER = 5.0  # seconds from SIGTERM to SIGKILL
+SAVE_WITHIN = 300.0  # seconds for the workers to end their step and to save, when others are back and nothing hurries
 _LAST_LINES = 20  # of the first failure that are printed again at the end
 _LONGEST_LINE = 1 << 16
 _READ = 1 << 16
@@ -59,18 +67,24 @@ class LaunchPlan:
         command: the program and its arguments.
         limits: how long to wait for workers.
         max_restarts: how often all workers are started again after a failure.
+        fewest: how many go on at least when others are lost; None if none may be.
     """
 
     workers: int
     command: Sequence[str]
     limits: Limits = field(default_factory=Limits)
     max_restarts: int = 0
+    fewest: int | None = None
 
-    def environment(self, worker: int, restart: int, address: str, token: str) -> dict[str, str]:
-        """The variables that a worker gets besides those of this process."""
+    def environment(
+        self, worker: int, restart: int, address: str, token: str, slots: Sequence[int] = ()
+    ) -> dict[str, str]:
+        """The variables that a worker gets besides those of this process; no `slots` are all of them."""
+        slots = slots or range(self.workers)
         variables = {
             PROCESS_ID: str(worker),
-            NUM_PROCESSES: str(self.workers),
+            NUM_PROCESSES: str(len(slots)),
+            SLOT: str(slots[worker]),
             COORDINATOR: address,
             TOKEN: token,
             LAUNCHED: "1",
@@ -96,15 +110,30 @@ def launch(plan: LaunchPlan, out: IO[bytes] | None = None, err: IO[bytes] | None
         first worker that failed, otherwise the exit status of that worker.
     """
     out, err = out or sys.stdout.buffer, err or sys.stderr.buffer
+    slots = Slots(plan.fewest or plan.workers, plan.workers)
+    restarts = 0
     with _signals() as woken:
-        for restart in range(plan.max_restarts + 1):
-            attempt = _Attempt(plan, restart, woken, out, err)
+        for start in itertools.count():
+            attempt = _Attempt(plan, slots, start, restarts == plan.max_restarts, woken, out, err)
             status = attempt.run()
             if not status or attempt.signalled:
                 break
-            if restart < plan.max_restarts:
-                _say(err, f"restart {restart + 1} of {plan.max_restarts}: all workers start again")
-        return status
+            if attempt.stopped:
+                slots.restore()
+                restarts = 0
+                _say(err, f"all {plan.workers} workers start again")
+                continue
+            if restarts == plan.max_restarts:
+                break
+            restarts += 1
+            again = f"restart {restarts} of {plan.max_restarts}"
+            if attempt.failed is not None and slots.failed(*attempt.failed):
+                left = len(slots.present)
+                again += f" without slot {attempt.failed[0]}, which failed again at once: {left} of {plan.workers}"
+                _say(err, f"{again} workers start. When it is back: kill -USR1 {os.getpid()}")
+            else:
+                _say(err, f"{again}: all workers start again")
+    return status
 
 
 class _Worker:
@@ -171,17 +200,32 @@ class _Attempt:
 
     Attributes:
         signalled: the signal that ended it; None if there was none.
+        stopped: whether it was ended because workers are back that it was started without.
+        failed: the slot that failed first, and its last step; None if no single one did.
     """
 
-    def __init__(self, plan: LaunchPlan, restart: int, woken: socket.socket, out: IO[bytes], err: IO[bytes]):
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        slots: Slots,
+        start: int,
+        is_last: bool,
+        woken: socket.socket,
+        out: IO[bytes],
+        err: IO[bytes],
+    ):
         self._plan = plan
-        self._restart = restart
+        self._slots = slots
+        self._start_number = start
+        self._is_last = is_last
         self._woken = woken
         self._out, self._err = out, err
         self._workers: list[_Worker] = []
         self._first: _Worker | None = None  # the first that exited with a status other than 0
         self._deadlines: list[tuple[float, int]] = []  # when to send which signal to those that are left
         self.signalled: int | None = None
+        self.stopped = False
+        self.failed: tuple[int, int | None] | None = None
 
     def run(self) -> int:
         """Starts the workers, and returns the exit status when all have ended."""
@@ -193,7 +237,7 @@ class _Attempt:
             woken,
             selectors.DefaultSelector() as selector,
             Coordinator(
-                self._plan.workers,
+                len(self._slots.present),
                 token,
                 limits=self._plan.limits,
                 knows_statuses=True,
@@ -216,14 +260,15 @@ class _Attempt:
         return self._result(coordinator.failure)
 
     def _start(self, selector: selectors.BaseSelector, address: str, token: str) -> None:
-        for index in range(self._plan.workers):
+        for index in range(len(self._slots.present)):
+            environment = self._plan.environment(index, self._start_number, address, token, self._slots.present)
             process = subprocess.Popen(
                 self._plan.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={**os.environ, **self._plan.environment(index, self._restart, address, token)},
+                env={**os.environ, **environment},
             )
             worker = _Worker(index, process)
             self._workers.append(worker)
@@ -251,6 +296,8 @@ class _Attempt:
                 for number in key.fileobj.recv(_READ):
                     if number in _SIGNALS:
                         self._pass_signal(number)
+                    elif number == signal.SIGUSR1:
+                        self._stop_for_more()
 
     def _nobody_reads(self) -> None:
         """Ends the workers, because what they print goes nowhere: `replica-engine launch ... | head`."""
@@ -271,6 +318,17 @@ class _Attempt:
                 sent = signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGPIPE else number
                 worker.signal_group(sent)
         self._deadlines = [(now + GRACE, signal.SIGKILL)]
+
+    def _stop_for_more(self) -> None:
+        """Lets the workers save and end, so that those start with them that are said to be back."""
+        if not self._slots.missing:
+            _say(self._err, "SIGUSR1 starts workers again that were left out, and none is")
+        elif not self.stopped and not self._deadlines:  # an end that is under way is left to itself
+            _say(self._err, f"{self._slots.missing} of {self._plan.workers} workers are back: the others save and end")
+            self.stopped = True
+            for worker in self._workers:
+                worker.signal_group(signal.SIGTERM)
+            self._deadlines = [(time.monotonic() + SAVE_WITHIN, signal.SIGKILL)]
 
     def _reap(self, selector: selectors.BaseSelector, coordinator: Coordinator) -> None:
         """Takes note of the processes that have ended."""
@@ -312,12 +370,16 @@ class _Attempt:
         if self.signalled is not None:
             _say(self._err, f"ended by {signal.Signals(self.signalled).name}; all workers have ended")
             return 128 + self.signalled
+        if self.stopped:
+            return max(_shell_status(worker.process.returncode) for worker in self._workers)
         first = self._first
         if failure is not None:
             first = None if failure.worker is None else self._workers[failure.worker]
         elif first is None:
             return 0
-        error = _how(first, self._plan.workers) if failure is None else failure.error()
+        if first is not None:
+            self.failed = self._slots.present[first.index], None if failure is None else failure.step
+        error = _how(first, len(self._workers)) if failure is None else failure.error()
         status = 1  # of a failure that is nobody's own, or of a worker that this launcher had to end
         if first is not None:
             if first.tail:
@@ -332,7 +394,7 @@ class _Attempt:
 
     def _advice(self, error: ReplicaEngineError) -> str:
         """What to do after a failure, unless this launcher does it now."""
-        if not isinstance(error, WorkerLostError) or not error.again or self._restart < self._plan.max_restarts:
+        if not isinstance(error, WorkerLostError) or not error.again or not self._is_last:
             return ""
         by_itself = "" if self._plan.max_restarts else "; `--max-restarts 1` does so by itself"
         return f" Start all workers again from the last checkpoint{by_itself}."
@@ -367,7 +429,7 @@ def _signals() -> Iterator[socket.socket]:
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     woken.setblocking(True)
-    before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGCHLD)}
+    before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGUSR1, signal.SIGCHLD)}
     old = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     try:
         yield woken

@@ -73,6 +73,7 @@ def test_what_the_workers_are_told(script):
         "REPLICA_ENGINE_NUM_PROCESSES": "2",
         "REPLICA_ENGINE_LAUNCHED": "1",
         "REPLICA_ENGINE_RESTART": "0",
+        "REPLICA_ENGINE_SLOT": "1",
         "REPLICA_ENGINE_JOIN_TIMEOUT": "7",
         "REPLICA_ENGINE_HEARTBEAT_TIMEOUT": "60",
     }
@@ -289,6 +290,9 @@ def test_nobody_reads_what_is_printed(script):
         (["train.py"], "the following arguments are required: --workers"),
         (["--workers", "0", "train.py"], "must be at least 1, got 0"),
         (["--workers", "two", "train.py"], "'two' is not a whole number"),
+        (["--workers", "a:b", "train.py"], "'a' is not a whole number"),
+        (["--workers", "0:2", "train.py"], "must be at least 1, got 0"),
+        (["--workers", "4:2", "train.py"], "MIN:MAX needs a MIN that is not above MAX, got 4:2"),
         (["--workers", "2", "--join-timeout", "-1", "train.py"], "must be at least 0.001, got -1"),
         (["--workers", "2", "no_such.py"], "there is no file no_such.py"),
         (["--workers", "2"], "the following arguments are required: script"),
