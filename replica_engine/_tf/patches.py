@@ -213,6 +213,13 @@ PATCHES: tuple[Patch, ...] = (
         _FIRST_BACKUP,
         "passes on to Keras for a `fit` without one",
     ),
+    Patch(
+        f"{MODULE}.{TRAINER}",
+        "fit",
+        "a backup that listens to signals gives the program its handlers back, also after an exception",
+        _FIRST_BACKUP,
+        "passes on to Keras",
+    ),
     Patch(keras_hooks.LOSSES, keras_hooks.REDUCE_LOSSES, "a shard's loss counts by its samples", _REPLICATED, _SHARDS),
     *(
         Patch(keras_hooks.LOSSES, name, "the losses of shards are scaled once", _REPLICATED, _SHARDS)

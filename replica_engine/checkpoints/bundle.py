@@ -4,8 +4,8 @@ A checkpoint at the prefix "ckpt" is "ckpt.index" and one or more "ckpt.data-000
 data files there are, and so which of them belong to it. This makes a write atomic:
 
 1. All files are written in the folder "ckpt_temp", and are on the disk before anything else happens (fsync).
-2. The data files are renamed into place. Their number is one that no file at this prefix has, so they take the place of
-   nothing that an index names.
+2. The data files are renamed into place. Their number is not the one that the index at this prefix names, so they take
+   the place of files of earlier writes that were killed, at most.
 3. The index is renamed into place. Before this instant the checkpoint is the old one or none, and after it the new one.
 4. Data files of other numbers, and the folder, are deleted.
 
@@ -27,6 +27,7 @@ TEMPORARY = "_temp"
 """What the name of the folder has behind the prefix, as with TensorFlow."""
 
 _DATA = re.compile(r"\.data-\d{5}-of-(\d{5})$")
+_HEADER = re.compile(rb"\0\0.\x08([\x80-\xff]*[\0-\x7f])", re.DOTALL)  # sizes of the first key and value; the value
 
 
 class Row(NamedTuple):
@@ -58,19 +59,18 @@ def write(rows: Sequence[Row], prefix: str) -> None:
 
 
 def split(bundles: list[list[Row]], path: str, others: int = 0) -> list[list[Row]]:
-    """Divides rows into so many bundles that no file at the final prefix has their number.
+    """Divides rows into so many bundles that the checkpoint at the final prefix has not their number of files.
 
     Args:
         bundles: the rows of each bundle.
         path: the final prefix.
         others: the number of bundles that other workers write.
     """
-    taken, bundles = _numbers(path), list(bundles)
-    while len(bundles) + others in taken:
+    taken, bundles = _number_of(path), list(bundles)
+    if len(bundles) + others == taken:
         longest = max(bundles, key=len)
-        if len(longest) == 1:  # a checkpoint without any variable
-            break
-        bundles.append([longest.pop()])
+        if len(longest) > 1:  # it is 1 only in a checkpoint without any variable
+            bundles.append([longest.pop()])
     return bundles
 
 
@@ -101,8 +101,18 @@ def discard(path: str) -> None:
         tf.io.gfile.rmtree(path + TEMPORARY)
 
 
-def _numbers(path: str) -> set[int]:
-    return {_number(file) for file in tf.io.gfile.glob(path + ".data-?????-of-?????")}
+def _number_of(path: str) -> int | None:
+    """How many data files the index at a prefix names; None without one that can be read.
+
+    An index is a table, whose first entry has the key "" and the value BundleHeaderProto: b"\\x08" and the number.
+    """
+    try:
+        with tf.io.gfile.GFile(path + ".index", "rb") as file:
+            begin = file.read(16)
+    except tf.errors.OpError:
+        return None
+    found = _HEADER.match(begin)
+    return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(found[1])) if found else None
 
 
 def _number(file: str) -> int:

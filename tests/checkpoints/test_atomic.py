@@ -93,6 +93,28 @@ def test_a_write_may_end_before_any_change_to_the_file_system(calls, over, tmp_p
     assert sizes == {f"{len(names) - 1:05}"}
 
 
+def test_writes_in_a_row_may_end_between_their_renames(monkeypatch, tmp_path):
+    """The files that they leave must not lead the next write to those of the checkpoint that is there."""
+    weight, checkpoint = trained()  # two values: there are no more than two numbers
+    path = tmp_path / "ckpt"
+    checkpoint.write(path)
+    weight.assign(tf.ones([8, 4]))
+    checkpoint.write(path)
+    rename = tf.io.gfile.rename
+
+    def killed(source, target, overwrite=False):
+        if target.endswith(".index"):
+            raise Killed
+        rename(source, target, overwrite)
+
+    monkeypatch.setattr(tf.io.gfile, "rename", killed)
+    for value in (2.0, 3.0):
+        weight.assign(tf.fill([8, 4], value))
+        with pytest.raises(Killed):
+            checkpoint.write(path)
+        assert found(path) == 1.0
+
+
 @pytest.fixture
 def file_limit():
     """Limits the size of files of this process; what is written beyond it fails as on a full disk."""

@@ -8,9 +8,15 @@ import random
 import signal
 import textwrap
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from helpers.versions import HAS_XLA
+
+from replica_engine.checkpoints.training.folder import BackupFolder
+from replica_engine.errors import BackupError
+from replica_engine.keras import BackupAndRestore
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -221,3 +227,59 @@ def test_a_loop_of_its_own_goes_on_after_a_signal(programs, tmp_path):
         done = programs.run(textwrap.dedent(LOOP), tmp_path, process, *kinds, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count(expected) == len(kinds), done.stdout
+
+
+def trained(folder, *callbacks, model=None, **kwargs):
+    """Fits a model with a backup in a folder; returns the model and its history."""
+    if model is None:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones((8, 4), "f"), np.ones((8, 1), "f")
+    backup = [] if folder is None else [BackupAndRestore(folder)]
+    return model, model.fit(x, y, verbose=0, callbacks=[*callbacks, *backup], **kwargs)
+
+
+def test_an_exception_leaves_nothing_to_the_next_fit(tmp_path):
+    """The next one begins with its own epoch, and signals are the program's."""
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise RuntimeError("fails")
+
+    before, (model, _) = signal.getsignal(signal.SIGTERM), trained(None, epochs=1)
+    for _ in range(2):  # the second one goes on with a backup
+        with pytest.raises(RuntimeError, match="fails"):
+            trained(tmp_path, Fails(), model=model, epochs=4)
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert trained(None, model=model, epochs=2)[1].epoch == [0, 1]
+
+
+def test_what_callbacks_put_into_logs(tmp_path, caplog):
+    class Logs(keras.callbacks.Callback):
+        value, count, directory = tf.constant(0.5), 0, "of the user"
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.count += 1
+            logs["value"] = self.value
+
+    logs = Logs()
+    assert trained(tmp_path, logs, epochs=2)[1].history["value"] == [0.5, 0.5]
+    assert "the state of the callback Logs" in caplog.text
+    logs.value = object()
+    with pytest.raises(BackupError, match=r"cannot save .*'value'.*: object"):
+        trained(tmp_path, logs, epochs=1)
+
+
+def test_a_worker_that_finishes_late_leaves_what_the_others_have(tmp_path):
+    chief, other = BackupFolder(tmp_path / "backup", 2), BackupFolder(tmp_path / "backup", 2)
+    first = chief.begin(1, 0)
+    chief.finish(first)
+    second = chief.begin(2, 0)
+    other.finish(first)
+    assert second.exists()
+    chief.finish(second)
+    assert chief.last().name.startswith("backup-000002")
+    chief.clear()
+    other.finish(second)
+    assert chief.last() is None

@@ -6,10 +6,8 @@ needs both. Checked on Keras 3.15.1.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 # OwnedIterator: the iterator of a tf.data.Dataset in eager mode, whose state TensorFlow can save.
@@ -23,17 +21,20 @@ LIST, BEGIN = "CallbackList", "on_train_begin"
 EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator"
 ITERATOR, STEPS = "EpochIterator", "_enumerate_iterator"
 _OF_DATASETS = "TFDatasetAdapter"
+_MARK = "_replica_engine_backup"  # scopes wrap `fit` too
 
 
-def watch(begin: Callable[..., Any], steps: Callable[..., Any]) -> None:
+def watch(begin: Callable[..., Any], steps: Callable[..., Any], fit: Callable[..., Any]) -> None:
     """Calls functions when a `fit` begins and when an epoch begins its steps; only once per process.
 
     Args:
         begin: called in the place of `CallbackList.on_train_begin`, with it, the list and its arguments.
         steps: called in the place of `EpochIterator._enumerate_iterator`, a generator of steps, with it and its object.
+        fit: called in the place of `fit`, with it, the model and its arguments.
     """
     wrap(getattr(sys.modules[CALLBACK_LIST], LIST), BEGIN, begin)
     wrap(getattr(sys.modules[EPOCH_ITERATOR], ITERATOR), STEPS, steps)
+    wrap(getattr(sys.modules[MODULE], TRAINER), "fit", fit, _MARK, shortened=True)
 
 
 def saveable(iterator: Any) -> Any:
@@ -58,11 +59,3 @@ def spec_of(epoch_iterator: Any) -> Any:
 def begin_at(model: Any, epoch: int | None) -> None:
     """Lets the `fit` that has just begun continue with an epoch; None lets later ones begin with their own."""
     model._initial_epoch = epoch
-
-
-def runs(frame: FrameType | None) -> bool:
-    """Whether a `fit` is among the calls that a frame was called from."""
-    code = inspect.unwrap(getattr(sys.modules[MODULE], TRAINER).fit).__code__
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None

@@ -41,7 +41,10 @@ class BackupFolder:
         return half
 
     def finish(self, half: Path) -> None:
-        """Makes a checkpoint complete, and removes older ones and half ones that no process writes any more."""
+        """Makes a checkpoint complete, and removes older ones, complete and half.
+
+        A half one of a later place stays: another worker may be behind, and this one may write that already.
+        """
         complete = half.with_suffix("")
         with contextlib.suppress(FileNotFoundError):  # another worker was here first
             for file in half.iterdir():
@@ -50,8 +53,10 @@ class BackupFolder:
                 shutil.rmtree(half)
             else:
                 half.rename(complete)
-        _to_disk(self.path)
-        for path in [*self._complete()[self._keep :], *self.path.glob(f"backup-*{_HALF}")]:
+        with contextlib.suppress(FileNotFoundError):  # another worker has cleared the folder
+            _to_disk(self.path)
+        older = [path for path in self.path.glob(f"backup-*{_HALF}") if path.name <= half.name]
+        for path in [*self._complete()[self._keep :], *older]:
             shutil.rmtree(path, ignore_errors=True)
 
     def clear(self) -> None:

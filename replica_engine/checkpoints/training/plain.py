@@ -61,6 +61,8 @@ def loads(text: str) -> Any:
 
 def encode(value: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
     """A value as JSON has it; its arrays are added to `arrays`, by name."""
+    if isinstance(value, (tf.Tensor, tf.Variable)) and hasattr(value, "numpy"):  # callbacks put such into logs
+        value = value.numpy()
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:

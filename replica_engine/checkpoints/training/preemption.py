@@ -32,15 +32,11 @@ class Preemption:
     Args:
         signals: those to listen to.
         exchange: how workers tell each other; None if this process is the only one.
-        runs: whether the training still runs, seen from the frame that a signal has interrupted.
     """
 
-    def __init__(
-        self, signals: Iterable[int], exchange: Exchange | None = None, runs: Callable[[FrameType | None], bool] = bool
-    ):
+    def __init__(self, signals: Iterable[int], exchange: Exchange | None = None):
         self._signals = [signal.Signals(number) for number in signals]
         self._exchange = exchange
-        self._runs = runs
         self._before: dict[int, Any] = {}
         self._came: int | None = None
         self._step, self._last, self._next = 0, 0, 1
@@ -87,7 +83,7 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_first = self._came is None
         self._came = number
-        if not is_first or not self._runs(frame):
+        if not is_first:
             self.stop_listening()  # which asks the handler that was here before
 
 

@@ -14,7 +14,7 @@ from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief, positive_int
 from replica_engine.keras.backup import states
-from replica_engine.keras.backup.training import Training, begun, steps_of
+from replica_engine.keras.backup.training import Training, begun, fit, steps_of
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -77,7 +77,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "delete": delete_checkpoint,
             "signals": tuple(signals),
         }
-        fitting.watch(_begin, steps_of)
+        fitting.watch(_begin, steps_of, fit)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Does nothing. It is here because Keras runs callbacks without it on another thread, behind the training."""

@@ -112,7 +112,8 @@ def _has_own(each: Any) -> bool:
 
 def _is_known(each: Any) -> bool:
     """Whether a callback's state is saved, or it has none: one of Keras' own, or one with the two methods."""
-    return _has_own(each) or type(each) in _ATTRIBUTES or type(each) in _STATELESS or hasattr(each, "directory")
+    is_ours = type(each).__module__.split(".")[0] == __name__.split(".")[0]  # BackupAndRestore
+    return _has_own(each) or type(each) in _ATTRIBUTES or type(each) in _STATELESS or is_ours
 
 
 def _outline(each: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ callback may set the learning rate. So then everything is restored a second time
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -66,7 +67,7 @@ class Training:
         self._worker = 0 if saving is None else saving.worker
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0
         self._asynchronous = asynchronous
-        self._preemption = Preemption(signals, self._exchange, fitting.runs)
+        self._preemption = Preemption(signals, self._exchange)
         self._variables = Variables(self._model, 1 if saving is None else saving.size)
         self._place = Place(self._say)
         self._epoch = self._batch = self._since = 0
@@ -88,7 +89,9 @@ class Training:
         name = None if last is None else last.name
         if self._exchange is not None:
             name = self._exchange(name)[0]  # all take the chief's
-        self._preemption.listen()
+        if (fits := getattr(_thread, "fits", None)) is not None:  # a loop of one's own calls no `fit`, which ends that
+            self._preemption.listen()
+            fits.callback(self._preemption.stop_listening)
         if name is None:
             return
         self._from = self._folder.path / name
@@ -105,6 +108,7 @@ class Training:
 
     def epoch_begins(self, own: Any, epoch: int, logs: Any = None) -> None:
         """Called in the place of the callbacks' `on_epoch_begin`, which is `own`."""
+        fitting.begin_at(self._model, None)  # `fit` has begun where it said, and an exception may end it
         own(epoch, logs)
         self._epoch, self._batch, self._logs = epoch, 0, None
         _thread.training = self  # the next steps that Keras asks for on this thread are those of this epoch
@@ -185,7 +189,13 @@ class Training:
             "callbacks": states.captured(self._callbacks),
             "data": self._place.save(file, self._batch),
         }
-        plain.write(file, state)
+        try:
+            plain.write(file, state)
+        except plain.NotPlainError as error:
+            raise BackupError(
+                f"BackupAndRestore cannot save {error}. The logs, and what a callback's get_state() returns, must be "
+                "None, bools, numbers, strings, arrays or tensors, or lists, tuples and dicts of these."
+            ) from error
         options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=self._asynchronous)
         if self._asynchronous:
             options.experimental_write_callbacks = [lambda path: self._folder.finish(half)]
@@ -241,6 +251,16 @@ def begun(training: Training, container: Any) -> None:
     ):
         own = getattr(type(container), name).__get__(container)
         setattr(container, name, functools.partial(method, own))
+
+
+def fit(own: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keras' `fit`; whatever ends it, handlers of signals are the program's again."""
+    outer = getattr(_thread, "fits", None)
+    with contextlib.ExitStack() as _thread.fits:
+        try:
+            return own(*args, **kwargs)
+        finally:
+            _thread.fits, _thread.training = outer, None
 
 
 def steps_of(own: Any, source: Any) -> Any:
