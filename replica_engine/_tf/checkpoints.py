@@ -223,9 +223,9 @@ _asynchronously: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_
 
 def _restored(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
     def restore(self: Any, save_path: Any, options: Any = None) -> Any:
+        saves.wait(raises=False)  # the objects may have no variables yet: they get their values when they are made
         if not saves.concerns(self):
             return original(self, save_path, options)
-        saves.wait(raises=False)
         self._checkpoint_options = None  # it would turn to AsyncCheckpointHelper
         return original(self, save_path, _synchronous(options))  # which calls `read`, with the path of a SavedModel
 
@@ -234,9 +234,9 @@ def _restored(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
     def read(self: Any, save_path: Any, options: Any = None) -> Any:
+        saves.wait(raises=False)
         if save_path is None or not saves.concerns(self):
             return original(self, save_path, options)
-        saves.wait(raises=False)
         self._checkpoint_options = None
         with saves.reading(os.fspath(save_path)):
             return original(self, save_path, _synchronous(options))

@@ -184,7 +184,7 @@ def test_a_backup_of_another_model(monkeypatch, tmp_path):
         model = keras.Sequential(layers, name="net")
         model.compile("sgd", "mse")
         backup = BackupAndRestore("backup", delete_checkpoint=False)
-        model.fit(np.ones((4, 3)), np.ones((4, units)), verbose=0, callbacks=[backup])
+        model.fit(np.ones((4, 3)), np.ones((4, units)), verbose=0, shuffle=False, callbacks=[backup])
 
 
 class Counts(keras.callbacks.Callback):
@@ -201,8 +201,9 @@ def test_a_callback_whose_state_cannot_be_saved(tmp_path):
     model = make_model()
     model.compile("sgd", "mse")
     backup = BackupAndRestore(tmp_path)
-    x, y = np.ones((4, 3)), np.ones((4, 2))
-    model.fit(x, y, epochs=2, verbose=0, shuffle=False, callbacks=[Counts(), backup])
+    batch = np.ones((4, 3)), np.ones((4, 2))
+    batches = (batch for _ in range(2))
+    model.fit(batches, steps_per_epoch=1, epochs=2, verbose=0, callbacks=[Counts(), backup])
 
 
 @shows(BackupError)

@@ -202,6 +202,8 @@ def test_a_worker_knows_the_chiefs_path(tmp_path, monkeypatch):
     values = {}
 
     class Member:
+        size = 2
+
         def __init__(self, worker):
             self.worker, self.put, self.get = worker, values.__setitem__, lambda key: list(values.values())[-1]
             self.drop = lambda key: None
@@ -251,7 +253,7 @@ def test_the_chief_writes_parts_of_replicated_models_and_asynchronous_checkpoint
 class Chief:
     """The connection of worker 0, whose values nobody reads."""
 
-    worker = 0
+    worker, size = 0, 2
 
     def put(self, key, value):
         pass

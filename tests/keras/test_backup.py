@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from helpers.versions import HAS_XLA
 
+import replica_engine
 from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError
 from replica_engine.keras import BackupAndRestore
@@ -151,6 +152,38 @@ def test_kill_9_at_a_random_batch(programs, tmp_path, kinds, seed):
             assert values.files == others.files
             different = [name for name in values.files if not np.array_equal(values[name], others[name])]
         assert not different, kind
+
+
+RESIZED = [("mirrored", 2, 4), ("tpu", 2, 4), ("tpu", 4, 1)]
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), RESIZED if HAS_XLA else RESIZED[:1])
+def test_another_number_of_replicas_goes_on_in_the_middle_of_an_epoch(tmp_path, kind, before, after):
+    """Its iterators have other parts of the batches, and its replicas have other shares of the metrics."""
+
+    def train(size, folder, *given):
+        devices = replica_engine.logical_devices(4)[:size]
+        compiled = kind == "tpu"
+        strategy = replica_engine.TPUStrategy(num_cores=size) if compiled else replica_engine.MirroredStrategy(devices)
+        keras.utils.set_random_seed(1)
+        data = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
+        dataset = tf.data.Dataset.from_tensor_slices((data[:, :4], data[:, 4:])).shuffle(48).batch(8)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            model.compile("adam", "mse", metrics=["mae"])
+        backup = BackupAndRestore(tmp_path / folder, save_freq=2)
+        history = model.fit(dataset, epochs=3, verbose=0, callbacks=[*given, backup]).history
+        return [*model.get_weights(), *(np.array(values) for values in history.values())]
+
+    class Stopped(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations == 6 + 5:
+                raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(before, "stopped", Stopped())
+    for found, expected in zip(train(after, "stopped"), train(before, "undisturbed"), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 # Arguments: a folder, "first" or "second" process, and strategies. The first process trains twice, undisturbed and

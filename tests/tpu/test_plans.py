@@ -98,7 +98,8 @@ def test_the_table(tpu, weights):
     assert ": fits\n" in text
     assert "all-reduce              1 of 256 KiB in all" in text
     page = plan._repr_html_()
-    assert page.startswith("<table><caption>step: 2 replicas")
+    assert page.startswith("<table")
+    assert "<caption>step: 2 replicas" in page
     assert page.count("<tr>") == len(text.splitlines()) - 1
 
 

@@ -55,6 +55,11 @@ def state() -> Any:
     return None if generator is None else {"seed": seed, "generator": generator.getstate()}
 
 
+def has_seed() -> bool:
+    """Whether `tf.random.set_seed` was called, so that another process can draw the same numbers."""
+    return _context.global_seed() is not None
+
+
 def restore(state: Any) -> None:
     """Continues with the seeds of a `state`; None changes nothing."""
     if state is None:

@@ -20,7 +20,7 @@ CALLBACK_LIST = "keras.src.callbacks.callback_list"
 LIST, BEGIN = "CallbackList", "on_train_begin"
 EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator"
 ITERATOR, STEPS = "EpochIterator", "_enumerate_iterator"
-_OF_DATASETS = "TFDatasetAdapter"
+_OF_DATASETS, _OF_ARRAYS = "TFDatasetAdapter", "ArrayDataAdapter"
 _MARK = "_replica_engine_backup"  # scopes wrap `fit` too
 
 
@@ -49,6 +49,16 @@ def saveable(iterator: Any) -> Any:
 def is_of_dataset(epoch_iterator: Any) -> bool:
     """Whether the data is a tf.data.Dataset that the user made."""
     return type(epoch_iterator.data_adapter).__name__ == _OF_DATASETS
+
+
+def shuffles(epoch_iterator: Any) -> bool:
+    """Whether Keras puts the data in another order."""
+    return bool(getattr(epoch_iterator.data_adapter, "_shuffle", False))
+
+
+def is_made_by_python(epoch_iterator: Any) -> bool:
+    """Whether the user's Python code makes the batches: a generator, a PyDataset, a loader of another library."""
+    return type(epoch_iterator.data_adapter).__name__ not in (_OF_DATASETS, _OF_ARRAYS)
 
 
 def spec_of(epoch_iterator: Any) -> Any:

@@ -40,6 +40,11 @@ def restore(state: dict[str, Any], strategy: Any = None) -> None:
         own.restore(state["strategy"])
 
 
+def has_seed() -> bool:
+    """Whether TensorFlow draws the same numbers in each process."""
+    return replaced_ops.has_seed()
+
+
 def _of(strategy: Any) -> Any:
     """What the replicas of a strategy draw from, if that is not TensorFlow's own state."""
     return getattr(getattr(strategy, "extended", None), "random_numbers", None)

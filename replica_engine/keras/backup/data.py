@@ -103,19 +103,37 @@ class Place:
             "has_current": source._current_iterator is not None,
         }
 
-    def go_to(self, steps: Iterator[Step], saved: dict[str, Any], path: Path) -> Iterator[Step]:
+    def lost(self) -> list[str]:
+        """What of the data a restart does not bring back, in words; to be asked after `save`."""
+        found = []
+        source, is_skipped = self._source, bool(self.why_not) or not fitting.is_of_dataset(self._source)
+        if fitting.is_made_by_python(source):
+            found.append(
+                "what the Python code that makes the batches keeps (counters, open files, an order of its own): the "
+                "batches that were trained are taken from it again, from its beginning"
+            )
+        if is_skipped and (fitting.shuffles(source) or fitting.is_of_dataset(source)) and not random_state.has_seed():
+            found.append(
+                "the order of shuffled data, and random numbers in a dataset: no seed is set. Call "
+                "keras.utils.set_random_seed(1) at the beginning of the program"
+            )
+        return found
+
+    def go_to(self, steps: Iterator[Step], saved: dict[str, Any], path: Path, is_same_size: bool) -> Iterator[Step]:
         """Goes to a place at the beginning of an epoch; returns the steps that are left of it.
 
         Args:
             steps: Keras' steps of the epoch.
             saved: what `save` returned.
             path: what `save` got; without the file there, batches are skipped.
+            is_same_size: whether there are as many workers and replicas as there were. The state of an iterator is that
+                of the part of one worker, so batches are skipped otherwise.
         """
         source, batch = self._source, saved["batch"]
         source._num_batches = source._num_batches or saved["batches"]
         goes_on = source.steps_per_epoch is not None and saved["has_current"]  # with one iterator over epochs
         file = Path(f"{path} {_FILE}")
-        has_file = saved["saved"] and file.with_name(f"{file.name}.index").exists()
+        has_file = saved["saved"] and is_same_size and file.with_name(f"{file.name}.index").exists()
         has_file = has_file and (goes_on or not self._may_have_ended(saved))
         before, last = random_state.captured(), None
         if fitting.is_of_dataset(source):

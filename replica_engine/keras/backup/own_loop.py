@@ -68,11 +68,12 @@ class TrainingState(tf.train.experimental.PythonState):
         self.values: dict[str, Any] = {}
         self._strategy = strategy
         self._saving = getattr(getattr(strategy, "extended", None), "saving", None)
-        self._variables = None if model is None else Variables(model, 1 if self._saving is None else self._saving.size)
+        workers = 1 if self._saving is None else self._saving.size
+        self._size = [workers, 1 if strategy is None else strategy.num_replicas_in_sync]
+        self._variables = None if model is None else Variables(model, workers)
         self._made = 0  # iterators of all epochs
         self._restored: dict[str, Any] | None = None
         self._preemption = Preemption(signals, None if self._saving is None else self._saving.exchange)
-        self._preemption.listen()
 
     def batches(self, dataset: Any) -> Iterator[Any]:
         """The batches of the epoch that are left.
@@ -101,8 +102,10 @@ class TrainingState(tf.train.experimental.PythonState):
     def stops(self) -> bool:
         """Whether a signal has come and the training is to save and call `exit`; to be called after each step.
 
-        With several workers it is True on all of them after the same step. All must call it equally often.
+        With several workers it is True on all of them after the same step. All must call it equally often. The first
+        call begins to listen; from then on the first signal only makes it True, and a second one ends the process.
         """
+        self._preemption.listen()
         self._stop = self._preemption.agreed()
         return self._stop is not None
 
@@ -117,6 +120,7 @@ class TrainingState(tf.train.experimental.PythonState):
     def serialize(self) -> str:
         """What TensorFlow saves."""
         state = {
+            "size": self._size,
             "epoch": self.epoch,
             "batch": self.batch,
             "made": self._made,
@@ -145,4 +149,5 @@ class TrainingState(tf.train.experimental.PythonState):
         random_state.restore(state["random"], self._strategy)
         if self._variables is not None:
             self._variables.give_seeds(state["seeds"])
-            self._variables.give_replicas(state["replicas"])
+            if state["size"] == self._size:
+                self._variables.give_replicas(state["replicas"])

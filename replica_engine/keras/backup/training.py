@@ -68,7 +68,9 @@ class Training:
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0
         self._asynchronous = asynchronous
         self._preemption = Preemption(signals, self._exchange)
-        self._variables = Variables(self._model, 1 if saving is None else saving.size)
+        workers = 1 if saving is None else saving.size
+        self._size = [workers, 1 if self.strategy is None else self.strategy.num_replicas_in_sync]
+        self._variables = Variables(self._model, workers)
         self._place = Place(self._say)
         self._epoch = self._batch = self._since = 0
         self._logs: dict[str, Any] | None = None
@@ -121,7 +123,7 @@ class Training:
         if state is None:
             yield from self._place.counted(steps)
             return
-        steps = self._place.go_to(steps, state["data"], self._file(state["worker"]))
+        steps = self._place.go_to(steps, state["data"], self._file(state["worker"]), state["size"] == self._size)
         if state["batch"]:
             build_for(self._model, fitting.spec_of(source))
             self._restore(state, metrics=True)
@@ -179,6 +181,7 @@ class Training:
         state = {
             "format": _FORMAT,
             "worker": self._worker,
+            "size": self._size,
             "epoch": self._epoch,
             "batch": self._batch,
             "logs": keras_trainer.plain_logs(self._logs),
@@ -218,7 +221,8 @@ class Training:
 
     def _restore(self, state: dict[str, Any], metrics: bool) -> None:
         self._variables.read(self._from, state["variables"], metrics)
-        self._variables.give_replicas(state["replicas"])
+        if state["size"] == self._size:
+            self._variables.give_replicas(state["replicas"])
         states.restore(self._callbacks, state["callbacks"])
         random_state.restore(state["random"], self.strategy)
 
@@ -230,6 +234,7 @@ class Training:
         lost = [
             f"the state of the callback {name}, which has no get_state and set_state" for name in self._unsaved.names()
         ]
+        lost += self._place.lost()
         if lost:
             listed = "\n".join(f"- {each}" for each in lost)
             _logger.warning(warning("not_backed_up", f"BackupAndRestore: a restart does not bring back:\n{listed}"))

@@ -111,10 +111,10 @@ class Variables:
         return found
 
     def give_replicas(self, values: dict[str, list[np.ndarray]]) -> None:
-        """Gives replicas their own values, unless there are more or fewer now than when they were saved."""
+        """Gives replicas their own values; there are as many on each worker as when they were saved."""
         for name, variable in self._of_replicas():
             own = values.get(name, ())
-            if len(own) != len(variable.values):
+            if not own:
                 continue
             if hasattr(variable, "assign_each"):
                 variable.assign_each(own)
