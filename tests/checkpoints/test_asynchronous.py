@@ -139,6 +139,14 @@ def test_a_second_save_and_a_restore_wait_for_the_first(gate, tmp_path):
     assert training.values()[0] == 1.0
 
 
+def test_a_restore_before_there_are_variables_waits_too(gate, monkeypatch, tmp_path):
+    training = Training(MAKE["compiled"]())
+    path = training.checkpoint.write(tmp_path / "ckpt", options=ASYNCHRONOUS)
+    join = writer.join
+    monkeypatch.setattr(writer, "join", lambda: (gate.set(), join())[1])
+    tf.train.Checkpoint().read(path)  # raises NotFoundError if the files are not there yet
+
+
 def test_memory_holds_one_snapshot(tmp_path):
     training = Training(MAKE["fsdp"]())
     places = set()

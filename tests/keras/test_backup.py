@@ -316,3 +316,15 @@ def test_a_worker_that_finishes_late_leaves_what_the_others_have(tmp_path):
     chief.clear()
     other.finish(second)
     assert chief.last() is None
+
+
+def test_a_loop_that_never_asks_is_ended_by_the_first_signal():
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        state = replica_engine.TrainingState(signals=[signal.SIGUSR1])
+        assert signal.getsignal(signal.SIGUSR1) == before
+        assert not state.stops()
+        signal.raise_signal(signal.SIGUSR1)
+        assert state.stops()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
