@@ -176,7 +176,7 @@ def skip(iterator: Any, batches: int, say: Callable[[str], None]) -> None:
         say: prints a line for the user.
     """
     if batches:
-        say(f"resuming: {batches} batches of the data were trained already, and are skipped")
+        say(f"resuming: skipping batches of the data that were trained already: {batches}")
     told = time.monotonic()
     for number in range(batches):
         next(iterator)
