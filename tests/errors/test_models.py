@@ -184,7 +184,8 @@ def test_a_backup_of_another_model(monkeypatch, tmp_path):
         model = keras.Sequential(layers, name="net")
         model.compile("sgd", "mse")
         backup = BackupAndRestore("backup", delete_checkpoint=False)
-        model.fit(np.ones((4, 3)), np.ones((4, units)), verbose=0, shuffle=False, callbacks=[backup])
+        x, y = np.ones((4, 3)), np.ones((4, units))
+        model.fit(x, y, verbose=0, shuffle=False, callbacks=[backup])
 
 
 class Counts(keras.callbacks.Callback):
