@@ -22,6 +22,7 @@ from replica_engine.hosts.addresses import is_loopback
 from replica_engine.hosts.cluster import Cluster, find_cluster, split_address
 from replica_engine.hosts.job import Limits
 from replica_engine.hosts.member import Member, member_of
+from replica_engine.hosts.member.channel import Welcome
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 
 LOGGER = logging.getLogger("replica_engine")
@@ -232,16 +233,8 @@ def _connected(address: str, token: str, hello: list[Any], patience: float, laun
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 heartbeat, lines, early = welcome(connection, token, hello, address)
-                return Member(
-                    connection,
-                    lines,
-                    worker=hello[0],
-                    size=hello[1],
-                    address=address,
-                    heartbeat=heartbeat,
-                    launched_by_us=launched,
-                    early=early,
-                )
+                told = Welcome(hello[0], hello[1], address, heartbeat, launched)
+                return Member(connection, lines, told, early)
             except BaseException:
                 connection.close()
                 raise

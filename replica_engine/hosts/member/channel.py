@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 from replica_engine.hosts import wire
@@ -33,12 +33,10 @@ class _Answer:
         self.late: Failure | None = None
 
 
-class Channel:
-    """What a member and the coordinator say to each other, without what the member does; `Member` says that.
+class Welcome(NamedTuple):
+    """What a worker knows when the coordinator has taken it in.
 
-    Args:
-        sock: the connection on which the worker was welcomed.
-        lines: what has arrived on it and was not used.
+    Attributes:
         worker: the index of this worker.
         size: the number of workers.
         address: of the coordinator, for messages.
@@ -46,22 +44,33 @@ class Channel:
         launched_by_us: whether the coordinator runs in `replica-engine launch`.
     """
 
+    worker: int
+    size: int
+    address: str
+    heartbeat: float
+    launched_by_us: bool
+
+
+class Channel:
+    """What a member and the coordinator say to each other, without what the member does; `Member` says that.
+
+    Args:
+        sock: the connection on which the worker was welcomed.
+        lines: what has arrived on it and was not used.
+        welcome: what is known from the welcome.
+    """
+
     def __init__(
         self,
         sock: socket.socket,
         lines: Lines,
-        *,
-        worker: int,
-        size: int,
-        address: str,
-        heartbeat: float,
-        launched_by_us: bool,
+        welcome: Welcome,
     ):
-        self.worker, self.size, self.heartbeat = worker, size, heartbeat
+        self.worker, self.size, self.heartbeat = welcome.worker, welcome.size, welcome.heartbeat
         self.failed = threading.Event()
         self.refused = False
-        self._address = address
-        self._launched_by_us = launched_by_us
+        self._address = welcome.address
+        self._launched_by_us = welcome.launched_by_us
         self.reached = ""
         self._process = os.getpid()
         self._clock = ClockComparison()
@@ -76,8 +85,8 @@ class Channel:
         self._connection = Connection(
             sock,
             lines,
-            name=f"worker {worker} of {size}: member",
-            heartbeat=heartbeat,
+            name=f"worker {welcome.worker} of {welcome.size}: member",
+            heartbeat=welcome.heartbeat,
             changed=self._changed,
             fill=self._fill,
             take=self._take,

@@ -34,7 +34,7 @@ from replica_engine.errors.hosts import NOW, slow_workers, where_workers_are
 from replica_engine.hosts.addresses import held_address
 from replica_engine.hosts.failure import print_place
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
-from replica_engine.hosts.member.channel import Channel
+from replica_engine.hosts.member.channel import Channel, Welcome
 from replica_engine.hosts.member.links import Links
 from replica_engine.hosts.wire import Lines, Message
 from replica_engine.telemetry import timeline
@@ -56,11 +56,7 @@ class Member(Channel):
     Args:
         connection: the connection on which the worker was welcomed.
         lines: what has arrived on it and was not used.
-        worker: the index of this worker.
-        size: the number of workers.
-        address: of the coordinator, for messages.
-        heartbeat: the limit of the job, in seconds.
-        launched_by_us: whether the coordinator runs in `replica-engine launch`.
+        welcome: what is known from the welcome.
         early: messages that came together with the welcome.
 
     Attributes:
@@ -76,23 +72,10 @@ class Member(Channel):
         self,
         connection: socket.socket,
         lines: Lines,
-        *,
-        worker: int,
-        size: int,
-        address: str,
-        heartbeat: float,
-        launched_by_us: bool,
+        welcome: Welcome,
         early: Sequence[Message] = (),
     ):
-        super().__init__(
-            connection,
-            lines,
-            worker=worker,
-            size=size,
-            address=address,
-            heartbeat=heartbeat,
-            launched_by_us=launched_by_us,
-        )
+        super().__init__(connection, lines, welcome)
         self._on_silence: list[Callable[[], None]] = []
         self._links: Links | None = None
         self._held: socket.socket | None = None  # the port at which the others look whether this machine answers
