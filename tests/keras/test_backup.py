@@ -186,6 +186,31 @@ def test_another_number_of_replicas_goes_on_in_the_middle_of_an_epoch(tmp_path, 
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("stopped_at", [3, 5, 9])
+def test_a_repeated_dataset_goes_on_in_its_order(tmp_path, stopped_at):
+    """TensorFlow's state of its iterator lacks the next order of `shuffle` when all elements have left that."""
+
+    def train(folder, *given):
+        keras.utils.set_random_seed(1)
+        data = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+        dataset = tf.data.Dataset.from_tensor_slices((data[:, :4], data[:, 4:])).shuffle(40).batch(8).prefetch(2)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        backup = BackupAndRestore(tmp_path / folder, save_freq=2, asynchronous=False)
+        fitted = model.fit(dataset.repeat(), steps_per_epoch=5, epochs=3, verbose=0, callbacks=[*given, backup])
+        return [*model.get_weights(), np.array(fitted.history["loss"])]
+
+    class Stopped(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations == stopped_at:
+                raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train("stopped", Stopped())
+    for found, expected in zip(train("stopped"), train("undisturbed"), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 # Arguments: a folder, "first" or "second" process, and strategies. The first process trains twice, undisturbed and
 # until a signal comes; the second goes on.
 LOOP = """

@@ -1,10 +1,11 @@
 """The place of a `fit` in its data.
 
 Where TensorFlow can save the state of the iterator (a dataset without Python code and without stateful random ops), the
-place is that state. Otherwise the batches are taken again and thrown away: of arrays only those of one epoch, since
-Keras shuffles each epoch in the same order; of a dataset after as many iterators as the first process had made, since
-each gives `shuffle` another order; of a generator all since its beginning. Python's and NumPy's random numbers then
-start from where they were when the iterator was made.
+place is that state. That of a repeated dataset (`steps_per_epoch`) is not used: it lacks the order of the next
+repetition while `shuffle` is between two. Otherwise the batches are taken again and thrown away: of arrays only those
+of one epoch, since Keras shuffles each epoch in the same order; of a dataset after as many iterators as the first
+process had made, since each gives `shuffle` another order; of a repeated dataset and a generator all since the
+beginning. Python's and NumPy's random numbers then start from where they were when the iterator was made.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Place:
         """
         source = self._source
         current = self._iterator if batch else source._current_iterator
-        iterator = None if current is None or self.why_not else fitting.saveable(current)
+        is_saved = current is not None and source.steps_per_epoch is None and not self.why_not
+        iterator = fitting.saveable(current) if is_saved else None
         if iterator is not None:
             try:
                 tf.train.Checkpoint(iterator=iterator).write(f"{path} {_FILE}")
@@ -106,7 +108,9 @@ class Place:
     def lost(self) -> list[str]:
         """What of the data a restart does not bring back, in words; to be asked after `save`."""
         found = []
-        source, is_skipped = self._source, bool(self.why_not) or not fitting.is_of_dataset(self._source)
+        source = self._source
+        is_repeated = source.steps_per_epoch is not None
+        is_skipped = bool(self.why_not) or is_repeated or not fitting.is_of_dataset(source)
         if fitting.is_made_by_python(source):
             found.append(
                 "what the Python code that makes the batches keeps (counters, open files, an order of its own): the "
@@ -134,7 +138,7 @@ class Place:
         goes_on = source.steps_per_epoch is not None and saved["has_current"]  # with one iterator over epochs
         file = Path(f"{path} {_FILE}")
         has_file = saved["saved"] and is_same_size and file.with_name(f"{file.name}.index").exists()
-        has_file = has_file and (goes_on or not self._may_have_ended(saved))
+        has_file = has_file and not self._may_have_ended(saved)
         before, last = random_state.captured(), None
         if fitting.is_of_dataset(source):
             for _ in range(saved["made"] - bool(batch or goes_on) - has_file):
