@@ -1,5 +1,6 @@
 """What does not come back: the table, as a warning and as an error, and what is left after it."""
 
+import contextlib
 import logging
 import re
 import threading
@@ -203,6 +204,24 @@ def test_a_tf_function_that_does_not_return_is_warned_of(said, is_around):
     assert "in test_a_tf_function_that_does_not_return_is_warned_of" in said.text
 
 
+@contextlib.contextmanager
+def time_runs_out():
+    """Has the time of what runs in the block run out."""
+    given_up = threading.Event()
+
+    def until_given_up():
+        while not given_up.wait(2 * LIMIT):  # again if the program had not begun, which is a sign of life
+            time_is_nearly_up(LIMIT)
+
+    thread = threading.Thread(target=until_given_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        given_up.set()
+        thread.join()
+
+
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.parametrize("size", [1, 2])
 class TestCompiled:
@@ -242,6 +261,19 @@ class TestCompiled:
         compiled.run(step)
         assert count.numpy() == 2.0
 
+    def test_a_host_op_that_waits_takes_nothing_from_the_next_run(self, compiled, size):
+        queue = tf.queue.FIFOQueue(size, [tf.float32], [[]])
+
+        def step():
+            return replica_engine.xla.cross_replica_sum(queue.dequeue())
+
+        with time_runs_out(), pytest.raises(ReplicaTimeoutError) as caught:
+            compiled.run(step)
+        assert [row.state for row in caught.value.rows] == ["in a host call"] * size
+        queue.enqueue_many([[2.0] * size])
+        result = compiled.run(step)
+        assert [float(value) for value in compiled.experimental_local_results(result)] == [2.0 * size] * size
+
     def test_host_calls_are_signs_of_life(self, compiled, size):
         """The whole launch takes longer than the limit, no call does."""
 
@@ -273,11 +305,6 @@ def test_replicas_of_a_program_that_wait_for_each_other(monkeypatch):
     strategy = tpu(timeout=PATIENT)
     count, step = counting(strategy)
     strategy.run(step)
-    given_up = threading.Event()
-
-    def time_runs_out():
-        while not given_up.wait(2 * LIMIT):  # again if the program had not begun, which is a sign of life
-            time_is_nearly_up(LIMIT)
 
     def stuck():
         x = tf.zeros([])
@@ -286,14 +313,8 @@ def test_replicas_of_a_program_that_wait_for_each_other(monkeypatch):
         count.assign_add(10.0)
         return x
 
-    thread = threading.Thread(target=time_runs_out)
-    thread.start()
-    try:
-        with pytest.raises(ReplicaTimeoutError) as caught:
-            strategy.run(stuck)
-    finally:
-        given_up.set()
-        thread.join()
+    with time_runs_out(), pytest.raises(ReplicaTimeoutError) as caught:
+        strategy.run(stuck)
     assert [row.state for row in caught.value.rows] == ["running on the device", "finished"]
     assert re.search(r"all_reduce at .*test_timeouts.py:\d+ in stuck \(perhaps not all", str(caught.value))
     with pytest.raises(StuckProgramError):

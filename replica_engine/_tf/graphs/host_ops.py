@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-# quick_execute: runs an op by its type name and attributes.
+# quick_execute: runs an op by its type name and attributes. execute_with_cancellation: the same, and it can be ended.
 from tensorflow.python.eager import execute as _execute
 
 # get_registered_kernels_for_op: the devices and dtypes for which an op has kernels.
@@ -23,7 +23,7 @@ from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.ops import script_ops as _script_ops
 
 from replica_engine._tf import variables
-from replica_engine._tf.graphs import subgraphs, xla_ops
+from replica_engine._tf.graphs import subgraphs, waiting, xla_ops
 
 _XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this device, for every platform
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -131,17 +131,23 @@ def keep_shape(old: tf.Tensor, new: tf.Tensor) -> None:
         new.set_shape(old.shape)
 
 
-def runner(op: tf.Operation) -> Callable[[list[Any]], list[Any]]:
-    """Makes a function that runs the op eagerly on the host: it takes the inputs and returns the outputs."""
+def runner(op: tf.Operation) -> Callable[..., list[Any]]:
+    """Makes a function that runs the op eagerly on the host.
+
+    It takes the inputs and, if the op may wait, what can end it (`calls.manager`), and returns the outputs.
+    """
     attributes: list[Any] = []
     for name in op.node_def.attr:
         if not name.startswith("_"):
             attributes += [name, _plain(op.get_attr(name))]
     kind, count, given = op.type, len(op.outputs), tuple(attributes)
+    waits = waiting.can_be_ended(op)
     context = xla_ops.eager_context()
 
-    def run(inputs: list[Any]) -> list[Any]:
-        return list(_execute.quick_execute(kind, count, inputs, given, context) or ())
+    def run(inputs: list[Any], manager: Any = None) -> list[Any]:
+        if manager is None or not waits:
+            return list(_execute.quick_execute(kind, count, inputs, given, context) or ())
+        return list(_execute.execute_with_cancellation(kind, count, inputs, given, context, manager) or ())
 
     return run
 

@@ -40,6 +40,11 @@ def may_take_long(op: tf.Operation) -> bool:
     return op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES or any(each in op.type for each in _HEAVY)
 
 
+def can_be_ended(op: tf.Operation) -> bool:
+    """Whether an op may wait, or runs functions that may, so that TensorFlow's cancellation has something to end."""
+    return op.type not in PYTHON and (op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES)
+
+
 def python_ops(graph: Any) -> dict[str, tf.Operation]:
     """The ops that call Python in a graph and in the functions that it runs, by their tokens."""
     return {op.get_attr("token").decode(): op for op in _ops(graph, set()) if op.type in PYTHON}

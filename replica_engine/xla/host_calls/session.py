@@ -17,8 +17,10 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
+import tensorflow as tf
 
 from replica_engine._tf import thread_state
+from replica_engine._tf.graphs import calls
 from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.errors.base import add_note, is_alike
 from replica_engine.errors.host_calls import note_host_failure
@@ -71,9 +73,11 @@ class Kept:
         texts: the strings of the batch of a device loop that the replica is in; empty if it has no strings.
         tapes: gradient tapes of the Python functions of `tf.py_function`, by token: one for each call whose gradient
             has not used it yet.
+        manager: ends host ops that wait, once the launch is given up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
         self._now: dict[int, Any] = {}
         self._before: dict[int, Any] = {}
         self.on_host: dict[int, Any] = {}
@@ -125,7 +129,8 @@ class Session:
         self.first = devices.first
         self.has_ended = False
         self.failures: list[_Failure] = []
-        self.kept = [Kept() for _ in range(size)]
+        self._manager = calls.manager()
+        self.kept = [Kept(self._manager) for _ in range(size)]
         self.steps: list[int | None] = [None] * size
         self._next_steps = [0] * size
         self.beat: Callable[[], None] = _nothing
@@ -154,12 +159,17 @@ class Session:
         return self._most is not None
 
     def give_up(self) -> None:
-        """Makes all later calls return zeros, stops a device loop, and ends the program if it goes on for too long."""
+        """Makes all later calls return zeros, stops a device loop, and ends the program if it goes on for too long.
+
+        Host ops that wait (for a queue, for example) are ended: they would wait on, and take what the next run is for.
+        """
         if self._feed is not None:
             self._feed.stop()
         with self._lock:
             if self._most is None:
                 self._most = max(self._made) + _PATIENCE
+        if self._manager is not None:
+            self._manager.start_cancel()
 
     def enter(self, call: Call, replica: int) -> None:
         """Notes that a replica makes a call.
@@ -235,6 +245,8 @@ class Session:
 
     def note(self, error: BaseException, replica: int, call: Call) -> None:
         """Notes that a call raised."""
+        if self.is_over and isinstance(error, tf.errors.CancelledError):
+            return  # `give_up` ended it
         error = error.with_traceback(_of_user(error.__traceback__))
         failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0), self.steps[replica])
         with self._lock:

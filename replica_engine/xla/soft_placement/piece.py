@@ -146,7 +146,7 @@ def host_op(op: tf.Operation, inputs: list[int], outputs: list[int]) -> HostOp:
 def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
     if not host_ops.PythonFunction.is_of(op):
         run = host_ops.runner(op)
-        return lambda inputs, kept, replica: run(inputs)
+        return lambda inputs, kept, replica: run(inputs, kept.manager)
     function = host_ops.PythonFunction(op)
     if (forward := function.gradient_of) is not None:
         return lambda inputs, kept, replica: function.differentiate(_tape(kept, forward), inputs)
