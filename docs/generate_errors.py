@@ -98,8 +98,8 @@ def pages() -> dict[str, str]:
     for title, names in (("warnings", found - notes), ("notes", notes)):
         lines = [f"# {title.capitalize()} of the library\n", MADE]
         for name in sorted(names):
-            brief = _brief(functions[name]) if name in functions else _first_sentence(name)
-            lines += [f"## {name}\n", f"{brief}\n", *_examples(name)]
+            brief = [f"{_brief(functions[name])}\n"] if name in functions else []  # else the message says it all
+            lines += [f"## {name}\n", *brief, *_examples(name)]
         every[f"{title}.md"] = "\n".join(lines)
     return every
 
@@ -190,12 +190,6 @@ def _examples(name: str) -> Iterator[str]:
         program, _, seen = re.split(r"\n\n(=+ what the user sees =+)\n", path.read_text())
         yield f"```python\n{program}\n```\n"
         yield f"```text\n{_wrapped(seen.rstrip())}\n```\n"
-
-
-def _first_sentence(name: str) -> str:
-    """The beginning of a warning that stands where it is logged."""
-    text = (GOLDEN / f"{name}.txt").read_text().partition("\nWARNING: ")[2]
-    return text.replace("\n", " ").partition(". ")[0] + "."
 
 
 def _wrapped(text: str) -> str:

@@ -78,7 +78,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(_VALUES, "__array__", "`np.asarray(variable)` of a scalar that replicas add up", "import", "only added"),
     *(
-        Patch(_SEVERAL, name, f"{uses} of the result of `run` are errors that say what to write", "import", until)
+        Patch(_SEVERAL, name, f"{uses} of the result of `run`: an error that says what to write", "import", until)
         for name, uses, until in (
             ("__float__", "`float(result)`, `result + 1`, `result > 1`, `f'{result:.3f}'`", "only added"),
             ("__getitem__", "`result[0]`, `for each in result`", "only added"),

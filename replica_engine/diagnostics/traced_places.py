@@ -12,7 +12,7 @@ from replica_engine._tf.graphs import waiting
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.diagnostics.traced_timeline import MarkedTimes
 from replica_engine.errors import CoordinatorRow, ReplicaRow
-from replica_engine.errors.timeouts import FINISHED, NOT_STARTED
+from replica_engine.errors.timeouts import FINISHED, IN_FUNCTION, NOT_STARTED
 from replica_engine.telemetry.stacks import stack_of
 
 
@@ -99,7 +99,7 @@ class Whereabouts:
             graph: the graph of the function; None if it is gone.
         """
         seconds = time.time() - self._began
-        coordinator = CoordinatorRow(self._thread.name, "in the tf.function", seconds, stack_of(self._thread.ident))
+        coordinator = CoordinatorRow(self._thread.name, IN_FUNCTION, seconds, stack_of(self._thread.ident))
         rows: list[ReplicaRow] = []
         for marks, counted in self._runs:
             places = marks.places(self._began)

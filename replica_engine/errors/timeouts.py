@@ -17,6 +17,9 @@ FOR_ITS_TURN = "waiting for its turn on the devices"
 NOT_STARTED, FINISHED = "not started", "finished"
 """The states of a replica that has not begun, and that has ended well."""
 
+IN_FUNCTION = "in the tf.function"
+"""The state of a coordinator that has called a `tf.function` in which replicas run."""
+
 FOR_BATCH = "waiting for the next batch"
 """The state of a coordinator between two launches of a device loop."""
 
@@ -125,6 +128,8 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
             if compiled
             else f"updates of the steps that ran stay in the variables. {advice}"
             if _waits_for_batch(coordinator)
+            else f"a note says which updates were made. {advice}"
+            if coordinator is not None and coordinator.state == IN_FUNCTION
             else f"updates that were merged before stay in the variables. {advice}"
         )
         error = cls(f"{_what(rows, coordinator)} in {timeout:g} s (timeout=):\n{stand}\nThe run was given up; {kept}")

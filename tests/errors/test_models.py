@@ -61,8 +61,8 @@ class Returning(keras.Model):
 
 
 def train(value):
-    fast = replicate_model(Returning(value), strategy=MirroredStrategy(["CPU:0", "CPU:1"]))
-    fast.train_on_batch(np.ones([8, 3], "float32"), np.ones([8, 2], "float32"))
+    replicated = replicate_model(Returning(value), strategy=MirroredStrategy(["CPU:0", "CPU:1"]))
+    replicated.train_on_batch(np.ones([8, 3], "float32"), np.ones([8, 2], "float32"))
 
 
 @shows(LogError)
@@ -74,8 +74,8 @@ def test_a_step_that_returns_a_number_for_each_sample():
 def test_arrays_of_two_lengths():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    fast = replicate_model(model, replicas=2)
-    fast.train_on_batch(np.ones([8, 4], "float32"), np.ones([6, 1], "float32"))
+    replicated = replicate_model(model, replicas=2)
+    replicated.train_on_batch(np.ones([8, 4], "float32"), np.ones([6, 1], "float32"))
 
 
 @pytest.fixture
@@ -88,18 +88,18 @@ def _few_sizes(monkeypatch):
 def test_batches_of_many_sizes():
     """The warning comes at the second size here, and not at the eighth."""
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)], name="small")
-    fast = replicate_model(model, strategy=TPUStrategy(num_cores=2))
+    replicated = replicate_model(model, strategy=TPUStrategy(num_cores=2))
     for size in (2, 8):
-        fast.predict_on_batch(np.ones([size, 4], "float32"))
+        replicated.predict_on_batch(np.ones([size, 4], "float32"))
 
 
 @shows(note_sparse_inputs)
 def test_a_sparse_input_of_a_compiled_model():
     words = keras.Input((4,), sparse=True, name="words")
     model = keras.Model({"words": words}, keras.layers.Dense(2, name="score")(words), name="scorer")
-    fast = replicate_model(model, strategy=TPUStrategy(num_cores=2, soft_placement=False))
+    replicated = replicate_model(model, strategy=TPUStrategy(num_cores=2, soft_placement=False))
     batch = {"words": tf.sparse.from_dense([[1.0, 0.0, 2.0, 0.0], [0.0, 3.0, 0.0, 0.0]])}
-    fast.predict(batch, verbose=0)
+    replicated.predict(batch, verbose=0)
 
 
 @shows(OptimizerError)

@@ -154,14 +154,15 @@ def test_an_exception_of_a_replica():
 
 @shows(note_failed_alike)
 def test_an_exception_of_all_replicas():
-    strategy = MirroredStrategy([f"CPU:{replica}" for replica in range(4)], concurrent=True)
-    first = threading.Event()
+    strategy = MirroredStrategy([f"CPU:{replica}" for replica in range(4)])
 
     def step(x):
-        if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) > 0:
-            first.wait()
-        first.set()
-        raise ValueError("not a number")
+        context = tf.distribute.get_replica_context()
+        try:
+            if tf.get_static_value(context.replica_id_in_sync_group) < 3:
+                context.all_reduce("SUM", x)
+        finally:
+            pathlib.Path("/no/such/file").read_text()
 
     strategy.run(step, args=(tf.constant(1.0),))
 

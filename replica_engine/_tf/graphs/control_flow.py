@@ -99,7 +99,7 @@ BY_BOTH = {
     "tape_gradient": Wrapped(tf.GradientTape, "gradient", "warns of a tape around `run`"),
     "next": Wrapped(batches.OWNER, batches.NAME, "warns if a batch of a plain dataset goes whole to all replicas"),
     "trace": Wrapped(function.TRACES, function.TRACE, "knows whether a function with jit_compile=True is being traced"),
-    "scan": Wrapped(batches.LOOPS, batches.SCAN, "the same, for the elements of a `for` over a dataset"),
+    "scan": Wrapped(batches.LOOPS, batches.SCAN, "warns if a batch of a `for` in a graph goes whole to all replicas"),
 }
 """What both backends wrap: it serves errors and warnings."""
 

@@ -73,9 +73,12 @@ def threads_in(tokens: Iterable[str]) -> dict[str, list[int]]:
 
 
 def before(op: tf.Operation, passed: Iterable[tf.Operation]) -> list[tf.Operation]:
-    """The ops that may wait and that must be done before `op`, but not before the ops that are `passed`."""
+    """The ops that may wait and that must be done before `op`, but not before the ops that are `passed`.
+
+    Of a branch, a loop or a function that is called they are the ops inside, whose lines say more than its own.
+    """
     behind = set(_needed(passed, set()))
-    return [each for each in _needed([op], behind) if each.type in _WAITS or _may_wait_inside(each)]
+    return [inner for each in _needed([op], behind) for inner in (each, *_inside(each, set())) if inner.type in _WAITS]
 
 
 def _needed(ops: Iterable[tf.Operation], seen: set[tf.Operation]) -> Iterator[tf.Operation]:
@@ -89,10 +92,6 @@ def _needed(ops: Iterable[tf.Operation], seen: set[tf.Operation]) -> Iterator[tf
         yield op
         pending += [each.op for each in op.inputs]
         pending += op.control_inputs
-
-
-def _may_wait_inside(op: tf.Operation) -> bool:
-    return op.type in subgraphs.FUNCTION_ATTRIBUTES and any(each.type in _WAITS for each in _inside(op, set()))
 
 
 def _ops(graph: Any, seen: set[int]) -> Iterator[tf.Operation]:
