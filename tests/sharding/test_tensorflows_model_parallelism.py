@@ -76,6 +76,14 @@ def test_a_method_of_a_variable_is_a_step(spmd, method):
     np.testing.assert_array_equal(w.numpy(), np.full([8, 4], wanted))
 
 
+def test_a_replicas_variable_has_one_for_each_logical_device(spmd):
+    with spmd.scope():
+        w = tf.Variable(lambda: tf.random.normal([4, 4]))
+    assert [len(each.variables) for each in w.values] == [2, 2]
+    for each in w.values[0].variables:
+        np.testing.assert_array_equal(each, w.numpy())
+
+
 def test_a_variable_is_read_outside_the_graph_of_a_step(spmd):
     with spmd.scope():
         v = tf.Variable(tf.ones([4, 4]))

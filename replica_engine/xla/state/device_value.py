@@ -122,6 +122,11 @@ class DeviceValue:
         return self.dtype.size * math.prod(self._devices.on_each(tuple(self._shape), self.axes))
 
     @property
+    def devices_each(self) -> int:
+        """The number of devices of each replica."""
+        return 1 if self._devices.mesh is None else self._devices.mesh.size
+
+    @property
     def shape(self) -> tuple[int, ...] | None:
         """Its shape, in each replica; None if it is not known."""
         return tuple(self._shape) if self._shape.is_fully_defined() else None

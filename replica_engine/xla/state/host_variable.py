@@ -116,6 +116,12 @@ class HostVariable(variables.ResourceVariable):
         del component._replica_engine
 
     @property
+    def variables(self) -> list[HostVariable]:
+        """The variable, once for each device of its replica, as TensorFlow's variables of several logical devices."""
+        device_value, _ = self._replica_engine
+        return [self] * device_value.devices_each
+
+    @property
     def handle(self) -> tf.Tensor:
         """The variable's handle, prepared for the mode in which the caller asks for it."""
         device_value, replica = self._replica_engine
