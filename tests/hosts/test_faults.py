@@ -406,14 +406,27 @@ def test_a_port_that_is_taken():
         made.join(0, **CHIEF)
 
 
-def test_a_failed_worker_leaves_with_its_own_status():
-    """An error of the job that nobody catches is status 1, and the exit does not hang."""
+def test_a_failed_worker_leaves_with_its_own_status(tmp_path):
+    """An error of the job that nobody catches is status 1, and the exit does not hang, nor wait for the collector."""
+    program = f"""
+class Log:
+    def __init__(self):
+        self.itself, self.file = self, open({str(tmp_path / "log")!r}, "w")
+        self.file.write("the last line")
+    def __del__(self, say=os.write):
+        say(1, b"collected")
+log = Log()
+member.failed.wait()
+member.check()
+"""
     with job() as made:
-        process = made.start(1, "member.failed.wait(); member.check()", REPLICA_ENGINE_LAUNCHED="")
+        process = made.start(1, program, REPLICA_ENGINE_LAUNCHED="")
         made.join(0).tell_exception(ValueError("here"))
-        _, printed = process.communicate(timeout=LONG)
+        destroyed, printed = process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert "has raised ValueError: here" in printed
+    assert "collected" not in destroyed
+    assert (tmp_path / "log").read_text() == "the last line"
     if sys.version_info >= (3, 11):  # which prints notes
         assert "\nstart all workers again from the last checkpoint; `replica-engine launch --max-" in printed
 

@@ -35,6 +35,7 @@ from replica_engine.hosts.addresses import held_address
 from replica_engine.hosts.failure import print_place
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
 from replica_engine.hosts.member.channel import Channel, Welcome
+from replica_engine.hosts.member.leaving import note_uncaught
 from replica_engine.hosts.member.links import Links
 from replica_engine.hosts.wire import Lines, Message
 from replica_engine.telemetry import timeline
@@ -293,6 +294,7 @@ class Member(Channel):
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             if self._process == os.getpid():
+                note_uncaught(error)
                 self.tell_exception(error)
                 self.close()
                 if self._launched_by_us and before is sys.__excepthook__ and print_place(error, trace):
