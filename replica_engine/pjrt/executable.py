@@ -41,7 +41,7 @@ from replica_engine.pjrt.jaxlib import (
     array_result_handler,
 )
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
-from replica_engine.pjrt.markers import WORK, expand_markers
+from replica_engine.pjrt.markers import WORK, add_work, expand_markers
 from replica_engine.pjrt.partitions import WHOLE, Axes, partition
 from replica_engine.pjrt.plans.compiled_text import exchanges_in_branches
 from replica_engine.pjrt.plans.plan import Memory, Plan, hlo_text, memory_of, plan_of
@@ -140,18 +140,18 @@ class Executable:
         self._devices = devices
         self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
         self._results = len(results)
-        works_more = (
-            devices.member is not None and devices.platform == "cpu" and devices.size == 1 and devices.mesh is None
-        )
+        works_more = devices.member is not None and devices.platform == "cpu" and len(devices.devices) == 1
         client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
         began = time.perf_counter()
         called: list[Any] = list(host_calls)
         transfers = bool(host_calls) and HOST_CALL_TARGETS[devices.platform] == BY_TRANSFERS
         if compiled is None or transfers:
-            module = expand_markers(program, devices.platform, more_work=works_more)
+            module = expand_markers(program, devices.platform)
             if cpu_rewrites.enabled():
                 cpu_rewrites.rewrite(module, devices.platform)
             partition(module)
+            if works_more:
+                add_work(module)
         if transfers:
             made = host_transfers.convert(module)
             called = [host_transfers.callback(client, each, host_calls[each.index]) for each in made]

@@ -19,7 +19,7 @@ from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, ir, make_ir_context
 
 PREFIX = "replica_engine."
 
-VERSION = 1
+VERSION = 2
 """Part of what a compiled program depends on. Raise it when a marker becomes another operation than before."""
 
 HOST_CALL = f"{PREFIX}host_call"
@@ -45,20 +45,17 @@ def host_call_parameters(index: int, name: str) -> str:
 
 
 WORK: tuple[tuple[int, ...], np.dtype] = ((), np.dtype(np.float32))
-"""The shape and dtype of the last result of a program with `more_work`."""
+"""The shape and dtype of the last result of a program after `add_work`."""
 
 _WORK_SIZE = 4096
 
 
-def expand_markers(program: str, platform: str, more_work: bool = False) -> Any:
+def expand_markers(program: str, platform: str) -> Any:
     """The module of a program, with each marker replaced by the operation it stands for.
 
     Args:
         program: the text of the module.
         platform: what it will run on.
-        more_work: whether to give the program a last result that takes some work to compute. XLA:CPU runs a program
-            of fewer than a thousand operations on a single device inside the call that starts it. With several
-            workers, nothing could end that call when another worker is lost.
     """
     with make_ir_context():
         module = ir.Module.parse(program)
@@ -79,13 +76,15 @@ def expand_markers(program: str, platform: str, more_work: bool = False) -> Any:
                 _replace_host_call(marker, platform)
             else:
                 _replace(marker)
-        if more_work:
-            _add_work(module)
         return module
 
 
-def _add_work(module: Any) -> None:
-    """Adds a result to the main function: a product of two vectors that XLA does not know."""
+def add_work(module: Any) -> None:
+    """Gives a program a last result that takes some work to compute.
+
+    XLA:CPU runs a program of fewer than a thousand operations on a single device inside the call that starts it. With
+    several workers, nothing could end that call when another worker is lost.
+    """
     (main,) = (each for each in module.body.operations if ir.StringAttr(each.attributes["sym_name"]).value == "main")
     block = main.regions[0].blocks[0]
     end = block.operations[len(block.operations) - 1]
@@ -94,23 +93,22 @@ def _add_work(module: Any) -> None:
         parsed = {key: ir.Attribute.parse(text) for key, text in attributes.items()}
         return ir.Operation.create(f"stablehlo.{name}", results=[result], operands=operands, attributes=parsed).result
 
-    with ir.Location.unknown(), ir.InsertionPoint(end):
+    with module.context, ir.Location.unknown():
         number = ir.RankedTensorType.get([], ir.F32Type.get())
         vector = ir.RankedTensorType.get([_WORK_SIZE], ir.F32Type.get())
-        replica = add("replica_id", ir.RankedTensorType.get([], ir.IntegerType.get_unsigned(32)))
-        replicas = add("broadcast_in_dim", vector, add("convert", number, replica), broadcast_dimensions="array<i64>")
-        values = add("add", vector, replicas, add("iota", vector, iota_dimension="0 : i64"))
-        ir.Operation.create("func.return", operands=[*end.operands, add("dot", number, values, values)])
-    end.operation.erase()
-    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
-    main.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(kind.inputs, [*kind.results, number]))
-    if "res_attrs" in main.attributes:
-        described = [*ir.ArrayAttr(main.attributes["res_attrs"]), ir.DictAttr.get({})]
-        main.attributes["res_attrs"] = ir.ArrayAttr.get(described)
-    attributes = module.operation.attributes
-    if len(kind.results) == 1 and _ALIAS in attributes:  # a single result has no number
-        numbered = str(attributes[_ALIAS]).replace("output_index = array<i64>", "output_index = array<i64: 0>")
-        attributes[_ALIAS] = ir.Attribute.parse(numbered)
+        with ir.InsertionPoint(end):
+            values = add("optimization_barrier", vector, add("iota", vector, iota_dimension="0 : i64"))
+            ir.Operation.create("func.return", operands=[*end.operands, add("dot", number, values, values)])
+        end.operation.erase()
+        kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+        main.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(kind.inputs, [*kind.results, number]))
+        if "res_attrs" in main.attributes:
+            described = [*ir.ArrayAttr(main.attributes["res_attrs"]), ir.DictAttr.get({})]
+            main.attributes["res_attrs"] = ir.ArrayAttr.get(described)
+        attributes = module.operation.attributes
+        if len(kind.results) == 1 and _ALIAS in attributes:  # a single result has no number
+            numbered = str(attributes[_ALIAS]).replace("output_index = array<i64>", "output_index = array<i64: 0>")
+            attributes[_ALIAS] = ir.Attribute.parse(numbered)
 
 
 _ALIAS = "mhlo.input_output_alias"

@@ -14,13 +14,15 @@ STEPS = """
 from replica_engine.hosts.member import member
 
 victim = int(os.environ["VICTIM"])
-strategy = replica_engine.TPUStrategy(num_cores=int(os.environ["CORES"]))
+strategy = replica_engine.TPUStrategy(
+    num_cores=int(os.environ["CORES"]), distribution=os.environ["DISTRIBUTION"] or None
+)
 with strategy.scope():
     w = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
 
 
 def step(x):
-    w.assign_add(xla.cross_replica_sum(x))
+    w.assign_add(xla.cross_replica_sum(tf.reduce_sum(x)))
     return w.read_value()
 
 
@@ -29,10 +31,10 @@ def several(_, x):
 
 
 for _ in range(5):
-    strategy.run(step, args=(tf.constant(1.0),))
+    strategy.run(step, args=(tf.ones([4]),))
 if os.environ["LOOP"]:
-    strategy.reduce("SUM", strategy.run(step, args=(tf.constant(1.0),)), axis=None)  # a launch, and no step
-    strategy.run_steps(several, [tf.constant(1.0)] * 4, iterations=4)
+    strategy.reduce("SUM", strategy.run(step, args=(tf.ones([4]),)), axis=None)  # a launch, and no step
+    strategy.run_steps(several, [tf.ones([4])] * 4, iterations=4)
 (connection,) = member._members
 if me == victim:
     connection.get("the other has made these steps")  # else it may be told of the loss before its `try`
@@ -41,7 +43,7 @@ if me == victim:
 connection.put("the other has made these steps", True)
 try:
     while True:
-        strategy.run(step, args=(tf.constant(1.0),))
+        strategy.run(step, args=(tf.ones([4]),))
 except replica_engine.errors.WorkerLostError as error:
     try:
         float(w)
@@ -60,13 +62,16 @@ FAULTS = {  # what worker's program does, the words of the others' error, and it
 
 
 @pytest.mark.parametrize(  # with one replica a worker, which is two cores, XLA starts programs differently
-    ("fault", "victim", "cores"),
-    [("killed", 0, 4), ("killed", 1, 2), ("stopped", 0, 2), ("raised", 1, 4), ("left", 0, 2)],
+    ("fault", "victim", "cores", "distribution"),
+    [
+        *(("killed", 0, 4, ""), ("killed", 1, 2, ""), ("stopped", 0, 2, ""), ("raised", 1, 4, ""), ("left", 0, 2, "")),
+        ("stopped", 0, 2, "fsdp"),
+    ],
 )
-def test_the_others_are_told_who_is_lost(programs, fault, victim, cores):
+def test_the_others_are_told_who_is_lost(programs, fault, victim, cores, distribution):
     code, words, status = FAULTS[fault]
     told = fault in ("raised", "left")  # with the very last words of the worker
-    asked = {"VICTIM": str(victim), "CORES": str(cores), "LOOP": "loop" if told else ""}
+    asked = {"VICTIM": str(victim), "CORES": str(cores), "LOOP": "loop" if told else "", "DISTRIBUTION": distribution}
     with job(join=LONGER) as made:
         text = TPU_HEAD + STEPS.replace("{fault}", code)
         lost, other = (programs.start(text, env=made.environment(worker, **asked)) for worker in (victim, 1 - victim))
