@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_determinism  # nothing public turns it off again
 
 from replica_engine import MirroredStrategy, logical_devices, timeline
 from replica_engine.__main__ import main
@@ -215,6 +216,7 @@ def test_what_was_abandoned_changes_nothing_when_it_wakes_up(release):
 EXITS = """
 import threading, time
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_determinism  # nothing public turns it off again
 from replica_engine import MirroredStrategy, logical_devices
 
 strategy = MirroredStrategy(logical_devices(2), timeout=5.0)
@@ -437,3 +439,14 @@ def test_a_step_that_is_well_is_not_warned_of(said, release, caplog):
     for _ in range(5):
         program()
     assert not caplog.records
+
+
+def test_a_traced_step_runs_where_ops_must_be_deterministic():
+    """TensorFlow then refuses the op of the time, so the step has no marks."""
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    tf.config.experimental.enable_op_determinism()
+    try:
+        total = tf.function(lambda: strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", 1.0)))()
+    finally:
+        _pywrap_determinism.enable(False)
+    assert [float(each) for each in strategy.experimental_local_results(total)] == [2.0, 2.0]

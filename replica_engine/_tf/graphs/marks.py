@@ -17,6 +17,9 @@ from typing import Any
 
 import tensorflow as tf
 
+# config: whether ops must be deterministic.
+from tensorflow.python.framework import config as _config
+
 # FuncGraph: the graph of a function; only there do marks have an end that waits for them.
 from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
 
@@ -68,8 +71,12 @@ class Mark:
 
 
 def can_mark(graph: Any) -> bool:
-    """Whether the graph is that of a function which TensorFlow keeps the ops with effects of."""
-    return isinstance(graph, _FuncGraph) and getattr(graph, "experimental_acd_manager", None) is not None
+    """Whether the graph is that of a function which TensorFlow keeps the ops with effects of, and may ask for the time.
+
+    Under `tf.config.experimental.enable_op_determinism` the op of the time is an error.
+    """
+    may_ask = not _config.is_op_determinism_enabled()
+    return may_ask and isinstance(graph, _FuncGraph) and getattr(graph, "experimental_acd_manager", None) is not None
 
 
 def time(device: str, after: Iterable[Any]) -> Mark:
