@@ -20,7 +20,7 @@ import tensorflow as tf
 from replica_engine._tf.keras import fitting
 from replica_engine.checkpoints.training import random_state
 
-_FILE = "data"
+_FILE = "-data"
 _AHEAD = 100  # batches, more than what lies between a `shuffle` and the training
 
 Step = tuple[int, int, Any]
@@ -47,6 +47,7 @@ class Place:
         self._made = 0  # iterators
         self._taken = 0  # batches of the last one
         self._random: Any = None  # random numbers when that was made
+        self._begun: Any = None  # random numbers when the epoch began, until its iterator is made
         self.why_not = ""
 
     @property
@@ -66,15 +67,16 @@ class Place:
         self._source, make = source, source._get_iterator
 
         def made() -> Any:
-            self._made, self._taken, self._random = self._made + 1, 0, random_state.captured()
+            self._made, self._taken, self._random = self._made + 1, 0, self._begun or random_state.captured()
             return make()
 
         source._get_iterator = made
 
     def counted(self, steps: Iterator[Step]) -> Iterator[Step]:
         """The steps of an epoch, which are counted."""
+        self._begun = random_state.captured()  # Keras may draw the order before it makes the iterator
         for first, last, iterator in steps:
-            self._iterator = iterator
+            self._iterator, self._begun = iterator, None
             self._taken += last - first + 1
             yield first, last, iterator
 
@@ -91,7 +93,7 @@ class Place:
         iterator = fitting.saveable(current) if is_saved else None
         if iterator is not None:
             try:
-                tf.train.Checkpoint(iterator=iterator).write(f"{path} {_FILE}")
+                tf.train.Checkpoint(iterator=iterator).write(f"{path}{_FILE}")
             except _NOT_SAVEABLE as error:
                 self.why_not, iterator = str(error).split("[Op:")[0].split("}} ")[-1].strip(), None
         return {
@@ -136,7 +138,7 @@ class Place:
         source, batch = self._source, saved["batch"]
         source._num_batches = source._num_batches or saved["batches"]
         goes_on = source.steps_per_epoch is not None and saved["has_current"]  # with one iterator over epochs
-        file = Path(f"{path} {_FILE}")
+        file = Path(f"{path}{_FILE}")
         has_file = saved["saved"] and is_same_size and file.with_name(f"{file.name}.index").exists()
         has_file = has_file and not self._may_have_ended(saved)
         before, last = random_state.captured(), None

@@ -18,12 +18,14 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.keras import fitting
+from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.checkpoints.training import plain, random_state
 from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.checkpoints.training.preemption import Preemption, status_of
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import warning
+from replica_engine.errors.timeouts import count_of
 from replica_engine.keras.backup import states
 from replica_engine.keras.backup.data import Place, Step
 from replica_engine.keras.backup.variables import Variables
@@ -32,7 +34,7 @@ from replica_engine.keras.model import build_for, is_replicated
 _logger = logging.getLogger("replica_engine")
 _thread = threading.local()
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Training:
@@ -78,11 +80,7 @@ class Training:
         self._from = Path()
         self._saved: tuple[int, int] | None = None
         self._told = False
-        if not self._model.built:
-            raise BackupError(
-                f"The model {self._model.name!r} is not built: it has no variables yet that a backup could be restored "
-                "into. Give it a keras.Input, or call it on a batch, model(x[:1]), before fit()."
-            )
+        _check_built(self._model)
         self._unsaved = states.Unsaved(self._callbacks)
 
     def begin(self) -> None:
@@ -98,15 +96,14 @@ class Training:
             return
         self._from = self._folder.path / name
         state = self._read()
-        optimizer = self._model.optimizer
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(self._model.trainable_variables)
+        self._variables.build_optimizers(state["built"])
         self._restore(state, metrics=False)
         self._resumes = state
         self._epoch, self._batch = state["epoch"], state["batch"]
+        self._delete &= (self._epoch, self._batch) <= (self._epochs, 0)  # or it is the backup of a later fit
         self._saved = self._epoch, self._batch
         fitting.begin_at(self._model, self._epochs if state["stopped"] else self._epoch)
-        self._say(f"resuming from {self._from}: epoch {self._epoch + 1}, batch {self._batch}")
+        self._say(f"resuming from {self._from}, after {self._done()}")
 
     def epoch_begins(self, own: Any, epoch: int, logs: Any = None) -> None:
         """Called in the place of the callbacks' `on_epoch_begin`, which is `own`."""
@@ -124,10 +121,12 @@ class Training:
             yield from self._place.counted(steps)
             return
         steps = self._place.go_to(steps, state["data"], self._file(state["worker"]), state["size"] == self._size)
+        build_for(self._model, fitting.spec_of(source))
         if state["batch"]:
-            build_for(self._model, fitting.spec_of(source))
             self._restore(state, metrics=True)
             self._batch, self._logs = state["batch"], state["logs"]
+        else:  # building has given all replicas the same moving statistics
+            self._give_replicas(state, metrics=False)
         yield from steps
 
     def batch_ends(self, own: Any, batch: int, logs: Any = None) -> None:
@@ -166,8 +165,8 @@ class Training:
         self._variables.wait()
         self._preemption.answered()
         self._say(
-            f"{number.name}: saved epoch {self._epoch + 1}, batch {self._batch} in {self._folder.path}. The same "
-            f"program continues from there. Exit status {status_of(number)}."
+            f"{number.name}: saved in {self._folder.path}, after {self._done()}. The same program continues from "
+            f"there. Exit status {status_of(number)}."
         )
         raise SystemExit(status_of(number))
 
@@ -187,6 +186,7 @@ class Training:
             "logs": keras_trainer.plain_logs(self._logs),
             "stopped": bool(self._model.stop_training),
             "variables": self._variables.describe(),
+            "built": self._variables.trained(),
             "replicas": self._variables.of_replicas(),
             "random": random_state.captured(self.strategy),
             "callbacks": states.captured(self._callbacks),
@@ -208,6 +208,10 @@ class Training:
         self._saved = self._epoch, self._batch
         self._tell_once()
 
+    def _done(self) -> str:
+        """How far the training is, as the names of the folders count."""
+        return f"{count_of(self._epoch, 'epoch')} and {self._batch} batch{'' if self._batch == 1 else 'es'}"
+
     def _file(self, worker: int) -> Path:
         return self._from / f"worker-{worker}"
 
@@ -221,10 +225,13 @@ class Training:
 
     def _restore(self, state: dict[str, Any], metrics: bool) -> None:
         self._variables.read(self._from, state["variables"], metrics)
-        if state["size"] == self._size:
-            self._variables.give_replicas(state["replicas"])
+        self._give_replicas(state, metrics)
         states.restore(self._callbacks, state["callbacks"])
         random_state.restore(state["random"], self.strategy)
+
+    def _give_replicas(self, state: dict[str, Any], metrics: bool) -> None:
+        if state["size"] == self._size:
+            self._variables.give_replicas(state["replicas"], metrics)
 
     def _tell_once(self) -> None:
         """Names what cannot come back, at the first backup."""
@@ -244,6 +251,17 @@ class Training:
         _logger.info(text)
         if self._is_verbose:
             print(text, flush=True)
+
+
+def _check_built(model: Any) -> None:
+    """Raises an error if a layer would get its variables only in the first step, after the restore."""
+    unbuilt = [name for name in keras_model.unbuilt_layers(model) if name != model.name or not model.variables]
+    if unbuilt:
+        whose = "" if unbuilt[0] == model.name else f" (its layer {unbuilt[0]!r} is not)"
+        raise BackupError(
+            f"The model {model.name!r} is not built{whose}: it has no variables yet that a backup could be restored "
+            "into. Give it a keras.Input, or call it on a batch, model(x[:1]), before fit()."
+        )
 
 
 def begun(training: Training, container: Any) -> None:

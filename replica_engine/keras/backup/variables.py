@@ -44,6 +44,22 @@ class Variables:
             for name, group in self._groups().items()
         }
 
+    def trained(self) -> list[list[int] | None]:
+        """The numbers of the model's variables that each optimizer was built for; None for one that is not built."""
+        numbers = {id(variable): number for number, variable in enumerate(self._model.variables)}
+        found: list[list[int] | None] = []
+        for one in keras_model.optimizers_of(self._model):
+            own = [id(each) for each in keras_model.trained_by(one)] if one.built else []
+            found.append([numbers[each] for each in own] if own and numbers.keys() >= set(own) else None)
+        return found
+
+    def build_optimizers(self, trained: list[list[int] | None]) -> None:
+        """Builds optimizers that the first step would build, so that a backup can be read into their variables."""
+        variables = self._model.variables
+        for one, numbers in zip(keras_model.optimizers_of(self._model), trained, strict=False):
+            if numbers is not None and not one.built:
+                one.build([variables[number] for number in numbers])
+
     def write(self, folder: Path, options: tf.train.CheckpointOptions) -> None:
         """Writes all variables into a folder; the options say whether this waits for the disk."""
         groups = self._groups()
@@ -110,11 +126,11 @@ class Variables:
                 found[name] = values
         return found
 
-    def give_replicas(self, values: dict[str, list[np.ndarray]]) -> None:
-        """Gives replicas their own values; there are as many on each worker as when they were saved."""
+    def give_replicas(self, values: dict[str, list[np.ndarray]], metrics: bool = True) -> None:
+        """Gives replicas their own values, of metrics too if wanted; there are as many as when they were saved."""
         for name, variable in self._of_replicas():
             own = values.get(name, ())
-            if not own:
+            if not own or (name.startswith(METRICS) and not metrics):
                 continue
             if hasattr(variable, "assign_each"):
                 variable.assign_each(own)

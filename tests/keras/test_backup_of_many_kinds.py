@@ -1,0 +1,140 @@
+"""What a `fit` with `BackupAndRestore` goes on with: moments, models and data that are easily forgotten.
+
+A callback ends the first `fit` with an exception; the second one, of a model made in the same way, must come to what an
+undisturbed one comes to, bit by bit. `test_backup.py` kills processes.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine.errors import BackupError
+from replica_engine.keras import BackupAndRestore, replicate_model
+
+DATA = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+X, Y = DATA[:, :4], DATA[:, 4:]
+
+
+class Stopped(keras.callbacks.Callback):
+    def __init__(self, after):
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            raise InterruptedError
+
+
+def check_goes_on(tmp_path, train, stopped_at):
+    """Trains undisturbed, and with an end after some batches; `train` takes callbacks and returns arrays."""
+
+    def run(name, *callbacks):
+        keras.utils.set_random_seed(1)
+        return train([*callbacks, BackupAndRestore(tmp_path / name, save_freq=2)])
+
+    with pytest.raises(InterruptedError):
+        run("stopped", Stopped(stopped_at))
+    for found, expected in zip(run("stopped"), run("undisturbed"), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def values_of(model, history, *optimizers):
+    variables = [*model.variables, *(variable for each in optimizers for variable in each.variables)]
+    return [*(variable.numpy() for variable in variables), *map(np.array, history.history.values())]
+
+
+def test_replicas_keep_their_moving_statistics_at_the_end_of_an_epoch(tmp_path):
+    def train(callbacks):
+        strategy = replica_engine.MirroredStrategy(replica_engine.logical_devices(2))
+        norm = keras.layers.BatchNormalization(momentum=0.5)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(6, "relu"), norm, keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        replicated = replicate_model(model, strategy=strategy)
+        history = replicated.fit(X, Y, batch_size=10, epochs=4, verbose=0, callbacks=callbacks)
+        return values_of(model, history, model.optimizer)
+
+    check_goes_on(tmp_path, train, 10)  # the last backup is that of the end of the second epoch
+
+
+class Adversaries(keras.Model):
+    """As the examples of Keras write one: no `call`, and two optimizers that the first step builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        self.critic = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.seed = keras.random.SeedGenerator(5)
+
+    def compile(self, first, second):
+        super().compile()
+        self.first, self.second = first, second
+
+    def train_step(self, real):
+        latent = keras.random.normal((tf.shape(real)[0], 3), seed=self.seed)
+        for optimizer, part, sign in ((self.first, self.critic, 1.0), (self.second, self.generator, -1.0)):
+            with tf.GradientTape() as tape:
+                loss = sign * tf.reduce_mean(self.critic(self.generator(latent)) - self.critic(real))
+            weights = part.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+def test_optimizers_that_the_first_step_builds(tmp_path):
+    def train(callbacks):
+        model = Adversaries()
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
+        data = tf.data.Dataset.from_tensor_slices(X).shuffle(40).batch(8)
+        history = model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
+        return values_of(model, history, model.first, model.second)
+
+    check_goes_on(tmp_path, train, 8)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return X[8 * index : 8 * index + 8], Y[8 * index : 8 * index + 8]
+
+
+def test_the_order_that_keras_draws_for_a_dataset_of_threads(tmp_path):
+    def train(callbacks):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return values_of(model, model.fit(Batches(workers=2), epochs=3, verbose=0, callbacks=callbacks))
+
+    check_goes_on(tmp_path, train, 8)
+
+
+def test_two_fits_with_one_folder(tmp_path):
+    """The first `fit` has nothing to do where the backup is one of the second, and leaves it."""
+
+    def train(callbacks):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        for begin, end in ((0, 2), (2, 4)):
+            history = model.fit(X, Y, batch_size=8, initial_epoch=begin, epochs=end, verbose=0, callbacks=callbacks)
+        return values_of(model, history, model.optimizer)
+
+    check_goes_on(tmp_path, train, 13)
+
+
+def test_a_layer_that_the_first_step_builds(tmp_path):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2, name="inner")
+            self.add_weight(shape=(), name="own")
+
+        def call(self, x):
+            return self.dense(x)
+
+    model = Own()
+    model.compile("sgd", "mse")
+    model.built = True  # as a build() of the user's says that makes no layer's variables
+    with pytest.raises(BackupError, match="its layer 'inner' is not"):
+        model.fit(X, Y, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
