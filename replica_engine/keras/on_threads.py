@@ -1,4 +1,4 @@
-"""The steps of a model on replica threads: the graph of the step splits the batch into shards."""
+"""The steps of a model on replica threads: the graph of the step takes any batch, and each replica takes its shard."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf.distribute import replica_id_in_sync_group
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.hooks import NotASum, has_own_metrics, needs_whole_batches
 from replica_engine.keras.shard import Shard
-from replica_engine.keras.steps import run_step
+from replica_engine.keras.steps import joined, run_step
 from replica_engine.values import samples
-from replica_engine.values.regroup import regroup
+from replica_engine.values.regroup import select
 
 
 class OnThreads:
@@ -32,10 +31,6 @@ class OnThreads:
         self._model = model
         self._strategy = strategy
         self._size = strategy.num_replicas_in_sync
-        self._replicas = [  # the replicas of this process, by their ids among those of all processes
-            (replica_id_in_sync_group(strategy, index), device)
-            for index, device in enumerate(strategy.extended.worker_devices)
-        ]
         self._functions: dict[Any, Any] = {}
         self._traced: set[Any] = set()
         self._is_undivided = False
@@ -90,19 +85,16 @@ class OnThreads:
 
     def _shared(self, name: str, batch: Any) -> Any:
         total = samples.count_in_graph(batch)
-        parts, sizes = [], []
         each, more = total // self._size, total % self._size  # the first `more` replicas get one sample more
-        for replica, device in self._replicas:
-            size = each + _as_int(replica < more)
-            start = replica * each + _least(replica, more)
-            with tf.device(device):
-                parts.append(samples.on_device(samples.take(batch, start, start + size)))
-            sizes.append(tf.convert_to_tensor(size))
 
-        def step(data: Any, size: Any) -> Any:
-            return run_step(self._model, name, data, Shard(size, total, self._size))
+        def step(data: Any) -> Any:
+            replica = _replica()
+            size = each + tf.cast(replica < more, tf.int32)
+            start = replica * each + tf.minimum(replica, more)
+            shard = samples.on_device(samples.take(data, start, start + size))
+            return run_step(self._model, name, shard, Shard(size, total, self._size))
 
-        return self._first(self._strategy.run(step, args=(regroup(parts), regroup(sizes))))
+        return select(0, self._strategy.run(step, args=(batch,)))
 
     def _whole(self, name: str, batch: Any) -> Any:
         total = samples.count_in_graph(batch)
@@ -110,42 +102,28 @@ class OnThreads:
         def step(data: Any) -> Any:
             return run_step(self._model, name, data, Shard(total, total, self._size, whole=True))
 
-        return self._first(self._strategy.run(step, args=(batch,)))
+        return select(0, self._strategy.run(step, args=(batch,)))
 
     def _predict(self, name: str, batch: Any) -> Any:
         total = samples.count_in_graph(batch)
         size = -(-total // self._size)
-        padded = samples.pad(batch, size * self._size - total)
-        parts = []
-        for replica, device in self._replicas:
-            with tf.device(device):
-                parts.append(samples.on_device(samples.take(padded, replica * size, (replica + 1) * size)))
-        outputs = self._strategy.run(getattr(self._model, name), args=(regroup(parts),))
-        shares = [
-            tf.nest.map_structure(lambda leaf, i=index: self._part(leaf, i), outputs)
-            for index in range(len(self._replicas))
-        ]
+
+        def step(padded: Any) -> Any:
+            replica = _replica()
+            return getattr(self._model, name)(
+                samples.on_device(samples.take(padded, replica * size, (replica + 1) * size))
+            )
+
+        outputs = self._strategy.run(step, args=(samples.pad(batch, size * self._size - total),))
         # Outputs without a row per sample are not used here; they only need to be computable.
-        if (of_rows := samples.are_of(shares[0], size)) is False:
-            return shares[0], False
-        joined = samples.join(shares)
-        if len(shares) < self._size:  # the other workers have the rest
-            joined = tf.nest.map_structure(lambda leaf: self._strategy.gather(leaf, axis=0), outputs)
-        return samples.take(joined, 0, total), of_rows
+        if (of_rows := samples.are_of(select(0, outputs), size)) is False:
+            return select(0, outputs), False
+        return samples.take(joined(self._strategy, outputs), 0, total), of_rows
 
     def _predict_whole(self, name: str, batch: Any) -> Any:
-        return self._first(self._strategy.run(getattr(self._model, name), args=(batch,)))
-
-    def _first(self, value: Any) -> Any:
-        return tf.nest.map_structure(lambda leaf: self._part(leaf, 0), value)
-
-    def _part(self, leaf: Any, replica: int) -> Any:
-        return self._strategy.experimental_local_results(leaf)[replica]
+        return select(0, self._strategy.run(getattr(self._model, name), args=(batch,)))
 
 
-def _least(number: int, other: Any) -> Any:
-    return min(number, other) if isinstance(other, int) else tf.minimum(number, other)
-
-
-def _as_int(condition: Any) -> Any:
-    return int(condition) if isinstance(condition, bool) else tf.cast(condition, tf.int32)
+def _replica() -> Any:
+    """The id of this replica among those of all workers."""
+    return tf.distribute.get_replica_context().replica_id_in_sync_group

@@ -30,7 +30,7 @@ from replica_engine.errors.base import warning
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.hooks import NotASum, needs_whole_batches
 from replica_engine.keras.shard import Longer, Shard
-from replica_engine.keras.steps import Logs, across_replicas, run_step
+from replica_engine.keras.steps import Logs, across_replicas, joined, run_step
 from replica_engine.pjrt.plans import rehearsal
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import rows, samples
@@ -78,7 +78,7 @@ class OnXla:
         Consecutive batches of one size, as `steps_per_execution` requests them, run in one launch: a device loop.
         """
         with sparse_inputs_named(batches[0]):
-            return self._first(self._launches(name, batches))
+            return select(0, self._launches(name, batches))
 
     def _launches(self, name: str, batches: Sequence[Any]) -> Any:
         """Runs the launches of a step; returns the logs of the last batch, for all replicas."""
@@ -126,17 +126,15 @@ class OnXla:
             shares = self._shares(samples.pad(data, size - total), size)
             outputs = self._run(self._predict_step, "predict_step", shares, size)
             self._predicted.add((kind, size))
-            if samples.are_of(self._first(outputs), size // self._size) and self._gives_rows(
-                kind, data, total, outputs
-            ):
-                return samples.take(self._joined(outputs), 0, total)
+            if samples.are_of(select(0, outputs), size // self._size) and self._gives_rows(kind, data, total, outputs):
+                return samples.take(joined(self._strategy, outputs), 0, total)
             self._undivided.add("predict_step")  # the outputs have no row per sample
-        return self._first(self._run(self._predict_step, "predict_step", data, total))
+        return select(0, self._run(self._predict_step, "predict_step", data, total))
 
     def _gives_rows(self, kind: str, data: Any, total: int, outputs: Any) -> bool:
         """Whether outputs that are as long as a shard have a row per sample: those of a longer shard are longer."""
         if kind not in self._gives:
-            self._gives[kind] = keras_model.gives_rows(self._model) or self._grows(data, total, self._first(outputs))
+            self._gives[kind] = keras_model.gives_rows(self._model) or self._grows(data, total, select(0, outputs))
         return self._gives[kind]
 
     def _grows(self, data: Any, total: int, outputs: Any) -> bool:
@@ -238,15 +236,6 @@ class OnXla:
     @_as_keras_does
     def _predict_step(self, name: str, data: Any, total: int) -> Any:
         return getattr(self._model, name)(data)
-
-    def _joined(self, outputs: Any) -> Any:
-        """The rows of all replicas, in their order."""
-        if len(self._own) < self._size:  # the other workers have the rest
-            return tf.nest.map_structure(lambda leaf: self._strategy.gather(leaf, axis=0), outputs)
-        return samples.join([select(replica, outputs) for replica in self._own])
-
-    def _first(self, value: Any) -> Any:
-        return select(0, value)
 
 
 def _named(name: str, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,8 @@ from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LogError
 from replica_engine.keras.shard import Shard
-from replica_engine.values import late_weights, rows
+from replica_engine.values import late_weights, rows, samples
+from replica_engine.values.regroup import select
 
 
 def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str, Any]:
@@ -89,6 +90,14 @@ def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, An
             # Inside the scope: a result may be a variable of the metric, and is read here.
             means[key] = tf.convert_to_tensor(result if part is None else result[part])
     return {key: means[key] if key in means else logs.values[key] for key in logs.names}
+
+
+def joined(strategy: tf.distribute.Strategy, outputs: Any) -> Any:
+    """The rows of all replicas, in the order of the replicas, as one batch."""
+    size = len(strategy.extended.worker_devices)
+    if size < strategy.num_replicas_in_sync:  # the other workers have the rest
+        return tf.nest.map_structure(lambda leaf: strategy.gather(leaf, axis=0), outputs)
+    return samples.join([select(replica, outputs) for replica in range(size)])
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
