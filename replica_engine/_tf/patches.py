@@ -165,8 +165,13 @@ PATCHES: tuple[Patch, ...] = (
         "the first `scope()` once Keras is imported, and `replicate_model`",
         "only added; `keras.config.disable_traceback_filtering()` shows them",
     ),
-    Patch(MODULE, REDUCE, "logs are means over replicas, not those of replica 0", _FIRST_SCOPE, _OTHERS),
-    Patch(MODULE, REDUCE, "logs are reduced over all workers", _FIRST_WORKERS_SCOPE, _OTHERS),
+    Patch(
+        MODULE,
+        REDUCE,
+        "logs are means over replicas of all workers, not those of replica 0",
+        _FIRST_SCOPE_OF_ALL,
+        _OTHERS,
+    ),
     *(
         Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _OTHERS)
         for owner, name in (

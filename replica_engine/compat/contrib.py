@@ -22,7 +22,7 @@ from replica_engine.strategies.tpu import TPUStrategy as _TPUStrategy
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values.regroup import regroup
 from replica_engine.xla.body import in_body
-from replica_engine.xla.graph_mode import refuses_graphs
+from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 
 __all__ = [
@@ -43,19 +43,6 @@ _NOT_GIVEN = object()
 _AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_TOWER", "NONE")
 
 
-@refuses_graphs(
-    "batch_reduce",
-    "broadcast",
-    "call_for_each_tower",
-    "distribute_dataset",
-    "group",
-    "map",
-    "read_var",
-    "reduce",
-    "run_steps_on_dataset",
-    "update",
-    "update_non_slot",
-)
 class TPUStrategy(_TPUStrategy):
     """Today's `TPUStrategy` that also has the methods and properties of 2018.
 
@@ -108,6 +95,7 @@ class TPUStrategy(_TPUStrategy):
     @autograph.artifact
     def map(self, map_over: Iterable[Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MapOutput:
         """Calls `fn(element, *args, **kwargs)` for each element, on the host. `unwrap` and `reduce` take the result."""
+        check_mode()
         with tf.device(_HOST):
             return MapOutput([fn(element, *args, **kwargs) for element in map_over])
 

@@ -81,7 +81,7 @@ def replicate_model(
     patches.hide_frames(FOLDERS)
     extend_keras()
     twin = replicated(model, strategy)
-    if hasattr(strategy, "leave_files_to_chief"):  # a strategy that may have several workers
+    if strategy.extended.saving is not None:
         strategy.leave_files_to_chief(model, twin)
     return twin
 

@@ -20,17 +20,19 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, quick_scopes
 from replica_engine._tf.graphs import autograph
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.checkpoints import saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import check_inputs
-from replica_engine.diagnostics.tracebacks import shortened
+from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.devices import described
+from replica_engine.strategies.saving_together import Saving, let_the_chief_write
 from replica_engine.strategies.validation import NOT_REDUCED, check_call, checked_reduction, not_gathered, not_reduced
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, install, short_name, sync_points
 
@@ -47,9 +49,11 @@ class Backend(Protocol):
 
     Attributes:
         compiles: whether one trace stands for all replicas; otherwise each replica runs the Python code.
+        saving: this worker, as one that saves together with the others; None if it is the only one.
     """
 
     compiles: bool
+    saving: Saving | None
 
     def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Calls `fn` once per replica, in replica context, and returns the regrouped results."""
@@ -87,6 +91,7 @@ class ReplicaThreads:
 
     replica_options = ReplicaOptions()
     compiles = False
+    saving: Saving | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         install()
@@ -114,29 +119,10 @@ class ReplicaThreads:
         """Always None: with replica threads, a variable holds its value itself."""
 
 
-class Gathering:
-    """`gather` of every strategy. Put it before a class of `tf.distribute`."""
-
-    @autograph.artifact
-    def gather(self, value: Any, axis: int) -> Any:
-        """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
-
-        Raises:
-            CollectiveError: the values have no such axis.
-        """
-        try:
-            return super().gather(value, axis)  # type: ignore[misc]
-        except NOT_REDUCED as error:
-            raise not_gathered(error, value, axis)
-
-
-class OnReplicaThreads(Gathering):
-    """The strategy half for an extended half with `ReplicaThreads`. Put it before a class of `tf.distribute`."""
+class OnBackend:
+    """The strategy half for an extended half that is a `Backend`. Put it before a class of `tf.distribute`."""
 
     extended: Any
-
-    def __repr__(self) -> str:
-        return described(self, [*map(short_name, self.extended.worker_devices)])
 
     @overload
     def run(
@@ -155,41 +141,34 @@ class OnReplicaThreads(Gathering):
         """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
 
         Args:
-            fn: the function, called in replica context. A `tf.function` is lifted: it goes around the whole run.
+            fn: the function, called in replica context. Where replicas run on threads, a `tf.function` is lifted: it
+                goes around the whole run. `TPUStrategy` compiles it as a part of the body.
             args: its positional arguments; each replica gets its own value of a `tf.distribute.DistributedValues`.
             kwargs: its keyword arguments, distributed in the same way.
-            options: `tf.distribute.RunOptions`.
+            options: `tf.distribute.RunOptions`; `TPUStrategy` ignores them.
 
         Raises:
             ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
-            MergeCallMismatchError: the replicas did not meet at the same merge calls.
-            ReplicaMismatchError: the replicas brought tensors of different dtypes or shapes to an all-reduce.
-            ReplicaTimeoutError: a replica or a merge function took longer than `timeout`.
-            Exception: any exception of `fn` or of a merge function, with notes that name the replica.
+            MergeCallMismatchError: replicas on threads did not meet at the same merge calls.
+            LoweringError: XLA cannot compile an op; the message names the op and your line.
+            ReplicaMismatchError: the replicas have tensors of different dtypes or shapes.
+            ReplicaTimeoutError: a replica, a merge function or a launch took longer than `timeout`.
+            Exception: any exception of `fn` or of a merge function; on threads, with notes that name the replica.
         """
-        check_call(fn, args, kwargs)
-        if current_replica() is not None:
-            raise ScopeError.in_replica("run", here())
-        check_inputs(self, fn, args, kwargs, len(self.extended.worker_devices), False)
         try:
-            if not autograph.is_out_of_play():
-                return super().run(fn, args, kwargs, options)  # type: ignore[misc]
-            scope = quick_scopes.in_scope(self)  # once here, instead of again in each call on the way
-            try:
-                with scope:
-                    return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
-            except BaseException:
-                if isinstance(scope, quick_scopes.EagerScope) and scope.is_entered:
-                    scope.__exit__()
-                raise
+            return self._run(fn, args, kwargs, options)
         except Exception as error:
             raise shortened(explained(error))
         except KeyboardInterrupt as interrupt:
-            raise shortened(interrupt)
+            raise shortened(as_raised(interrupt))
+
+    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
+        """Checks the arguments of `run`, and runs."""
+        raise NotImplementedError
 
     @quick_scopes.checks_only
     def scope(self) -> Any:
-        """Like the scope of every strategy.
+        """Like the scope of every strategy. Keras models of several workers leave their files to the chief.
 
         Raises:
             ScopeError: a replica calls it.
@@ -199,7 +178,29 @@ class OnReplicaThreads(Gathering):
         models.check_distribution(self)
         models.explain(has_backend)
         saving.install()
+        keras_hooks.combine_logs(OnBackend)
+        self.leave_files_to_chief()
         return super().scope()  # type: ignore[misc]
+
+    def leave_files_to_chief(self, *models: Any) -> None:
+        """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
+
+        It is called for the models of `replicate_model`; models that were built in the scope do not need it.
+        """
+        if self.extended.saving is not None:
+            let_the_chief_write(self.extended.saving, *models)
+
+    def combined(self, own: Callable[..., Any], values: Any, reduction: str) -> Any:
+        """What Keras takes for the values of all replicas; `own` is Keras' function, for one worker.
+
+        Keras logs the values of replica 0 under a `tf.distribute.TPUStrategy`. Over workers it calls
+        `reduce("MEAN", value, axis=0)`, which fails for scalars, and logs are scalars.
+        """
+        if reduction == "auto":
+            reduction = "mean"
+        if self.extended.saving is None or reduction not in ("mean", "sum"):
+            return own(values, self, reduction)
+        return self.reduce(reduction.upper(), values, axis=None)
 
     @autograph.artifact
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
@@ -215,6 +216,49 @@ class OnReplicaThreads(Gathering):
             return super().reduce(reduce_op, value, axis)  # type: ignore[misc]
         except NOT_REDUCED as error:
             raise not_reduced(error, value, axis)
+
+    @autograph.artifact
+    def gather(self, value: Any, axis: int) -> Any:
+        """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
+
+        Raises:
+            CollectiveError: the values have no such axis.
+        """
+        try:
+            return super().gather(value, axis)  # type: ignore[misc]
+        except NOT_REDUCED as error:
+            raise not_gathered(error, value, axis)
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """The last sync points of each replica: their kind, source line, tensors and times.
+
+        A compiled program runs where the host cannot observe it. So under `TPUStrategy` the times of a record are those
+        of its launch, and each collective appears once, even if it is in a loop. See `replica_engine.sync_points`.
+        """
+        return self.extended.sync_points()
+
+
+class OnReplicaThreads(OnBackend):
+    """The strategy half for an extended half with `ReplicaThreads`. Put it before a class of `tf.distribute`."""
+
+    def __repr__(self) -> str:
+        return described(self, [*map(short_name, self.extended.worker_devices)])
+
+    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
+        check_call(fn, args, kwargs)
+        if current_replica() is not None:
+            raise ScopeError.in_replica("run", here())
+        check_inputs(self, fn, args, kwargs, len(self.extended.worker_devices), False)
+        if not autograph.is_out_of_play():
+            return super(OnBackend, self).run(fn, args, kwargs, options)  # type: ignore[misc]
+        scope = quick_scopes.in_scope(self)  # once here, instead of again in each call on the way
+        try:
+            with scope:
+                return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
+        except BaseException:
+            if isinstance(scope, quick_scopes.EagerScope) and scope.is_entered:
+                scope.__exit__()
+            raise
 
     @property
     def run_steps(self) -> NoReturn:
@@ -235,13 +279,6 @@ class OnReplicaThreads(Gathering):
             f"{type(self).__name__} has no plan: a plan is of a compiled step. Ask the strategy that compiles it, "
             "without running it: replica_engine.TPUStrategy(num_cores=n).plan(step, args=...)."
         )
-
-    def sync_points(self) -> list[SyncPointRecord]:
-        """The last sync points of each replica: their kind, source line, tensors and times.
-
-        See `replica_engine.sync_points`.
-        """
-        return self.extended.sync_points()
 
 
 def backend_of(strategy: tf.distribute.Strategy) -> Backend | None:

@@ -1,6 +1,5 @@
 """What is the same for both strategies of several workers: how a start fails, a network that is cut, and a restart."""
 
-import importlib
 import json
 import signal
 import socket
@@ -15,8 +14,6 @@ from helpers import fork_server
 from helpers.jobs import LONGER, Proxy, job
 from helpers.versions import HAS_XLA
 
-from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine._tf.keras.trainer import MODULE, REDUCE
 from replica_engine.errors import WorkerVersionError
 
 pytestmark = pytest.mark.timeout(360)
@@ -197,34 +194,3 @@ def test_the_launcher_starts_a_killed_worker_of_a_tpu_strategy_again(tmp_path):
     assert first == second
     weights = first["undisturbed"][1]
     assert first == {"resumed": [4, weights], "undisturbed": [0, weights]}
-
-
-def test_logs_are_reduced_over_workers_under_each_strategy_of_a_process(monkeypatch):
-    """A process may enter scopes of both, and Keras has one function for all."""
-
-    class Worker(tf.distribute.Strategy):
-        def __init__(self):
-            """None of what a strategy has is needed."""
-
-        def reduce(self, reduce_op, value, axis):
-            return reduce_op, value, axis
-
-        def join_rows(self, value):
-            return "joined", value
-
-    class First(Worker):
-        pass
-
-    class Second(Worker):
-        pass
-
-    trainer = importlib.import_module(MODULE)
-    monkeypatch.setattr(trainer, REDUCE, lambda values, strategy, reduction: "Keras' own")
-    for kind in (First, Second, First):
-        keras_hooks.reduce_over_workers(kind)
-    reduce = getattr(trainer, REDUCE)
-    for strategy in (First(), Second()):
-        assert reduce(1.0, strategy, "auto") == ("MEAN", 1.0, None)
-        assert reduce(1.0, strategy, "concat") == ("joined", 1.0)
-        assert reduce(1.0, strategy, "first") == "Keras' own"
-    assert reduce(1.0, Worker(), "auto") == "Keras' own"

@@ -8,7 +8,7 @@ from helpers.jobs import LONGER, job
 from helpers.workers import HEAD, TAIL, alone, files, outputs
 
 from replica_engine.strategies.multi_worker.launches import Launches
-from replica_engine.strategies.multi_worker.saving import Saving
+from replica_engine.strategies.saving_together import Saving
 
 pytestmark = pytest.mark.timeout(360)
 

@@ -16,7 +16,7 @@ from tensorflow.python.framework import op_callbacks
 
 import replica_engine
 from replica_engine._tf import quick_scopes
-from replica_engine.strategies.backend import OnReplicaThreads
+from replica_engine.strategies.backend import OnBackend
 
 
 @pytest.fixture
@@ -261,5 +261,5 @@ def test_a_scope_of_the_users_own_is_around_a_run_and_one_that_only_checks_is_no
     devices = replica_engine.logical_devices(2)
     Noting(devices).run(lambda: None)
     assert entered == [Noting]
-    monkeypatch.setattr(OnReplicaThreads, "scope", checked)
+    monkeypatch.setattr(OnBackend, "scope", checked)
     assert replica_engine.MirroredStrategy(devices).run(lambda: tf.distribute.in_cross_replica_context()) is False

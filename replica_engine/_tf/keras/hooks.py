@@ -37,7 +37,6 @@ SCALE_LOSSES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 SAMPLEWISE = "reduce_to_samplewise_values"
 
 _MARK = "_replica_engine"
-_OF_WORKERS = "_replica_engine_workers"  # the attribute of Keras' function that has the classes; wrappers copy it
 
 
 class FirstBatch(NamedTuple):
@@ -165,41 +164,17 @@ def _fit(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         _begun.reset(token)
 
 
-def average_logs(strategies: type) -> None:
-    """Makes Keras log the mean over replicas under strategies of a class."""
+def combine_logs(strategies: type) -> None:
+    """Makes Keras combine the values of replicas, under strategies of a class, by their method `combined`.
 
-    def averaged(own: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
-        is_mean = reduction == "auto" and isinstance(strategy, strategies)
-        return own(values, strategy, "mean" if is_mean else reduction)
-
-    wrap(sys.modules.get(MODULE), REDUCE, averaged)
-
-
-def reduce_over_workers(strategies: type) -> None:
-    """Makes Keras reduce the logs of all workers under strategies of a class; a process may do so for several classes.
-
-    Keras calls `strategy.reduce("MEAN", value, axis=0)` there, which fails for scalars, and logs are scalars. Rows of
-    predictions are joined by the strategy's `join_rows`, if it has that method.
+    It is called as `combined(own, values, reduction)`, with Keras' own function.
     """
-    module = sys.modules.get(MODULE)
-    if hasattr(known := getattr(module, REDUCE, None), _OF_WORKERS):
-        getattr(known, _OF_WORKERS).add(strategies)
-        return
-    classes = {strategies}
-    operations = {"auto": "MEAN", "mean": "MEAN", "sum": "SUM"}
 
-    def reduced(own: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
-        if not isinstance(strategy, tuple(classes)):
-            return own(values, strategy, reduction)
-        if reduction == "concat" and hasattr(strategy, "join_rows"):
-            return tf.nest.map_structure(strategy.join_rows, values)
-        if reduction not in operations:
-            return own(values, strategy, reduction)
-        assert isinstance(strategy, tf.distribute.Strategy)
-        return strategy.reduce(operations[reduction], values, axis=None)
+    def combined(own: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
+        ours = isinstance(strategy, strategies)
+        return strategy.combined(own, values, reduction) if ours else own(values, strategy, reduction)
 
-    wrap(module, REDUCE, reduced, _OF_WORKERS)
-    setattr(getattr(module, REDUCE, None), _OF_WORKERS, classes)
+    wrap(sys.modules.get(MODULE), REDUCE, combined)
 
 
 def extend_optimizers(

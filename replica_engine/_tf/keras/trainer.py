@@ -5,7 +5,7 @@ method `_make_function` takes the function that does one step, and makes the fun
 Checked on Keras 3.15.1. This module does not import Keras; if Keras has no such method, Keras' own loop stays.
 
 `reduce_per_replica` combines the logs of all replicas: it takes the mean, but under a `tf.distribute.TPUStrategy` it
-takes the logs of replica 0. This library's TPUStrategy is a subclass, and takes the mean (`patches.average_logs`).
+takes the logs of replica 0. This library's TPUStrategy is a subclass, and takes the mean (`hooks.combine_logs`).
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ import tensorflow as tf
 
 from replica_engine._tf import collectives, distribute
 from replica_engine._tf.host_datasets import HostDatasets, rows_of_batches
-from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_batches, of_variable
 from replica_engine.strategies.multi_worker.reduction import WorkerReduction
-from replica_engine.strategies.multi_worker.saving import Saving, let_the_chief_write
 from replica_engine.strategies.reductions import Reductions, by_dtype
+from replica_engine.strategies.saving_together import Saving
 from replica_engine.strategies.validation import check_seconds
 from replica_engine.threads.call import ReplicaOptions
 from replica_engine.threads.cpu_reduction import CpuReduction
@@ -64,7 +63,6 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, d
     """The extended half of `MultiWorkerMirroredStrategy`: TensorFlow's own, on this library's replica threads."""
 
     _enable_check_health = False  # the job notices who is lost, and says it
-    saving: Saving | None = None
     adds_up_rows = True
 
     def __init__(
@@ -201,19 +199,6 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         )
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)
-
-    def scope(self) -> Any:
-        """Like the scope of every strategy. Models of Keras log means over all workers, and the chief writes files."""
-        keras_hooks.reduce_over_workers(MultiWorkerMirroredStrategy)
-        let_the_chief_write(self.extended.saving)
-        return super().scope()
-
-    def leave_files_to_chief(self, *models: Any) -> None:
-        """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
-
-        It is called for the models of `replicate_model`; models that were built in the scope do not need it.
-        """
-        let_the_chief_write(self.extended.saving, *models)
 
     @property
     def num_hosts(self) -> int:

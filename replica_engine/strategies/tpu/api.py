@@ -26,7 +26,6 @@ from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
 from replica_engine.xla.body import in_body
 from replica_engine.xla.constraints import as_int, check, divided, logical_device, whole
-from replica_engine.xla.graph_mode import refuses_graphs
 
 
 class TPUFacts:
@@ -64,11 +63,6 @@ class TPUFacts:
         return logical_device(logical_device_id, devices_of(self))
 
 
-@refuses_graphs(
-    "experimental_assign_to_logical_device",
-    "experimental_replicate_to_logical_devices",
-    "experimental_split_to_logical_devices",
-)
 class LogicalDevices:
     """The model parallelism of `tf.distribute.TPUStrategy`. Put it before that class.
 
@@ -125,6 +119,7 @@ class LogicalDevices:
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica. Returns the tensor."""
+        devices_of(self.extended)
         tensor = tf.convert_to_tensor(tensor)
         return tf.identity(tensor) if in_body() is None else whole(tensor)
 

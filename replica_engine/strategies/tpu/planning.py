@@ -14,7 +14,6 @@ from replica_engine.errors import InputsError
 from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
 from replica_engine.strategies.tpu.variable_table import Layouts
 from replica_engine.strategies.validation import check_call
-from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.signature.stand_ins import with_values
 
 
@@ -71,7 +70,6 @@ class Planning:
             [('all-reduce', 262144)]
         """
         try:
-            check_mode()
             if not tf.executing_eagerly():
                 raise InputsError(
                     "plan was called in a tf.function. It compiles a step and runs nothing: call it in eager mode, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, overload
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,9 +15,8 @@ from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.reduction import QuietReduction
-from replica_engine.checkpoints import saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.diagnostics.misuse import check_outside_replicas, explained
+from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.suspicions import check_inputs, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
@@ -25,8 +24,8 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
 from replica_engine.process import pool
 from replica_engine.process.fork import check_not_forked
-from replica_engine.strategies import accumulation, models
-from replica_engine.strategies.backend import Arguments, Gathering, HostSide, Keywords, R, has_backend
+from replica_engine.strategies import accumulation
+from replica_engine.strategies.backend import HostSide, OnBackend, has_backend
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.reductions import Reductions
@@ -38,20 +37,17 @@ from replica_engine.strategies.tpu.planning import Planning
 from replica_engine.strategies.tpu.variable_table import VariableTable
 from replica_engine.strategies.tpu.workers import ModelsOverWorkers, OverWorkers, explain_failures, saving_on
 from replica_engine.strategies.validation import (
-    NOT_REDUCED,
     check_call,
     check_flags,
     check_seconds,
     check_updated,
-    checked_reduction,
-    not_reduced,
 )
 from replica_engine.values.regroup import spread
 from replica_engine.xla import own_values
 from replica_engine.xla.analysis.equal_values import is_equal_everywhere
 from replica_engine.xla.body import LaunchLimits, in_body
 from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf
-from replica_engine.xla.graph_mode import check_mode, refuses_graphs
+from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.graph_op import call_again, call_with_numbers
 from replica_engine.xla.graph_op import plan as plan_call
 from replica_engine.xla.resolver import PjrtClusterResolver
@@ -60,28 +56,6 @@ from replica_engine.xla.stages.program_cache import ProgramCache
 from replica_engine.xla.state.host_variable import handles_compared
 
 
-@refuses_graphs(
-    "_batch_reduce_to",
-    "_broadcast_to",
-    "_create_variable",
-    "_distribute_datasets_from_function",
-    "_experimental_distribute_dataset",
-    "_experimental_distribute_values_from_function",
-    "_experimental_make_numpy_dataset",
-    "_gather_to_implementation",
-    "_make_dataset_iterator",
-    "_make_input_fn_iterator",
-    "_reduce_to",
-    "_update",
-    "_update_non_slot",
-    "call_for_each_replica",
-    "colocate_vars_with",
-    "experimental_make_numpy_dataset",
-    "read_var",
-    "run_steps",
-    "update",
-    "update_non_slot",
-)
 class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.MirroredExtended):
     """The extended half of `TPUStrategy`.
 
@@ -320,8 +294,7 @@ def _as_value(result: Any) -> Any:
     return tf.identity(result) if isinstance(result, tf.Variable) else result
 
 
-@refuses_graphs("reduce", "run_steps", "scope")
-class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, Gathering, tf.distribute.TPUStrategy):
+class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that
@@ -436,63 +409,32 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, Gathering, tf.dis
         self._resolver = tpu_cluster_resolver
 
     def __repr__(self) -> str:
-        return described(self, self.extended.device_group.names)
+        return described(self, self._compiled_half.device_group.names)
+
+    @property
+    def _extended(self) -> TPUExtended:
+        """The extended half. Every use of the strategy asks for it, and in a graph of tf.compat.v1 there is none."""
+        check_mode()
+        return self._compiled_half
+
+    @_extended.setter
+    def _extended(self, extended: TPUExtended) -> None:
+        self._compiled_half = extended
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        check_outside_replicas("scope")
-        models.check_distribution(self)
-        models.explain(has_backend)
-        saving.install()
         keras_hooks.extend_trainer(keras_steps.device_loop)
-        keras_hooks.average_logs(TPUStrategy)
-        if self.extended.device_group.member is not None:
-            keras_hooks.reduce_over_workers(TPUStrategy)
-            self.leave_files_to_chief()
         return super().scope()
 
-    @overload
-    def run(
-        self, fn: Callable[..., None], args: Arguments = ..., kwargs: Keywords = ..., options: Any = ...
-    ) -> None: ...
-
-    @overload
-    def run(
-        self, fn: Callable[..., R], args: Arguments = ..., kwargs: Keywords = ..., options: Any = ...
-    ) -> R | Any: ...
-
-    @autograph.artifact
-    def run(
-        self, fn: Callable[..., R], args: Arguments = (), kwargs: Keywords = None, options: Any = None
-    ) -> R | Any | None:
-        """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
-
-        Args:
-            fn: the function; a `tf.function` is compiled as a part of the body.
-            args: its positional arguments; each replica gets its own value of a `tf.distribute.DistributedValues`.
-            kwargs: its keyword arguments, distributed in the same way.
-            options: ignored.
-
-        Raises:
-            ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
-            LoweringError: XLA cannot compile an op; the message names the op and your line.
-            ReplicaMismatchError: the replicas have tensors of different shapes or dtypes.
-            ReplicaTimeoutError: the launch gave no sign of life for longer than `timeout`.
-            Exception: any exception that `fn` raised while it was traced.
-        """
-        try:
-            if kwargs is None or (type(kwargs) is dict and not kwargs):
-                results = self.extended.run_again(fn, args)
-                if results is not None:
-                    return results[0]
-            check_mode()
-            check_call(fn, args, kwargs)
-            check_inputs(self, fn, args, kwargs, self.extended.device_group.size, True)
-            return self.extended.call_for_each_replica(fn, args, kwargs or {})
-        except Exception as error:
-            raise shortened(explained(error))
-        except KeyboardInterrupt as interrupt:
-            raise shortened(as_raised(interrupt))
+    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
+        extended = self.extended
+        if kwargs is None or (type(kwargs) is dict and not kwargs):
+            results = extended.run_again(fn, args)
+            if results is not None:
+                return results[0]
+        check_call(fn, args, kwargs)
+        check_inputs(self, fn, args, kwargs, extended.device_group.size, True)
+        return extended.call_for_each_replica(fn, args, kwargs or {})
 
     @autograph.artifact
     def run_steps(
@@ -557,28 +499,15 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, Gathering, tf.dis
         except KeyboardInterrupt as interrupt:
             raise shortened(as_raised(interrupt))
 
-    def sync_points(self) -> list[SyncPointRecord]:
-        """The last sync points of each replica: the collectives of the last launches in order, up to 100.
-
-        A program runs where the host cannot observe it. So the times of a record are the times of its launch, and
-        each collective appears once, even if it is in a loop.
-        """
-        return self.extended.sync_points()
-
     @autograph.artifact
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like every strategy; works in steps of `run_steps`. Takes Python numbers."""
-        reduce_op, value, axis = checked_reduction(reduce_op, value, axis)
         context = tf.distribute.get_replica_context()
         if isinstance(context, BodyReplicaContext) and context.is_step:
             return context.merge_call(
                 lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
             )
-        check_outside_replicas("reduce")
-        try:
-            return super().reduce(reduce_op, value, axis)
-        except NOT_REDUCED as error:
-            raise not_reduced(error, value, axis)
+        return super().reduce(reduce_op, value, axis)
 
     @property
     def num_hosts(self) -> int:

@@ -22,8 +22,8 @@ from replica_engine.hosts import Member
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies.multi_worker.launches import of_variable
-from replica_engine.strategies.multi_worker.saving import Saving, let_the_chief_write
 from replica_engine.strategies.reductions import as_tensors
+from replica_engine.strategies.saving_together import Saving
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import LaunchLimits
 from replica_engine.xla.context import gather_leaf, reduce_leaf
@@ -36,6 +36,12 @@ class ModelsOverWorkers:
     """What Keras asks of a strategy with several workers."""
 
     extended: Any
+
+    def combined(self, own: Callable[..., Any], values: Any, reduction: str) -> Any:
+        """As in every strategy; predictions are joined by `join_rows`."""
+        if self.extended.saving is not None and reduction == "concat":
+            return tf.nest.map_structure(self.join_rows, values)
+        return super().combined(own, values, reduction)  # type: ignore[misc]
 
     def join_rows(self, value: Any) -> tf.Tensor:
         """The rows of all replicas of all workers, in the order of the whole batch that they were taken from.
@@ -50,14 +56,6 @@ class ModelsOverWorkers:
         shares = tf.reshape(rows, tf.concat([[devices.replicas // devices.size, devices.size, -1], shape[1:]], 0))
         swapped = tf.transpose(shares, tf.concat([[1, 0], tf.range(2, tf.rank(shares))], 0))
         return tf.reshape(swapped, shape)
-
-    def leave_files_to_chief(self, *models: Any) -> None:
-        """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
-
-        It is called for the models of `replicate_model`; models that were built in the scope do not need it.
-        """
-        if self.extended.saving is not None:
-            let_the_chief_write(self.extended.saving, *models)
 
 
 class OverWorkers:

@@ -153,18 +153,17 @@ def _is_same(ours: list[str], theirs: list[str]) -> bool:
 _numbers = itertools.count()  # all workers save the same in the same order, or do not get past the meeting
 
 
-def let_the_chief_write(saving: Saving | None, *models: Any) -> None:
+def let_the_chief_write(saving: Saving, *models: Any) -> None:
     """Keeps all workers but the chief from writing to the chief's path what is trained on several workers, from now on.
 
     Args:
-        saving: this worker; None if it is the only one.
+        saving: this worker.
         models: further models that are trained on several workers, although they were not built under a strategy.
     """
     files.let_the_chief_write(owners.team_of)
     checkpoints.let_the_chief_write(owners.team_of)
-    if saving is not None:
-        checkpoints.refuse_handler(BackupError.of_handler)
-        owners.belong(saving, *models)
+    checkpoints.refuse_handler(BackupError.of_handler)
+    owners.belong(saving, *models)
 
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_saves", default=False)
