@@ -47,14 +47,6 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
-    def no_whole_replicas(cls, own: int, mesh: int) -> DeviceError:
-        """A worker would have parts of several replicas."""
-        return cls(
-            f"Each worker has {own} devices and each replica {mesh}. A worker must have all devices of some replicas, "
-            "or some of those of one: choose num_cores or cores_per_replica so that one number divides the other."
-        )
-
-    @classmethod
     def bad_count(cls, count: object) -> DeviceError:
         """The number of devices is not a positive int."""
         return cls(f"The number of devices must be a positive int; got {shown(count)}.")
@@ -79,14 +71,6 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(
             f"A program for {replicas} of the devices of {topology} cannot be compiled. Take all devices of a slice. "
             f"The compiler says:\n{message.strip()}"
-        )
-
-    @classmethod
-    def no_cross_device_ops(cls, given: object) -> DeviceError:
-        """`cross_device_ops` is not a `tf.distribute.CrossDeviceOps`."""
-        return cls(
-            "`cross_device_ops` must be a tf.distribute.CrossDeviceOps, such as tf.distribute.ReductionToOneDevice(), "
-            f"or None; got {shown(given)}."
         )
 
     @classmethod
@@ -127,30 +111,6 @@ class DistributionError(ReplicaEngineError, ValueError):
     Raised when the strategy is made, when a variable is made that a layout does not fit, and before the first program
     is traced if a layout has matched no variable.
     """
-
-    @classmethod
-    def unreadable(cls, given: object, rules: Sequence[str], advice: str) -> DistributionError:
-        """The value is no distribution; `advice` is "" or what to write."""
-        return cls(
-            f"`distribution` must be one of {', '.join(map(repr, rules))}, a keras.distribution.DataParallel or "
-            f"ModelParallel, or None; got {shown(given)}.{advice}"
-        )
-
-    @classmethod
-    def bad_name(cls, name: object, taken: str) -> DistributionError:
-        """An axis of the mesh has a name that programs cannot have."""
-        return cls(
-            f"An axis of the mesh has the name {shown(name)}. Use letters, digits and underscores, with no digit "
-            f"first, and not {taken!r}, which is the axis of the replicas."
-        )
-
-    @classmethod
-    def no_batch_axis(cls, name: object, known: Sequence[str]) -> DistributionError:
-        """`batch_dim_name` is no axis of the mesh."""
-        return cls(
-            f"batch_dim_name={shown(name)}, but the axes of the mesh are {', '.join(map(repr, known))}. It is the axis "
-            "over which the batch of a replica is divided."
-        )
 
     @classmethod
     def other_size(cls, cores: int, axes: Sequence[tuple[str, int]]) -> DistributionError:

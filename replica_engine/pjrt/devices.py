@@ -103,7 +103,11 @@ def group_of_job(
             raise DeviceError.too_many(own, MOST_CPU_DEVICES)
     platform = platform_named(platform) or (None if accelerators.may_be_there() else "cpu")
     if mesh is not None and own is not None and own % mesh.size and mesh.size % own:
-        raise DeviceError.no_whole_replicas(own, mesh.size)
+        raise DeviceError(
+            f"Each worker has {own} devices and each replica {mesh.size}. A worker must have all devices of some "
+            "replicas, or some of those of one: choose num_cores or cores_per_replica so that one number divides the "
+            "other."
+        )
     return workers.group_of_job(cluster, platform, own, versions, mesh)
 
 

@@ -15,6 +15,7 @@ from replica_engine._tf.graphs import calls
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.reduction import QuietReduction
 from replica_engine.errors import DeviceError
+from replica_engine.errors.base import shown
 from replica_engine.errors.devices import warn_one_replica
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import resolve_devices
@@ -171,7 +172,10 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         check_flags(concurrent=concurrent, **({} if marks is None else {"marks": marks}))
         check_choice("graph_optimizer", graph_optimizer, calls.LEVELS)
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
-            raise DeviceError.no_cross_device_ops(cross_device_ops)
+            raise DeviceError(
+                "`cross_device_ops` must be a tf.distribute.CrossDeviceOps, such as "
+                f"tf.distribute.ReductionToOneDevice(), or None; got {shown(cross_device_ops)}."
+            )
         self._collective_key_base = next(_COLLECTIVE_KEYS)
         resolved = resolve_devices(devices)
         if not devices and resolved and [short_name(name) for name in resolved] == ["CPU:0"]:

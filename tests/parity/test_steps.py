@@ -346,3 +346,31 @@ def test_the_log_says_what_runs(caplog):
     texts = [record.getMessage() for record in caplog.records if record.name == "replica_engine"]
     assert texts[:2] == ["check_parity: one device, batch 1 of 2", "check_parity: one device, batch 2 of 2"]
     assert texts[-1] == "check_parity: MirroredStrategy, batch 2 of 2"
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: check_parity(keras.layers.Dense(1), X), r"takes a Keras model.* or a function.*; got Dense"),
+        (lambda: check_parity(lambda x: x, X, steps=0), "steps must be a positive int; got 0"),
+        (lambda: check_parity(lambda x: x, X, rtol=-1e-4), "rtol must be a number, 0 or larger"),
+        (lambda: check_parity(lambda x: x, X, strategies="MirroredStrategy", reduction="max"), 'must be "mean", "sum"'),
+        (lambda: check_parity(lambda x: x, X, replica=2), r"\(step, inputs, variables\): .*'replica'"),
+        (lambda: check_parity(keras.Sequential([keras.Input((3,))])), r"\(model, x, y, sample_weight\): missing"),
+        (lambda: check_parity(lambda x: None, X, strategies="MirroredStrategy"), "returned no numbers"),
+        (
+            lambda: check_parity(lambda x: x, X, replicas=3, strategies=MirroredStrategy(["CPU:0", "CPU:1"])),
+            r"has 2 replicas, but replicas=3.*replicas=2",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_checked(call, says):
+    with pytest.raises(ParityArgumentError, match=says):
+        call()
+
+
+def test_a_compiled_model_without_targets():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)], name="small")
+    model.compile("sgd", "mse")
+    with pytest.raises(ParityArgumentError, match="'small' is compiled with a loss, and the data has no targets"):
+        check_parity(model, X, strategies="MirroredStrategy")

@@ -215,14 +215,25 @@ def read(
         mesh = ReplicaMesh(((BATCH, size),), BATCH)
         return Distribution(mesh, cores, lambda made: _RULES[distribution](made, size))
     if not layouts.is_distribution(distribution):
-        raise DistributionError.unreadable(distribution, sorted(_RULES), _advice(distribution))
+        raise DistributionError(
+            f"`distribution` must be one of {', '.join(map(repr, sorted(_RULES)))}, a "
+            f"keras.distribution.DataParallel or ModelParallel, or None; got {shown(distribution)}."
+            f"{_advice(distribution)}"
+        )
     device_mesh = distribution.device_mesh
     axes = tuple(zip(device_mesh.axis_names, map(int, device_mesh.shape), strict=True))
     for name in device_mesh.axis_names:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == REPLICAS:
-            raise DistributionError.bad_name(name, REPLICAS)
+            raise DistributionError(
+                f"An axis of the mesh has the name {shown(name)}. Use letters, digits and underscores, with no digit "
+                f"first, and not {REPLICAS!r}, which is the axis of the replicas."
+            )
     if distribution.batch_dim_name not in device_mesh.axis_names:
-        raise DistributionError.no_batch_axis(distribution.batch_dim_name, list(device_mesh.axis_names))
+        raise DistributionError(
+            f"batch_dim_name={shown(distribution.batch_dim_name)}, but the axes of the mesh are "
+            f"{', '.join(map(repr, device_mesh.axis_names))}. It is the axis over which the batch of a replica is "
+            "divided."
+        )
     mesh = ReplicaMesh(axes, distribution.batch_dim_name)
     if (cores_per_replica or mesh.size) != mesh.size:
         raise DistributionError.other_size(cores_per_replica or 0, axes)

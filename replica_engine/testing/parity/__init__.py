@@ -17,6 +17,7 @@ import keras
 
 from replica_engine._tf import distribute
 from replica_engine.errors import ParityArgumentError
+from replica_engine.errors.base import brief
 from replica_engine.testing.parity.model import check_model
 from replica_engine.testing.parity.report import Cause, Compared, Difference, ParityReport
 from replica_engine.testing.parity.settings import read
@@ -154,11 +155,14 @@ def check_parity(
     elif callable(model_or_step) and not isinstance(model_or_step, (type, keras.Layer)):
         form, check = "check_parity(step, inputs, variables)", check_step
     else:
-        raise ParityArgumentError.not_checkable(model_or_step)
+        raise ParityArgumentError(
+            "check_parity takes a Keras model, check_parity(model, x, y), or a function that is one training step, "
+            f"check_parity(step, inputs, variables); got {brief(model_or_step)}."
+        )
     try:
         inspect.signature(check).bind(None, model_or_step, *args, **kwargs)
     except TypeError as error:
-        raise ParityArgumentError.bad_call(form, f"{error}.") from None
+        raise ParityArgumentError(f"{form}: {error}.") from None
     rtol = tolerance if rtol is None else rtol
     with distribute.outside_scopes():  # one device is not the strategy whose scope the caller may be in
         settings = read(replicas, steps, batch_size, strategies, distribution, rtol, atol, seed)

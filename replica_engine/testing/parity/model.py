@@ -248,7 +248,11 @@ def _check_targets(model: keras.Model, batch: Any) -> None:
     is_keras_step = all(keras_trainer.has_keras_step(model, name) for name in ("train_step", "test_step"))
     has_loss = getattr(model, "compiled", False) and getattr(model, "loss", None) is not None
     if batch[1] is None and has_loss and is_keras_loss and is_keras_step:
-        raise ParityArgumentError.no_targets(model.name)
+        raise ParityArgumentError(
+            f"The model {model.name!r} is compiled with a loss, and the data has no targets for it. Pass them, "
+            "check_parity(model, x, y), or a dataset of (x, y). A model that is not compiled needs no targets: its "
+            "layers and predictions are compared."
+        )
 
 
 def _build(model: keras.Model, batch: Any) -> None:

@@ -165,7 +165,7 @@ class ParityReport:
             ParityError: an AssertionError, with this report as its text.
         """
         if not self.ok:
-            raise ParityError.different(str(self))
+            raise ParityError(str(self))
 
     def __str__(self) -> str:
         verdict = "the same numbers" if self.ok else "DIFFERENT numbers"

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from replica_engine._tf import thread_state
 from replica_engine.errors import BackendMissingError, DeviceError, ParityArgumentError
-from replica_engine.errors.base import positive_int
+from replica_engine.errors.base import positive_int, shown
 from replica_engine.keras.choice import compiled_strategy, divided_strategy, is_divided
 from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy
@@ -168,8 +168,12 @@ def _made(strategy: Any, replicas: int) -> tuple[str, tf.distribute.Strategy]:
         name = type(strategy).__name__
         if not isinstance(strategy, MirroredStrategy) and not compiles(strategy):
             raise ParityArgumentError.unknown_strategy(strategy)
-        if strategy.num_replicas_in_sync != (1 if is_divided(strategy) else replicas):
-            raise ParityArgumentError.other_size(name, strategy.num_replicas_in_sync, replicas)
+        present = strategy.num_replicas_in_sync
+        if present != (1 if is_divided(strategy) else replicas):
+            raise ParityArgumentError(
+                f"The {name} in strategies has {present} replicas, but replicas={replicas}. Make them equal: "
+                f"check_parity(..., replicas={present}, strategies=[strategy])."
+            )
         return name, strategy
     name = getattr(strategy, "__name__", strategy)
     if name == MIRRORED:
@@ -189,11 +193,11 @@ def _mirrored(replicas: int) -> tf.distribute.Strategy:
 def _positive(name: str, value: Any) -> int:
     number = positive_int(value)
     if number is None:
-        raise ParityArgumentError.bad_number(name, value)
+        raise ParityArgumentError(f"{name} must be a positive int; got {shown(value)}.")
     return number
 
 
 def _tolerance(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
-        raise ParityArgumentError.bad_tolerance(name, value)
+        raise ParityArgumentError(f"{name} must be a number, 0 or larger, or None for the default; got {shown(value)}.")
     return float(value)

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from replica_engine._tf import variables as tf_variables
 from replica_engine.errors import ParityArgumentError
+from replica_engine.errors.base import shown
 from replica_engine.strategies.backend import compiles
 from replica_engine.testing.parity import causes, settings
 from replica_engine.testing.parity.check import Check, logger
@@ -55,7 +56,7 @@ def check_step(
 ) -> ParityReport:
     """Runs the parity check of a step; see `check_parity`."""
     if reduction not in (None, "mean", "sum"):
-        raise ParityArgumentError.bad_reduction(reduction)
+        raise ParityArgumentError(f'reduction must be "mean", "sum" or None; got {shown(reduction)}.')
     check = _StepCheck(given, step, inputs, _maker(variables), reduction, uneven)
     check.trace()
     return check.report()
@@ -106,7 +107,12 @@ class _StepCheck(Check):
             else:
                 return
         count = len(example) if isinstance(example, tuple) else 1
-        raise ParityArgumentError.not_called_so(self._name, str(signature), count, reason)
+        raise ParityArgumentError(
+            f"{self._name}{signature!s} cannot be called with a batch of {count} part{'s' * (count != 1)}: {reason}. "
+            "check_parity calls step(*batch) or step(batch). The batch is the second argument: "
+            "check_parity(step, (x, y), variables). An argument that is named `weights` gets the weights of the rows; "
+            "no other name does. With `variables`, they come first: step(variables, *batch)."
+        )
 
     def _arguments(self, batch: Any, weights: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return batch if self._is_split else (batch,), {_WEIGHTS: weights} if self._takes_weights else {}
@@ -174,7 +180,10 @@ class _StepCheck(Check):
         if is_first:
             dtypes = [np.asarray(value).dtype.name for each in found for value in each.values.values()]
             if not dtypes:
-                raise ParityArgumentError.nothing_compared(self._name)
+                raise ParityArgumentError(
+                    f"{self._name} returned no numbers, and no `variables` were passed, so there is nothing to "
+                    "compare. Return the loss, and pass the variables that the step updates."
+                )
             self.limits = tolerance(dtypes, self.given.rtol, self.given.atol)
         return found
 
