@@ -5,7 +5,7 @@
 #   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes
 #   make test-aot       each kind of program compiled for TPUs and GPUs that are not there, in .venv-aot
 #   make test-gpu       what needs GPUs; without them each part is skipped by name
-#   make test-network   jobs on hosts out of network namespaces, disturbed: needs root and `ip`, half an hour
+#   make test-network   jobs on hosts out of network namespaces, disturbed: needs root and `ip`, 40 minutes
 #   make matrix   the versions of TensorFlow, Keras, jax and Python that matter   ARGS="--tags oldest"
 #   make lint     ruff, mypy, import order
 #   make bench    the benchmarks                     ARGS="--quick" or ARGS="--only eager_run,launch"
