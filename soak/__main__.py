@@ -15,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from soak.outcome import Outcome
 
-SUITES = ("faults", "processes", "restarts", "lost", "checkpoints", "load", "trainings")
+SUITES = ("faults", "processes", "restarts", "lost", "network", "checkpoints", "load", "trainings")
 
 
 def main() -> int:
@@ -32,6 +32,9 @@ def main() -> int:
         "--restarts", type=int, default=25, help="number of killed workers of each strategy (default %(default)s)"
     )
     parser.add_argument("--lost", type=int, default=3, help="number of losses of each kind (default %(default)s)")
+    parser.add_argument(
+        "--network", type=int, default=20, help="number of faults of each training in a network (default %(default)s)"
+    )
     parser.add_argument("--kills", type=int, default=300, help="number of killed saves (default %(default)s)")
     parser.add_argument("--runs", type=int, default=100_000, help="number of small runs in a row (default %(default)s)")
     parser.add_argument("--trainings", type=int, default=500, help="number of random trainings (default %(default)s)")
@@ -76,6 +79,11 @@ def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
         from soak import lost_workers
 
         yield from lost_workers.run(flags.lost)
+        return
+    if name == "network":
+        from soak import network
+
+        yield from network.run(flags.network, flags.seed)
         return
     if name == "checkpoints":
         from soak import checkpoints

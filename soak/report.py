@@ -40,7 +40,7 @@ def _table(data: dict[str, Any]) -> str:
     about, outcomes = data["machine"], data["outcomes"]
     of = {
         suite: [each for each in outcomes if each["suite"] == suite]
-        for suite in ("faults", "processes", "restarts", "lost", "checkpoints", "load", "trainings")
+        for suite in ("faults", "processes", "restarts", "lost", "network", "checkpoints", "load", "trainings")
     }
     lines = [
         f"{about['date']}, {about['machine']}, Python {about['python']}, TensorFlow {about['tensorflow']}, "
@@ -59,6 +59,7 @@ def _table(data: dict[str, Any]) -> str:
         "processes": "Processes",
         "restarts": "Jobs of two workers that start again",
         "lost": "How soon a lost worker is known",
+        "network": "Trainings in a network that faults disturb",
         "checkpoints": "Killed while checkpoints are saved",
         "load": "Load",
         "trainings": "Random trainings",
@@ -81,7 +82,8 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
     return (
         f"**{count['faults']:,} random faults** in {seconds / 60:.0f} minutes, {count['processes']:,} scenarios in "
         f"processes of their own, {count['restarts']:,} jobs with a killed worker, "
-        f"{count['lost']:,} with a lost one, {count['checkpoints']:,} killed while saving, "
+        f"{count['lost']:,} with a lost one, {count['network']:,} faults in a network, "
+        f"{count['checkpoints']:,} killed while saving, "
         f"{count['load']:,} runs under load, "
         f"{count['trainings']:,} random trainings. "
         f"**{lost} lost.**"
