@@ -51,13 +51,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
     programs = strategy.extended.own_programs()  # they live as long as the model
 
     def function(iterator: Any) -> Any:
-        devices = strategy.extended.device_group
-        has_loops = devices.mesh is None or devices.member is None
-        if (
-            model.steps_per_execution == 1
-            or not has_loops
-            or not isinstance(iterator, tf.distribute.DistributedIterator)
-        ):
+        if model.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
             return one_step(iterator)
         logs, left = None, model.steps_per_execution
         for shapes, alike in itertools.groupby(_next_batches(iterator, left), _shapes):

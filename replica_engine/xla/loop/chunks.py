@@ -10,6 +10,9 @@ single one the program, and such a call, would run on the thread that launches, 
 exception at any instant: the program fails, and the variables that it overwrites are lost. Both ways run the same steps
 with the same numbers. A step that calls the host itself stays with the other way: if its host call fails, the results
 of no step of the loop are kept.
+
+With several workers whose devices share a model, each takes its own batches, and before a launch they agree on the
+number of steps: the smallest that any of them can make. What a worker took for more is the first of its next chunk.
 """
 
 from __future__ import annotations
@@ -50,12 +53,12 @@ def are_arguments(devices: DeviceGroup, timed: bool) -> bool:
         devices: the devices.
         timed: whether launches have a limit. Then no variable is overwritten.
     """
+    if devices.mesh is not None:  # a host call has whole batches, on one device
+        return True
     if devices.member is not None:  # the workers agree on the number of steps in the program, which calls the host
         return False
     if always is not None:
         return always
-    if devices.mesh is not None:  # a host call has whole batches, on one device
-        return True
     return _have_queue(devices) or (devices.size == 1 and not timed)
 
 
@@ -144,6 +147,8 @@ class Chunks:
         self._at_once = at_once
         self._size = compiled.devices.size
         self._more = True
+        self._left: list[Sequence[Any]] = []  # batches that other workers had none to go with
+        self._over = False  # a worker has no more
 
     def run(self) -> list[Column]:
         """Runs all steps.
@@ -165,8 +170,10 @@ class Chunks:
 
     def _take(self) -> list[Sequence[Any]]:
         """Waits for the next chunk: as many batches as fit, or those that are left; for each replica, the arrays."""
+        if self._over:
+            return []
         name, limits = self._compiled.program.name, self._compiled.program.body.limits
-        chunk: list[Sequence[Any]] = []
+        chunk, self._left = self._left, []
 
         def slow(seconds: float) -> str:
             waited = f"{seconds:.3g} s. No step runs meanwhile."
@@ -185,7 +192,17 @@ class Chunks:
         except BaseException:
             watch.__exit__(None, None, None)
             raise
-        return chunk
+        return chunk if self._compiled.devices.member is None else self._agreed(chunk)
+
+    def _agreed(self, chunk: list[Sequence[Any]]) -> list[Sequence[Any]]:
+        """The batches of a chunk for which all workers have one."""
+        member = self._compiled.devices.member
+        assert member is not None, "asked before"
+        offers = member.exchange(f"steps of {self._compiled.program.name}", [len(chunk), self._more])
+        count = min(offered for offered, _ in offers)
+        self._over = not all(more or offered > count for offered, more in offers)
+        self._left = chunk[count:]
+        return chunk[:count]
 
     def _late(self, waited: float) -> ReplicaTimeoutError:
         """The error that no batch has come within the limit."""

@@ -1,8 +1,8 @@
 """Many steps in one launch: a loop on the devices, with the inputs of the steps fed in from the host.
 
-There are two ways for the inputs. On TPUs and GPUs they are arguments of several launches (`chunks`). On CPU devices,
-with several workers, and where a step calls the host, the program itself fetches them, in one launch for all steps. The
-rest of this text is about the second way.
+There are two ways for the inputs. On TPUs and GPUs, and where a replica has several devices, they are arguments of
+several launches (`chunks`). On CPU devices, with several workers, and where a step calls the host, the program itself
+fetches them, in one launch for all steps. The rest of this text is about the second way.
 
 The program is two loops around the step. The outer loop calls the host for the next batches, a chunk. They lie ready
 there, since a thread fetches batches ahead of the steps (`InputQueue`). The inner loop runs a step for each batch. A
@@ -88,14 +88,9 @@ def run_loop(
         pulls: takes the inputs of the other steps as arrays; None if only `rest` can.
 
     Raises:
-        DistributionError: replicas have several devices, and there are several workers.
+        DistributionError: the step calls the host, replicas have several devices, and there are several workers.
         Exception: the step raised it while it was traced, or a host call of the step raised it.
     """
-    if programs.devices.mesh is not None and programs.devices.member is not None:
-        raise DistributionError(
-            f"`{source.name}` cannot run in a device loop (run_steps): the replicas have several devices each, and "
-            "there are several workers. Call strategy.run for each step."
-        )
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
     shapes = [_shape(slot, source.name, programs.moves_ops) for slot in arguments.slots]
     specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]
@@ -116,6 +111,13 @@ def run_loop(
         else:
             others = given.numpy()[1 + len(specs) :]
             return _run_chunks(program, reader, first, rest, iterations, specs, others, most, at_once, prefetch)
+    if programs.devices.mesh is not None and programs.devices.member is not None:
+        what = "takes strings" if has_text else "calls the host"
+        raise DistributionError(
+            f"`{source.name}` cannot run in a device loop (run_steps): it {what}, the replicas have several devices "
+            "each, and there are several workers. Run single steps: strategy.run for each step, or "
+            "steps_per_execution=1."
+        )
     most = 1 if timed else _chunk(specs, prefetch, _MOST_BYTES)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
@@ -132,9 +134,7 @@ def run_loop(
         queue.over()
         steps, results = zip(*program.traced.replicas_results(columns), strict=True)
     made = int(steps[0]) if several else queue.begun
-    program.traced.body.steps += made
-    if programs.devices.member is not None:
-        programs.devices.member.progress(program.traced.body.steps)
+    _note_steps(program, made)
     return Outcome(made, list(results), prefetcher.error)
 
 
@@ -180,8 +180,14 @@ def _run_chunks(
         with _fed(compiled, queue, prefetcher, iterations):
             columns = steps.run()
     finally:
-        program.traced.body.steps += steps.made
+        _note_steps(program, steps.made)
     return Outcome(steps.made, program.traced.replicas_results(columns), prefetcher.error)
+
+
+def _note_steps(program: TracedProgram, made: int) -> None:
+    program.traced.body.steps += made
+    if program.devices.member is not None:
+        program.devices.member.progress(program.traced.body.steps)
 
 
 @contextlib.contextmanager
