@@ -131,6 +131,11 @@ class Coordinator:
         """The first failure of the job; None as long as there is none."""
         return self._job.failure
 
+    @property
+    def steps(self) -> int:
+        """The last step that a worker has reported; 0 if none has."""
+        return self._job.steps
+
     def start(self) -> None:
         """Serves on a thread, until `close`."""
         self._thread = threading.Thread(target=self.serve, name="replica_engine coordinator", daemon=True)

@@ -199,6 +199,11 @@ class Job:
         self._members[worker].closed = True
         self._end(worker, now)
 
+    @property
+    def steps(self) -> int:
+        """The last step that a member has reported; 0 if none has."""
+        return max((member.step or 0 for member in self._members.values()), default=0)
+
     def exited(self, worker: int, status: int, now: float) -> None:
         """The process of a worker has ended; the status is negative if it was a signal."""
         self._statuses[worker] = status

@@ -40,7 +40,7 @@ from replica_engine.hosts.coordinator import Coordinator
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.job import Limits
 from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT
-from replica_engine.hosts.slots import Slots
+from replica_engine.hosts.slots import AT_ONCE, Slots
 
 RESTART = "REPLICA_ENGINE_RESTART"
 """How often the workers were started before: 0 at first. Scripts may read it."""
@@ -55,6 +55,7 @@ _LAST_LINES = 20  # of the first failure that are printed again at the end
 _LONGEST_LINE = 1 << 16
 _READ = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NUMBERS = frozenset(int(each) for each in signal.Signals)
 _NAME = "replica-engine launch"
 
 
@@ -122,6 +123,9 @@ def launch(plan: LaunchPlan, out: IO[bytes] | None = None, err: IO[bytes] | None
                 slots.restore()
                 restarts = 0
                 _say(err, f"all {plan.workers} workers start again")
+                continue
+            if attempt.preempted and plan.max_restarts:  # no failure, so it uses up no restart
+                _say(err, "all workers start again")
                 continue
             if restarts == plan.max_restarts:
                 break
@@ -201,6 +205,7 @@ class _Attempt:
     Attributes:
         signalled: the signal that ended it; None if there was none.
         stopped: whether it was ended because workers are back that it was started without.
+        preempted: whether it has made steps, and all workers have ended well because of a signal.
         failed: the slot that failed first, and its last step; None if no single one did.
     """
 
@@ -224,7 +229,7 @@ class _Attempt:
         self._first: _Worker | None = None  # the first that exited with a status other than 0
         self._deadlines: list[tuple[float, int]] = []  # when to send which signal to those that are left
         self.signalled: int | None = None
-        self.stopped = False
+        self.stopped = self.preempted = False
         self.failed: tuple[int, int | None] | None = None
 
     def run(self) -> int:
@@ -257,6 +262,7 @@ class _Attempt:
                     worker.signal_group(signal.SIGKILL)
                     worker.process.wait()
         # Once it is closed: before that, its thread may not have read yet what the workers said before they ended.
+        self.preempted = coordinator.failure is None and coordinator.steps > AT_ONCE and self._signal is not None
         return self._result(coordinator.failure)
 
     def _start(self, selector: selectors.BaseSelector, address: str, token: str) -> None:
@@ -377,6 +383,11 @@ class _Attempt:
             first = None if failure.worker is None else self._workers[failure.worker]
         elif first is None:
             return 0
+        elif (signalled := self._signal) is not None:
+            again = "" if self._plan.max_restarts else " `--max-restarts 1` starts them again."
+            name = signalled.name
+            _say(self._err, f"the job was preempted: all workers have ended with the status of {name}.{again}")
+            return 128 + signalled
         if first is not None:
             self.failed = self._slots.present[first.index], None if failure is None else failure.step
         error = _how(first, len(self._workers)) if failure is None else failure.error()
@@ -391,6 +402,12 @@ class _Attempt:
                 status = _shell_status(first.process.returncode)
         _say(self._err, f"{error}{self._advice(error)}\n{_NAME}: exit status {status}")
         return status
+
+    @property
+    def _signal(self) -> signal.Signals | None:
+        """The signal whose status all workers have returned, as they do when they have saved; None if there is none."""
+        (status, *others) = {worker.process.returncode for worker in self._workers}
+        return signal.Signals(status - 128) if not others and status - 128 in _NUMBERS else None
 
     def _advice(self, error: ReplicaEngineError) -> str:
         """What to do after a failure, unless this launcher does it now."""

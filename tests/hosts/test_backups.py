@@ -21,8 +21,11 @@ folder, kind = sys.argv[1:]
 me, restarts = int(os.environ["REPLICA_ENGINE_PROCESS_ID"]), int(os.environ["REPLICA_ENGINE_RESTART"])
 
 import keras, numpy as np, replica_engine, tensorflow as tf
+from replica_engine.checkpoints.training import preemption
 from replica_engine.errors import BackupError
 from replica_engine.keras import BackupAndRestore, replicate_model
+
+preemption.EVERY = 0.02  # seconds between two comparisons: some steps, of 40
 
 strategy = replica_engine.TPUStrategy(num_cores=2) if kind == "tpu" else replica_engine.MultiWorkerMirroredStrategy()
 
@@ -46,7 +49,7 @@ def train(name, *callbacks):
     log = keras.callbacks.CSVLogger(f"{folder}/{name}.csv")
     backup = BackupAndRestore(f"{folder}/{name}", save_freq=100, signals=(signal.SIGUSR1,))
     fitted = replicate_model(model, strategy=strategy).fit(
-        dataset, epochs=40, verbose=2 - 2 * min(me, 1), callbacks=[*callbacks, log, backup]
+        dataset, epochs=8, verbose=2 - 2 * min(me, 1), callbacks=[*callbacks, log, backup]
     )
     state = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
     return [*state, *(np.array(values) for values in fitted.history.values())]
@@ -79,6 +82,7 @@ def test_a_signal_to_one_worker(tmp_path, kind):
     )
     assert done.returncode == 0, done.stderr
     assert "Exit status 138." in done.stdout
+    assert "the job was preempted: all workers have ended with the status of SIGUSR1" in done.stderr
     for worker in range(2):
         assert f"[worker {worker}] different [] after restarts 1" in done.stdout
         assert f"[worker {worker}] named True" in done.stdout

@@ -303,3 +303,21 @@ def test_wrong_flags(arguments, text):
     assert (result.returncode, result.stdout) == (2, "")
     assert text in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+SAVES = """
+member.progress(step=int(sys.argv[1]))
+print("start", os.environ["REPLICA_ENGINE_RESTART"], flush=True)
+if int(os.environ["REPLICA_ENGINE_RESTART"]) < 3:
+    sys.exit(143)  # as BackupAndRestore does when it has saved
+"""
+
+
+def test_a_preemption_is_no_failure_and_uses_up_no_restart(script):
+    result = launch("--workers", "2", "--max-restarts", "1", script(JOINS + SAVES), "5")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("the job was preempted: all workers have ended with the status of SIGTERM") == 3
+    assert "failed" not in result.stderr
+    at_once = launch("--workers", "2", "--max-restarts", "1", script(JOINS + SAVES), "0")
+    assert at_once.returncode == 143  # a program that always ends so must not be started forever
+    assert at_once.stdout.count("start") == 4

@@ -114,8 +114,11 @@ class TrainingState(tf.train.experimental.PythonState):
     def exit(self) -> None:
         """Ends the process with a status on which launchers start it again: 128 plus the number of the signal."""
         number = self._stop or signal.SIGTERM
+        name, status = signal.Signals(number).name, status_of(number)
+        if self._saving is None or self._saving.is_chief:
+            print(f"{name}: epochs done: {self.epoch}, batches: {self.batch}. Exit status {status}.", flush=True)
         self._preemption.answered()
-        raise SystemExit(status_of(number))
+        raise SystemExit(status)
 
     def serialize(self) -> str:
         """What TensorFlow saves."""
