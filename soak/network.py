@@ -4,7 +4,7 @@
 
 Cables are pulled, hosts parted, workers stopped and killed; all workers start again after each fault, and come to the
 weights of an undisturbed training bit by bit. It is the last test of `make test-network`, which needs root and `ip`,
-with more faults and others for each seed; its row in the table of docs/reliability.md tells of these faults then.
+with more faults and others for each seed.
 """
 
 from __future__ import annotations
