@@ -136,6 +136,9 @@ def test_search_finds_merge_call(page):
         ("silence warnings", "questions_training.html"),
         ("ragged tensor", "questions_training.html"),
         ("jupyter notebook", "questions_training.html"),
+        ("lookup table", "questions_training.html"),
+        ("merge_call called while defining a new graph", "control_flow.html"),
+        ("Ctrl-C", "howto/debug_a_hang.html"),  # not words that begin with c
         ("tensor parallelism", "tutorials/large_models.html"),
         ("set random seed", "tpu_state.html"),
         ("resume after kill -9", "howto/resume.html"),
