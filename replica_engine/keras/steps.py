@@ -48,8 +48,8 @@ class Logs:
         share: the shard that the step computed.
 
     Attributes:
-        values: what is no result of a metric, by name. A number is averaged over the samples, in its own precision. An
-            integer is no mean: one that the samples do not change is the same on all replicas.
+        values: what is not a result of a metric, by name. A number is averaged over the samples, in its own precision.
+            An integer is not a mean: one that the samples do not change is the same on all replicas.
         metrics: for each number that is the result of a metric: the metric, and the key of the number in the result.
         names: the names of all, in the order of the step.
 

@@ -49,7 +49,7 @@ class ReplicatedVariables:
         """Inside the block, metric variables are plain ones: Keras is about to set them, and replica 0 gets that value.
 
         An assignment to the distributed variable would give each replica an equal part of the value. Of a metric that
-        is no sum, only the value of replica 0 counts.
+        is not a sum, only the value of replica 0 counts.
         """
         counted = [shared for shared in self._shared.values() if shared.is_of_metric and shared.is_distributed()]
         for shared in counted:

@@ -92,7 +92,7 @@ class Rehearsed(Executable):
             results.
         variables: how many variables the program takes.
         trains: whether it is a step that writes variables other than metrics, so its launches count.
-        planned: the plan of it; None if it is no step, or cannot be compiled.
+        planned: the plan of it; None if it is not a step, or cannot be compiled.
         ends: whether the script ends when it is launched: what the host does in a launch does not happen here.
     """
 

@@ -168,7 +168,7 @@ def _run_chunks(
     at_once: int,
     prefetch: int | None,
 ) -> Outcome:
-    """Runs a loop whose batches are arguments; `others` are the values of arguments that are no batches."""
+    """Runs a loop whose batches are arguments; `others` are the values of arguments that are not batches."""
     size = program.devices.size
     queue = InputQueue(size, _depth(prefetch, most, at_once), Pace(most))
     queue.put(reader.parts(first, 0))
