@@ -90,7 +90,7 @@ class Saves:
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
                 with _telling(turn), snapshot.taking(turn.together, asynchronous) as taken:
                     if turn.writes:
-                        with _explained(path, False):
+                        with explained(path, False):
                             bundle.begin(path)
                         turn.tell("begun", None)
                     take()
@@ -116,9 +116,20 @@ class Saves:
         writer.wait() if raises else writer.join()
 
 
+@contextmanager
+def explained(path: str, asynchronous: bool) -> Iterator[None]:
+    """Turns what the file system says into a CheckpointError."""
+    try:
+        yield
+    except (tf.errors.OpError, OSError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError.not_written(path, _reason(error), asynchronous) from error
+
+
 def _write(taken: snapshot.Snapshot, path: str, finish: Callable[[bool], None], turn: Turn, asynchronous: bool) -> None:
     try:
-        with _telling(turn), _explained(path, asynchronous):
+        with _telling(turn), explained(path, asynchronous):
             (_write_all if turn.writes else _write_parts)(taken, path, turn)
         finish(turn.writes)
     except BaseException:
@@ -187,17 +198,6 @@ def _telling(turn: Turn) -> Iterator[None]:
         for name in ("begun", "done") if turn.writes else (f"part {turn.worker}",):
             turn.tell(name, str(error) or type(error).__name__)
         raise
-
-
-@contextmanager
-def _explained(path: str, asynchronous: bool) -> Iterator[None]:
-    """Turns what the file system says into a CheckpointError."""
-    try:
-        yield
-    except (tf.errors.OpError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError.not_written(path, _reason(error), asynchronous) from error
 
 
 def _reason(error: tf.errors.OpError | OSError) -> str:

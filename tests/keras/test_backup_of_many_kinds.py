@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import replica_engine
-from replica_engine.errors import BackupError
+from replica_engine.errors import BackupError, CheckpointError
 from replica_engine.keras import BackupAndRestore, replicate_model
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
@@ -138,3 +138,11 @@ def test_a_layer_that_the_first_step_builds(tmp_path):
     model.built = True  # as a build() of the user's says that makes no layer's variables
     with pytest.raises(BackupError, match="its layer 'inner' is not"):
         model.fit(X, Y, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_checkpoint_error(tmp_path):
+    (tmp_path / "file").touch()
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(CheckpointError, match=r"file' could not be written: .*Not a directory"):
+        model.fit(X, Y, verbose=0, callbacks=[BackupAndRestore(tmp_path / "file")])

@@ -20,6 +20,7 @@ import tensorflow as tf
 from replica_engine._tf.keras import fitting
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.checkpoints import saving
 from replica_engine.checkpoints.training import plain, random_state
 from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.checkpoints.training.preemption import Preemption, status_of
@@ -64,13 +65,13 @@ class Training:
         self._epochs = container.params["epochs"]
         self._folder, self._save_freq, self._delete = folder, save_freq, delete
         self.strategy = self._model.strategy if is_replicated(self._model) else keras_trainer.strategy_of(self._model)
-        saving = getattr(getattr(self.strategy, "extended", None), "saving", None)
-        self._exchange = None if saving is None else saving.exchange
-        self._worker = 0 if saving is None else saving.worker
+        team = getattr(getattr(self.strategy, "extended", None), "saving", None)
+        self._exchange = None if team is None else team.exchange
+        self._worker = 0 if team is None else team.worker
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0
         self._asynchronous = asynchronous
         self._preemption = Preemption(signals, self._exchange)
-        workers = 1 if saving is None else saving.size
+        workers = 1 if team is None else team.size
         self._size = [workers, 1 if self.strategy is None else self.strategy.num_replicas_in_sync]
         self._variables = Variables(self._model, workers)
         self._place = Place(self._say)
@@ -175,6 +176,12 @@ class Training:
         if self._saved == (self._epoch, self._batch):
             return
         self._variables.wait()  # one at a time; raises the error of the last one
+        with saving.explained(str(self._folder.path), False):  # a full disk, for example
+            self._write()
+        self._saved = self._epoch, self._batch
+        self._tell_once()
+
+    def _write(self) -> None:
         half = self._folder.begin(self._epoch, self._batch)
         file = half / f"worker-{self._worker}"
         state = {
@@ -205,8 +212,6 @@ class Training:
         self._variables.write(half, options)
         if not self._asynchronous:
             self._folder.finish(half)
-        self._saved = self._epoch, self._batch
-        self._tell_once()
 
     def _done(self) -> str:
         """How far the training is, as the names of the folders count."""
