@@ -15,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from soak.outcome import Outcome
 
-SUITES = ("faults", "processes", "restarts", "lost", "network", "checkpoints", "load", "trainings")
+SUITES = ("faults", "processes", "restarts", "lost", "network", "checkpoints", "backups", "load", "trainings")
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument(
         "--network", type=int, default=20, help="number of faults of each training in a network (default %(default)s)"
     )
-    parser.add_argument("--kills", type=int, default=300, help="number of killed saves (default %(default)s)")
+    parser.add_argument("--kills", type=int, default=300, help="number of killed saves, and fits (default %(default)s)")
     parser.add_argument("--runs", type=int, default=100_000, help="number of small runs in a row (default %(default)s)")
     parser.add_argument("--trainings", type=int, default=500, help="number of random trainings (default %(default)s)")
     parser.add_argument(
@@ -89,6 +89,11 @@ def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
         from soak import checkpoints
 
         yield from checkpoints.run(flags.kills, flags.seed)
+        return
+    if name == "backups":
+        from soak import backups
+
+        yield from backups.run(flags.kills, flags.seed)
         return
     from replica_engine import logical_devices
 

@@ -29,11 +29,11 @@ LONGEST = 0.3
 
 
 class Saver:
-    """The process that starts the process that is killed."""
+    """The process that starts the process that is killed; `program` is its module."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = "soak.programs.saving") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "soak.programs.saving"],
+            [sys.executable, "-m", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -50,13 +50,10 @@ class Saver:
             "saved" and "over": the steps of those that it said are complete.
             "ended": its status, which is that of SIGKILL if nothing was wrong before.
         """
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"folder": folder, "kind": kind, "asynchronous": asynchronous}) + "\n")
-        self._process.stdin.flush()
-        pid = int(self._words()[1])
+        pid = self.start({"folder": folder, "kind": kind, "asynchronous": asynchronous})
         said: dict[str, list[int]] = {"found": [], "saved": [], "over": [], "ended": []}
         while not said["ended"]:
-            words = self._words()
+            words = self.words()
             name = "over" if words[1:2] == ["over"] else words[0]
             said[name] += [int(word) for word in words[1:] if word.lstrip("-").isdigit()]
             if name == "saved" and not said["over"] and len(said["saved"]) == 1:
@@ -64,11 +61,19 @@ class Saver:
                 os.kill(pid, signal.SIGKILL)
         return said
 
-    def _words(self) -> list[str]:
+    def start(self, what: dict[str, object]) -> int:
+        """Starts one, and returns its process id."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        return int(self.words()[1])
+
+    def words(self) -> list[str]:
+        """The words of the next line that it prints."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the program that saves has ended with {self._process.wait()}")
+            raise RuntimeError(f"the program has ended with {self._process.wait()}")
         return line.split()
 
     def close(self) -> None:

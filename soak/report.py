@@ -38,10 +38,7 @@ def write(figures: str, page: str = PAGE) -> None:
 def _table(data: dict[str, Any]) -> str:
     """The whole table in Markdown."""
     about, outcomes = data["machine"], data["outcomes"]
-    of = {
-        suite: [each for each in outcomes if each["suite"] == suite]
-        for suite in ("faults", "processes", "restarts", "lost", "network", "checkpoints", "load", "trainings")
-    }
+    of = {suite: [each for each in outcomes if each["suite"] == suite] for suite in ("faults", *_TITLES)}
     lines = [
         f"{about['date']}, {about['machine']}, Python {about['python']}, TensorFlow {about['tensorflow']}, "
         f"jax {about['jax']}.",
@@ -55,16 +52,7 @@ def _table(data: dict[str, Any]) -> str:
         rows = {each["where"]: each for each in of["faults"] if each["what"] == what}
         counts = [f"{rows[column]['count']:,}" if column in rows else "" for column in columns]
         lines.append(f"| {what} | {' | '.join(counts)} | {_lost(rows.values())} |")
-    titles = {
-        "processes": "Processes",
-        "restarts": "Jobs of two workers that start again",
-        "lost": "How soon a lost worker is known",
-        "network": "Trainings in a network that faults disturb",
-        "checkpoints": "Killed while checkpoints are saved",
-        "load": "Load",
-        "trainings": "Random trainings",
-    }
-    for suite, title in titles.items():
+    for suite, title in _TITLES.items():
         if not of[suite]:
             continue
         lines += ["", f"### {title}", "", "| what | strategy | times | lost | found |"]
@@ -75,6 +63,18 @@ def _table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_TITLES = {
+    "processes": "Processes",
+    "restarts": "Jobs of two workers that start again",
+    "lost": "How soon a lost worker is known",
+    "network": "Trainings in a network that faults disturb",
+    "checkpoints": "Killed while checkpoints are saved",
+    "backups": "Killed while fit makes backups",
+    "load": "Load",
+    "trainings": "Random trainings",
+}
+
+
 def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
     count = {suite: sum(each["count"] for each in rows) for suite, rows in of.items()}
     lost = sum(len(each["problems"]) for rows in of.values() for each in rows)
@@ -83,7 +83,7 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
         f"**{count['faults']:,} random faults** in {seconds / 60:.0f} minutes, {count['processes']:,} scenarios in "
         f"processes of their own, {count['restarts']:,} jobs with a killed worker, "
         f"{count['lost']:,} with a lost one, {count['network']:,} faults in a network, "
-        f"{count['checkpoints']:,} killed while saving, "
+        f"{count['checkpoints']:,} killed while saving, {count['backups']:,} in a fit with backups, "
         f"{count['load']:,} runs under load, "
         f"{count['trainings']:,} random trainings. "
         f"**{lost} lost.**"
