@@ -32,8 +32,6 @@ from tensorflow.python.distribute.device_util import resolve
 
 # enter_or_assert_strategy: enters a strategy's scope, or checks that no other strategy's scope is entered.
 # UpdateContext: marks the code inside as an update of one replica's component.
-# ReplicaContext: tf.distribute.ReplicaContext.
-from tensorflow.python.distribute.distribute_lib import ReplicaContext as _ReplicaContext
 from tensorflow.python.distribute.distribute_lib import UpdateContext, enter_or_assert_strategy
 
 # create_mirrored_variable: makes a distributed variable from its components, and checks synchronization and
@@ -67,9 +65,6 @@ from tensorflow.python.framework import ops as _ops
 
 # _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
-
-# VariableSynchronization: also public, as tf.VariableSynchronization.
-from tensorflow.python.ops.variables import VariableSynchronization as _Synchronization
 
 from replica_engine._tf.quick_scopes import EagerScope
 from replica_engine._tf.thread_state import set_creators, variable_creators
@@ -162,9 +157,9 @@ def replica_id_in_sync_group(strategy: tf.distribute.Strategy, index: int) -> in
 def init_context(context: tf.distribute.ReplicaContext, strategy: tf.distribute.Strategy, index: Any) -> None:
     """Does what `ReplicaContext.__init__` does, but without its check whether an integer is a tensor (10 us)."""
     if not isinstance(index, int):
-        _ReplicaContext.__init__(context, strategy, index)
+        tf.distribute.ReplicaContext.__init__(context, strategy, index)
         return
-    _ReplicaContext.__init__(context, None, None)
+    tf.distribute.ReplicaContext.__init__(context, None, None)
     context._strategy = context._thread_context.strategy = strategy
     context._replica_id_in_sync_group = index
     context._local_replica_id = strategy.extended._get_local_replica_id(index)
@@ -267,7 +262,7 @@ def create_variable(
     kwargs: dict[str, Any],
 ) -> Any:
     """Makes a distributed variable of one of two classes, from the components that `components(**kwargs)` returns."""
-    classes = {_Synchronization.ON_WRITE: mirrored, _Synchronization.ON_READ: on_read}
+    classes = {tf.VariableSynchronization.ON_WRITE: mirrored, tf.VariableSynchronization.ON_READ: on_read}
     return _create_mirrored_variable(strategy, components, classes, {}, **kwargs)
 
 

@@ -20,12 +20,6 @@ from tensorflow.python.eager import record as _record
 # that says this for calls.
 from tensorflow.python.framework import auto_control_deps_utils as _control_deps
 
-# FuncGraph: the graphs of functions.
-from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
-
-# get_default_graph: the graph, or function graph, that new ops are added to.
-from tensorflow.python.framework.ops import get_default_graph as _get_default_graph
-
 # ControlFlowFuncGraph: the graph of a branch or loop body; it shares the captures of the function around it.
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph as _ControlFlowFuncGraph
 
@@ -126,20 +120,20 @@ def is_initialized(handle: tf.Tensor) -> bool:
 
 def graph() -> Any:
     """The graph that new ops are added to."""
-    return _get_default_graph()
+    return tf.compat.v1.get_default_graph()
 
 
 def function_graph(inner: Any) -> Any | None:
     """The graph of the function around a graph, outside branches and loops; None in a tf.compat.v1 graph."""
     while isinstance(inner, _ControlFlowFuncGraph):
         inner = inner.outer_graph
-    return inner if isinstance(inner, _FuncGraph) else None
+    return inner if isinstance(inner, tf.__internal__.FuncGraph) else None
 
 
 def is_captured(handle: tf.Tensor) -> bool:
     """Whether the current graph, or a graph around it, has captured an eager handle."""
-    inner = _get_default_graph()
-    while isinstance(inner, _FuncGraph):
+    inner = tf.compat.v1.get_default_graph()
+    while isinstance(inner, tf.__internal__.FuncGraph):
         if any(outside is handle for outside in inner.external_captures):
             return True
         inner = inner.outer_graph
@@ -148,7 +142,7 @@ def is_captured(handle: tf.Tensor) -> bool:
 
 def graphs() -> list[Any]:
     """The current graph, and the graphs around it."""
-    inner, found = _get_default_graph(), []
+    inner, found = tf.compat.v1.get_default_graph(), []
     while inner is not None:
         found.append(inner)
         inner = getattr(inner, "outer_graph", None)
@@ -157,7 +151,7 @@ def graphs() -> list[Any]:
 
 def is_in_loop_condition(inner: Any) -> bool:
     """Whether a graph is the condition of a loop, or inside one."""
-    while isinstance(inner, _FuncGraph):
+    while isinstance(inner, tf.__internal__.FuncGraph):
         if isinstance(inner, _WhileCondFuncGraph):
             return True
         inner = inner.outer_graph
@@ -171,7 +165,7 @@ def is_loop_body(inner: Any) -> bool:
 
 def outermost_graph(inner: Any) -> Any:
     """The graph of the outermost function around a graph."""
-    while isinstance(outer := getattr(inner, "outer_graph", None), _FuncGraph):
+    while isinstance(outer := getattr(inner, "outer_graph", None), tf.__internal__.FuncGraph):
         inner = outer
     return inner
 

@@ -22,7 +22,6 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import CollectiveError
@@ -307,7 +306,7 @@ class _Branch:
 def _origins_of_longer(model: keras.Model, name: str, data: Any, share: Shard) -> list[list[Any]]:
     """What the indices of each lookup depend on, for each gradient of each update, with one more sample."""
     longer = Shard(share.rows + 1, share.total + share.replicas, share.replicas, deferred=[])
-    with control_flow.FuncGraph(f"{name}_of_longer").as_default(), longer.entered(), apart():
+    with tf.__internal__.FuncGraph(f"{name}_of_longer").as_default(), longer.entered(), apart():
         getattr(model, name)(samples.pad(data, 1))
         return [[_origins(grad) for grad in grads] for _, grads, _ in longer.deferred or ()]
 

@@ -50,8 +50,8 @@ try:
     # hardware_utils: whether the machine has TPUs, without starting them.
     from jax._src import hardware_utils, xla_bridge
     from jax._src.distributed import global_state
-    from jax._src.interpreters.mlir import make_ir_context
     from jax.core import ShapedArray
+    from jax.interpreters.mlir import make_ir_context
     from jax.profiler import ProfileOptions, TraceAnnotation
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 

@@ -24,9 +24,6 @@ from tensorflow.python.autograph.core import converter as _converter
 from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx as _ControlStatusCtx
 from tensorflow.python.autograph.core.ag_ctx import Status as _Status
 
-# AutoGraph's status on this thread: whether the caller's own function was converted.
-from tensorflow.python.autograph.core.ag_ctx import control_status_ctx as _control_status
-
 # cache_allowlisted: adds a function to the list of those that AutoGraph leaves alone under certain options.
 from tensorflow.python.autograph.impl import conversion as _conversion
 
@@ -37,9 +34,6 @@ from tensorflow.python.autograph.impl.api import _TRANSPILER as _transpiler
 # `tf.autograph.experimental.do_not_convert` on library code would also switch AutoGraph off for the user's function
 # that this code calls. An artifact itself is not converted, but the functions that it calls are.
 from tensorflow.python.autograph.impl.api import autograph_artifact as _artifact
-
-# tf.function stops converting at library code, so the code that calls the user's function must convert it.
-from tensorflow.python.autograph.impl.api import tf_convert as _tf_convert
 
 # py_func_from_autograph: converts a function as tf.function does.
 from tensorflow.python.eager.polymorphic_function.autograph_util import (
@@ -75,12 +69,12 @@ OPERATORS = "ag__"
 
 def convert(fn: F) -> F:
     """`fn` as converted by AutoGraph if the caller's own function was converted; otherwise `fn` itself."""
-    return _tf_convert(fn, _control_status())
+    return tf.__internal__.autograph.tf_convert(fn, tf.__internal__.autograph.control_status_ctx())
 
 
 def is_out_of_play() -> bool:
     """Whether AutoGraph converts nothing here: in eager mode, outside converted functions."""
-    return tf.executing_eagerly() and _control_status().status is _Status.UNSPECIFIED
+    return tf.executing_eagerly() and tf.__internal__.autograph.control_status_ctx().status is _Status.UNSPECIFIED
 
 
 def convert_always(fn: F) -> F:

@@ -23,6 +23,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 
 # structured_function: traces the functions of tf.data.
@@ -39,7 +40,6 @@ from tensorflow.python.eager.execute import execute_with_cancellation
 
 # from_func_graph: makes what is called of a graph that has been traced.
 from tensorflow.python.eager.polymorphic_function import atomic_function
-from tensorflow.python.framework.func_graph import FuncGraph
 
 # WhileBodyFuncGraph: the graph of the body of a loop.
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
@@ -117,7 +117,7 @@ def choose(graph: Any, level: str | None, run: Any, supervise: Callable[[Any, Se
             the function from eager code.
     """
     note_replicas(graph)
-    while isinstance(graph, FuncGraph):
+    while isinstance(graph, tf.__internal__.FuncGraph):
         if level is not None:
             setattr(graph, _LEVEL, max(level, getattr(graph, _LEVEL, OFF), key=LEVELS.index))
         if not hasattr(graph, _RUNS):
@@ -128,7 +128,7 @@ def choose(graph: Any, level: str | None, run: Any, supervise: Callable[[Any, Se
 
 def is_in_loop(graph: Any) -> bool:
     """Whether a graph that is being traced is in a loop, or in a function of tf.data, which is a loop too."""
-    while isinstance(graph, FuncGraph):
+    while isinstance(graph, tf.__internal__.FuncGraph):
         if isinstance(graph, WhileBodyFuncGraph):
             return True
         graph = graph.outer_graph
@@ -139,7 +139,7 @@ def note_replicas(graph: Any) -> None:
     """Notes that replicas run in the function that is being traced into a graph, and so in those around it."""
     global notes
     notes += 1
-    while isinstance(graph, FuncGraph):
+    while isinstance(graph, tf.__internal__.FuncGraph):
         setattr(graph, _REPLICAS, True)
         graph = graph.outer_graph
 

@@ -34,16 +34,12 @@ from tensorflow.python.data.ops import structured_function as _structured_functi
 
 # function_type_utils: binds arguments as a tf.function with an input signature does.
 from tensorflow.python.eager.polymorphic_function import function_type_utils as _function_type_utils
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
 
 # VariableWatcher: what a thread reads of trainable variables, without a tape.
 from tensorflow.python.eager.record import VariableWatcher as _VariableWatcher
 
 # record_operation: tells tapes the gradient of some tensors with respect to others.
 from tensorflow.python.eager.record import record_operation as record_operation
-
-# FuncGraph: the graph of AutoGraph's trial of a loop body.
-from tensorflow.python.framework.func_graph import FuncGraph as FuncGraph
 
 # gradient_registry: the gradients of If, Case and While ops, and of each tf.custom_gradient in a graph.
 from tensorflow.python.framework.ops import gradient_registry as _gradient_registry
@@ -77,6 +73,9 @@ from replica_engine._tf import batches
 from replica_engine._tf.graphs import function
 from replica_engine._tf.graphs.kept import keep
 
+_Function: Any = tf.__internal__.function.Function
+_FuncGraph: Any = tf.__internal__.FuncGraph
+
 
 class Wrapped(NamedTuple):
     """A function of TensorFlow that `wrap` puts a function around.
@@ -107,7 +106,9 @@ BY_XLA = {
     "assign_add": Wrapped(_ResourceVariable, "assign_add", "warns if compiled replicas add to one plain variable"),
     "assign_sub": Wrapped(_ResourceVariable, "assign_sub", "warns if compiled replicas add to one plain variable"),
     "custom_gradient": Wrapped(_custom_gradient, "_graph_mode_decorator", "compiled bodies can be freed"),
-    "watch_variable": Wrapped(FuncGraph, "watch_variable", "a graph that lists its variables does not use them"),
+    "watch_variable": Wrapped(
+        tf.__internal__.FuncGraph, "watch_variable", "a graph that lists its variables does not use them"
+    ),
 }
 """What compiled replicas need."""
 
@@ -338,7 +339,7 @@ def forget_first_call(fn: Any) -> None:
 
 def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:
     """Calls the gradient of a tf.custom_gradient in a graph that is thrown away; `MergeNeeded` leaves the call."""
-    graph = FuncGraph("trial")
+    graph = _FuncGraph("trial")
     with graph.as_default(), contextlib.suppress(Exception):  # the real call raises its errors again
         takes_variables = "variables" in inspect.signature(gradient).parameters
         upstream = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in results]

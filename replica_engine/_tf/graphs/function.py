@@ -15,16 +15,13 @@ from tensorflow.python.eager.polymorphic_function import tracing_compilation as 
 # XLA_COMPILE: the attribute that stands for jit_compile=True.
 from tensorflow.python.eager.polymorphic_function.attributes import XLA_COMPILE as _XLA_COMPILE
 
-# The class of a tf.function. Its public base class, tf.types.experimental.PolymorphicFunction, has neither
-# python_function nor the options.
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-
 TRACES, TRACE = _tracing_compilation, "_create_concrete_function"
 
 
 def is_tf_function(fn: Any) -> bool:
     """Whether `fn` is a `tf.function`."""
-    return isinstance(fn, Function)
+    # Not tf.types.experimental.PolymorphicFunction, which has neither python_function nor the options.
+    return isinstance(fn, tf.__internal__.function.Function)
 
 
 def clone(fn: Any, python_function: Callable) -> Any:
@@ -36,7 +33,7 @@ def clone_for_any(fn: Any, python_function: Callable) -> Any:
     """Like `clone`, but without the input signature: for arguments that it describes together, one for each replica."""
     if fn.input_signature is None:
         return clone(fn, python_function)
-    return Function(
+    return tf.__internal__.function.Function(
         python_function,
         name=fn._name,
         autograph=fn._autograph,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# FuncGraph: the graph of a function; it may be garbage collected, unlike the graph around all functions.
-from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
+import tensorflow as tf
 
 _KEPT = "_replica_engine_kept"  # attribute of a graph
 
@@ -16,8 +15,8 @@ def keep(graph: Any, what: Any) -> bool:
     Returns:
         Whether that is the graph of a function; otherwise nothing is done.
     """
-    is_function = isinstance(graph, _FuncGraph)
-    while isinstance(graph, _FuncGraph):
+    is_function = isinstance(graph, tf.__internal__.FuncGraph)
+    while isinstance(graph, tf.__internal__.FuncGraph):
         if not hasattr(graph, _KEPT):
             setattr(graph, _KEPT, [])
         getattr(graph, _KEPT).append(what)

@@ -20,9 +20,6 @@ import tensorflow as tf
 # config: whether ops must be deterministic.
 from tensorflow.python.framework import config as _config
 
-# FuncGraph: the graph of a function; only there do marks have an end that waits for them.
-from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
-
 from replica_engine._tf.graphs import subgraphs
 from replica_engine._tf.variables import no_tape
 
@@ -76,7 +73,8 @@ def can_mark(graph: Any) -> bool:
     Under `tf.config.experimental.enable_op_determinism` the op of the time is an error.
     """
     may_ask = not _config.is_op_determinism_enabled()
-    return may_ask and isinstance(graph, _FuncGraph) and getattr(graph, "experimental_acd_manager", None) is not None
+    is_function = isinstance(graph, tf.__internal__.FuncGraph)
+    return may_ask and is_function and getattr(graph, "experimental_acd_manager", None) is not None
 
 
 def time(device: str, after: Iterable[Any]) -> Mark:

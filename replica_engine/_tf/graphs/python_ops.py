@@ -10,9 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-# FuncGraph: the graph of a function; it may be garbage collected, unlike the graph around all functions.
-from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
-
 from replica_engine._tf.graphs.kept import keep
 from replica_engine.errors import ReplicaEngineError
 
@@ -38,7 +35,7 @@ def python_op(fn: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any
 
     results = tf.numpy_function(noted, inputs, dtypes, stateful=True)
     own = outer = tf.compat.v1.get_default_graph()
-    while isinstance(outer, _FuncGraph):
+    while isinstance(outer, tf.__internal__.FuncGraph):
         outer = outer.outer_graph
     called = noted.ag_dnc_wrapper__  # type: ignore[attr-defined]  # what TensorFlow has registered for `fn`
     if keep(own, called):

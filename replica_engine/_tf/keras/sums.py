@@ -20,9 +20,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-# FuncGraph: a graph for ops that nobody runs; it takes tensors of the graph that is being traced as inputs.
-from tensorflow.python.framework.func_graph import FuncGraph as _FuncGraph
-
 from replica_engine._tf.graphs import function
 
 SUM, OTHER, UNKNOWN = "sum", "other", "unknown"
@@ -122,7 +119,7 @@ def _with_inner(metric: Any) -> list[Any]:
 def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any) -> list[Update]:
     _thread.is_looking = True  # the thread ends with this function
     variables: list[Any] = metric.variables
-    graph = _FuncGraph("metric")
+    graph = tf.__internal__.FuncGraph("metric")
     try:
         with graph.as_default(), function.inlined():
             old = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables]

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import thread_state
-from replica_engine._tf.graphs import control_flow
 from replica_engine.engine import Run
 from replica_engine.threads.joint.conditions import agreed
 from replica_engine.threads.joint.gradients import Backward
@@ -113,7 +112,7 @@ def build_trial(run: Run, parts: Sequence[Part]) -> list[Built]:
     """AutoGraph's trial of a loop's body, in a graph that is thrown away."""
     operator = JointOperator(run, parts)
     try:
-        with control_flow.FuncGraph("trial").as_default():
+        with tf.__internal__.FuncGraph("trial").as_default():
             operator.trace(operator.payloads)
         return [Built(None)] * len(parts)
     finally:
