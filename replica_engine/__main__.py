@@ -12,7 +12,7 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app
 from absl.flags import FLAGS, argparse_flags
@@ -26,7 +26,9 @@ from replica_engine.telemetry.report import cli as trace_report
 
 DESCRIPTION = "Run one TensorFlow function on N replicas."
 COMMAND = "replica-engine"
-EPILOG = "Each command also takes --help, and absl's flags, such as --verbosity=-1 (warnings only) or 1 (debugging)."
+EPILOG = """\
+Each command also takes --help, and absl's flags, such as --verbosity=-1
+(warnings only) or 1 (debugging)."""
 WRONG_FLAGS = 2
 INTERRUPTED = 130  # the exit status that shells report for a program that Ctrl-C ended
 UNREAD = 141  # the one for a program that SIGPIPE ended
@@ -104,6 +106,9 @@ def _run(flags: argparse.Namespace) -> int:
 
 class OneLineParser(argparse_flags.ArgumentParser):
     """A parser with absl's flags that reports a wrong flag in one line, without the usage text before it."""
+
+    def __init__(self, **settings: Any):  # of the program, and of each command
+        super().__init__(**settings, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import tensorflow as tf
 
 from replica_engine._tf import checkpoints
 from replica_engine.checkpoints import snapshot
+from replica_engine.process import scoped
 
 if TYPE_CHECKING:  # replicas on threads have no jax
     from replica_engine.pjrt.partitions import Part
@@ -118,11 +118,6 @@ class _Reading:
 _reading: contextvars.ContextVar[_Reading | None] = contextvars.ContextVar("replica_engine_reading", default=None)
 
 
-@contextlib.contextmanager
-def reading(path: str) -> Iterator[None]:
+def reading(path: str) -> contextlib.AbstractContextManager[Any]:
     """Inside, variables of which this worker has parts read only those."""
-    token = _reading.set(_Reading(path))
-    try:
-        yield
-    finally:
-        _reading.reset(token)
+    return scoped.variable(_reading, _Reading(path))

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
 
 import numpy as np
 
 from replica_engine._tf import variables
 from replica_engine.checkpoints.bundle import Row
+from replica_engine.process import scoped
 
 _ALIGNMENT = 64  # bytes; TensorFlow would copy an array that is aligned otherwise
 
@@ -73,12 +73,6 @@ def current() -> Snapshot | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def taking(together: bool, asynchronous: bool) -> Iterator[Snapshot]:
+def taking(together: bool, asynchronous: bool) -> contextlib.AbstractContextManager[Snapshot]:
     """Inside, what TensorFlow would write to a checkpoint goes to the snapshot."""
-    snapshot = Snapshot(together, asynchronous)
-    token = _current.set(snapshot)
-    try:
-        yield snapshot
-    finally:
-        _current.reset(token)
+    return scoped.variable(_current, Snapshot(together, asynchronous))

@@ -49,8 +49,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="train a model on N replicas and compare with one device",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--strategy", choices=STRATEGIES, default="mirrored", help="how replicas run (default: %(default)s)")

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,6 +26,7 @@ from replica_engine.errors import InputsError
 from replica_engine.errors.inputs import warn_dataset_for_each, warn_whole_batch, warn_whole_batch_of_steps
 from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable, warn_tape_outside
 from replica_engine.errors.threads import warn_different_lines
+from replica_engine.process import scoped
 
 _logger = logging.getLogger("replica_engine")
 _thread = threading.local()
@@ -230,20 +231,14 @@ def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
         _named_of(strategy, "optimizer").warn(optimizer, lambda: warn_foreign_optimizer(name, kind, size, here()))
 
 
-@contextlib.contextmanager
-def additions_noted() -> Iterator[dict[int, str]]:
+def additions_noted() -> contextlib.AbstractContextManager[dict[int, str]]:
     """Notes, inside a block in which one trace stands for all replicas, which variables the replicas add to.
 
     Yields:
         By the id of a variable, the user's line that adds to it first. Additions by merge functions are not noted.
     """
-    before = getattr(_thread, "added", None)
     added: dict[int, str] = {}
-    _thread.added = added
-    try:
-        yield added
-    finally:
-        _thread.added = before
+    return scoped.attribute(_thread, "added", added)
 
 
 def note_addition(variable: Any) -> None:

@@ -48,8 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog="examples:\n  replica-engine explain ScopeError\n"
         '  replica-engine explain "gives the whole batch to each of 2 replicas"\n'
         "  replica-engine explain      (lists all names)",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "message", nargs="*", help="the name of an error, as a traceback shows it, or words of a message"

@@ -48,8 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="start N workers of a script on this machine",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(

@@ -15,11 +15,12 @@ import contextlib
 import contextvars
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from replica_engine.process import scoped
 from replica_engine.values import rows
 
 _logger = logging.getLogger("replica_engine")
@@ -65,14 +66,9 @@ class Shard:
             return tf.ones([], dtype)
         return tf.cast(tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0), dtype)
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[object]:
         """Makes this shard the current one for the code inside the `with` block."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return scoped.variable(_current, self)
 
 
 class Longer:

@@ -67,12 +67,8 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
         """
         if self._sums_on_host():  # TensorFlow would first copy the options, once for each value
             return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, options)
-        results: list[Any] = [None] * len(value_destination_pairs)
-        for indices in by_dtype(value for value, _ in value_destination_pairs):
-            batch = [value_destination_pairs[index] for index in indices]
-            for index, reduced in zip(indices, super()._batch_reduce_to(reduce_op, batch, options), strict=True):
-                results[index] = reduced
-        return results
+        reduce = super()._batch_reduce_to
+        return by_dtype(value_destination_pairs, lambda batch: reduce(reduce_op, batch, options))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook that updates all components of a variable or none; see `updates`."""

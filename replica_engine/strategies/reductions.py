@@ -6,7 +6,7 @@ tensors, a plain zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,13 +81,20 @@ class Reductions:
         return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
 
 
-def by_dtype(values: Iterable[Any]) -> list[list[int]]:
-    """The places of values of each dtype: TensorFlow packs a batch into one tensor, and fails at two dtypes."""
+def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Reduces pairs of a value and its destination, those of each dtype in a call of its own.
+
+    TensorFlow packs a batch into one tensor, and fails at two dtypes.
+    """
     places: dict[Any, list[int]] = {}
-    for place, value in enumerate(values):
+    for place, (value, _) in enumerate(pairs):
         first = value.values[0] if isinstance(value, distribute.DistributedValues) else value
         places.setdefault((type(first) is tf.IndexedSlices, tf.as_dtype(first.dtype)), []).append(place)
-    return list(places.values())
+    results: list[Any] = [None] * len(pairs)
+    for indices in places.values():
+        for index, reduced in zip(indices, reduce([pairs[index] for index in indices]), strict=True):
+            results[index] = reduced
+    return results
 
 
 def _better(error: Exception, method: str, value: Any) -> Exception:

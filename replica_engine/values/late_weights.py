@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf.graphs import control_flow
+from replica_engine.process import scoped
 
 Weight = Callable[[tf.DType], tf.Tensor]
 """Takes a dtype, and returns the weight of the replica's gradients as a scalar."""
@@ -25,14 +26,9 @@ Weight = Callable[[tf.DType], tf.Tensor]
 _weight: contextvars.ContextVar[Weight | None] = contextvars.ContextVar("replica_engine_late_weight", default=None)
 
 
-@contextlib.contextmanager
-def weighted_late(weight: Weight | None) -> Iterator[None]:
+def weighted_late(weight: Weight | None) -> contextlib.AbstractContextManager[object]:
     """Inside, on this replica, gradients get their weight later; None says that they do not."""
-    token = _weight.set(weight)
-    try:
-        yield
-    finally:
-        _weight.reset(token)
+    return scoped.variable(_weight, weight)
 
 
 def reduced(value: Any, reduce: Callable[[Any], Any]) -> Any:

@@ -23,6 +23,7 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, NotInBodyError
 from replica_engine.errors.base import at
 from replica_engine.pjrt.partitions import ReplicaMesh
+from replica_engine.process import scoped
 from replica_engine.xla import corrected_ops, growing_arrays
 from replica_engine.xla.growing_arrays import Final, Seen
 
@@ -228,15 +229,9 @@ def gathered_host_calls() -> Any:
     return _thread.calls
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
+def apart() -> contextlib.AbstractContextManager[object]:
     """Inside is a branch that only some replicas take: cross-replica operations raise an error."""
-    before = getattr(_thread, "apart", False)
-    _thread.apart = True
-    try:
-        yield
-    finally:
-        _thread.apart = before
+    return scoped.attribute(_thread, "apart", True)
 
 
 def current(name: str) -> Body:

@@ -39,8 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="say what the compiled steps of a script need, without training",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(

@@ -45,14 +45,13 @@ class _Compared:
 
     @reduces_rows
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        results: list[Any] = [None] * len(value_destination_pairs)
-        for indices in by_dtype(value for value, _ in value_destination_pairs):
-            batch = [value_destination_pairs[index] for index in indices]
+        batch_reduce = super()._batch_reduce_to  # type: ignore[misc]
+
+        def reduce(batch: list[Any]) -> list[Any]:
             with self._doing("reduce", reduce_op):
-                reduced = super()._batch_reduce_to(reduce_op, batch, options)  # type: ignore[misc]
-            for index, value in zip(indices, reduced, strict=True):
-                results[index] = value
-        return results
+                return batch_reduce(reduce_op, batch, options)
+
+        return by_dtype(value_destination_pairs, reduce)
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         with self._doing("gather along", axis):

@@ -33,8 +33,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="draw a recorded timeline and name the slowest replica",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("path", metavar="run.json", help="the recording")
     parser.add_argument(

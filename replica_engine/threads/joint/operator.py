@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -13,6 +13,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine.engine import Run
 from replica_engine.errors import StructureMismatchError
+from replica_engine.process import scoped
 from replica_engine.threads.joint.graphs import Captures, notes_of
 from replica_engine.values.regroup import regroup
 
@@ -98,15 +99,9 @@ class JointOperator:
         regroup(results, f"The results of the replicas in {self.kind} ({self.where})")  # for its errors
         return results
 
-    @contextlib.contextmanager
-    def building(self) -> Iterator[None]:
+    def building(self) -> contextlib.AbstractContextManager[object]:
         """Inside the block, gradients of joint graphs are computed by the replicas, each on its own thread."""
-        before = getattr(_building, "operator", None)
-        _building.operator = self
-        try:
-            yield
-        finally:
-            _building.operator = before
+        return scoped.attribute(_building, "operator", self)
 
     def inputs(self, more: Sequence[Sequence[tf.Tensor]] | None = None) -> list[list[tf.Tensor]]:
         """For each replica, what its outputs can depend on: what it captured, and `more`."""

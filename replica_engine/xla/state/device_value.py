@@ -39,7 +39,7 @@ from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes, Part, ReplicaMesh
-from replica_engine.process import shutdown
+from replica_engine.process import scoped, shutdown
 from replica_engine.xla.state import host_memory
 
 Spread = Callable[[np.ndarray, int], list[np.ndarray]]
@@ -53,15 +53,9 @@ _thread = threading.local()
 _freeing = threading.RLock()  # reentrant, since a signal handler may read a variable too
 
 
-@contextlib.contextmanager
-def accesses_noted(note: Callable[[DeviceValue], None]) -> Iterator[None]:
+def accesses_noted(note: Callable[[DeviceValue], None]) -> contextlib.AbstractContextManager[object]:
     """Inside, `note` is called before the host reads or writes a value on this thread; what it does is not noted."""
-    before = getattr(_thread, "note", None)
-    _thread.note = note
-    try:
-        yield
-    finally:
-        _thread.note = before
+    return scoped.attribute(_thread, "note", note)
 
 
 class DeviceValue:

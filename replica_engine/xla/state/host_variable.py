@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +21,7 @@ import tensorflow as tf
 from replica_engine._tf import variables
 from replica_engine._tf.graphs import control_flow
 from replica_engine.errors import HostAccessError
+from replica_engine.process import scoped
 from replica_engine.xla.body import host_call_site, in_body
 from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import DeviceValue
@@ -28,25 +29,13 @@ from replica_engine.xla.state.device_value import DeviceValue
 _thread = threading.local()
 
 
-@contextlib.contextmanager
-def _only_reading() -> Iterator[None]:
-    before = getattr(_thread, "reading", False)
-    _thread.reading = True
-    try:
-        yield
-    finally:
-        _thread.reading = before
+def _only_reading() -> contextlib.AbstractContextManager[object]:
+    return scoped.attribute(_thread, "reading", True)
 
 
-@contextlib.contextmanager
-def handles_compared() -> Iterator[None]:
+def handles_compared() -> contextlib.AbstractContextManager[object]:
     """Inside, handles serve only to tell variables apart; nothing is read or written through them."""
-    before = getattr(_thread, "comparing", False)
-    _thread.comparing = True
-    try:
-        yield
-    finally:
-        _thread.comparing = before
+    return scoped.attribute(_thread, "comparing", True)
 
 
 def _watched(original: Callable[..., Any], graph: Any, variable: Any) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +28,7 @@ from replica_engine._tf.graphs import replaced_ops, subgraphs, xla_ops
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.errors import VariableCreationError
 from replica_engine.errors.base import at
+from replica_engine.process import scoped
 from replica_engine.xla.body import in_body
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.state import host_functions
@@ -53,15 +54,9 @@ _IN_WORDS = {
 _thread = threading.local()
 
 
-@contextlib.contextmanager
-def of_one_trace() -> Iterator[None]:
+def of_one_trace() -> contextlib.AbstractContextManager[object]:
     """Inside, an op with a state runs once for all initial values that depend on it."""
-    before = getattr(_thread, "known", None)
-    _thread.known = {}
-    try:
-        yield
-    finally:
-        _thread.known = before
+    return scoped.attribute(_thread, "known", {})
 
 
 def outside(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -26,12 +26,13 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
+from replica_engine.process import scoped
 
 _PHILOX, _AUTO_SELECT = 1, 3  # tf.random.Algorithm; "auto_select" is Philox on CPUs and GPUs
 _ROUNDS, _MULTIPLIERS, _STEPS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Salmon et al., 2011
@@ -90,15 +91,9 @@ class Pieces(NamedTuple):
     names: tuple[str, ...]
 
 
-@contextlib.contextmanager
-def in_pieces(pieces: Pieces) -> Iterator[None]:
+def in_pieces(pieces: Pieces) -> contextlib.AbstractContextManager[object]:
     """Inside, values of this shape are drawn in pieces."""
-    before = getattr(_thread, "pieces", None)
-    _thread.pieces = pieces
-    try:
-        yield
-    finally:
-        _thread.pieces = before
+    return scoped.attribute(_thread, "pieces", pieces)
 
 
 def _key_and_counter(seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
