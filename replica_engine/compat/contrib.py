@@ -145,6 +145,7 @@ class TPUStrategy(_TPUStrategy):
     @autograph.artifact
     def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
         """Copies a tensor to every tower; `extended.broadcast_to` today."""
+        check_mode()
         self._check_destinations(destinations)
         if in_body() is not None:
             return tensor

@@ -4,7 +4,9 @@
 - `multi_worker`: MultiWorkerMirroredStrategy, its extended half, and its place in a job of several processes.
 - `tpu`: TPUStrategy and its extended half; the replica context of a compiled body; variables on the devices.
 - `backend`: the contract that both kinds of strategy fulfil, and that the layers above rely on; ReplicaThreads, which
-  runs the replicas of any extended half on this library's threads; OnReplicaThreads, the strategy half for it.
+  runs the replicas of any extended half on this library's threads; OnReplicaThreads, the strategy half for it;
+  OnBackend, the strategy half of all.
+- `saving_together`: who writes the files of several workers, and where they meet.
 - `multi_step`: the context object of a device loop, which carries the outputs of its steps.
 - `validation`: checks the arguments of `run` and `reduce`. `devices`: parses and checks device names.
 - `reductions`: prepares values for TensorFlow's reductions.

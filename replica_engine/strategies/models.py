@@ -48,7 +48,7 @@ def check_distribution(strategy: tf.distribute.Strategy) -> None:
     """
     given = layouts.current_distribution()
     if given is not None and given is not getattr(getattr(strategy.extended, "distribution", None), "given", None):
-        raise DistributionError.set_for_all(type(strategy).__name__, hasattr(strategy, "run_steps"))
+        raise DistributionError.set_for_all(type(strategy).__name__, strategy.extended.compiles)
 
 
 def _check_batch(first: keras_hooks.FirstBatch) -> None:
@@ -82,7 +82,7 @@ def _check_batch(first: keras_hooks.FirstBatch) -> None:
         )
     if rest is None:
         return
-    if not hasattr(first.strategy, "run_steps"):
+    if not first.strategy.extended.compiles:
         warn_once(first.strategy, "rest", warn_uneven_rest(rest, size))
     elif keras_trainer.has_keras_step(first.model, "train_step"):
         raise BatchError.uneven_rest(rest, size)

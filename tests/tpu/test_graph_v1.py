@@ -88,3 +88,9 @@ def test_variables_of_the_strategy_say_so(two):
 
 def test_a_graph_that_a_function_builds_is_not_one(two):
     assert two.each(tf.function(lambda: two.strategy.run(lambda: tf.constant(2.0)))()) == [2.0, 2.0]
+
+
+def test_what_a_message_shows_of_a_strategy_can_be_read(two):
+    with tf.Graph().as_default():
+        assert "2 replicas" in repr(two.strategy)
+        assert two.strategy.num_replicas_in_sync == 2

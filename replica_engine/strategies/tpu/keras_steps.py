@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import BatchError, ReplicaMismatchError
+from replica_engine.strategies.backend import compiles
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 
 
@@ -26,7 +27,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         plain: Keras' own function, used if there is only one step or no device loop.
     """
     strategy = keras_trainer.strategy_of(model)
-    if not hasattr(strategy, "run_steps") or model.run_eagerly:
+    if strategy is None or not compiles(strategy) or model.run_eagerly:
         return plain
 
     if strategy.extended.distribution is not None:

@@ -510,6 +510,11 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
         return super().reduce(reduce_op, value, axis)
 
     @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas of all workers."""
+        return self._compiled_half.device_group.replicas
+
+    @property
     def num_hosts(self) -> int:
         """The number of workers: processes that run the replicas together."""
         return self.extended.num_hosts
