@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 import operator
 import os
 import pathlib
@@ -29,6 +30,7 @@ from replica_engine.hosts import Program
 from replica_engine.pjrt import cpu_rewrites, host_transfers
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import (
+    APART,
     BY_TRANSFERS,
     CPU_OPTIONS,
     HOST_CALL_TARGETS,
@@ -141,7 +143,9 @@ class Executable:
         self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
         self._results = len(results)
         works_more = devices.member is not None and devices.platform == "cpu" and len(devices.devices) == 1
-        client, on, options = devices.devices[0].client, DeviceList(devices.everywhere), _options(devices)
+        each_axes = axes or [WHOLE] * len(results)
+        client, on = devices.devices[0].client, DeviceList(devices.everywhere)
+        options = _options(devices, apart=_mostly_divided(devices, results, each_axes))
         began = time.perf_counter()
         called: list[Any] = list(host_calls)
         transfers = bool(host_calls) and HOST_CALL_TARGETS[devices.platform] == BY_TRANSFERS
@@ -162,7 +166,7 @@ class Executable:
         self.seconds = time.perf_counter() - began
         divided = [
             (devices.stored(shape, each), dtype, devices.sharding_of(each))
-            for (shape, dtype), each in zip(results, axes or [WHOLE] * len(results), strict=True)
+            for (shape, dtype), each in zip(results, each_axes, strict=True)
         ]
         if works_more:
             divided.append((*WORK, devices.sharding))
@@ -319,7 +323,7 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
     }
 
 
-def _options(devices: DeviceGroup) -> CompileOptions:
+def _options(devices: DeviceGroup, apart: bool = False) -> CompileOptions:
     options = CompileOptions()
     options.num_replicas, options.num_partitions = devices.grid.shape
     options.device_assignment = DeviceAssignment.create(devices.grid)
@@ -327,8 +331,25 @@ def _options(devices: DeviceGroup) -> CompileOptions:
         options.executable_build_options.use_spmd_partitioning = True
         options.executable_build_options.use_shardy_partitioner = True
     if devices.platform == "cpu":
-        options.env_option_overrides = list(CPU_OPTIONS)
+        options.env_option_overrides = [*CPU_OPTIONS, *([APART] if apart else [])]
     return options
+
+
+def _mostly_divided(
+    devices: DeviceGroup, results: Sequence[tuple[tuple[int, ...], np.dtype]], axes: Sequence[Axes]
+) -> bool:
+    """Whether nearly all results, the weights of a step and what the optimizer keeps of them, are divided.
+
+    Then a device has more bytes of the gradients, which are reduced whole, than of all the rest. If only the
+    optimizer's are divided, one all-reduce for many gradients is faster.
+    """
+    if devices.mesh is None:
+        return False
+    divided = whole = 0
+    for (shape, dtype), each in zip(results, axes, strict=True):
+        size = math.prod(devices.on_each(shape, each)) * dtype.itemsize
+        divided, whole = (divided, whole + size) if each == WHOLE else (divided + size, whole)
+    return divided > 2 * whole
 
 
 @functools.cache

@@ -140,6 +140,9 @@ CPU_OPTIONS = (
 )
 """Options of XLA with which programs for CPU devices are compiled."""
 
+APART = ("xla_disable_hlo_passes", "cpu-all-reduce-combiner")
+"""The option for programs whose all-reduces stay apart: otherwise all operands are in memory until the last one is."""
+
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError,)
 """The errors that jaxlib raises for a program that fails while it runs."""
 
@@ -194,6 +197,7 @@ HOST_CALL_TARGETS = {
 """By platform, the custom call by which a program calls a Python function it was compiled with."""
 
 __all__ = [
+    "APART",
     "BY_TRANSFERS",
     "CPU_OPTIONS",
     "HOST_CALL_TARGETS",
