@@ -8,6 +8,11 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +28,8 @@ from soak.outcome import Outcome
 
 MANY = 64
 """The number of replicas, on any number of cores."""
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 GROWTH = 100
 """The largest growth of memory in bytes per run: 10 MB in a hundred thousand runs."""
@@ -150,8 +157,27 @@ def many_threads() -> tuple[int, list[str], str]:
     return 16 * each, wrong, f"{16 * each / seconds:.0f} runs a second"
 
 
+def large_model() -> tuple[int, list[str], str]:
+    """Trains a model whose replicas would need 30 GiB on four devices, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "soak.programs.large_model"], capture_output=True, text=True, cwd=ROOT, timeout=3600
+    )
+    if done.returncode:
+        return 0, [f"ended with {done.returncode}: {done.stderr[-2000:]}"], ""
+    found = json.loads(done.stdout.splitlines()[-1])
+    replicas, device, most = (found[each] / 2**30 for each in ("replicas", "device", "most"))
+    losses, wrong = found["losses"], []
+    if replicas < 30 or most > 12:
+        wrong.append(f"{replicas:.1f} GiB of replicas in {most:.1f} GiB")
+    if not all(later < earlier for earlier, later in itertools.pairwise(losses)):
+        wrong.append(f"losses {losses}")
+    text = f"replicas would need {replicas:.0f} GiB; {device:.1f} GiB a device, {most:.1f} GiB in all"
+    return len(losses), wrong, text
+
+
 def run(runs: int) -> Iterator[Outcome]:
     """Runs each load, and yields an outcome for each."""
+    yield _outcome("TPUStrategy", "a model of 30 GiB in parts, on 4 devices", large_model)
     both = "MirroredStrategy, TPUStrategy"
     yield _outcome(both, "16 user threads call run on 4 strategies at once", many_threads)
     for name, make in STRATEGIES.items():
