@@ -30,6 +30,7 @@ pytestmark = [
 LIMIT = 8.0  # the heartbeat limit of jobs that end, in seconds
 LONG = 60.0  # and of jobs that go on
 SLACK = 20.0  # seconds for a process to end, on a machine that is busy
+GOING_ON = 2.0  # and for one that was stopped, once it goes on
 STARTING = 300.0
 
 SCRIPT = """
@@ -191,6 +192,7 @@ def test_what_ends_a_job(kind, size, what, tmp_path, seen):
             began = time.monotonic()
             statuses += made.end([last], SLACK)
             shown += f", and the stopped one ends {made.ended[last] - began:.1f} s after it goes on"
+            assert made.ended[last] - began < GOING_ON
             there.append(last)
     assert set(statuses) == {1}
     for host in there:
