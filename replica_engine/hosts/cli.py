@@ -16,7 +16,8 @@ DESCRIPTION = """\
 Starts N processes of a script on this machine, as the workers of one job, and watches them.
 
 Each line that a worker prints has its name before it. When a worker fails, the others get ten seconds to raise by
-themselves, and then are ended. What failed first is printed last. Ctrl-C and SIGTERM end all workers.
+themselves, and then are ended. What failed first is printed last. Ctrl-C, SIGTERM and SIGHUP go to all workers, which
+have --grace seconds to save and end.
 
 With --workers MIN:MAX, a worker that fails, and fails again in its first step or before after all were started again,
 is left out of the next start, as long as MIN are left. SIGUSR1 to this launcher says that those are back: the workers
@@ -75,6 +76,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="S",
         help="seconds of silence until a worker counts as lost (default: REPLICA_ENGINE_HEARTBEAT_TIMEOUT, or 60)",
     )
+    add(
+        "--grace",
+        type=_number(float, 0),
+        metavar="S",
+        help="seconds from a signal to the launcher until workers that have not ended are killed (default: 30)",
+    )
     add("--dry-run", action="store_true", help="print the environment and the command of each worker, and start none")
     add("script", help="a Python program")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -83,7 +90,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     from replica_engine.hosts.job import Limits
-    from replica_engine.hosts.launcher import LaunchPlan, launch
+    from replica_engine.hosts.launcher import SIGNAL_GRACE, LaunchPlan, launch
 
     try:
         limits = limits_of(os.environ)
@@ -95,7 +102,8 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     fewest, most = flags.workers
     # Each of those that may be lost fails twice.
     restarts = 2 * (most - fewest) if flags.max_restarts is None else flags.max_restarts
-    plan = LaunchPlan(most, [sys.executable, flags.script, *flags.arguments], limits, restarts, fewest)
+    grace = SIGNAL_GRACE if flags.grace is None else flags.grace
+    plan = LaunchPlan(most, [sys.executable, flags.script, *flags.arguments], limits, restarts, fewest, grace)
     if not flags.dry_run:
         return launch(plan)
     for worker in range(most):

@@ -7,7 +7,7 @@ What it guarantees:
 
 - Each worker is in a session of its own. Ending a worker ends its process group, so nothing that it started stays.
 - The first failure decides: the others get ten seconds to raise by themselves, then SIGTERM, then SIGKILL.
-- Ctrl-C, SIGTERM and SIGHUP are passed on to all; a second one kills.
+- Ctrl-C, SIGTERM and SIGHUP are passed on to all, which get the `grace` of the plan to save; a second one kills.
 - The exit status is that of the first failure, and what failed first is printed last.
 - Each start has the workers that `slots` says. SIGUSR1 brings those back that it leaves out: all get SIGTERM, on which
   a training saves after its step, and start again.
@@ -48,7 +48,8 @@ RESTART = "REPLICA_ENGINE_RESTART"
 SLOT = "REPLICA_ENGINE_SLOT"
 """What a worker keeps when others are left out, as its index does not: scripts may choose a device by it."""
 
-GRACE = 10.0  # seconds after the first failure, or a signal, for the workers to end by themselves
+GRACE = 10.0  # seconds after the first failure for the other workers to end by themselves
+SIGNAL_GRACE = 30.0  # seconds after a signal, as Kubernetes and Slurm give them, for the workers to save and end
 KILL_AFTER = 5.0  # seconds from SIGTERM to SIGKILL
 SAVE_WITHIN = 300.0  # seconds for the workers to end their step and to save, when others are back and nothing hurries
 _LAST_LINES = 20  # of the first failure that are printed again at the end
@@ -69,6 +70,7 @@ class LaunchPlan:
         limits: how long to wait for workers.
         max_restarts: how often all workers are started again after a failure.
         fewest: how many go on at least when others are lost; None if none may be.
+        grace: seconds that the workers have to end after a signal to the launcher.
     """
 
     workers: int
@@ -76,6 +78,7 @@ class LaunchPlan:
     limits: Limits = field(default_factory=Limits)
     max_restarts: int = 0
     fewest: int | None = None
+    grace: float = SIGNAL_GRACE
 
     def environment(
         self, worker: int, restart: int, address: str, token: str, slots: Sequence[int] = ()
@@ -323,7 +326,7 @@ class _Attempt:
             if worker.running:
                 sent = signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGPIPE else number
                 worker.signal_group(sent)
-        self._deadlines = [(now + GRACE, signal.SIGKILL)]
+        self._deadlines = [(now + self._plan.grace, signal.SIGKILL)]
 
     def _stop_for_more(self) -> None:
         """Lets the workers save and end, so that those start with them that are said to be back."""
@@ -363,6 +366,9 @@ class _Attempt:
         if failure is not None and [worker.index for worker in left] == [failure.worker]:
             self._deadlines[-1] = (now, signal.SIGKILL)  # it is the lost one, and it does not raise by itself
         due = [number for at, number in self._deadlines if at <= now]
+        if due and left and self.signalled is not None:
+            names = ", ".join(str(worker.index) for worker in left)
+            _say(self._err, f"killed after {self._plan.grace:g} seconds, which --grace changes: worker {names}")
         for number in due:
             for worker in left:
                 worker.signal_group(number)

@@ -254,6 +254,36 @@ def test_a_signal_ends_all_and_what_they_started(script, number, status):
         each.wait()
 
 
+SAVES_LATE = """
+import os, signal, sys, time
+def save(*_):
+    if os.environ["REPLICA_ENGINE_PROCESS_ID"] == "0":
+        time.sleep(0.5)
+        print("saved", flush=True)
+        os._exit(143)
+signal.signal(signal.SIGTERM, save)
+print("listens", flush=True)
+while True: time.sleep(0.1)
+"""
+
+
+def test_workers_have_the_grace_of_a_signal_to_save(script):
+    """The time after a failure, which is shorter, does not count."""
+    process = subprocess.Popen(
+        command("--workers", "2", "--grace", "3", script(SAVES_LATE), grace=0.1),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(2):
+        assert process.stdout.readline().endswith("listens\n")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=LONG)
+    assert process.returncode == 143
+    assert out == "[worker 0] saved\n"
+    assert "killed after 3 seconds, which --grace changes: worker 1\n" in err
+
+
 def test_the_launcher_is_killed(script):
     """Its workers notice, and leave by themselves."""
     process = subprocess.Popen(
