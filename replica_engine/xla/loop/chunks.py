@@ -174,10 +174,11 @@ class Chunks:
             return []
         name, limits = self._compiled.program.name, self._compiled.program.body.limits
         chunk, self._left = self._left, []
+        several = "" if self._compiled.devices.member is None else ", or for that of another worker,"
 
         def slow(seconds: float) -> str:
             waited = f"{seconds:.3g} s. No step runs meanwhile."
-            return f"The device loop `{name}` has been waiting for its next batch for {waited}"
+            return f"The device loop `{name}` has been waiting for its next batch{several} for {waited}"
 
         watch = Watch(slow, limits.warn_after)
         try:  # no `with`: an exception of another thread may come in `__exit__`
@@ -188,11 +189,13 @@ class Chunks:
                 taken = [self._queue.take(replica, room) for replica in range(self._size)]
                 chunk.extend(zip(*[parts for parts, _ in taken], strict=True))
                 self._more = taken[0][1]
+            if several:
+                chunk = self._agreed(chunk)
             watch.__exit__(None, None, None)
         except BaseException:
             watch.__exit__(None, None, None)
             raise
-        return chunk if self._compiled.devices.member is None else self._agreed(chunk)
+        return chunk
 
     def _agreed(self, chunk: list[Sequence[Any]]) -> list[Sequence[Any]]:
         """The batches of a chunk for which all workers have one."""
