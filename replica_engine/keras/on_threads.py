@@ -71,14 +71,13 @@ class OnThreads:
             named.__name__ = name  # as the watchdog calls it
             self._functions[key] = tf.function(named, reduce_retracing=True, autograph=False)
         compiled = self._functions[key]
-        general = samples.generalized(batch)
-        kind = (key, samples.described(batch), repr(tf.nest.map_structure(lambda leaf: leaf is None, batch)))
+        kind = (key, samples.described(batch), samples.places(batch))
         if kind in self._traced:
             return compiled(batch)
         what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples.described(batch)}"
         with compiling(what, only_traced=True):
             # The graph takes any number of samples, so the last batch of a dataset needs no other graph.
-            compiled.get_concrete_function(general)
+            compiled.get_concrete_function(samples.generalized(batch))
             outputs = compiled(batch)
         self._traced.add(kind)
         return outputs

@@ -67,6 +67,7 @@ class OnXla:
         self._predicted: set[Any] = set()
         self._gives: dict[str, bool] = {}
         self._compiled: set[Any] = set()
+        self._functions: dict[Any, Callable[..., Any]] = {}
         if strategy.extended.distribution is not None:
             strategy.extended.distribution.check_layouts()
         self._programs = strategy.extended.own_programs()  # they hold the model and are freed with it
@@ -83,7 +84,7 @@ class OnXla:
         """Runs the launches of a step; returns the logs of the last batch, for all replicas."""
         logs: Any = None
         for total, same in itertools.groupby(batches, samples.count):
-            data = [samples.views(batch) for batch in same]
+            data = list(same)
             if len(data) > 1 and total % self._size == 0 and not needs_whole_batches(self._model):
                 with contextlib.suppress(NotASum):
                     logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
@@ -151,7 +152,12 @@ class OnXla:
 
     def _run(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
         """Runs one of the steps below on all replicas; `size` is the batch size for which the program is compiled."""
-        run = step if step == self._loop else functools.partial(self._launch, step)
+        if step == self._loop:
+            run = step
+        elif (known := self._again(step, name, data, size)) is not None:
+            return known[0]
+        else:
+            run = functools.partial(self._launch, step)
         key = (step.__name__, name, size, samples.described(select(0, data)))
         if key in self._compiled:
             return run(name, data, size)
@@ -187,8 +193,29 @@ class OnXla:
             )
             _logger.warning(warning("many_batch_sizes", text))
 
+    def _again(self, step: Callable[..., Any], name: str, data: Any, size: int) -> tuple[Any] | None:
+        """Runs a step on a batch like its last one, of dense tensors; see `TPUExtended.run_again`."""
+        function = self._functions.get((step.__name__, name, size, True))
+        if function is None or type(data) is not tuple:
+            return None
+        return self._strategy.extended.run_again(function, data, self._programs)
+
     def _launch(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
-        return self._strategy.extended.run_of(self._programs, _named(name, step), (name, data, size))
+        key = (step.__name__, name, size, type(data) is tuple)
+        if key not in self._functions:  # one function for all batches: `run_again` knows it by the objects that it uses
+            self._functions[key] = self._function(*key)
+        args = data if type(data) is tuple else (data,)
+        return self._strategy.extended.run_of(self._programs, self._functions[key], args)
+
+    def _function(self, step: str, name: str, size: int, in_parts: bool) -> Callable[..., Any]:
+        """A step under the name of the model's method that it runs, as messages about its program call it."""
+
+        @_as_keras_does
+        def run(*data: Any) -> Any:
+            return getattr(self, step)(name, data if in_parts else data[0], size)
+
+        run.__name__ = name
+        return run
 
     def _loop(self, name: str, data: list[Any], total: int) -> Any:
         """Runs several steps in one launch."""
@@ -207,6 +234,10 @@ class OnXla:
 
     def _shares(self, data: Any, total: int) -> Any:
         """Each replica's rows, equally many for all; a smaller shard also gets the row before its first."""
+        if total % self._size == 0:
+            parts = samples.split(data, self._size)
+            return regroup([parts[replica] for replica in self._own])
+        data = samples.views(data)
         size = -(-total // self._size)
         larger = total - (size - 1) * self._size  # the number of shards with `size` rows
         stops = [replica * (size - 1) + min(replica, larger) for replica in range(1, self._size + 1)]
@@ -235,13 +266,6 @@ class OnXla:
     @_as_keras_does
     def _predict_step(self, name: str, data: Any, total: int) -> Any:
         return getattr(self._model, name)(data)
-
-
-def _named(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step under the name of the method of the model that it runs, as messages about its program call it."""
-    named = functools.partial(step)
-    named.__name__ = name  # type: ignore[attr-defined]
-    return named
 
 
 class _Branch:

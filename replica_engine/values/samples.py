@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import BatchError, ReplicaValueError
 from replica_engine.errors.base import brief
 from replica_engine.values.structure import as_tensor, flatten
 
 _PARTS = ("x", "y", "sample_weight")
+_EAGER = frozenset((EagerTensor,))
 
 
 def as_tensors(batch: Any) -> Any:
@@ -27,6 +29,8 @@ def as_tensors(batch: Any) -> Any:
     Raises:
         ReplicaValueError: a leaf is not a tensor and cannot become one.
     """
+    if type(batch) is tuple and _EAGER.issuperset(map(type, batch)):  # what Keras gives for arrays
+        return batch
     try:
         tensors = tf.nest.map_structure(_as_tensor, batch)
     except RecursionError:
@@ -80,6 +84,15 @@ def count_in_graph(batch: Any) -> Any:
 def take(batch: Any, start: Any, stop: Any) -> Any:
     """The samples from `start` up to but not including `stop`; both are ints or scalar tensors."""
     return _map(lambda leaf: _take(leaf, start, stop), batch)
+
+
+def split(batch: Any, count: int) -> list[Any]:
+    """An eager batch in `count` parts, in order; its number of samples is a multiple of `count`."""
+    leaves = tf.nest.flatten(batch)
+    columns = [_split(leaf, count) if has_rows(leaf) else [leaf] * count for leaf in leaves]
+    if type(batch) is tuple and len(leaves) == len(batch):
+        return list(zip(*columns, strict=True))
+    return [tf.nest.pack_sequence_as(batch, part) for part in zip(*columns, strict=True)]
 
 
 def pad(batch: Any, more: Any) -> Any:
@@ -145,6 +158,13 @@ def described(batch: Any) -> str:
     return ", ".join(f"{tf.as_dtype(leaf.dtype).name}{[None, *leaf.shape[1:]]}" for leaf in leaves)
 
 
+def places(batch: Any) -> Any:
+    """Hashable; equal for batches that have the same structure, and None in the same places."""
+    if type(batch) is tuple and _EAGER.issuperset(map(type, batch)):
+        return len(batch)
+    return repr(tf.nest.map_structure(lambda leaf: leaf is None, batch))
+
+
 def _map(change: Callable[[Any], Any], batch: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: change(leaf) if has_rows(leaf) else leaf, batch)
 
@@ -179,6 +199,13 @@ def _take(leaf: Any, start: Any, stop: Any) -> Any:
     start, stop = tf.cast(start, tf.int64), shape[0] if stop is None else tf.cast(stop, tf.int64)
     begin = tf.concat([[start], tf.zeros_like(shape[1:])], 0)
     return tf.sparse.slice(leaf, begin, tf.concat([[stop - start], shape[1:]], 0))
+
+
+def _split(leaf: Any, count: int) -> list[Any]:
+    if type(leaf) is EagerTensor:
+        return tf.raw_ops.Split(axis=0, value=leaf, num_split=count)  # of one op: parts that share memory with the leaf
+    size = int(_rows(leaf)) // count
+    return [_take(leaf, start, start + size) for start in range(0, count * size, size)]
 
 
 def _pad(leaf: Any, more: Any) -> Any:
