@@ -152,6 +152,13 @@ PATCHES: tuple[Patch, ...] = (
         "only notes the weight",
     ),
     Patch(
+        layouts.NUMPY,
+        layouts.DIVIDE,
+        "a table's gradient in an optimizer such as Adagrad keeps its number of rows where devices divide the step",
+        _FIRST_DIVIDED,
+        "passes on to Keras outside the steps of such a strategy",
+    ),
+    Patch(
         TF_FRAMES,
         EXCLUDED,
         "tracebacks that TensorFlow filters do not show the frames of this library either",

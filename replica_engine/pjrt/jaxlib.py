@@ -146,6 +146,9 @@ APART = ("xla_disable_hlo_passes", "cpu-all-reduce-combiner")
 RUNTIME_ERRORS = (jax.errors.JaxRuntimeError,)
 """The errors that jaxlib raises for a program that fails while it runs."""
 
+DYNAMIC = "Shardy propagation only supports ranked tensors with a static shape"
+"""What the error of a program says that has a value of a size that depends on data, and is divided over devices."""
+
 JAXLIB_VERSION = importlib.metadata.version("jaxlib")
 
 
@@ -200,6 +203,7 @@ __all__ = [
     "APART",
     "BY_TRANSFERS",
     "CPU_OPTIONS",
+    "DYNAMIC",
     "HOST_CALL_TARGETS",
     "JAXLIB_VERSION",
     "RUNTIME_ERRORS",

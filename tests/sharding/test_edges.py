@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine import xla
-from replica_engine.errors import DistributionError
+from replica_engine.errors import DistributionError, LoweringError
 
 
 def parallel(axes=("batch", "model"), batch=None, **layouts):
@@ -89,7 +89,7 @@ def test_a_variable_of_no_scope_is_told_of(caplog):
     assert caplog.text.count("made outside of the strategy's scope") == 1
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rmsprop"])
 def test_what_an_embedding_exchanges_grows_with_the_batch_and_not_with_the_table(optimizer):
     strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
 
@@ -106,3 +106,13 @@ def test_what_an_embedding_exchanges_grows_with_the_batch_and_not_with_the_table
     small = moved(1 << 12, 16)
     assert moved(1 << 15, 16) == small < 16 * (1 << 12)
     assert moved(1 << 12, 64) > 2 * small
+
+
+def test_a_value_of_a_size_that_depends_on_data_is_refused():
+    strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
+
+    def mean(x):
+        return tf.reduce_mean(tf.boolean_mask(x, x > 0))
+
+    with pytest.raises(LoweringError, match=r"`mean` has a value .* data at .*test_edges.py:\d+ .*tf.where\(mask, x"):
+        strategy.run(mean, args=(tf.range(4.0),))

@@ -23,12 +23,15 @@ BY_INITIALIZER = "_initialize_with_initializer"
 _INITIALIZERS = "keras.src.initializers"
 _DISTRIBUTION = "keras.src.distribution.distribution_lib"
 BACKEND, DISTRIBUTE = "keras.src.backend.tensorflow.distribution_lib", "distribute_tensor"
+NUMPY, DIVIDE = "keras.src.backend.tensorflow.numpy", "divide"
 _GLOBAL_STATE = "keras.src.backend.common.global_state"
 _ATTRIBUTE = "distribution"
 _MARK = "_replica_engine_layouts"
 
 OUTPUT = "/output"
 """The end of a key of a LayoutMap that is for the outputs of a layer."""
+
+_in_parts: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_in_parts", default=False)
 
 
 class Making(NamedTuple):
@@ -55,6 +58,7 @@ def watch_variables() -> None:
     wrap(kind, INITIALIZE, _initialized, _MARK)
     wrap(kind, BY_INITIALIZER, _by_initializer, _MARK)
     wrap(getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None), names.ADD_VARIABLE, _added, _MARK)
+    wrap(sys.modules.get(NUMPY), DIVIDE, _divide, _MARK)
     if (backend := sys.modules.get(BACKEND)) is not None:
         setattr(backend, DISTRIBUTE, _distribute)  # the backend has none
 
@@ -89,6 +93,29 @@ def _by_initializer(own: Callable[..., Any], variable: Any, initializer: Any) ->
 def _added(own: Callable[..., Any], optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
     with making(None, reference_variable):
         return own(optimizer, reference_variable, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def in_parts() -> Iterator[None]:
+    """Inside, a step is traced whose values XLA divides over several devices."""
+    token = _in_parts.set(True)
+    try:
+        yield
+    finally:
+        _in_parts.reset(token)
+
+
+def _divide(own: Callable[..., Any], x1: Any, x2: Any) -> Any:
+    """`keras.ops.divide`, with which optimizers such as Adagrad divide the rows of a table's gradient.
+
+    Keras adds the rows whose divisor is zero or NaN, and their number depends on data: XLA cannot divide such values
+    over devices. The rows of the gradient alone remain. In an optimizer the others have no such divisor unless their
+    weights became NaN before.
+    """
+    is_dense = not isinstance(x2, (tf.IndexedSlices, tf.SparseTensor)) and len(getattr(x2, "shape", ())) > 0
+    if not (_in_parts.get() and isinstance(x1, tf.IndexedSlices) and is_dense):
+        return own(x1, x2)
+    return tf.IndexedSlices(own(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
 
 
 class _Outputs:

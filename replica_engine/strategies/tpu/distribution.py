@@ -135,9 +135,10 @@ class Distribution:
             DistributionError: a layout has matched no variable. Only now: the body may have built the model.
         """
         if self._layout_map is None:
-            yield
+            with layouts.in_parts():
+                yield
             return
-        with layouts.outputs_divided(self.given, self._layout_of_output, _constrained):
+        with layouts.in_parts(), layouts.outputs_divided(self.given, self._layout_of_output, _constrained):
             yield
         self.check_layouts(built=False)
         for key, layout in self._layout_map.items():

@@ -17,6 +17,7 @@ from replica_engine.xla.stages.body_graph import BodyGraph
 
 _LOOP_SHAPES = re.compile(r"shapes of loop body do not match: \((.*?)\) vs\. \((.*?)\)$", re.MULTILINE)
 _SHAPE = re.compile(r"\w+\[([\d,<=]*)\]")
+_OF_ANY_SIZE = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "DynamicPartition")
 _NODE = re.compile(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}")
 
 
@@ -61,6 +62,18 @@ def unreadable(traced: BodyGraph, names: list[str], message: str, moved: MovedBo
         error = LoweringError.unsupported_op(traced.name, op.type if op is not None else "an op", where)
     error.op_name = name
     return error
+
+
+def undividable(traced: BodyGraph) -> LoweringError:
+    """The error for a body with a value whose shape depends on data, which XLA cannot divide over devices."""
+    op = next((op for op in _ops(traced.graph) if op.type in _OF_ANY_SIZE), None)
+    where = user_line(op) if op is not None else ""
+    return LoweringError(
+        f"`{traced.name}` has a value whose shape depends on data{at(where)}, such as "
+        "the result of tf.where(mask), tf.unique or tf.boolean_mask. XLA cannot divide such values over the devices of "
+        "a replica. Keep the shape: tf.where(mask, x, 0.0) in place of tf.boolean_mask(x, mask), divided by the sum of "
+        "the mask for a mean. On replicas of one device, without `distribution=`, the step works as it is."
+    )
 
 
 def _explain(name: str, text: str, where: str) -> LoweringError:

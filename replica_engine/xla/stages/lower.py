@@ -24,6 +24,7 @@ from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.host_transfers import UntransferableError
+from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
 from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
 from replica_engine.pjrt.plans import rehearsal
@@ -38,7 +39,7 @@ from replica_engine.xla.host_calls.call import HostCall
 from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.explain import explain, original, unreadable
+from replica_engine.xla.stages.explain import explain, original, undividable, unreadable
 from replica_engine.xla.stages.program import BodyProgram, Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
 from replica_engine.xla.state.device_value import axes_of, differs_by_replica, pinned
@@ -164,6 +165,10 @@ class Lowered:
                 executable = found_or_compiled(text, self.traced, self.program, devices, make)
             except UntransferableError as refused:
                 raise self._untransferable(refused, devices.platform.upper()) from None
+            except RUNTIME_ERRORS as failed:
+                if DYNAMIC not in str(failed):
+                    raise
+                raise undividable(self.traced) from None
         if self.traced.diverges and executable.exchanges_in_branches():
             raise LoweringError.diverges(name, self.traced.diverges)
         limit = memory_limit(devices)
