@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 LIMIT = 8.0  # the heartbeat limit of jobs that end, in seconds
+PATIENT = 20.0  # the same where many jobs start in a row, and the time of the error is not asked for
 LONG = 60.0  # and of jobs that go on
 SLACK = 20.0  # seconds for a process to end, on a machine that is busy
 GOING_ON = 2.0  # and for one that was stopped, once it goes on
@@ -293,7 +294,7 @@ def test_a_training_goes_on_from_its_checkpoint_after_each_of_many_faults(kind, 
     draw = random.Random(f"{SEED} {kind} {size}")
 
     def training(network, saved):
-        return Job(network, tmp_path, kind, LIMIT, steps=8 * FAULTS + 4, text=TRAINING, SAVED=str(tmp_path / saved))
+        return Job(network, tmp_path, kind, PATIENT, steps=8 * FAULTS + 4, text=TRAINING, SAVED=str(tmp_path / saved))
 
     def weights(made):
         assert set(made.end(range(size), STARTING)) == {0}
@@ -308,7 +309,7 @@ def test_a_training_goes_on_from_its_checkpoint_after_each_of_many_faults(kind, 
             made = training(network, "disturbed")
             made.go_on(steps, STARTING)
             FATAL[what](network, victim)
-            assert 0 not in made.end(ending(what, size, victim), LIMIT + SLACK), drawn
+            assert 0 not in made.end(ending(what, size, victim), PATIENT + SLACK), drawn
             network.signal(victim, signal.SIGKILL)
             made.end([victim], SLACK)
             network.cable(victim, True)
