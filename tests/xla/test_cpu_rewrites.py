@@ -83,6 +83,10 @@ class TestConvolutions:
         assert rewrites(op, random(4, 2, 2, 6), random(3, 3, 6, 5)) == {CONVOLUTION: 2}
         assert rewrites(op, random(4, 5, 5, 6), random(1, 1, 6, 5)) == {CONVOLUTION: 3}
 
+    def test_a_strided_kernel_of_one_pixel_stays_as_it_is_and_its_gradients_do_not(self):
+        op = lambda x, w: tf.nn.conv2d(x, w, 2, "SAME")  # noqa: E731
+        assert rewrites(op, random(4, 5, 5, 6), random(1, 1, 6, 5)) == {CONVOLUTION: 2}
+
     def test_large_images_stay_as_they_are(self):
         op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
         assert rewrites(op, random(2, 8, 8, 3), random(3, 3, 3, 4)) == {}

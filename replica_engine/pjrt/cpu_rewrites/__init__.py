@@ -6,7 +6,7 @@ fuses. For some operations it has a plain loop, up to a hundred times slower. Ea
 | operation | form | module |
 | --- | --- | --- |
 | convolution whose kernel is larger than its input | patches and a matrix product | `convolutions` |
-| convolution of one pixel, or to one pixel | a matrix product | `convolutions` |
+| convolution of one pixel without strides, or to one pixel | a matrix product | `convolutions` |
 | depthwise convolution, and the gradient of its kernel | a sum of shifted products | `convolutions` |
 | gradient of max-pooling | comparisons of shifted slices | `pooling` |
 | batched product whose batch is then summed (the gradient of `w` in `x @ w`) | one product | `products` |
@@ -40,7 +40,7 @@ from replica_engine.errors.base import warning
 from replica_engine.pjrt.cpu_rewrites import convolutions, loops, pooling, products
 from replica_engine.pjrt.jaxlib import ir
 
-VERSION = 4
+VERSION = 5
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
 
 _RULES = {

@@ -137,8 +137,8 @@ def rewritten(operation: Any) -> Value | None:
     if each.groups > 1:
         is_depthwise = kernel[each.inputs] == 1 and kernel[each.outputs] == each.groups
         return _depthwise(each) if is_depthwise and slices <= MOST_SLICES else None
-    if slices == 1:
-        return _of_one_pixel(each)
+    if slices == 1:  # with strides, to cut out the pixels that count takes longer than the product saves
+        return _of_one_pixel(each) if max(each.strides, default=1) == 1 else None
     if positions == 1:
         return _to_one_pixel(each)
     if slices > MOST_SLICES or not is_slow(each) or not _fits(each, slices * positions * _elements_a_position(each)):
@@ -187,21 +187,16 @@ def _patches(each: Convolution) -> Value:
 
 
 def _of_one_pixel(each: Convolution) -> Value:
-    """The kernel has one pixel: a product. Where the input is dilated, zeros are put into the result, not before."""
+    """The kernel has one pixel, and no strides: a product. Zeros between pixels are put into the result, not before."""
     kernel = ops.reshape(
         ops.transpose(each.kernel, [*each.window, each.inputs, each.outputs]),
         [ops.shape(each.kernel)[each.inputs], ops.shape(each.kernel)[each.outputs]],
     )
-    origin = [0] * len(each.space)
     if max(each.input_dilation) == 1:
-        taken = _slice(each, each.padded(), origin)
-        return _placed(each, ops.product(taken, kernel, ([each.features], [0])))
+        return _placed(each, ops.product(each.padded(), kernel, ([each.features], [0])))
     small = dataclasses.replace(each, shape=_with(each, each.input_size))
     first = _placed(small, ops.product(each.input, kernel, ([each.features], [0])))
-    ahead = dataclasses.replace(
-        each, input=first, batch=each.result_batch, features=each.result_features, space=each.result_space
-    )
-    return _slice(ahead, ahead.padded(), origin)
+    return dataclasses.replace(each, input=first, space=each.result_space).padded()
 
 
 def _to_one_pixel(each: Convolution) -> Value:
