@@ -363,10 +363,11 @@ class _Attempt:
         left = [worker for worker in self._workers if worker.running]
         if not self._deadlines and (failure is not None or self._first is not None):
             self._deadlines = [(now + GRACE, signal.SIGTERM), (now + GRACE + KILL_AFTER, signal.SIGKILL)]
-        if failure is not None and [worker.index for worker in left] == [failure.worker]:
-            self._deadlines[-1] = (now, signal.SIGKILL)  # it is the lost one, and it does not raise by itself
+        is_lost = failure is not None and [worker.index for worker in left] == [failure.worker]
+        if is_lost:
+            self._deadlines[-1] = (now, signal.SIGKILL)  # it does not raise by itself
         due = [number for at, number in self._deadlines if at <= now]
-        if due and left and self.signalled is not None:
+        if due and left and self.signalled is not None and not is_lost:
             names = ", ".join(str(worker.index) for worker in left)
             _say(self._err, f"killed after {self._plan.grace:g} seconds, which --grace changes: worker {names}")
         for number in due:

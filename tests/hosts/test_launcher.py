@@ -196,6 +196,20 @@ def test_a_stopped_worker_is_ended_when_the_others_have_ended(script):
     assert "has not been heard of for 2 s" in result.stderr.splitlines()[-2]
 
 
+def test_a_lost_worker_is_not_said_to_have_used_up_the_grace(script):
+    """The others have saved after the signal, and it is killed at once."""
+    body = """
+signal.signal(signal.SIGTERM, lambda *_: None)
+member.exchange("all listen", True)
+if member.worker == 1: os.kill(os.getpid(), signal.SIGSTOP)
+os.kill(os.getppid(), signal.SIGTERM)
+member.failed.wait()
+"""
+    result = launch("--workers", "2", "--grace", "200", "--heartbeat-timeout", "2", script(JOINS + body))
+    assert result.returncode == 143
+    assert "killed after" not in result.stderr
+
+
 RESTARTS = """
 restart = os.environ["REPLICA_ENGINE_RESTART"]
 print("start", restart, flush=True)
