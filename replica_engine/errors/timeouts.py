@@ -21,7 +21,8 @@ IN_FUNCTION = "in the tf.function"
 """The state of a coordinator that has called a `tf.function` in which replicas run."""
 
 FOR_BATCH = "waiting for the next batch"
-"""The state of a coordinator between two launches of a device loop."""
+FOR_BATCH_OF_WORKER = "waiting for the next batch of another worker"
+"""The states of a coordinator between two launches of a device loop."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,8 @@ def _what(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None) -> str
     if coordinator is not None and coordinator.state in (FOR_ITS_TURN, FOR_GIVEN_UP):
         return "The devices did not become free, and the program on them showed no progress,"
     if _waits_for_batch(coordinator):
-        return "The iterator of a device loop gave no next batch"
+        of_worker = coordinator is not None and coordinator.state == FOR_BATCH_OF_WORKER
+        return f"The iterator of a device loop gave no next batch{' on another worker' if of_worker else ''}"
     points = {row.points for row in rows}
     if points == {"host call"}:
         return "The compiled program did not end, and no host call was made or returned,"
@@ -285,7 +287,7 @@ def _what(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None) -> str
 
 
 def _waits_for_batch(coordinator: CoordinatorRow | None) -> bool:
-    return coordinator is not None and coordinator.state == FOR_BATCH
+    return coordinator is not None and coordinator.state in (FOR_BATCH, FOR_BATCH_OF_WORKER)
 
 
 def count_of(number: int, what: str) -> str:

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 from replica_engine.hosts import wire
@@ -183,15 +183,23 @@ class Channel:
         """
         return self._ask(lambda number: ["get", number, key, timeout])
 
-    def exchange(self, name: str, value: Any) -> list[Any]:
+    @overload
+    def exchange(self, name: str, value: Any) -> list[Any]: ...
+
+    @overload
+    def exchange(self, name: str, value: Any, patience: float | None) -> list[Any] | None: ...
+
+    def exchange(self, name: str, value: Any, patience: float | None = None) -> list[Any] | None:
         """Gives a value to all workers, and waits for those of all; each worker sends and gets one message.
 
         Args:
             name: what the values are, equal on all workers: "addresses".
             value: something small that JSON can hold: those of all workers must fit into a megabyte.
+            patience: seconds to wait for the others; None waits without a limit. A name whose time ran out must not be
+                used again, since the others may still answer it.
 
         Returns:
-            The values, by the index of the worker.
+            The values, by the index of the worker; None if the time ran out.
 
         Raises:
             ValueError: the value is too large.
@@ -202,8 +210,7 @@ class Channel:
             raise ValueError(f"the values of {name!r} of {self.size} workers are larger than a megabyte")
         with self._changed:
             self._connection.queue(message)
-            self._wait_for(lambda: name in self._exchanged)
-            return self._exchanged.pop(name)
+            return self._exchanged.pop(name) if self._wait_for(lambda: name in self._exchanged, patience) else None
 
     def _ask(self, question: Callable[[int], Message], patience: float | None = None) -> Any:
         """Sends a message with a number, and waits for the answer with that number; None if it lasts too long."""

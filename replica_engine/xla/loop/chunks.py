@@ -17,6 +17,7 @@ number of steps: the smallest that any of them can make. What a worker took for 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ from replica_engine._tf import distribute
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import launch_records
 from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.timeouts import FOR_BATCH
+from replica_engine.errors.base import add_note
+from replica_engine.errors.timeouts import FOR_BATCH, FOR_BATCH_OF_WORKER
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans import rehearsal
 from replica_engine.telemetry.watchdog import Watch
@@ -40,6 +42,10 @@ from replica_engine.xla.stages.results import Column
 
 always: bool | None = None
 """Whether batches are arguments on all devices (True), or on none (False). None: on all but several CPUs. For tests."""
+
+
+_agreements = itertools.count()
+"""Workers run the same loops in the same order. After an exception a name must not come again: its old answer may."""
 
 
 class StepCallsHost(Exception):
@@ -157,7 +163,8 @@ class Chunks:
             For each result of the body, the replicas' values after the last step.
 
         Raises:
-            ReplicaTimeoutError: a launch or the wait for a batch took longer than `timeout`.
+            ReplicaTimeoutError: a launch, or the wait for a batch of this worker or of another, took longer than
+                `timeout`.
         """
         running: deque[Callable[[], list[Column]]] = deque()
         columns: list[Column] = []
@@ -185,36 +192,41 @@ class Chunks:
             watch.__enter__()
             while self._more and (room := self._most - len(chunk)):
                 if not self._queue.comes_within(limits.timeout):
-                    raise self._late(watch.waited)
+                    raise self._late(watch.waited, FOR_BATCH)
                 taken = [self._queue.take(replica, room) for replica in range(self._size)]
                 chunk.extend(zip(*[parts for parts, _ in taken], strict=True))
                 self._more = taken[0][1]
             if several:
-                chunk = self._agreed(chunk)
+                chunk = self._agreed(chunk, watch)
             watch.__exit__(None, None, None)
         except BaseException:
             watch.__exit__(None, None, None)
             raise
         return chunk
 
-    def _agreed(self, chunk: list[Sequence[Any]]) -> list[Sequence[Any]]:
+    def _agreed(self, chunk: list[Sequence[Any]], watch: Watch) -> list[Sequence[Any]]:
         """The batches of a chunk for which all workers have one."""
-        member = self._compiled.devices.member
+        member, program = self._compiled.devices.member, self._compiled.program
         assert member is not None, "asked before"
-        offers = member.exchange(f"steps of {self._compiled.program.name}", [len(chunk), self._more])
+        name = f"steps {next(_agreements)} of {program.name}"
+        offers = member.exchange(name, [len(chunk), self._more], program.body.limits.timeout)
+        if offers is None:
+            error = self._late(watch.waited, FOR_BATCH_OF_WORKER)
+            add_note(error, member.describe())
+            raise error
         count = min(offered for offered, _ in offers)
         self._over = not all(more or offered > count for offered, more in offers)
         self._left = chunk[count:]
         return chunk[:count]
 
-    def _late(self, waited: float) -> ReplicaTimeoutError:
+    def _late(self, waited: float, state: str) -> ReplicaTimeoutError:
         """The error that no batch has come within the limit."""
         devices, body = self._compiled.devices, self._compiled.program.body
         rows = [
-            ReplicaRow(replica, self._size, name, FOR_BATCH, self.made, "", waited, points="step")
+            ReplicaRow(replica, self._size, name, state, self.made, "", waited, points="step")
             for replica, name in enumerate(devices.names)
         ]
-        coordinator = CoordinatorRow(threading.current_thread().name, FOR_BATCH, waited)
+        coordinator = CoordinatorRow(threading.current_thread().name, state, waited)
         error = ReplicaTimeoutError.after(body.limits.timeout or 0.0, rows, coordinator)
         note_failed_run(error, lambda: launch_records(body.launches, devices.names, body.KEPT), None)
         return error
