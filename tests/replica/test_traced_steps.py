@@ -216,7 +216,6 @@ def test_what_was_abandoned_changes_nothing_when_it_wakes_up(release):
 EXITS = """
 import threading, time
 import tensorflow as tf
-from tensorflow.python.util import _pywrap_determinism  # nothing public turns it off again
 from replica_engine import MirroredStrategy, logical_devices
 
 strategy = MirroredStrategy(logical_devices(2), timeout=5.0)

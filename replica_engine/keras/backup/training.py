@@ -262,10 +262,12 @@ def _check_built(model: Any) -> None:
     """Raises an error if a layer would get its variables only in the first step, after the restore."""
     unbuilt = [name for name in keras_model.unbuilt_layers(model) if name != model.name or not model.variables]
     if unbuilt:
-        whose = "" if unbuilt[0] == model.name else f" (its layer {unbuilt[0]!r} is not)"
+        is_whole = unbuilt[0] == model.name
+        whose = "" if is_whole else f" (its layer {unbuilt[0]!r} is not)"
+        unused = "" if is_whole else " A layer that nothing calls must be removed."
         raise BackupError(
             f"The model {model.name!r} is not built{whose}: it has no variables yet that a backup could be restored "
-            "into. Give it a keras.Input, or call it on a batch, model(x[:1]), before fit()."
+            f"into. Give it a keras.Input, or call it on a batch, model(x[:1]), before fit().{unused}"
         )
 
 
