@@ -41,8 +41,13 @@ def may_take_long(op: tf.Operation) -> bool:
 
 
 def can_be_ended(op: tf.Operation) -> bool:
-    """Whether an op may wait, or runs functions that may, so that TensorFlow's cancellation has something to end."""
-    return op.type not in PYTHON and (op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES)
+    """Whether TensorFlow's cancellation has something to end: an op that may wait, or that runs functions that may.
+
+    An iterator is left alone: once a wait for its next element was cancelled, it looks as if it had come to its end.
+    """
+    if op.type in PYTHON or "Iterator" in op.type:
+        return False
+    return op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES
 
 
 def python_ops(graph: Any) -> dict[str, tf.Operation]:
