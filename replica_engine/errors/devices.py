@@ -133,19 +133,18 @@ class DistributionError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def too_many_axes(cls, path: str, shape: Sequence[int], axes: Sequence[object]) -> DistributionError:
-        """A layout has more axes than its variable has dimensions."""
+    def too_many_axes(cls, what: str, shape: Sequence[int], axes: Sequence[object]) -> DistributionError:
+        """A layout has more axes than its variable or value, `what`, has dimensions."""
         return cls(
-            f"The layout {tuple(axes)} has {len(axes)} axes, but the variable {path!r} has the shape {tuple(shape)}. "
+            f"The layout {tuple(axes)} has {len(axes)} axes, but {what} has the shape {tuple(shape)}. "
             "Give a layout one entry for each dimension: the name of an axis, or None."
         )
 
     @classmethod
-    def no_such_axis(cls, path: str, name: object, known: Sequence[str]) -> DistributionError:
+    def no_such_axis(cls, what: str, name: object, known: Sequence[str]) -> DistributionError:
         """A layout names an axis that the mesh lacks."""
         return cls(
-            f"The layout of the variable {path!r} names the axis {name!r}, but the axes of the mesh are "
-            f"{', '.join(map(repr, known))}."
+            f"The layout of {what} names the axis {name!r}, but the axes of the mesh are {', '.join(map(repr, known))}."
         )
 
     @classmethod

@@ -52,6 +52,7 @@ from replica_engine.pjrt.workers import explain
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
 _LATE = 0.02  # how late a check may notice the end, as a fraction of the time so far
 _EXPECTED = 0.95  # fraction of the time of earlier launches; before it, checks are rare
+_LARGE_PART = 1 << 15  # bytes of a device's parts, on average; models of smaller ones step up to 1.2 times slower apart
 _AWAKE = 1e-3  # seconds of checks without a sleep: to be woken takes longer than a small program runs
 
 
@@ -145,7 +146,7 @@ class Executable:
         works_more = devices.member is not None and devices.platform == "cpu" and len(devices.devices) == 1
         each_axes = axes or [WHOLE] * len(results)
         client, on = devices.devices[0].client, DeviceList(devices.everywhere)
-        options = _options(devices, apart=_mostly_divided(devices, results, each_axes))
+        options = _options(devices, apart=_is_better_apart(devices, results, each_axes))
         began = time.perf_counter()
         called: list[Any] = list(host_calls)
         transfers = bool(host_calls) and HOST_CALL_TARGETS[devices.platform] == BY_TRANSFERS
@@ -335,21 +336,24 @@ def _options(devices: DeviceGroup, apart: bool = False) -> CompileOptions:
     return options
 
 
-def _mostly_divided(
+def _is_better_apart(
     devices: DeviceGroup, results: Sequence[tuple[tuple[int, ...], np.dtype]], axes: Sequence[Axes]
 ) -> bool:
-    """Whether nearly all results, the weights of a step and what the optimizer keeps of them, are divided.
+    """Whether nearly all results, the weights of a step and what the optimizer keeps of them, are divided, and large.
 
     Then a device has more bytes of the gradients, which are reduced whole, than of all the rest. If only the
-    optimizer's are divided, one all-reduce for many gradients is faster.
+    optimizer's are divided, or if they are small, one all-reduce for many gradients is faster. Beside other replicas
+    it also needs less memory.
     """
-    if devices.mesh is None:
+    if devices.mesh is None or devices.replicas > 1:
         return False
-    divided = whole = 0
-    for (shape, dtype), each in zip(results, axes, strict=True):
-        size = math.prod(devices.on_each(shape, each)) * dtype.itemsize
-        divided, whole = (divided, whole + size) if each == WHOLE else (divided + size, whole)
-    return divided > 2 * whole
+    sizes = [
+        (each != WHOLE, math.prod(devices.on_each(shape, each)) * dtype.itemsize)
+        for (shape, dtype), each in zip(results, axes, strict=True)
+    ]
+    divided = [size for is_divided, size in sizes if is_divided]
+    whole = sum(size for is_divided, size in sizes if not is_divided)
+    return sum(divided) > 2 * whole and sum(divided) >= _LARGE_PART * len(divided)
 
 
 @functools.cache

@@ -49,18 +49,20 @@ def constrain(x: Any, axes: Sequence[Any]) -> tf.Tensor:
     """
     mesh = current("constrain").mesh
     tensor = as_tensor(x, "constrain")
+    if isinstance(axes, str) or not isinstance(axes, Sequence):
+        raise DistributionError(f'constrain takes an entry for each dimension, such as ("batch", None); got {axes!r}.')
     entries = [None if entry is None else names(entry) for entry in axes]
     if tensor.shape.rank is None:
         raise DistributionError("constrain needs a value whose number of dimensions is known while the body is traced.")
     if len(entries) > tensor.shape.rank:
-        raise DistributionError.too_many_axes("passed to constrain", tensor.shape.as_list(), tuple(axes))
+        raise DistributionError.too_many_axes("the value passed to constrain", tensor.shape.as_list(), tuple(axes))
     if mesh is None:
         return tf.identity(tensor)
     used = [name for entry in entries for name in entry or ()]
     known = [name for name, _ in mesh.axes]
     for name in used:
         if name not in known:
-            raise DistributionError.no_such_axis("passed to constrain", name, known)
+            raise DistributionError.no_such_axis("the value passed to constrain", name, known)
         if used.count(name) > 1:
             raise DistributionError(f"constrain was called with {tuple(axes)}, which has the axis {name!r} twice.")
     return _constrained(tensor, [*entries, *[None] * (tensor.shape.rank - len(entries))])

@@ -60,10 +60,19 @@ def test_where_a_replica_has_one_device_it_does_nothing():
     assert float(one.run(lambda x: xla.constrain(x, ("batch",))[0], args=(tf.ones([4]),))) == 1.0
 
 
-@pytest.mark.parametrize("axes", [("model",), ("batch", None, None), ("batch", "batch")])
-def test_wrong_axes_are_named(axes):
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        (("model",), "layout of the value passed to constrain names the axis 'model'"),
+        (("batch", None, None), "3 axes, but the value passed to constrain has the shape"),
+        (("batch", "batch"), "twice"),
+        ("batch", "an entry for each dimension.*got 'batch'"),
+        (None, "an entry for each dimension.*got None"),
+    ],
+)
+def test_wrong_axes_are_named(axes, words):
     strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
-    with pytest.raises(DistributionError, match=r"model|dimensions|axes|twice"):
+    with pytest.raises(DistributionError, match=words):
         strategy.run(lambda x: xla.constrain(x, axes), args=(tf.ones([4, 4]),))
 
 
@@ -96,3 +105,26 @@ def test_logical_devices_have_the_numbers_of_a_replicas_devices():
     assert float(strategy.run(lambda: strategy.experimental_assign_to_logical_device(tf.ones([]), 1)).values[0]) == 1
     with pytest.raises(DeviceError, match="2 devices, numbers 0 to 1"):
         strategy.run(lambda: strategy.experimental_assign_to_logical_device(tf.ones([]), 2))
+
+
+def test_large_gradients_are_reduced_one_by_one_and_small_ones_and_those_of_several_replicas_together():
+    """On CPU devices an all-reduce of many gradients keeps all of them in memory."""
+
+    def reductions(size, replicas):
+        strategy = replica_engine.TPUStrategy(num_cores=4, cores_per_replica=4 // replicas, distribution="fsdp")
+        with strategy.scope():
+            weights = [tf.Variable(tf.ones([size, size])) for _ in range(6)]
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                value = x
+                for weight in weights:
+                    value = tf.tanh(value @ weight)
+            for weight, grad in zip(weights, tape.gradient(value, weights), strict=True):
+                weight.assign_sub(tf.distribute.get_replica_context().all_reduce("SUM", grad))
+
+        return strategy.plan(step, (tf.ones([1024, size]),)).as_text().count(" all-reduce(")
+
+    assert reductions(512, replicas=1) >= 6
+    assert reductions(32, replicas=1) == 1
+    assert reductions(512, replicas=2) <= 2

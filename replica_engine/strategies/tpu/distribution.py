@@ -101,12 +101,12 @@ class Distribution:
         if len(axes) > len(made.shape) and made.is_state and made.layout is None:
             axes = WHOLE  # a factor that an optimizer keeps for a weight, whose path matches that of the weight
         if len(axes) > len(made.shape):
-            raise DistributionError.too_many_axes(made.path, made.shape, axes)
+            raise DistributionError.too_many_axes(f"the variable {made.path!r}", made.shape, axes)
         known = [name for name, _ in self.mesh.axes]
         taken: set[str] = set()
         for name in (name for entry in axes for name in names(entry)):
             if name not in known:
-                raise DistributionError.no_such_axis(made.path, name, known)
+                raise DistributionError.no_such_axis(f"the variable {made.path!r}", name, known)
             if name in taken:
                 raise DistributionError(
                     f"The layout {tuple(axes)} of the variable {made.path!r} names the axis {name!r} twice, but a mesh "
