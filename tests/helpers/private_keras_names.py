@@ -48,6 +48,7 @@ PRIVATE = (
     Private(_DataAdapter, keras_trainer.REST, "the size of a last batch that is smaller"),
     Private(_OfGenerator(iter([(0,)])), keras_trainer.KEPT, "the first batch of a generator, which still gives it"),
     Private(_model, "_initial_epoch", "the epoch that a restored training begins with"),
+    Private(_model, "_get_metrics_result_or_logs", "the logs of an epoch whose last step was before a restart"),
     *(
         Private(_epochs, name, "the place of a training in its data")
         for name in ("_distributed_dataset", "_get_iterator", "_current_iterator", "_steps_seen", "_num_batches")

@@ -4,6 +4,8 @@ A callback ends the first `fit` with an exception; the second one, of a model ma
 undisturbed one comes to, bit by bit. `test_backup.py` kills processes.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -28,12 +30,12 @@ class Stopped(keras.callbacks.Callback):
             raise InterruptedError
 
 
-def check_goes_on(tmp_path, train, stopped_at):
+def check_goes_on(tmp_path, train, stopped_at, save_freq=2):
     """Trains undisturbed, and with an end after some batches; `train` takes callbacks and returns arrays."""
 
     def run(name, *callbacks):
         keras.utils.set_random_seed(1)
-        return train([*callbacks, BackupAndRestore(tmp_path / name, save_freq=2)])
+        return train([*callbacks, BackupAndRestore(tmp_path / name, save_freq=save_freq)])
 
     with pytest.raises(InterruptedError):
         run("stopped", Stopped(stopped_at))
@@ -91,6 +93,57 @@ def test_optimizers_that_the_first_step_builds(tmp_path):
         return values_of(model, history, model.first, model.second)
 
     check_goes_on(tmp_path, train, 8)
+
+
+class Callable(Adversaries):
+    def call(self, real):
+        return self.critic(real)
+
+
+def test_optimizers_of_a_scope_that_the_first_step_builds(tmp_path):
+    def train(callbacks):
+        strategy = replica_engine.MirroredStrategy(replica_engine.logical_devices(2))
+        with strategy.scope():
+            model = Callable()
+            model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
+        history = model.fit(
+            tf.data.Dataset.from_tensor_slices(X).shuffle(40).batch(8), epochs=2, verbose=0, callbacks=callbacks
+        )
+        return values_of(model, history, model.first, model.second)
+
+    check_goes_on(tmp_path, train, 8)
+
+
+# The last backup is that of a last batch, or of one after validations.
+@pytest.mark.parametrize(("stopped_at", "in_scope"), [(6, True), (14, True), (14, False)])
+def test_validation_that_shuffles_and_an_end_that_comes_unexpected(tmp_path, stopped_at, in_scope):
+    """Each validation has another order; and Keras learns in the first epoch how long the data is."""
+
+    def train(callbacks):
+        strategy = replica_engine.MirroredStrategy(replica_engine.logical_devices(2))
+        with strategy.scope() if in_scope else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            model.compile("adam", "mse")
+        data = tf.data.Dataset.from_tensor_slices((X, Y))
+        validation = data.shuffle(40).batch(8)
+        data = data.batch(8).filter(lambda x, y: True)
+        trained = model if in_scope else replicate_model(model, strategy=strategy)
+        history = trained.fit(
+            data, epochs=3, verbose=0, callbacks=callbacks, validation_data=validation, validation_steps=2
+        )
+        return values_of(model, history, model.optimizer)
+
+    check_goes_on(tmp_path, train, stopped_at, save_freq=1)
+
+
+def test_a_dataset_that_draws_from_a_generator_is_named(tmp_path, caplog):
+    noise = tf.random.Generator.from_seed(1)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    for dataset, is_named in ((data, False), (data.map(lambda x, y: (x + noise.normal([4]), y)).prefetch(1), True)):
+        model.fit(dataset, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
+        assert ("such as a tf.random.Generator" in caplog.text) is is_named
 
 
 class Batches(keras.utils.PyDataset):

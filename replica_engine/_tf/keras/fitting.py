@@ -6,9 +6,13 @@ needs both. Checked on Keras 3.15.1.
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import tensorflow as tf
 
 # OwnedIterator: the iterator of a tf.data.Dataset in eager mode, whose state TensorFlow can save.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
@@ -21,6 +25,7 @@ LIST, BEGIN = "CallbackList", "on_train_begin"
 EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator"
 ITERATOR, STEPS = "EpochIterator", "_enumerate_iterator"
 _OF_DATASETS, _OF_ARRAYS = "TFDatasetAdapter", "ArrayDataAdapter"
+_WRITES = re.compile("Rng.*Skip|Assign.*VariableOp|ResourceScatter.*")
 _MARK = "_replica_engine_backup"  # scopes wrap `fit` too
 
 
@@ -59,6 +64,37 @@ def shuffles(epoch_iterator: Any) -> bool:
 def is_made_by_python(epoch_iterator: Any) -> bool:
     """Whether the user's Python code makes the batches: a generator, a PyDataset, a loader of another library."""
     return type(epoch_iterator.data_adapter).__name__ not in (_OF_DATASETS, _OF_ARRAYS)
+
+
+def shuffles_on_threads(epoch_iterator: Any) -> bool:
+    """Whether a thread of Keras shuffles a PyDataset, while another thread, of a distributed dataset, reads it."""
+    has_threads = getattr(epoch_iterator.data_adapter, "enqueuer", None) is not None
+    is_distributed = not isinstance(epoch_iterator._distributed_dataset, tf.data.Dataset)
+    return has_threads and is_distributed and epoch_iterator.data_adapter.shuffle
+
+
+def writes_variables(epoch_iterator: Any) -> bool:
+    """Whether a function of a dataset of tf.data writes variables, as one that draws from a generator does."""
+    left = [epoch_iterator.data_adapter.get_tf_dataset()] if is_of_dataset(epoch_iterator) else []
+    while left:
+        dataset = left.pop()
+        left.extend(getattr(dataset, "_inputs", tuple)())
+        for function in getattr(dataset, "_functions", tuple)():
+            graph = function.function.graph.as_graph_def()
+            inner = (node for each in graph.library.function for node in each.node_def)
+            if any(_WRITES.fullmatch(node.op) for node in itertools.chain(graph.node, inner)):
+                return True
+    return False
+
+
+def validates(model: Any, epoch_iterator: Any) -> bool:
+    """Whether it is the one over the validation data of the `fit` that runs, which keeps it from epoch to epoch."""
+    return getattr(model, "_eval_epoch_iterator", None) is epoch_iterator
+
+
+def logs_of_epoch(model: Any, logs: Any) -> Any:
+    """What Keras makes of the logs of the last step of an epoch: the values of the metrics, if these are in them."""
+    return model._get_metrics_result_or_logs(logs)
 
 
 def spec_of(epoch_iterator: Any) -> Any:

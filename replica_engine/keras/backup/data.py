@@ -80,16 +80,16 @@ class Place:
             self._taken += last - first + 1
             yield first, last, iterator
 
-    def save(self, path: Path, batch: int) -> dict[str, Any]:
+    def save(self, path: Path | None, batch: int) -> dict[str, Any]:
         """Saves the place; returns what is to be kept as plain data.
 
         Args:
-            path: the beginning of the names of files to write.
+            path: the beginning of the names of files to write; None to write none.
             batch: how many batches of the epoch were trained; 0 at its beginning.
         """
         source = self._source
         current = self._iterator if batch else source._current_iterator
-        is_saved = current is not None and source.steps_per_epoch is None and not self.why_not
+        is_saved = current is not None and source.steps_per_epoch is None and path and not self.why_not
         iterator = fitting.saveable(current) if is_saved else None
         if iterator is not None:
             try:
@@ -117,6 +117,15 @@ class Place:
             found.append(
                 "what the Python code that makes the batches keeps (counters, open files, an order of its own): the "
                 "batches that were trained are taken from it again, from its beginning"
+            )
+        if fitting.shuffles_on_threads(source):
+            found.append(
+                "the order of a PyDataset with workers= and shuffle=True: a thread of Keras draws it at any moment"
+            )
+        if fitting.writes_variables(source):
+            found.append(
+                "the variables that functions of the dataset write, such as a tf.random.Generator. Draw with "
+                "tf.random.stateless_uniform, and seeds from tf.data.Dataset.random(seed)"
             )
         if is_skipped and (fitting.shuffles(source) or fitting.is_of_dataset(source)) and not random_state.has_seed():
             found.append(
@@ -182,7 +191,7 @@ def skip(iterator: Any, batches: int, say: Callable[[str], None]) -> None:
         say: prints a line for the user.
     """
     if batches:
-        say(f"resuming: skipping batches of the data that were trained already: {batches}")
+        say(f"resuming: skipping batches of the data that were taken already: {batches}")
     told = time.monotonic()
     for number in range(batches):
         next(iterator)

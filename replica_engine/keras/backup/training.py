@@ -35,7 +35,7 @@ from replica_engine.keras.model import build_for, is_replicated
 _logger = logging.getLogger("replica_engine")
 _thread = threading.local()
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Training:
@@ -74,10 +74,12 @@ class Training:
         workers = 1 if team is None else team.size
         self._size = [workers, 1 if self.strategy is None else self.strategy.num_replicas_in_sync]
         self._variables = Variables(self._model, workers)
-        self._place = Place(self._say)
+        self._place, self._validation = Place(self._say), Place(self._say)
+        self._begins = False  # the next steps that Keras asks for are those of an epoch
         self._epoch = self._batch = self._since = 0
         self._logs: dict[str, Any] | None = None
         self._resumes: dict[str, Any] | None = None  # the state to restore in the epoch that begins
+        self._validates: dict[str, Any] | None = None  # the place in the validation data that the next one begins with
         self._from = Path()
         self._saved: tuple[int, int] | None = None
         self._told = False
@@ -97,9 +99,10 @@ class Training:
             return
         self._from = self._folder.path / name
         state = self._read()
-        self._variables.build_optimizers(state["built"])
+        with self._scope():
+            self._variables.build_optimizers(state["built"])
         self._restore(state, metrics=False)
-        self._resumes = state
+        self._resumes, self._validates = state, state["validation"]
         self._epoch, self._batch = state["epoch"], state["batch"]
         self._delete &= (self._epoch, self._batch) <= (self._epochs, 0)  # or it is the backup of a later fit
         self._saved = self._epoch, self._batch
@@ -111,10 +114,35 @@ class Training:
         fitting.begin_at(self._model, None)  # `fit` has begun where it said, and an exception may end it
         own(epoch, logs)
         self._epoch, self._batch, self._logs = epoch, 0, None
-        _thread.training = self  # the next steps that Keras asks for on this thread are those of this epoch
+        _thread.training, self._begins = self, True
 
-    def steps(self, own: Any, source: Any) -> Iterator[Step]:
-        """The steps of an epoch, in the place of Keras' generator `own`."""
+    def steps(self, own: Any, source: Any) -> Any:
+        """The steps of an epoch, of a validation, or of data of others, in the place of Keras' generator `own`."""
+        if fitting.validates(self._model, source):
+            return self._validate(own, source)
+        begins, self._begins = self._begins, False
+        return self._train(own, source) if begins else own(source)
+
+    def _validate(self, own: Any, source: Any) -> Iterator[Step]:
+        """The steps of a validation, which takes another iterator, and so another order of `shuffle`, than the last."""
+        self._validation.follow(source)
+        steps, (place, self._validates) = own(source), (self._validates, None)
+        if place is None:
+            return self._validation.counted(steps)
+        return self._validation.go_to(steps, place, self._from, is_same_size=False)
+
+    def _validated(self) -> dict[str, Any] | None:
+        """The place in the validation data; None before the first validation.
+
+        Keras drops the last iterator when the next validation begins. With a strategy it first takes a batch of it, to
+        build the model, which is the first that this process sees of that validation.
+        """
+        if self._validation.source is None:
+            return None
+        place = self._validation.save(None, 0)
+        return place | {"has_current": place["has_current"] and keras_trainer.strategy_of(self._model) is not None}
+
+    def _train(self, own: Any, source: Any) -> Iterator[Step]:
         self._place.follow(source)
         steps = own(source)
         state, self._resumes = self._resumes, None
@@ -125,7 +153,7 @@ class Training:
         build_for(self._model, fitting.spec_of(source))
         if state["batch"]:
             self._restore(state, metrics=True)
-            self._batch, self._logs = state["batch"], state["logs"]
+            self._batch, self._logs = state["batch"], fitting.logs_of_epoch(self._model, state["logs"])
         else:  # building has given all replicas the same moving statistics
             self._give_replicas(state, metrics=False)
         yield from steps
@@ -198,6 +226,7 @@ class Training:
             "random": random_state.captured(self.strategy),
             "callbacks": states.captured(self._callbacks),
             "data": self._place.save(file, self._batch),
+            "validation": self._validates or self._validated(),
         }
         try:
             plain.write(file, state)
@@ -216,6 +245,11 @@ class Training:
     def _done(self) -> str:
         """How far the training is, as the names of the folders count."""
         return f"{count_of(self._epoch, 'epoch')} and {self._batch} batch{'' if self._batch == 1 else 'es'}"
+
+    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+        """The scope that the model was made in; a replicated model was made in none."""
+        in_none = self.strategy is None or is_replicated(self._model)
+        return contextlib.nullcontext() if in_none else self.strategy.scope()
 
     def _file(self, worker: int) -> Path:
         return self._from / f"worker-{worker}"
@@ -285,15 +319,15 @@ def begun(training: Training, container: Any) -> None:
 
 def fit(own: Any, *args: Any, **kwargs: Any) -> Any:
     """Keras' `fit`; whatever ends it, handlers of signals are the program's again."""
-    outer = getattr(_thread, "fits", None)
+    outer, training = getattr(_thread, "fits", None), getattr(_thread, "training", None)
     with contextlib.ExitStack() as _thread.fits:
         try:
             return own(*args, **kwargs)
         finally:
-            _thread.fits, _thread.training = outer, None
+            _thread.fits, _thread.training = outer, training
 
 
 def steps_of(own: Any, source: Any) -> Any:
-    """The steps of an epoch: those of the training that has begun one on this thread, or Keras' own."""
-    training, _thread.training = getattr(_thread, "training", None), None
+    """The steps of an epoch, which the training that runs on this thread follows, if there is one."""
+    training = getattr(_thread, "training", None)
     return own(source) if training is None else training.steps(own, source)

@@ -54,7 +54,10 @@ class Variables:
         return found
 
     def build_optimizers(self, trained: list[list[int] | None]) -> None:
-        """Builds optimizers that the first step would build, so that a backup can be read into their variables."""
+        """Builds optimizers that the first step would build, so that a backup can be read into their variables.
+
+        To be called in the scope of the strategy that the model belongs to.
+        """
         variables = self._model.variables
         for one, numbers in zip(keras_model.optimizers_of(self._model), trained, strict=False):
             if numbers is not None and not one.built:
