@@ -329,6 +329,30 @@ def test_what_callbacks_put_into_logs(tmp_path, caplog):
         trained(tmp_path, logs, epochs=1)
 
 
+INLINE = """
+    import os, signal, sys
+    import keras, numpy as np
+    from replica_engine.keras import BackupAndRestore
+
+    class Signalled(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.ones((40, 4), "f"), np.ones((40, 1), "f")
+    model.fit(x, y, batch_size=8, callbacks=[Signalled(), BackupAndRestore(sys.argv[1])])
+"""
+
+
+def test_a_signal_to_the_first_fit_whose_callback_is_made_in_its_arguments(programs, tmp_path):
+    done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", timeout=100)
+    assert done.returncode == 143, done.stderr
+    assert "after 0 epochs and 3 batches" in done.stdout
+    assert BackupFolder(tmp_path / "backup", 2).last() is not None
+
+
 def test_a_worker_that_finishes_late_leaves_what_the_others_have(tmp_path):
     chief, other = BackupFolder(tmp_path / "backup", 2), BackupFolder(tmp_path / "backup", 2)
     first = chief.begin(1, 0)

@@ -92,8 +92,9 @@ class Training:
         name = None if last is None else last.name
         if self._exchange is not None:
             name = self._exchange(name)[0]  # all take the chief's
-        if (fits := getattr(_thread, "fits", None)) is not None:  # a loop of one's own calls no `fit`, which ends that
-            self._preemption.listen()
+        self._preemption.listen()
+        # Without one, Python looked `fit` up before its argument, the callback, was made: only `ends` stops listening.
+        if (fits := getattr(_thread, "fits", None)) is not None:
             fits.callback(self._preemption.stop_listening)
         if name is None:
             return
