@@ -5,6 +5,7 @@ undisturbed one comes to, bit by bit. `test_backup.py` kills processes.
 """
 
 import contextlib
+import threading
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import replica_engine
+from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError, CheckpointError
 from replica_engine.keras import BackupAndRestore, replicate_model
 
@@ -59,6 +61,24 @@ def test_replicas_keep_their_moving_statistics_at_the_end_of_an_epoch(tmp_path):
         return values_of(model, history, model.optimizer)
 
     check_goes_on(tmp_path, train, 10)  # the last backup is that of the end of the second epoch
+
+
+def test_a_fit_waits_for_the_backup_that_the_one_before_is_writing(tmp_path, monkeypatch):
+    goes_on, finish = threading.Event(), BackupFolder.finish
+    monkeypatch.setattr(BackupFolder, "finish", lambda *args: goes_on.wait(20) and finish(*args))
+    seen = []
+
+    def train(*callbacks):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
+        model.fit(X, Y, batch_size=8, verbose=0, callbacks=[count, *callbacks, BackupAndRestore(tmp_path, 2)])
+
+    with pytest.raises(InterruptedError):
+        train(Stopped(3))
+    threading.Timer(0.3, goes_on.set).start()
+    train()
+    assert seen == [0, 1, 2, 2, 3, 4]
 
 
 class Adversaries(keras.Model):

@@ -14,7 +14,7 @@ from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief, positive_int
 from replica_engine.keras.backup import states
-from replica_engine.keras.backup.training import Training, begun, fit, steps_of
+from replica_engine.keras.backup.training import Training, begun, fit, steps_of, wait_for_last
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -88,6 +88,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def prepare(self, container: Any) -> None:
         """Called before the callbacks of a list begin."""
+        wait_for_last()
         if self._folder.last() is not None:
             states.prepare(container.callbacks)
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,17 @@ _logger = logging.getLogger("replica_engine")
 _thread = threading.local()
 
 _FORMAT = 3
+
+
+def wait_for_last() -> None:
+    """Waits for the backup that an earlier `fit` of this thread, which an exception has ended, may still be writing.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    variables = getattr(_thread, "writes", lambda: None)()
+    if variables is not None:
+        variables.wait()
 
 
 class Training:
@@ -238,6 +250,7 @@ class Training:
             ) from error
         options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=self._asynchronous)
         if self._asynchronous:
+            _thread.writes = weakref.ref(self._variables)
             options.experimental_write_callbacks = [lambda path: self._folder.finish(half)]
         self._variables.write(half, options)
         if not self._asynchronous:
