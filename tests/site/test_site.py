@@ -99,7 +99,7 @@ def test_a_page_is_whole(page, name, anchors):
     page.set_viewport_size(PHONE)
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= PHONE["width"], f"the page is {width} wide on a phone: what is wide has to scroll by itself"
-    scrolling = page.evaluate(CUT, "pre > code, .md-typeset__scrollwrap, .diagram")
+    scrolling = page.evaluate(CUT, "pre > code, .md-typeset__scrollwrap, .diagram, p:has(> img:only-child)")
     assert all("local" in background for _, background in scrolling), "nothing shows that this scrolls"
 
 
