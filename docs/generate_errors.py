@@ -69,7 +69,8 @@ wrapped: it leaves `run` as the object that you raised, with notes on which repl
 the page whose messages or examples have these words; without a name it lists all. Each error names its page in a note,
 `more: replica-engine explain ScopeError`, and so does the last line of most warnings. Both are left out of examples.
 
-Warnings are logged once, by the logger `replica_engine`; [how to leave one out](../in_your_process.md#what-it-logs).
+Warnings are logged by the logger `replica_engine`, once for each cause; only those of a wait come again while it lasts.
+[How to leave one out](../in_your_process.md#what-it-logs).
 
 Three families say whose turn it is:
 
@@ -82,6 +83,12 @@ The programs begin with `import tensorflow as tf`, `from replica_engine import .
 `program.py` here. Of tracebacks the user's frames are shown. (On Python 3.10, which does not print notes of exceptions,
 the last lines are in its `__notes__`.)
 """
+
+INTRODUCED = {
+    "warnings": "The program goes on after a warning. [What is logged, and how to leave one "
+    "out](../in_your_process.md#what-it-logs).\n",
+    "notes": "Notes stand below the message of an exception: which replica raised it, where its run was, what to do.\n",
+}
 
 
 def pages() -> dict[str, str]:
@@ -96,7 +103,7 @@ def pages() -> dict[str, str]:
     functions = {name: what for module in modules for name, what in vars(module).items() if name in found}
     notes = {name for name in found if name.startswith("note_")}
     for title, names in (("warnings", found - notes), ("notes", notes)):
-        lines = [f"# {title.capitalize()} of the library\n", MADE]
+        lines = [f"# {title.capitalize()} of the library\n", MADE, INTRODUCED[title]]
         for name in sorted(names):
             brief = [f"{_brief(functions[name])}\n"] if name in functions else []  # else the message says it all
             lines += [f"## {name}\n", *brief, *_examples(name)]
@@ -141,8 +148,10 @@ def _messages() -> dict[str, list[str]]:
     for text in sources:
         for node in ast.parse(text).body:
             own = isinstance(node, ast.ClassDef) and node.name in errors.__all__
+            strings = [each for each in ast.walk(node) if isinstance(each, ast.JoinedStr)]
+            parts = {part for each in strings for part in ast.walk(each)}
             for call in ast.walk(node):
-                if isinstance(call, ast.Call):
+                if isinstance(call, ast.Call) and call not in parts:  # what a part of a message is made of is none
                     called = ast.unparse(call.func).removesuffix(".about").rpartition(".")[2]
                     name = node.name if own else called if called in errors.__all__ else ""
                     said = [_text(each) for each in call.args if name]

@@ -147,9 +147,10 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
 class WorkerLostError(ReplicaEngineError, RuntimeError):
     """A worker of the job has died, has raised, has ended too early, or is not heard of.
 
-    Raised on every other worker, in what waits for it: a launch, a sync point, or the next use of the job. A job does
-    not go on without a worker: find the cause in the output of that worker, and start all workers again from the last
-    checkpoint. The notes of the error say what it did last.
+    Raised on every other worker, in what waits for it: a launch, a sync point, or the next use of the job. The others
+    cannot go on without it: find the cause in its output, and start all workers again from the last checkpoint.
+    `replica-engine launch --max-restarts` does so by itself, and `--workers 2:4` also with fewer workers. The notes of
+    the error say what the lost worker did last.
 
     Attributes:
         worker: its index; None if the coordinator is lost.

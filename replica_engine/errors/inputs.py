@@ -193,7 +193,10 @@ def warn_whole_batch_of_steps(rows: int | None, size: int, where: str) -> str:
 
 
 def note_no_context(error: BaseException, name: str, parts: int | None) -> None:
-    """Adds a note to an exception of a step that took its context for the batch; `parts` is as in `no_step`."""
+    """Adds a note to an exception of a step that took its context for the batch.
+
+    `parts` is as in `no_step`.
+    """
     forms = _step_forms(parts)
     add_note(error, f"the first argument of `{name}` is the context of run_steps. A step is written so:\n{forms}")
 

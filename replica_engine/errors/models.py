@@ -58,8 +58,8 @@ class BatchError(ReplicaEngineError, ValueError):
 class BackupError(ReplicaEngineError, ValueError):
     """`BackupAndRestore` or `TrainingState` cannot save or restore this training.
 
-    Raised before training begins. Pass a local folder and arguments that exist, and restore into the model that was
-    saved; a folder of another training is deleted, or another one is passed.
+    Raised before training begins, or by the first backup that cannot save a value. Pass a local folder and arguments
+    that exist, and restore into the model that was saved. Delete a folder of another training, or pass another one.
     """
 
     @classmethod

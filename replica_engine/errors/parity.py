@@ -8,11 +8,19 @@ from replica_engine.errors.base import ReplicaEngineError, brief, shown
 
 
 class ParityError(ReplicaEngineError, AssertionError):
-    """N replicas compute other numbers than one device. The message is the report of `check_parity`."""
+    """N replicas compute other numbers than one device. The message is the report of `check_parity`.
+
+    Raised by `raise_if_different` of the report. Begin with the first difference that it lists: what comes after it may
+    follow from it. Known causes that it finds say what to write.
+    """
 
 
 class ParityArgumentError(ReplicaEngineError, ValueError):
-    """`check_parity` cannot check what it was given."""
+    """`check_parity` cannot check what it was given.
+
+    Raised by `check_parity`. Write the call as the message shows: a model with its data, or a step, its batch and the
+    variables that it changes.
+    """
 
     @classmethod
     def unknown_strategy(cls, given: object) -> ParityArgumentError:

@@ -150,7 +150,10 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
 def slow_replicas(
     seconds: float, rows: Sequence[ReplicaRow], coordinator: CoordinatorRow, limit: float | None = None
 ) -> str:
-    """The warning that no replica of a run has reached or left a sync point for `seconds`; `limit` is `timeout=`."""
+    """The warning that no replica of a run has reached or left a sync point for `seconds`.
+
+    `limit` is `timeout=`.
+    """
     then = "with timeout= of the strategy such a wait raises an error"
     if limit is not None:
         then = f"after {limit:g} s (timeout=) the wait raises an error"
@@ -212,7 +215,7 @@ def slow_trace(name: str, seconds: float, coordinator: CoordinatorRow) -> str:
     return (
         f"`{name}` has been traced for {seconds:.3g} s:\n{table([], coordinator, stacks=True)}\n"
         "While a body is traced, all of its Python code runs, including both sides of a branch. Functions that run on "
-        "the host are called once, unless they declare what they return (xla.returns)."
+        "the host are traced with it, unless they declare what they return (xla.returns)."
     )
 
 

@@ -49,13 +49,14 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     @classmethod
     def sum_of_one(cls, value: object, of_variable: bool) -> ReplicaValueError:
         """The sum was requested of one value that all replicas share."""
+        what = f"the variable {getattr(value, 'name', '')!r}" if of_variable else brief(value)
         own = (
             "its value from the replicas: v.read_value()"
             if of_variable
             else "a tensor from the replicas: tf.constant(x)"
         )
         return cls(
-            f"The sum over replicas of {brief(value)} is not defined: it is one value for all replicas, not one value "
+            f"The sum over replicas of {what} is not defined: it is one value for all replicas, not one value "
             f"for each. Read it directly, reduce it with MEAN, or return {own}."
         )
 
@@ -204,8 +205,9 @@ def note_no_value(error: BaseException, asked: str, where: str, of_variable: boo
 class CheckpointError(ReplicaEngineError, OSError):
     """A checkpoint could not be written.
 
-    Raised by `tf.train.Checkpoint.save` and `write`, and by `tf.train.CheckpointManager.save`. If the checkpoint was
-    saved asynchronously, the next save or `sync`, or the end of the program, raises it. What was at the path before is
+    Raised by `tf.train.Checkpoint.save` and `write`, by `tf.train.CheckpointManager.save`, and by a `fit` whose
+    `BackupAndRestore` cannot write. If the checkpoint was saved asynchronously, the next save or `sync`, or the end of
+    the program, raises it. What was at the path before is
     still there and complete. Make room on the disk, or choose another folder.
     """
 

@@ -55,7 +55,7 @@ def test_a_number_that_is_too_large():
 def test_a_sum_of_a_variable():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
-        weight = tf.Variable(1.0)
+        weight = tf.Variable(1.0, name="weight")
     strategy.reduce("SUM", weight, axis=None)
 
 
