@@ -10,7 +10,8 @@ class TensorFlowVersionError(ReplicaEngineError, ImportError):
 
     replica_engine does not install TensorFlow by itself, since `tensorflow` and `tensorflow-cpu` both serve.
 
-    Raised by `import replica_engine`. Run the `pip install` of the message.
+    Raised by the first use of the library, or by its import where TensorFlow is imported already. Run the `pip install`
+    of the message.
     """
 
     @classmethod

@@ -97,7 +97,7 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
 
 
 class TPUSystemMetadata(NamedTuple):
-    """The devices of a platform.
+    """The numbers and names of a platform's devices, as `get_tpu_system_metadata` returns them.
 
     Attributes:
         num_cores: the number of devices, of all processes.
@@ -115,7 +115,7 @@ class TPUSystemMetadata(NamedTuple):
 
 
 def get_tpu_system_metadata(resolver: PjrtClusterResolver | None = None) -> TPUSystemMetadata:
-    """The devices of a platform.
+    """Counts the devices of a platform and of its processes, and names those of this one.
 
     Args:
         resolver: the resolver of the platform; None takes the best platform.

@@ -10,7 +10,7 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Numbers since the process began.
+    """How often this process has traced, lowered, compiled and launched, as `counts` returns it.
 
     Attributes:
         traces: how many times a Python function became a graph; twice for a function that creates variables.
@@ -35,7 +35,7 @@ _now = {field.name: 0 for field in dataclasses.fields(Counts)}
 
 
 def counts() -> Counts:
-    """The numbers so far.
+    """Returns how often this process has traced, lowered, compiled and launched so far.
 
     Example:
         >>> from replica_engine import xla
