@@ -165,7 +165,8 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
-        return "".join(each.value if isinstance(each, ast.Constant) else "..." for each in node.values)
+        marked = "".join(each.value if isinstance(each, ast.Constant) else "\0" for each in node.values)
+        return re.sub("\0+", "...", marked)
     return ""
 
 
