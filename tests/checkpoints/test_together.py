@@ -47,7 +47,7 @@ def save_together(paths, asynchronous=False):
         taken.bundles = [[*rows, *([bundle.Row("step", "", tf.constant(number))])]]
         turn = Turn(job, number)
         try:
-            with saving._telling(turn), saving._explained(paths[number], False):
+            with saving._telling(turn), saving.explained(paths[number], False):
                 if turn.writes:
                     bundle.begin(paths[number])
                     turn.tell("begun", None)
