@@ -51,12 +51,9 @@ class Trainer(Saver):
 
 def run(count: int, seed: int) -> Iterator[Outcome]:
     """Kills `count` times, half of them of each kind."""
-    trainer = Trainer("soak.programs.backing_up")
-    try:
+    with contextlib.closing(Trainer("soak.programs.backing_up")) as trainer:
         for kind in KINDS:
             yield _run(trainer, kind, count // len(KINDS), seed)
-    finally:
-        trainer.close()
 
 
 def _run(trainer: Trainer, kind: str, count: int, seed: int) -> Outcome:

@@ -9,6 +9,7 @@ those, or newer ones, and every value in them must be of one step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -85,12 +86,9 @@ class Saver:
 
 def run(count: int, seed: int) -> Iterator[Outcome]:
     """Kills `count` processes, half of them of each kind."""
-    saver = Saver()
-    try:
+    with contextlib.closing(Saver()) as saver:
         for kind in KINDS:
             yield _run(saver, kind, count // len(KINDS), seed)
-    finally:
-        saver.close()
 
 
 def _run(saver: Saver, kind: str, count: int, seed: int) -> Outcome:
