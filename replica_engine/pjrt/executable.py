@@ -194,9 +194,10 @@ class Executable:
             chip: the bytes of memory of each device, or None.
         """
         devices = self._devices
-        parts = 1 if devices.mesh is None else devices.mesh.size
         platform = devices.platform.upper()
-        return plan_of(self._executable, name, devices.replicas, platform, chip, self.seconds, parts=parts)
+        return plan_of(
+            self._executable, name, devices.replicas, platform, chip, self.seconds, parts=devices.devices_each
+        )
 
     def exchanges_in_branches(self) -> bool:
         """Whether devices of several replicas wait for each other inside a branch or loop."""

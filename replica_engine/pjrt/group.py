@@ -336,6 +336,11 @@ class DeviceGroup:
         """What each device of this process has, on the host."""
         return list(map(on_host, array._arrays))
 
+    @property
+    def devices_each(self) -> int:
+        """The number of devices of each replica."""
+        return 1 if self.mesh is None else self.mesh.size
+
     def sharding_of(self, axes: Axes) -> Any:
         """The sharding of an array of values with these axes."""
         return self.sharding

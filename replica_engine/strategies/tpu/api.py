@@ -126,5 +126,4 @@ class LogicalDevices:
 
 def devices_of(extended: Any) -> int:
     """The number of devices of each replica."""
-    mesh = extended.device_group.mesh
-    return 1 if mesh is None else mesh.size
+    return extended.device_group.devices_each

@@ -152,7 +152,7 @@ class Lowered:
             devices,
             self.program.results,
             calls,
-            compared=self.has_collectives or devices.spans,  # which exchange parts of a replica's values
+            compared=self.has_collectives or devices.spans,  # the devices of a replica exchange parts of its values
             name=(name, self.traced.where, self.program.takes),
             limits=limits,
             axes=self.program.layout and self.program.layout.results,

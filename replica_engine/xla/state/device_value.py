@@ -118,7 +118,7 @@ class DeviceValue:
     @property
     def devices_each(self) -> int:
         """The number of devices of each replica."""
-        return 1 if self._devices.mesh is None else self._devices.mesh.size
+        return self._devices.devices_each
 
     @property
     def shape(self) -> tuple[int, ...] | None:
