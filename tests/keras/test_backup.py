@@ -330,7 +330,7 @@ def test_what_callbacks_put_into_logs(tmp_path, caplog):
 
 
 INLINE = """
-    import os, signal, sys
+    import gc, os, signal, sys, weakref
     import keras, numpy as np
     from replica_engine.keras import BackupAndRestore
 
@@ -342,12 +342,23 @@ INLINE = """
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x, y = np.ones((40, 4), "f"), np.ones((40, 1), "f")
-    model.fit(x, y, batch_size=8, callbacks=[Signalled(), BackupAndRestore(sys.argv[1])])
+    signalled = [Signalled()] if sys.argv[2:] else []
+    model.fit(x, y, batch_size=8, callbacks=[*signalled, BackupAndRestore(sys.argv[1], asynchronous=False)])
+    freed = weakref.ref(model)
+    del model
+    keras.utils.clear_session()
+    gc.collect()
+    assert freed() is None
 """
 
 
-def test_a_signal_to_the_first_fit_whose_callback_is_made_in_its_arguments(programs, tmp_path):
+def test_the_first_fit_of_a_process_does_not_keep_its_model(programs, tmp_path):
     done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_signal_to_the_first_fit_whose_callback_is_made_in_its_arguments(programs, tmp_path):
+    done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", "signalled", timeout=100)
     assert done.returncode == 143, done.stderr
     assert "after 0 epochs and 3 batches" in done.stdout
     assert BackupFolder(tmp_path / "backup", 2).last() is not None

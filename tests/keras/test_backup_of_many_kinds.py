@@ -161,9 +161,17 @@ def test_a_dataset_that_draws_from_a_generator_is_named(tmp_path, caplog):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.compile("adam", "mse")
-    for dataset, is_named in ((data, False), (data.map(lambda x, y: (x + noise.normal([4]), y)).prefetch(1), True)):
-        model.fit(dataset, verbose=0, callbacks=[BackupAndRestore(tmp_path)])
-        assert ("such as a tf.random.Generator" in caplog.text) is is_named
+    drawn = data.map(lambda x, y: (x + noise.normal([4]), y)).prefetch(1)
+    named = "the variables that functions of the dataset write, such as a tf.random.Generator"
+    for training, validation, lines in (
+        (data, data, []),
+        (drawn, data, [f"- {named}"]),
+        (data, drawn, [f"- of the validation data, {named}"]),
+    ):
+        caplog.clear()
+        model.fit(training, validation_data=validation, verbose=0, callbacks=[BackupAndRestore(tmp_path, 1)])
+        found = [line for line in caplog.text.splitlines() if named in line]
+        assert [line.partition(named)[0] + named for line in found] == lines
 
 
 class Batches(keras.utils.PyDataset):

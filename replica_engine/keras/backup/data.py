@@ -118,19 +118,25 @@ class Place:
                 "what the Python code that makes the batches keeps (counters, open files, an order of its own): the "
                 "batches that were trained are taken from it again, from its beginning"
             )
-        if fitting.shuffles_on_threads(source):
-            found.append(
-                "the order of a PyDataset with workers= and shuffle=True: a thread of Keras draws it at any moment"
-            )
-        if fitting.writes_variables(source):
-            found.append(
-                "the variables that functions of the dataset write, such as a tf.random.Generator. Draw with "
-                "tf.random.stateless_uniform, and seeds from tf.data.Dataset.random(seed)"
-            )
+        found += self.drawn()
         if is_skipped and (fitting.shuffles(source) or fitting.is_of_dataset(source)) and not random_state.has_seed():
             found.append(
                 "the order of shuffled data, and random numbers in a dataset: no seed is set. Call "
                 "keras.utils.set_random_seed(1) at the beginning of the program"
+            )
+        return found
+
+    def drawn(self) -> list[str]:
+        """What nobody can draw again, in words: it is lost for data that is read from its beginning too."""
+        found = []
+        if fitting.shuffles_on_threads(self._source):
+            found.append(
+                "the order of a PyDataset with workers= and shuffle=True: a thread of Keras draws it at any moment"
+            )
+        if fitting.writes_variables(self._source):
+            found.append(
+                "the variables that functions of the dataset write, such as a tf.random.Generator. Draw with "
+                "tf.random.stateless_uniform, and seeds from tf.data.Dataset.random(seed)"
             )
         return found
 

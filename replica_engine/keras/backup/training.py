@@ -94,7 +94,7 @@ class Training:
         self._validates: dict[str, Any] | None = None  # the place in the validation data that the next one begins with
         self._from = Path()
         self._saved: tuple[int, int] | None = None
-        self._told = False
+        self._told = self._told_of_validation = False
         _check_built(self._model)
         self._unsaved = states.Unsaved(self._callbacks)
 
@@ -105,7 +105,7 @@ class Training:
         if self._exchange is not None:
             name = self._exchange(name)[0]  # all take the chief's
         self._preemption.listen()
-        # Without one, Python looked `fit` up before its argument, the callback, was made: only `ends` stops listening.
+        # Without one, Python looked `fit` up before its argument, the callback, was made: then only `ends` cleans up.
         if (fits := getattr(_thread, "fits", None)) is not None:
             fits.callback(self._preemption.stop_listening)
         if name is None:
@@ -193,6 +193,8 @@ class Training:
         """Called in the place of the callbacks' `on_train_end`, which is `own`."""
         own(logs)
         fitting.begin_at(self._model, None)
+        if getattr(_thread, "fits", None) is None:
+            _thread.training = None
         self._variables.wait()
         self._preemption.stop_listening()
         if self._delete:
@@ -287,14 +289,16 @@ class Training:
             self._variables.give_replicas(state["replicas"], metrics)
 
     def _tell_once(self) -> None:
-        """Names what cannot come back, at the first backup."""
-        if self._told:
-            return
-        self._told = True
-        lost = [
-            f"the state of the callback {name}, which has no get_state and set_state" for name in self._unsaved.names()
-        ]
-        lost += self._place.lost()
+        """Names what cannot come back: at the first backup, and of validations at the first one after such."""
+        lost: list[str] = []
+        if not self._told:
+            self._told = True
+            unsaved = self._unsaved.names()
+            lost += [f"the state of the callback {name}, which has no get_state and set_state" for name in unsaved]
+            lost += self._place.lost()
+        if not self._told_of_validation and self._validation.source is not None:
+            self._told_of_validation = True
+            lost += [f"of the validation data, {each}" for each in self._validation.drawn()]
         if lost:
             listed = "\n".join(f"- {each}" for each in lost)
             _logger.warning(warning("not_backed_up", f"BackupAndRestore: a restart does not bring back:\n{listed}"))
@@ -333,7 +337,8 @@ def begun(training: Training, container: Any) -> None:
 
 def fit(own: Any, *args: Any, **kwargs: Any) -> Any:
     """Keras' `fit`; whatever ends it, handlers of signals are the program's again."""
-    outer, training = getattr(_thread, "fits", None), getattr(_thread, "training", None)
+    outer = getattr(_thread, "fits", None)
+    training = None if outer is None else getattr(_thread, "training", None)
     with contextlib.ExitStack() as _thread.fits:
         try:
             return own(*args, **kwargs)
