@@ -74,6 +74,11 @@ class BackupFolder:
         return []
 
 
+def in_words(epoch: int, batch: int) -> str:
+    """How far a training is, as the names of the checkpoints count: "1 epoch and 3 batches"."""
+    return f"{epoch} epoch{'' if epoch == 1 else 's'} and {batch} batch{'' if batch == 1 else 'es'}"
+
+
 def _named(path: Path) -> re.Match[str] | None:
     return _NAME.fullmatch(path.name)
 

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine.checkpoints.training import plain, random_state
+from replica_engine.checkpoints.training.folder import in_words
 from replica_engine.checkpoints.training.preemption import Preemption, status_of
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief
@@ -116,7 +117,7 @@ class TrainingState(tf.train.experimental.PythonState):
         number = self._stop or signal.SIGTERM
         name, status = signal.Signals(number).name, status_of(number)
         if self._saving is None or self._saving.is_chief:
-            print(f"{name}: epochs done: {self.epoch}, batches: {self.batch}. Exit status {status}.", flush=True)
+            print(f"{name}, after {in_words(self.epoch, self.batch)}. Exit status {status}.", flush=True)
         self._preemption.answered()
         raise SystemExit(status)
 

@@ -23,11 +23,10 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.checkpoints import saving
 from replica_engine.checkpoints.training import plain, random_state
-from replica_engine.checkpoints.training.folder import BackupFolder
+from replica_engine.checkpoints.training.folder import BackupFolder, in_words
 from replica_engine.checkpoints.training.preemption import Preemption, status_of
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import warning
-from replica_engine.errors.timeouts import count_of
 from replica_engine.keras.backup import states
 from replica_engine.keras.backup.data import Place, Step
 from replica_engine.keras.backup.variables import Variables
@@ -120,7 +119,7 @@ class Training:
         self._delete &= (self._epoch, self._batch) <= (self._epochs, 0)  # or it is the backup of a later fit
         self._saved = self._epoch, self._batch
         fitting.begin_at(self._model, self._epochs if state["stopped"] else self._epoch)
-        self._say(f"resuming from {self._from}, after {self._done()}")
+        self._say(f"resuming from {self._from}, after {in_words(self._epoch, self._batch)}")
 
     def epoch_begins(self, own: Any, epoch: int, logs: Any = None) -> None:
         """Called in the place of the callbacks' `on_epoch_begin`, which is `own`."""
@@ -209,8 +208,8 @@ class Training:
         self._variables.wait()
         self._preemption.answered()
         self._say(
-            f"{number.name}: saved in {self._folder.path}, after {self._done()}. The same program continues from "
-            f"there. Exit status {status_of(number)}."
+            f"{number.name}: saved in {self._folder.path}, after {in_words(self._epoch, self._batch)}. The same "
+            f"program continues from there. Exit status {status_of(number)}."
         )
         raise SystemExit(status_of(number))
 
@@ -257,10 +256,6 @@ class Training:
         self._variables.write(half, options)
         if not self._asynchronous:
             self._folder.finish(half)
-
-    def _done(self) -> str:
-        """How far the training is, as the names of the folders count."""
-        return f"{count_of(self._epoch, 'epoch')} and {self._batch} batch{'' if self._batch == 1 else 'es'}"
 
     def _scope(self) -> contextlib.AbstractContextManager[Any]:
         """The scope that the model was made in; a replicated model was made in none."""
