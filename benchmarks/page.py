@@ -21,7 +21,7 @@ def with_summary(page: str, report: Report) -> str:
     Raises:
         ValueError: the page does not have the two comments.
     """
-    return _between(page, f"{summary.table(report)}\n\n{_told(report)}")
+    return _between(page, f"{summary.table(report)}\n\n{_measured(report)}")
 
 
 def with_machine(page: str, report: Report) -> str:
@@ -30,7 +30,8 @@ def with_machine(page: str, report: Report) -> str:
     Raises:
         ValueError: the page does not have the two comments.
     """
-    return _between(page, _told(report))
+    met, targets = report.targets
+    return _between(page, f"{_measured(report)} {met} of {targets} targets met.")
 
 
 def with_rows(page: str, report: Report) -> str:
@@ -43,9 +44,8 @@ def with_rows(page: str, report: Report) -> str:
     return ROWS.sub(rows, page)
 
 
-def _told(report: Report) -> str:
-    met, targets = report.targets
-    return f"Measured on: {described(report.machine)}. {met} of {targets} targets met."
+def _measured(report: Report) -> str:
+    return f"Measured on: {described(report.machine)}."
 
 
 def _group(report: Report, group: str, beginning: str) -> str:

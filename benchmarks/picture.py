@@ -28,16 +28,16 @@ LINES = {"MirroredStrategy": FASTER, "TPUStrategy": "#6c8ebf", "tf.distribute": 
 
 
 def draw_summary(report: Report, path: str | pathlib.Path) -> None:
-    """Draws the rows of the summary: a bar from 1 to the ratio, on an axis where less is better, and the target."""
+    """Draws the rows of the summary: a bar from 1 to the ratio, on an axis where less is better."""
     pyplot = _pyplot()
     bars = summary.rows(report)
     figure, axis = pyplot.subplots(figsize=(WIDTH, 1.5 + 0.42 * len(bars)), layout="constrained")
     for height, (chosen, _, each) in enumerate(bars):
-        _bar(axis, height, each, thickness=0.62)
+        _bar(axis, height, each, thickness=0.62, target=False)
         colour = FASTER if each.ratio < 1 else SLOWER
         place = {"xycoords": ("axes fraction", "data"), "va": "center"}
         axis.annotate(f"{each.ratio:.2f}", (1.01, height), fontweight="bold", color=colour, **place)
-        label = f"{chosen.title}\n{chosen.contender}, compared with {chosen.peer}"
+        label = f"{chosen.title}\n{chosen.contender}, compared with {summary.called(chosen.peer)}"
         axis.annotate(label, (-0.01, height), ha="right", fontsize=8.5, **place)
     axis.set(xscale="log", yticks=[], ylim=(len(bars) - 0.4, -0.6), xlim=(0.06, 4))
     _ratio_axis(axis)
@@ -47,7 +47,7 @@ def draw_summary(report: Report, path: str | pathlib.Path) -> None:
     axis.set_title(f"The time of an operation, {replicas} on one machine: 1 is as long as the other", loc="left")
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
-    _legend(figure)
+    _legend(figure, target=False)
     _save(figure, path)
 
 
@@ -67,7 +67,7 @@ def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
     for axis, (group, bars) in zip(axes[:, 0], groups.items(), strict=False):
         _bars(axis, group, bars)
     axes[-1, 0].set_xlabel("time here / time of the other      \u2190 lower is better")
-    _legend(figure)
+    _legend(figure, target=True)
     _save(figure, path)
 
 
@@ -110,7 +110,7 @@ def _shown(rows: list[Row]) -> Iterator[tuple[Row, Comparison]]:
 def _bars(axis: Axes, group: str, bars: list[tuple[Row, Comparison]]) -> None:
     labels = []
     for height, (row, each) in enumerate(bars):
-        _bar(axis, height, each, thickness=0.7)
+        _bar(axis, height, each, thickness=0.7, target=True)
         axis.annotate(f"{each.ratio:.2f}", (1, height), (1.01, height), ("axes fraction", "data"), va="center")
         size = "" if row.replicas is None else f", N = {row.replicas}"
         labels.append(f"{row.title}{size}: {row.contender} to {each.peer}")
@@ -121,12 +121,12 @@ def _bars(axis: Axes, group: str, bars: list[tuple[Row, Comparison]]) -> None:
     _ratio_axis(axis)
 
 
-def _bar(axis: Axes, height: float, each: Comparison, thickness: float) -> None:
-    """A bar from 1 to the ratio, the range of the repeats as a thin line, and the target as a mark."""
+def _bar(axis: Axes, height: float, each: Comparison, thickness: float, target: bool) -> None:
+    """A bar from 1 to the ratio, the range of the repeats as a thin line, and if wanted the target as a mark."""
     colour = FASTER if each.ratio < 1 else SLOWER
     axis.barh(height, each.ratio - 1, left=1, height=thickness, color=colour)
     axis.hlines(height, min(each.ratios), max(each.ratios), color="black", linewidth=0.8)
-    if each.target is not None:
+    if target and each.target is not None:
         axis.plot(each.target, height, marker="D", markersize=5, color="white", markeredgecolor="black")
 
 
@@ -139,14 +139,14 @@ def _ratio_axis(axis: Axes) -> None:
     axis.set_axisbelow(True)
 
 
-def _legend(figure: Any) -> None:
+def _legend(figure: Any, target: bool) -> None:
     from matplotlib import lines, patches
 
     mark = {"linestyle": "none", "marker": "D", "markersize": 5, "color": "white", "markeredgecolor": "black"}
     handles = [
         patches.Patch(color=FASTER, label="faster here"),
         patches.Patch(color=SLOWER, label="slower here"),
-        lines.Line2D([], [], label="target", **mark),
+        *[lines.Line2D([], [], label="target", **mark)] * target,
         lines.Line2D([], [], color="black", linewidth=0.8, label="range of the repeats"),
     ]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=8)

@@ -213,15 +213,6 @@ def test_only_replicas_with_batch_norm_may_have_another_loss_than_the_whole_batc
             [*models.rows(name, replicas, trained(SECONDS, split_loss=3.0))]
 
 
-def test_the_summary_is_of_real_models_when_all_of_its_rows_are_there():
-    of_models = [row for name in models.MODELS for size in (1, 4) for row in models.rows(name, size, trained(SECONDS))]
-    published = [row for row in Report.read(FIGURES).rows if row.group != "models"]
-    both = Report(MADE_UP, published + of_models)
-    assert [chosen for chosen, *_ in summary.rows(both)] == list(summary.OF_MODELS)
-    without = Report(MADE_UP, published + [row for row in of_models if "LSTM" not in row.name])
-    assert [chosen for chosen, *_ in summary.rows(without)] == list(summary.CHOSEN)
-
-
 def test_bert_is_as_large_as_that_of_keras_hub():
     model = keras_models.MODELS["bert"].build()
     head = (keras_models.BERT_WIDTH + 1) * keras_models.CLASSES
@@ -235,9 +226,9 @@ def test_a_bar_has_the_colour_of_its_ratio_whether_or_not_it_meets_its_target(tm
     slow = Row("launch", "one launch of a tiny body", {"TPUStrategy.run": [1.1], "jax.jit": [1.0]}, replicas=4,
                targets={"jax.jit": 1.2})  # fmt: skip
     for row_, colour, other in ((fast, picture.FASTER, picture.SLOWER), (slow, picture.SLOWER, picture.FASTER)):
-        picture.draw_summary(Report(MADE_UP, [row_]), tmp_path / "one.svg")
+        picture.draw_ratios(Report(MADE_UP, [row_]), tmp_path / "one.svg")
         drawn = (tmp_path / "one.svg").read_text()
-        assert drawn.count(f"fill: {colour}") == 1 + 2  # its bar; the ratio and the legend
+        assert drawn.count(f"fill: {colour}") == 2  # its bar, and the legend
         assert drawn.count(f"fill: {other}") == 1  # the legend
 
 
