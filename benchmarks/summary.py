@@ -35,8 +35,8 @@ CHOSEN = (
 )
 """What a user asks about, with the peer that they have today.
 
-Rows in which this library is slower belong here as well: the reader must be able to rely on the picture. Targets are ours
-alone, and stand on the pages of the groups.
+Rows in which this library is slower belong here as well: the reader must be able to rely on the picture. Targets are
+ours alone, and stand on the pages of the groups.
 """
 
 
@@ -60,7 +60,8 @@ def table(report: Report) -> str:
     lines = [["what", "here", "time", "compared with", "its time", "ratio"]]
     for chosen, row, each in rows(report):
         times = [f"{digits(_median(figures))} {row.unit}" for figures in (row.ours, row.peers[each.peer])]
-        lines.append([chosen.title, f"`{chosen.contender}`", times[0], called(chosen.peer), times[1], f"**{each.ratio:.2f}**"])
+        ratio = f"**{each.ratio:.2f}**"
+        lines.append([chosen.title, f"`{chosen.contender}`", times[0], called(chosen.peer), times[1], ratio])
     return aligned(lines)
 
 
