@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import textwrap
+import time
 
 import keras
 import numpy as np
@@ -337,7 +338,8 @@ INLINE = """
     class Signalled(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+                for _ in range(int(sys.argv[2])):
+                    signal.raise_signal(signal.SIGTERM)
 
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
@@ -357,8 +359,9 @@ def test_the_first_fit_of_a_process_does_not_keep_its_model(programs, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_signal_to_the_first_fit_whose_callback_is_made_in_its_arguments(programs, tmp_path):
-    done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", "signalled", timeout=100)
+@pytest.mark.parametrize("times", [1, 2])  # Slurm sends SIGTERM twice
+def test_a_signal_to_the_first_fit_whose_callback_is_made_in_its_arguments(times, programs, tmp_path):
+    done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", times, timeout=100)
     assert done.returncode == 143, done.stderr
     assert "after 0 epochs and 3 batches" in done.stdout
     assert BackupFolder(tmp_path / "backup", 2).last() is not None
@@ -388,3 +391,30 @@ def test_a_loop_that_never_asks_is_ended_by_the_first_signal():
         assert state.stops()
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_comes_again_later_is_the_programs(monkeypatch):
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        state = replica_engine.TrainingState(signals=[signal.SIGUSR1])
+        assert not state.stops()
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert state.stops()
+        assert not came
+        later = time.monotonic() + 11
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        signal.raise_signal(signal.SIGUSR1)
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_second_ctrl_c_is_not_held_back():
+    state = replica_engine.TrainingState(signals=[signal.SIGINT])
+    assert not state.stops()
+    signal.raise_signal(signal.SIGINT)
+    assert state.stops()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

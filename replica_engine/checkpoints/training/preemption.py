@@ -1,7 +1,9 @@
 """Signals that end a training: the step ends, the training saves, and the process ends with a status of its own.
 
 A handler only notes the signal. The training asks at the end of each step whether to stop, and saves on the thread that
-trains. The second signal ends the process as if nobody had listened.
+trains. A later signal ends the process as if nobody had listened. But a scheduler may send two for one reason: Slurm
+sends SIGTERM to the tasks and to srun, which then ends the step, so the tasks get it again. A person who presses Ctrl-C
+twice means it, however fast.
 
 Workers of one job must stop at the same step, or those that go on wait for the others. So they compare what they have
 heard, all at the same steps: the chief says after how many steps the next comparison is, about a second later. Nothing
@@ -20,6 +22,7 @@ from typing import Any
 
 EVERY = 1.0  # seconds between two comparisons of workers
 _MOST = 1000  # steps between two
+_SAME = 10.0  # seconds in which a signal that comes again is the same one
 _LAUNCHERS_RESTART_ON = 128  # a shell's status of a process that a signal ended is this plus the number
 
 Exchange = Callable[[Any], list[Any]]
@@ -39,6 +42,7 @@ class Preemption:
         self._exchange = exchange
         self._before: dict[int, Any] = {}
         self._came: int | None = None
+        self._came_at = 0.0
         self._step, self._last, self._next = 0, 0, 1
         self._compared = time.monotonic()
 
@@ -81,9 +85,11 @@ class Preemption:
         self.stop_listening()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        is_first = self._came is None
-        self._came = number
-        if not is_first:
+        now = time.monotonic()
+        if self._came is None:
+            self._came, self._came_at = number, now
+        elif number == signal.SIGINT or now - self._came_at > _SAME:
+            self._came = number
             self.stop_listening()  # which asks the handler that was here before
 
 

@@ -34,7 +34,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             backup, and at the end. Several workers write while they wait for each other.
         delete_checkpoint: whether the backups are removed when `fit` has come to its end, as with Keras' callback.
         signals: signals that end the training: the step ends, a backup is written, on all workers of the same step, and
-            the process exits with status 128 plus the signal's number. A second signal ends it at once.
+            the process exits with status 128 plus the signal's number. A second SIGINT ends it at once, and another
+            signal that comes again does after 10 seconds.
 
     Raises:
         BackupError: an argument cannot be used; or, when `fit` begins, the model is not built, or the backup is one of

@@ -104,7 +104,8 @@ class TrainingState(tf.train.experimental.PythonState):
         """Whether a signal has come and the training is to save and call `exit`; to be called after each step.
 
         With several workers it is True on all of them after the same step. All must call it equally often. The first
-        call begins to listen; from then on the first signal only makes it True, and a second one ends the process.
+        call begins to listen; from then on the first signal only makes it True. A second SIGINT ends the process, and
+        another signal that comes again does after 10 seconds.
         """
         self._preemption.listen()
         self._stop = self._preemption.agreed()
