@@ -128,6 +128,12 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
         ) from None
     if not isinstance(config, dict):
         raise ClusterConfigError.bad_value(_TF_CONFIG, config, "an object with the fields `cluster` and `task`")
+    if config.get("sparseCluster"):
+        raise ClusterConfigError.about(
+            f"{_TF_CONFIG}.sparseCluster",
+            f"{_TF_CONFIG}.sparseCluster tells a worker its own address and not how many workers there are. A TFJob "
+            "with `enableDynamicWorker: true` writes it: take that out of the TFJob.",
+        )
     if not config.get("cluster"):
         return None  # as TensorFlow has it: no cluster, one process
     addresses = _tf_addresses(config["cluster"])

@@ -256,6 +256,11 @@ WRONG = {
     "no addresses": (tf_config(cluster={"worker": []}), "TF_CONFIG.cluster.worker", "a list of addresses"),
     "a bad address": (tf_config(cluster={"worker": ["a:1", "b"]}), "TF_CONFIG.cluster.worker[1]", '"host:port"'),
     "an address twice": (tf_config(cluster={"worker": ["a:1", "a:1"]}), "TF_CONFIG.cluster", "one address for each"),
+    "dynamic workers": (
+        {"TF_CONFIG": '{"sparseCluster": {"worker": {"1": "a:1"}, "ps": []}, "task": {"type": "worker", "index": 1}}'},
+        "TF_CONFIG.sparseCluster",
+        "`enableDynamicWorker: true`",
+    ),
     "no task": (tf_config(task=None), "TF_CONFIG.task", "missing, but TF_CONFIG.cluster is set"),
     "a bad task": (tf_config(task="worker"), "TF_CONFIG.task", "an object such as"),
     "an index as text": (tf_config(task={"type": "worker", "index": "x"}), "TF_CONFIG.task.index", "whole number"),
