@@ -1,11 +1,15 @@
 """Initial values of variables that are large enough to be made in parts."""
 
+import os
+import pathlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import replica_engine
+from replica_engine.strategies.tpu import initial_parts
 
 SHAPES = [(2048, 1024), (512, 4096)]  # 8 MiB: divided by rows, by columns
 
@@ -28,6 +32,32 @@ def test_they_are_those_of_one_device(shape, initializer):
         parts = how.get("cores_per_replica", 4)
         assert strategy.memory().variables == [variable.numpy().nbytes // parts] * 4
         np.testing.assert_allclose(variable.numpy(), one.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(16, 250_002), (20_002, 50)])
+def test_pieces_need_not_divide_evenly_nor_groups_of_four_numbers(shape, monkeypatch):
+    """Philox gives four numbers at a time: a piece of rows has no whole number of groups of 50."""
+    monkeypatch.setattr(initial_parts, "LARGE", 1)
+    for initializer in ("glorot_uniform", "he_normal"):
+        one = made(replica_engine.TPUStrategy(num_cores=1), shape, initializer)
+        divided = made(replica_engine.TPUStrategy(num_cores=2, distribution="fsdp"), shape, initializer)
+        np.testing.assert_allclose(divided.numpy(), one.numpy(), atol=1e-6)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak of a process")
+@pytest.mark.parametrize("shape", [(8192, 4096), (4096, 8192)])
+def test_random_numbers_take_the_memory_of_the_variable_once(shape):
+    strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+    made(strategy, SHAPES[0], "glorot_uniform")  # what is made once for all
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what there is
+    before = resident()
+    variable = made(strategy, shape, "glorot_uniform")
+    assert resident("VmHWM") - before < 1.4 * np.prod(variable.shape) * 4
+
+
+def resident(what: str = "VmRSS") -> int:
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 def test_what_cannot_be_made_in_parts_is_made_on_the_host():

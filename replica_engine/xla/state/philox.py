@@ -43,6 +43,7 @@ _TRUNCATED = 2.0  # standard deviations
 _SMALLEST = 1e-7  # of a uniform number whose logarithm is taken
 _GROUP = 4  # results that one block gives
 _PIECE = 1 << 19  # results that all devices together draw at a time, in pieces
+_MANY = 16  # pieces; with fewer, what it takes to draw one is much beside a device's part
 _thread = threading.local()
 
 # The integer that has the bits of a float, its bits of mantissa, and the bits of the number 1.
@@ -119,29 +120,57 @@ def _drawn(kind: str, shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtyp
 
 
 def _piecewise(kind: str, pieces: Pieces, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Draws in pieces. The value is seen as [before, parts, pieces, piece]: the dimensions before the divided one; the
-    devices; and what a device has for each of `before`, cut into pieces."""
-    before = math.prod(pieces.shape[: pieces.axis])
-    own = math.prod(pieces.shape[pieces.axis :]) // pieces.parts
-    count = 1
-    while own % (2 * count * _GROUP) == 0 and before * pieces.parts * own // count > _PIECE:
-        count *= 2
-    piece = own // count
-    whole = [before, pieces.parts, count, piece]
-    sharding = json.dumps({"axes": [None, pieces.names, None, None]})
-    first = tf.range(before * pieces.parts, dtype=tf.int64) * (own // _GROUP)
-    first = tf.reshape(first, [before, pieces.parts, 1]) + tf.range(piece // _GROUP, dtype=tf.int64)
+    """Draws in pieces: each turn of a loop draws `width` indices of one dimension."""
+    whole, divided, along, width = _cut(pieces)
+    axes: list[Any] = [None] * len(whole)
+    axes[divided] = pieces.names
+    sharding = json.dumps({"axes": axes})
+    piece = [*whole[:along], width, *whole[along + 1 :]]
 
-    def draw(index: tf.Tensor, drawn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        groups = first + tf.cast(index, tf.int64) * (piece // _GROUP)
-        groups = xla_ops.same_shape_marker(groups, json.dumps({"axes": [None, pieces.names, None]}))
-        numbers = tf.reshape(_OF_GROUPS[kind](groups, key, counter, _computed(kind, dtype)), [*whole[:2], 1, piece])
-        drawn = xla_ops.update_slice(drawn, tf.cast(numbers, dtype), tf.stack([0, 0, index, 0]))
-        return index + 1, xla_ops.same_shape_marker(drawn, sharding)
+    def draw(turn: tf.Tensor, drawn: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        begin = tf.minimum(turn * width, whole[along] - width)  # the last piece may draw some numbers once more
+        groups = tf.zeros([], tf.int64)
+        for axis, size in enumerate(piece):
+            unit = _unit(whole, axis)
+            places = tf.range(size // unit, dtype=tf.int64)
+            if axis == along:
+                places += tf.cast(begin // unit, tf.int64)
+            places *= math.prod(whole[axis + 1 :]) * unit // _GROUP
+            groups += tf.reshape(places, [-1, *[1] * (len(whole) - 1 - axis)])
+        groups = xla_ops.same_shape_marker(groups, sharding)
+        numbers = tf.reshape(_OF_GROUPS[kind](groups, key, counter, _computed(kind, dtype)), piece)
+        place = [begin if axis == along else 0 for axis in range(len(whole))]
+        drawn = xla_ops.update_slice(drawn, tf.cast(numbers, dtype), tf.stack(place))
+        return turn + 1, xla_ops.same_shape_marker(drawn, sharding)
 
     start = xla_ops.same_shape_marker(tf.zeros(whole, dtype), sharding)
-    drawn = tf.while_loop(lambda index, _: index < count, draw, (tf.constant(0), start))[1]
+    drawn = tf.while_loop(lambda turn, _: turn * width < whole[along], draw, (tf.constant(0), start))[1]
     return tf.reshape(drawn, pieces.shape)
+
+
+def _cut(pieces: Pieces) -> tuple[list[int], int, int, int]:
+    """The shape in which a value is drawn, its dimension that is divided, the one that is cut, and how many indices of
+    that a piece has.
+
+    If it is drawn in its own shape, XLA scales the numbers where they are. That takes another long dimension than the
+    divided one. Otherwise the shape is [before, parts, own]: the dimensions before the divided one; the devices; and
+    what a device has for each of `before`. To scale that takes its memory once more.
+    """
+    shape, axis, parts, _ = pieces
+    whole, divided = list(shape), axis
+    along = max(range(len(shape)), key=lambda each: (each != axis, shape[each] // _unit(whole, each)))
+    aligned = shape[-1] % (_GROUP * (parts if axis == len(shape) - 1 else 1)) == 0
+    if along == axis or not aligned or shape[along] // _unit(whole, along) < _MANY:
+        before = math.prod(shape[:axis])
+        whole, divided, along = [before, parts, math.prod(shape) // before // parts], 1, 2
+    unit = _unit(whole, along)
+    count = max(_MANY, math.prod(shape) // _PIECE)
+    return whole, divided, along, max(1, whole[along] // unit // count) * unit
+
+
+def _unit(whole: Sequence[int], axis: int) -> int:
+    """The indices of a dimension that are drawn together: a group lies along the last one."""
+    return _GROUP if axis == len(whole) - 1 else 1
 
 
 def _computed(kind: str, dtype: tf.DType) -> tf.DType:
