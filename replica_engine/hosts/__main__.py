@@ -7,11 +7,11 @@ over.
 from __future__ import annotations
 
 import json
-import os
 import sys
 
 from replica_engine.hosts.coordinator import Coordinator
 from replica_engine.hosts.job import Limits
+from replica_engine.hosts.serve import answer
 
 LINGER = 30.0  # seconds after a failure in which members that come late are told of it
 
@@ -26,11 +26,7 @@ def main() -> int:
         # Python adds the address to the text; the error that worker 0 raises has it already.
         print(json.dumps({"wrong": str(error.strerror).partition(" (")[0]}), flush=True)
         return 1
-    print(json.dumps({"address": coordinator.address}), flush=True)
-    # Somebody who waits for the end of worker 0's output must not wait for this process too.
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
+    answer({"address": coordinator.address})
     coordinator.serve(LINGER)
     return 0
 

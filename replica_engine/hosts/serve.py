@@ -1,7 +1,9 @@
 """Starts the coordinator as a child process of worker 0, where no launcher of ours has one.
 
 The child is in a session of its own: Ctrl-C in the terminal, or a signal to the process group of worker 0, does not
-reach it. It gets the token on its standard input, so that the list of processes does not show it.
+reach it. Slurm, and systemd, send SIGTERM to all processes of a job: the child ignores it, since the workers need it to
+agree on the step after which they save. It ends with its job. It gets the token on its standard input, so that the list
+of processes does not show it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import logging
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +27,7 @@ from replica_engine.hosts.job import Limits
 LOGGER = logging.getLogger("replica_engine")
 
 PAUSE = 0.5  # seconds between attempts while an earlier run ends
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # not all systems have all
 _FOLDER = str(pathlib.Path(__file__).parents[2])  # that has the package
 
 started: list[subprocess.Popen[str]] = []
@@ -99,3 +103,19 @@ def child(module: str, settings: dict[str, Any]) -> dict[str, Any]:
             "own.",
         )
     return answer
+
+
+def answer(place: dict[str, str]) -> None:
+    """In such a child: says where it listens. From then on no signal ends it, and it has no output.
+
+    Args:
+        place: what `child` returns in worker 0.
+    """
+    for name in _IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    print(json.dumps(place), flush=True)
+    # Somebody who waits for the end of worker 0's output must not wait for this process too.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)

@@ -29,7 +29,7 @@ import time
 from typing import Any
 
 from replica_engine.hosts.cluster import join_address, split_address
-from replica_engine.hosts.serve import child
+from replica_engine.hosts.serve import answer, child
 
 NEVER = 1_000_000
 """Seconds after which jaxlib takes a worker for lost."""
@@ -209,12 +209,7 @@ def main() -> int:
     except (OSError, RuntimeError) as error:
         print(json.dumps({"wrong": str(error)}), flush=True)
         return 1
-    answer = {"address": address, "lifeline": lifelines.address, "secret": lifelines.secret}
-    print(json.dumps(answer), flush=True)
-    # Somebody who waits for the end of worker 0's output must not wait for this process too.
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
+    answer({"address": address, "lifeline": lifelines.address, "secret": lifelines.secret})
     with held:
         lifelines.wait()
     del service

@@ -1,5 +1,6 @@
 """What the others get when something happens to a worker: real processes, the first worker or another as victim."""
 
+import os
 import pathlib
 import signal
 import socket
@@ -316,6 +317,24 @@ def test_a_coordinator_that_is_a_child_ends_with_its_job(unused_port):
         member.leave()
         assert first.communicate(timeout=LONG) == ("", "")
         coordinator.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_coordinator_that_is_a_child_does_not_end_by_a_signal(number, unused_port):
+    """Slurm sends them to all processes of a job, and the workers have to agree on the step after which they save."""
+    with job() as made:
+        made.address = f"127.0.0.1:{unused_port}"
+        program = """
+from replica_engine.hosts import serve
+print(serve.started[0].pid, flush=True)
+member.meet("save")
+"""
+        first = made.start(0, program, **CHIEF)
+        member = made.join(1, **CHIEF)
+        os.kill(int(first.stdout.readline()), number)
+        member.meet("save", timeout=LONG)
+        member.leave()
+        assert first.communicate(timeout=LONG) == ("", "")
 
 
 def test_worker_0_knows_where_the_others_come_to(unused_port):

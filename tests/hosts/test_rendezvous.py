@@ -22,7 +22,8 @@ PORTS_OF_SOCKET = 51  # IP_LOCAL_PORT_RANGE of Linux 6.3, which Python has no na
 LONG = rendezvous._PATIENCE / 2  # seconds; a stranger is dropped only after twice as long
 
 WORKER = """
-import os, stat, sys
+import os, signal, stat, sys
+from replica_engine.hosts import serve
 from replica_engine.pjrt import rendezvous
 
 
@@ -39,6 +40,7 @@ class Last:
 
 sys.last = Last()  # ends after all modules but this one
 place = rendezvous.start(1, "127.0.0.1")
+os.kill(serve.started[0].pid, signal.SIGTERM)  # as Slurm does, which sends it to all processes of a job
 rendezvous.hold(place)
 print(place["lifeline"], place["address"], flush=True)
 os.read(0, 1)
