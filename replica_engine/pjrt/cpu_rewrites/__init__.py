@@ -11,9 +11,10 @@ fuses. For some operations it has a plain loop, up to a hundred times slower. Ea
 | gradient of max-pooling | comparisons of shifted slices | `pooling` |
 | batched product whose batch is then summed (the gradient of `w` in `x @ w`) | one product | `products` |
 | a loop that keeps a variable once a step for the gradient's loop | the variable itself | `loops` |
+| gradient of a softmax, on TPUs | the same, behind a barrier | `softmax` |
 
-The last one serves programs for TPUs and GPUs too, which XLA compiles as TensorFlow wrote it. The others are for CPU
-devices only.
+The loops are rewritten for TPUs and GPUs too, which XLA compiles as TensorFlow wrote them. The rules above them are for
+CPU devices only.
 
 **Why here.** A rewrite of the StableHLO program sees forward and gradient operations alike: the gradients of a
 convolution are convolutions with other dimension numbers, so no gradient has to be defined, and it does not matter
@@ -34,20 +35,25 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from replica_engine.errors.base import warning
-from replica_engine.pjrt.cpu_rewrites import convolutions, loops, pooling, products
+from replica_engine.pjrt.cpu_rewrites import convolutions, loops, pooling, products, softmax
 from replica_engine.pjrt.jaxlib import ir
 
-VERSION = 5
+VERSION = 6
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
 
-_RULES = {
-    "stablehlo.convolution": convolutions.rewritten,
-    "stablehlo.select_and_scatter": pooling.rewritten,
-    "stablehlo.reduce": products.rewritten,
+_RULES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "cpu": {
+        "stablehlo.convolution": convolutions.rewritten,
+        "stablehlo.select_and_scatter": pooling.rewritten,
+        "stablehlo.reduce": products.rewritten,
+    },
+    "tpu": {"stablehlo.multiply": softmax.rewritten},
 }
+"""By platform and the name of the operation."""
 
 _logger = logging.getLogger("replica_engine")
 _chosen: list[bool] = []  # what `set_cpu_rewrites` was called with last
@@ -78,9 +84,10 @@ def rewrite(module: Any, platform: str = "cpu") -> dict[str, int]:
     found: list[Any] = []
     whiles: list[Any] = []
     done: dict[str, int] = {}
+    rules = _RULES.get(platform, {})
 
     def collect(operation: Any) -> Any:
-        if operation.name in _RULES and platform == "cpu":
+        if operation.name in rules:
             found.append(operation)
         elif operation.name == loops.WHILE:
             whiles.append(operation)
@@ -96,7 +103,7 @@ def rewrite(module: Any, platform: str = "cpu") -> dict[str, int]:
                 done[loops.WHILE] = done.get(loops.WHILE, 0) + count
         for operation in found:
             name = operation.name
-            new = _made(operation)
+            new = _made(operation, rules[name])
             if new is not None:
                 operation.results[0].replace_all_uses_with(new)
                 operation.erase()
@@ -119,20 +126,20 @@ def _tell(name: str, error: Exception) -> None:
         _failed.add(name)
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         text = (
-            f"An operation {name} stays as it is: writing it in a form that is faster on CPU failed ({reason}). The "
+            f"An operation {name} stays as it is: writing it in a form that is faster failed ({reason}). The "
             "results are right; the program may take longer. Please report this with the program. "
             "replica_engine.xla.set_cpu_rewrites(False) leaves all operations as they are."
         )
         _logger.warning(warning("not_rewritten", text))
 
 
-def _made(operation: Any) -> Any:
+def _made(operation: Any, rule: Callable[[Any], Any]) -> Any:
     """What the rule of an operation makes in front of it; None if it makes nothing."""
     around = operation.block.operations
     before = len(around)
     try:
         with ir.InsertionPoint(operation), operation.location:
-            new = _RULES[operation.name](operation.opview)
+            new = rule(operation.opview)
         if new is not None and new.type != operation.results[0].type:
             raise TypeError(f"{new.type} instead of {operation.results[0].type}")
     except Exception as error:  # whatever the rule did not think of: the program is right without the rewrite
