@@ -7,8 +7,9 @@ whose leader is lost, before the worker could say which one that was. Checked on
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -70,11 +71,13 @@ class _NotedLauncher(_Launcher):
 
     def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> Any:
         self._launched = self.describe("all_reduce", input_tensor)
-        return super().all_reduce(input_tensor, control_input, options)
+        with _made():
+            return super().all_reduce(input_tensor, control_input, options)
 
     def _all_gather(self, input_tensor: Any, options: Any) -> Any:
         self._launched = self.describe("all_gather", input_tensor)
-        return super()._all_gather(input_tensor, options)
+        with _made():
+            return super()._all_gather(input_tensor, options)
 
     def _next_instance_key(self) -> Any:
         launched, self._launched = self._launched, None
@@ -92,6 +95,50 @@ class _NotedLauncher(_Launcher):
 
         with graph.as_default():
             return graph.capture_call_time_value(at_call, tf.TensorSpec([], tf.int32))
+
+
+@contextlib.contextmanager
+def _made() -> Iterator[None]:
+    """Around a collective that runs eagerly, or is put into a graph, where this does nothing."""
+    if not tf.executing_eagerly():
+        yield
+        return
+    try:
+        yield
+        ended()
+    except BaseException as error:
+        left(error)
+        raise
+
+
+def begun() -> None:
+    """Notes that others are about to be told of a collective: if this thread is interrupted, it may not run here."""
+    global _begun
+    _begun = True
+
+
+def ended() -> None:
+    """Notes that all collectives that others were told of have run here, or run by themselves."""
+    global _begun
+    _begun = False
+
+
+def left(error: BaseException) -> None:
+    """Notes that an exception has ended a call; if collectives of it may not have run, `on_left` is called."""
+    global _begun
+    if _begun:
+        _begun = False
+        for each in _on_left:
+            each(error)
+
+
+def on_left(call: Callable[[BaseException], None]) -> None:
+    """Has a function called with each exception because of which others may wait for a collective of this process."""
+    _on_left.append(call)
+
+
+_begun = False
+_on_left: list[Callable[[BaseException], None]] = []
 
 
 def explain_failures(explain: Callable[[int, str], BaseException | None]) -> None:

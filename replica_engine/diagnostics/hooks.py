@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import batches, patches
+from replica_engine._tf import batches, collectives, patches
 from replica_engine._tf.eager import is_replaced_interrupt
 from replica_engine._tf.graphs import calls, control_flow, function
 from replica_engine._tf.graphs.python_ops import raised_in_op
@@ -42,8 +42,13 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         return original(self, *args, **kwargs)
     notes = calls.notes
     try:
-        return original(self, *args, **kwargs)
-    except (Exception, KeyboardInterrupt) as error:
+        result = original(self, *args, **kwargs)
+        collectives.ended()
+        return result
+    except BaseException as error:
+        collectives.left(error)
+        if not isinstance(error, (Exception, KeyboardInterrupt)):
+            raise
         ours = calls.notes != notes or calls.has_replicas(self)
         if ours and is_replaced_interrupt(error):
             raise KeyboardInterrupt from error

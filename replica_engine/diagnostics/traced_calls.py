@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from replica_engine._tf import thread_state
+from replica_engine._tf import collectives, thread_state
 from replica_engine._tf.graphs import calls, waiting
 from replica_engine.diagnostics.traced_places import TracedRun, Whereabouts
 from replica_engine.diagnostics.traced_timeline import drawn
@@ -140,6 +140,8 @@ class _Call:
                 if interrupt is error:
                     raise
                 raise interrupt from None
+            if not isinstance(error, Exception) and self._places.have_begun():
+                collectives.ended()  # TensorFlow was not told to stop, so the step has come to its end before Ctrl-C
             raise
 
     def _apart(self, execute: calls.Execute) -> Any:
@@ -167,6 +169,8 @@ class _Call:
             wait_for_ever(woken.wait)
         except BaseException as error:
             self._end(done, error, worker)
+            if outcome:
+                collectives.ended()
             raise
         if self._late is not None and not outcome:
             self._end(done, self._late, worker)

@@ -107,6 +107,10 @@ class Whereabouts:
             rows += own if graph is None else self._with_ops(graph, marks, places, own)
         return rows, coordinator
 
+    def have_begun(self) -> bool:
+        """Whether a replica has begun in this call, as far as it is known."""
+        return any(place.since for marks, _ in self._runs for place in marks.places(self._began))
+
     def brief(self) -> str:
         """Where the replicas are, in a line for other workers; "" if the step has just begun or gone on."""
         if time.perf_counter() - max(self.worked(), self._began - self._offset) < LONG:

@@ -207,6 +207,18 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
         return error
 
     @classmethod
+    def gave_up(cls, row: WorkerRow, waiting: Sequence[int], exception: str) -> WorkerLostError:
+        """A worker has left a step before its end, and its program goes on; others are in that step."""
+        what = (
+            f"has left a step before its end ({exception}), and {workers(waiting, _MOST_LINES)} did not leave that "
+            "step. A program that catches an exception out of a step can go on if all workers get one in the same "
+            "step; else it must raise it again"
+        )
+        error = _lost(cls, row, what)
+        error.exception = exception
+        return error
+
+    @classmethod
     def left(cls, row: WorkerRow, other: int, doing: str) -> WorkerLostError:
         """A worker's program came to its end, while the programs of others go on."""
         cure = (

@@ -10,6 +10,7 @@ What it guarantees:
   than the heartbeat limit.
 - If this machine itself stood still for a while, that time does not count, neither as silence nor for the timeout of a
   wait. A timeout runs from the arrival of the question.
+- A member that gave up a step is lost if others are still in that step, or before it, a few seconds later.
 - A member may say goodbye when all have come to their end, or after a failure.
 - What is kept grows with the number of members, and not with the number of launches (see `launch_log`).
 
@@ -39,6 +40,7 @@ from replica_engine.hosts.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchL
 from replica_engine.hosts.wire import BadMessageError, Message
 
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
+GIVEN_UP = 5.0  # seconds that others have to give up the same step; on Ctrl-C each leaves its step within one
 _STOOD_STILL = 2.0  # seconds between two ticks from which on this machine counts as having stood still
 _MOST_VALUES = 10_000
 _ROWS = 500  # in an answer, which has a longest length; where more workers are, is looked up once a second
@@ -79,6 +81,21 @@ class _Wait:
     point: str
     timeout: float
     deadline: float
+
+
+@dataclass(frozen=True)
+class _GivenUp:
+    """A step that a member has left before its end.
+
+    Attributes:
+        position: the number of entries of the member's log then: what belongs to that step is among them.
+        exception: what ended the step, in words.
+        deadline: until when the others may leave the step too; None if that was looked at.
+    """
+
+    position: int
+    exception: str
+    deadline: float | None
 
 
 @dataclass(frozen=True)
@@ -135,6 +152,7 @@ class Job:
         self._exchanges: dict[str, dict[int, Any]] = {}  # by name: the values that have come, by worker
         self._waits: dict[tuple[int, int], _Wait] = {}
         self._where: tuple[float, list[str]] = (now, [])
+        self._given_up: dict[int, _GivenUp] = {}  # by worker: the last one
         self.failure: Failure | None = None
 
     @property
@@ -237,7 +255,17 @@ class Job:
                 self._fail(Failure.of(WorkerLostError.silent, row, self.limits.heartbeat))
         for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.deadline]:
             self._give_up(ticket, now)
+        for worker, step in self._given_up.items():
+            if step.deadline is not None and now >= step.deadline:
+                self._given_up[worker] = dataclasses.replace(step, deadline=None)
+                if waiting := [each for each in self._members if self._waits_in(each, step.position)]:
+                    self._fail(Failure.of(WorkerLostError.gave_up, self._row(worker, now), waiting, step.exception))
         self._log.prune()
+
+    def _waits_in(self, worker: int, position: int) -> bool:
+        """Whether a worker is in the step that another gave up at a position, or will come to it."""
+        own, given_up = self._log.position(worker), self._given_up.get(worker)
+        return own <= position and (given_up is None or given_up.position != own)
 
     def _reached(self) -> str:
         """The host under which the other workers reach the machine of worker 0 and of the coordinator."""
@@ -254,6 +282,10 @@ class Job:
         for ticket, wait in self._waits.items():
             deadline = min(wait.deadline + stood, now + wait.timeout)
             self._waits[ticket] = dataclasses.replace(wait, deadline=deadline)
+        for worker, step in self._given_up.items():
+            if step.deadline is not None:
+                deadline = min(step.deadline + stood, now + GIVEN_UP)
+                self._given_up[worker] = dataclasses.replace(step, deadline=deadline)
 
     def rows(self, now: float) -> list[WorkerRow]:
         """What is known of each worker."""
@@ -460,6 +492,11 @@ class Job:
         self._progress(member, progress)
         self._fail(Failure.of(WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
 
+    def _on_gave_up(self, worker: int, member: _Member, exception: str) -> None:
+        patience = min(GIVEN_UP, self.limits.heartbeat / 2)
+        position = self._log.position(worker)
+        self._given_up[worker] = _GivenUp(position, str(exception), member.heard + patience)
+
     def _on_bye(self, worker: int, member: _Member) -> None:
         member.left = True
         self._ending.pop(worker, None)
@@ -501,5 +538,6 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "exchange": Job._on_exchange,
     "parted": Job._on_parted,
     "failed": Job._on_failed,
+    "gave up": Job._on_gave_up,
     "bye": Job._on_bye,
 }

@@ -419,3 +419,53 @@ def test_messages_grow_with_the_members_and_not_with_the_launches():
     assert len(told) == size * seconds + 1, "and that all are there"
     job.received(0, ["failed", "ValueError: x", []], 4.0)
     assert told[size * seconds + 1 :] == [(None, "failure")]
+
+
+def left_by(played, worker):
+    played.say(worker, "gave up", "KeyboardInterrupt")
+
+
+def test_a_step_that_one_gave_up():
+    played = Played()
+    for worker in (0, 1):
+        played.launch(worker, TRAIN, TRAIN)
+    left_by(played, 1)
+    played.wait(4, beats=(0, 1, 2))
+    assert played.error is None
+    played.wait(1, beats=(0, 1, 2))
+    error = played.error
+    assert isinstance(error, WorkerLostError)
+    assert (error.worker, error.exception) == (1, "KeyboardInterrupt")
+    assert "has left a step before its end (KeyboardInterrupt), and workers 0, 2 did not leave that step" in str(error)
+
+
+def test_a_step_that_all_gave_up_or_have_behind_them():
+    """Workers 0 and 1 leave the second step one after the other, and worker 2 leaves it and goes on at once."""
+    played = Played()
+    for worker in range(3):
+        played.launch(worker, TRAIN, TRAIN)
+        left_by(played, worker)
+        played.wait(1, beats=(0, 1, 2))
+    played.launch(2, EVAL)
+    played.wait(10, beats=(0, 1, 2))
+    assert played.error is None
+    for worker in (0, 1):
+        played.launch(worker, EVAL)
+    left_by(played, 0)  # and the others have left another step, which was before
+    played.wait(10, beats=(0, 1, 2))
+    assert played.error.worker == 0
+    assert "workers 1-2 did not leave that step" in str(played.error)
+
+
+def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step():
+    played = Played()
+    for worker in range(3):
+        played.launch(worker, TRAIN)
+    left_by(played, 0)
+    played.wait(1)
+    played.now += 1000.0
+    played.job.tick(played.now)
+    for worker in (1, 2):
+        left_by(played, worker)
+    played.wait(8, beats=(0, 1, 2))
+    assert played.error is None

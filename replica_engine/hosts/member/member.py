@@ -134,6 +134,18 @@ class Member(Channel):
                 self._flush_log()
                 self._connection.queue(["failed", in_words(error)[:_LONGEST_EXCEPTION], self._progress()])
 
+    def tell_given_up(self, error: BaseException) -> None:
+        """Tells the job that an exception has ended a step of this worker early, which its program may catch.
+
+        What was launched for the step may not have run here, so those who wait for it there do so in vain. If other
+        workers do not give up the same step within a few seconds, all get a WorkerLostError.
+        """
+        if self._first_failure is None:
+            with self._changed:
+                self._flush_log()
+                first, *_ = in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
+                self._connection.queue(["gave up", first])
+
     def progress(self, step: int | None = None, sync_point: str | None = None) -> None:
         """Notes how far this worker is, for the message if it gets lost. It is sent with the next message.
 

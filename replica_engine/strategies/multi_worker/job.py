@@ -9,6 +9,8 @@ What it guarantees:
   the failure of the job: WorkerLostError and its like. Nothing waits for a worker that is lost.
 - When TensorFlow notices first that a connection broke, its error waits until it is known whose connection that was. If
   no worker is lost, the failure of the job names the two workers between which it broke.
+- A step that ends early in this process alone, by Ctrl-C or another exception that its program catches, ends in the
+  others too. TensorFlow cancels the collectives of such a step here, and tells nobody.
 - A network that is down for less than the heartbeat limit breaks no connection (`outages`).
 """
 
@@ -76,9 +78,14 @@ class StrategyJob:
         if self.held is not None:
             self.held.close()
         collectives.explain_failures(self._explain)
+        collectives.on_left(self._tell_given_up)
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
         self.member.on_silence(lambda: outages.outlast(self.port, 2 * self.member.heartbeat))
+
+    def _tell_given_up(self, error: BaseException) -> None:
+        if os.getpid() == self._process:
+            self.member.tell_given_up(error)
 
     def _explain(self, code: int, message: str) -> ReplicaEngineError | None:
         """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""

@@ -24,6 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import hosts
+from replica_engine._tf import collectives
 from replica_engine.diagnostics.user_frames import calling_location
 from replica_engine.engine import SyncPoint
 from replica_engine.errors import GraphModeError
@@ -99,7 +100,9 @@ class Launches:
         def launched() -> None:
             self._steps += new_run
             self._member.progress(self._steps or None, place)
-            self.launch(program)
+            self._wait_for_first(program)
+            collectives.begun()
+            self._member.launched(program)
 
         return launched
 
@@ -111,11 +114,14 @@ class Launches:
             WorkersMissingError: the others did not come in time.
             WorkerLostError: a worker is lost.
         """
+        self._wait_for_first(program)
+        self._member.launched(program)
+
+    def _wait_for_first(self, program: hosts.Program) -> None:
         self._member.check()
         if program.digest not in self._known:
             self._member.compile(program, self._timeout, self._warn_after)
             self._known.add(program.digest)
-        self._member.launched(program)
 
     def note(self, program: hosts.Program) -> None:
         """Tells the job of work other than a collective, which all workers do in the same order."""

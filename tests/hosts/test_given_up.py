@@ -1,0 +1,83 @@
+"""A step of MultiWorkerMirroredStrategy that ends early in some workers: by Ctrl-C, or by an error that is caught."""
+
+import pytest
+from helpers.jobs import LONGER, job
+from helpers.workers import outputs
+
+from replica_engine.hosts import job as job_state
+
+pytestmark = pytest.mark.timeout(360)
+
+PROGRAM = """
+import logging
+
+
+class Interrupts(logging.Handler):  # Ctrl-C, as soon as the warning comes that a step waits
+    def emit(self, record):
+        if "has not returned" in record.getMessage() and armed:
+            armed.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+logging.getLogger("replica_engine").addHandler(Interrupts())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+armed = []
+strategy = KIND(warn_after=0.5)
+member = strategy.extended.job.member
+never = tf.queue.FIFOQueue(1, [tf.float32], [[]])
+
+
+def step(value, waits, fails):
+    if waits:
+        value += never.dequeue()
+    if fails:
+        tf.debugging.assert_greater(value, 0.0)
+    return context().all_reduce("SUM", value)
+
+
+@tf.function
+def train(value, waits=False, fails=False):
+    return strategy.experimental_local_results(strategy.run(step, args=(value, waits, fails)))[0]
+
+
+found["first"] = float(train(tf.constant(1.0), fails=True))
+armed.append(True)
+try:
+    train(tf.constant(1.0), waits=True)
+except KeyboardInterrupt:
+    found["interrupted"] = True
+member.meet("after a step that both have left")
+found["both"] = float(train(tf.constant(2.0)))
+if me:
+    if os.environ["HOW"] == "ctrl-c":
+        armed.append(True)
+    try:
+        train(tf.constant(-1.0), fails=os.environ["HOW"] == "error")
+    except (KeyboardInterrupt, tf.errors.InvalidArgumentError) as error:
+        found["left"] = type(error).__name__
+    member.put("left", True)
+    try:
+        train(tf.constant(1.0))
+    except replica_engine.errors.WorkerLostError as error:
+        found["next"] = error.worker
+else:
+    member.get("left")
+    try:
+        train(tf.constant(1.0), fails=os.environ["HOW"] == "error")
+    except replica_engine.errors.WorkerLostError as error:
+        found["lost"] = [error.worker, error.exception, str(error)]
+"""
+
+
+@pytest.mark.parametrize(("how", "error"), [("ctrl-c", "KeyboardInterrupt"), ("error", "InvalidArgumentError")])
+def test_a_step_that_one_worker_leaves_ends_in_the_others(programs, monkeypatch, how, error):
+    """Both leave the same step before, and go on together."""
+    monkeypatch.setattr(job_state, "GIVEN_UP", 2.0)
+    with job(join=LONGER) as made:
+        of_0, of_1 = outputs(programs, made, PROGRAM, local=2, HOW=how)
+    for each in of_0, of_1:
+        assert (each["first"], each["interrupted"], each["both"]) == (4.0, True, 8.0)
+    assert (of_1["left"], of_1["next"]) == (error, 1)
+    lost, exception, text = of_0["lost"]
+    assert (lost, exception.partition(":")[0].rpartition(".")[2]) == (1, error)
+    assert f"has left a step before its end ({exception}), and worker 0 did not leave that step" in text
