@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -26,6 +26,7 @@ from replica_engine.strategies.validation import (
     check_flags,
     check_seconds,
     check_updated,
+    refuse,
 )
 from replica_engine.threads.call import short_name
 from replica_engine.threads.cpu_reduction import CpuReduction
@@ -163,7 +164,9 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         warn_after: float | None = None,
         graph_optimizer: str | None = None,
         marks: bool | None = None,
+        **others: NoReturn,
     ):
+        refuse(type(self), others)
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(concurrent=concurrent, **({} if marks is None else {"marks": marks}))
         check_choice("graph_optimizer", graph_optimizer, calls.LEVELS)

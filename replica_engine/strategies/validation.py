@@ -16,6 +16,8 @@ from replica_engine.errors.base import brief, shown
 from replica_engine.values.structure import as_tensor
 
 _OF_ONE = "A non-DistributedValues value"  # of the error of a sum of one value for all replicas
+_OF_DIVIDED = ("distribution", "cores_per_replica")  # arguments that divide a model over devices
+_OF_TPU_STRATEGY = (*_OF_DIVIDED, "num_cores", "steps_per_run", "same_random_numbers", "soft_placement")
 _MOST_AXES = 254  # the largest rank of a TensorFlow tensor
 
 
@@ -63,6 +65,27 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """
     if value is not None and value not in choices:
         raise ReplicaValueError(f"{name} must be {', '.join(map(repr, choices))} or None; got {brief(value)}.")
+
+
+def refuse(strategy: type, arguments: Mapping[str, object]) -> None:
+    """Refuses keyword arguments that a strategy on replica threads does not have.
+
+    Raises:
+        ReplicaValueError: `TPUStrategy` has the argument.
+        TypeError: no strategy has it.
+
+    Example:
+        >>> refuse(type(tf.distribute.get_strategy()), {})
+    """
+    for name in arguments:
+        if name not in _OF_TPU_STRATEGY:
+            raise TypeError(f"{strategy.__name__} got an unexpected keyword argument {name!r}.")
+        raise ReplicaValueError(
+            f"{strategy.__name__} takes no {name}=: each device is a replica and has all variables. Write "
+            f"replica_engine.TPUStrategy({name}=...), which runs on CPUs, GPUs and TPUs."
+            if name in _OF_DIVIDED
+            else f"{strategy.__name__} takes no {name}=; it is an argument of replica_engine.TPUStrategy."
+        )
 
 
 def check_updated(variable: Any) -> None:

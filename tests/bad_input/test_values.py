@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, TPUStrategy, accumulate, split_batch
+from replica_engine import MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy, accumulate, split_batch
 from replica_engine.errors import ReplicaValueError
 
 
@@ -137,6 +137,16 @@ def test_a_word_for_yes():
 def test_a_word_that_is_not_known():
     with pytest.raises(ReplicaValueError, match="graph_optimizer must be"):
         MirroredStrategy(["CPU:0", "CPU:1"], graph_optimizer="none")
+
+
+@pytest.mark.parametrize("kind", [MirroredStrategy, MultiWorkerMirroredStrategy])
+def test_an_argument_of_another_strategy(kind):
+    with pytest.raises(ReplicaValueError, match=r"takes no distribution=.*replica_engine.TPUStrategy\(distribution="):
+        kind(distribution="fsdp")
+    with pytest.raises(ReplicaValueError, match="takes no num_cores="):
+        kind(num_cores=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cores'"):
+        kind(cores=2)
 
 
 def test_no_gradient_for_the_first_part():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -17,7 +17,7 @@ from replica_engine.strategies.multi_worker.launches import Launches, check_mode
 from replica_engine.strategies.multi_worker.reduction import WorkerReduction
 from replica_engine.strategies.reductions import Reductions, by_dtype
 from replica_engine.strategies.saving_together import Saving
-from replica_engine.strategies.validation import check_seconds
+from replica_engine.strategies.validation import check_seconds, refuse
 from replica_engine.threads.call import ReplicaOptions
 from replica_engine.threads.cpu_reduction import CpuReduction
 from replica_engine.values.rows import reduces_rows
@@ -189,7 +189,9 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         *,
         timeout: float | None = None,
         warn_after: float | None = None,
+        **others: NoReturn,
     ):
+        refuse(type(self), others)
         check_seconds(timeout=timeout, warn_after=warn_after)
         self._collective_key_base = next(_COLLECTIVE_KEYS)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
