@@ -11,6 +11,8 @@ import tensorflow as tf
 from helpers.host_work import check_strategy_works, check_works
 
 from replica_engine import TPUStrategy, xla
+from replica_engine.errors import ProgramError
+from replica_engine.xla.state import device_value
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=lambda error: type(error).__name__)
@@ -164,3 +166,24 @@ def test_ctrl_c_in_the_moment_before_a_wait(waits_for, timeout):
             thread.join(20)
         signal.signal(signal.SIGINT, before)
     check_strategy_works(strategy)
+
+
+def test_an_error_after_the_launch_does_not_hide_what_ended_it(monkeypatch):
+    """A program that is given up may fail afterwards, and what is to be done with its values then fails too."""
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable(1.0)
+
+    def fails():
+        raise ValueError("the first error")
+
+    def launched(value):
+        raise ProgramError("the second error")
+
+    def body():
+        variable.assign_add(1.0)
+        xla.outside_compilation(fails)
+
+    monkeypatch.setattr(device_value.DeviceValue, "launched", launched)
+    with pytest.raises(ValueError, match="the first error"):
+        strategy.run(body)

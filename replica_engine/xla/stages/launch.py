@@ -42,8 +42,8 @@ from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
 from replica_engine.errors import (
     CoordinatorRow,
-    LostVariableError,
     ProgramError,
+    ReplicaEngineError,
     ReplicaRow,
     ReplicaTimeoutError,
     ReplicaUnwound,
@@ -190,8 +190,9 @@ class Launch:
                 abandoned.add(self._devices)
                 note_failed_run(error, self._records, None)
                 if execution is not None and self._devices.ends_within(execution.patience):
-                    with contextlib.suppress(LostVariableError):
-                        execution.launched()  # an exception of a signal or a thread may have kept it from that
+                    # An exception of a signal or a thread may have kept it from that; it is the one to raise.
+                    with contextlib.suppress(ReplicaEngineError, *RUNTIME_ERRORS):
+                        execution.launched()
         finally:
             try:
                 if isinstance(self._run, Session):
