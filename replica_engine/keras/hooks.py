@@ -28,7 +28,9 @@ Between steps, a callback may change the model. These changes are noticed at onc
   saved, and a second process that loads the weights continues from the same values.
 
 The hooks on losses and on `Mean` metrics are functions of Keras, put in place once. All others are attributes of the
-model, optimizers and metrics; they exist only while a replicated method runs.
+model, optimizers and metrics; they exist only while a replicated method runs. The functions stay when the last
+replicated model is gone: another library may have wrapped ours or kept a reference to it meanwhile, and what it put
+there would be lost. Outside shards they only call Keras' own.
 """
 
 from __future__ import annotations
