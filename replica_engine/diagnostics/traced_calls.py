@@ -5,9 +5,10 @@ that run Python functions of it. What it can do is to start TensorFlow's cancell
 iterator, a transfer, a collective) and loops end then, and so the call. An op that computes ends by itself. An op that
 calls Python ends when the Python code returns: it is interrupted, and if it sleeps, abandoned.
 
-Therefore a graph that calls Python is run on another thread, which the caller can leave; other graphs run on the
-calling thread, which costs less. There, Ctrl-C reaches Python only when the call has returned. So a thread of
-`process.signals` hears of the signal at once and cancels.
+Therefore a graph that calls Python is run on another thread, which the caller can leave. So is one with a limit that
+takes batches from an iterator, because its dataset may call Python. Other graphs run on the calling thread, which costs
+less. There, Ctrl-C reaches Python only when the call has returned, so a thread of `process.signals` hears of the signal
+at once and cancels.
 
 What must never happen:
 
@@ -59,17 +60,19 @@ class _Function:
         self.timeout = min((run.timeout for run in runs if run.timeout is not None), default=None)
         self.warn_after = min((run.warn_after for run in runs if run.warn_after is not None), default=None)
         self._graph = weakref.ref(graph)
-        self._calls_python: bool | None = None
+        self._may_stay: bool | None = None
 
     @property
     def graph(self) -> Any:
         return self._graph()
 
     @property
-    def calls_python(self) -> bool:
-        if self._calls_python is None:
-            self._calls_python = waiting.calls_python(self.graph)
-        return self._calls_python
+    def may_stay(self) -> bool:
+        """Whether a call may stay in Python code, which TensorFlow cannot end."""
+        if self._may_stay is None:
+            draws = self.timeout is not None and waiting.draws(self.graph)
+            self._may_stay = draws or waiting.calls_python(self.graph)
+        return self._may_stay
 
     def __call__(self, execute: calls.Execute) -> Any:
         return _Call(self)(execute)
@@ -115,7 +118,7 @@ class _Call:
             return self._made(execute)
 
     def _made(self, execute: calls.Execute) -> Any:
-        if self._function.calls_python and self._can_be_left():
+        if self._function.may_stay and self._can_be_left():
             return self._apart(execute)
         return self._here(execute)
 

@@ -73,7 +73,7 @@ class Program:
     """A step of four replicas in a `tf.function`, of which one can be made to stand still.
 
     Args:
-        how: where it stands then: "queue" or "python" (asleep) or "busy" (in Python code).
+        how: where it stands then: "queue", "python" (asleep), "generator" (of a dataset, asleep) or "busy" (in Python).
         loops: whether a loop in the function makes several steps.
         release: ends the wait in Python.
     """
@@ -91,6 +91,12 @@ class Program:
             release.wait(120)  # sleeps
             return x
 
+        def generator():
+            release.wait(120)
+            yield 1.0
+
+        numbers = iter(tf.data.Dataset.from_generator(generator, output_signature=tf.TensorSpec([])))
+
         def be_busy(x):
             while not release.is_set():
                 pass
@@ -99,6 +105,7 @@ class Program:
         waits = {
             "queue": lambda x: self.queue.dequeue(),
             "python": lambda x: tf.ensure_shape(tf.py_function(sleep, [x], tf.float32), []),
+            "generator": lambda x: next(numbers),
             "busy": lambda x: tf.ensure_shape(tf.numpy_function(be_busy, [x], tf.float32), []),
         }[how]
 
@@ -172,7 +179,7 @@ def test_an_op_that_waits_is_named(release, said):
 
 
 @LOOPS
-@pytest.mark.parametrize("how", ["queue", "python", "busy"])
+@pytest.mark.parametrize("how", ["queue", "python", "generator", "busy"])
 def test_time_runs_out(how, loops, release):
     program = Program(how, loops, release, timeout=LIMIT)
     before = program.values()
@@ -187,7 +194,7 @@ def test_time_runs_out(how, loops, release):
     assert "variables have the values of the last whole step" in notes
     assert "a note says which updates were made" in str(caught.value)
     assert "writes on its own" not in notes
-    assert ("abandoned" in notes) == (how == "python")
+    assert ("abandoned" in notes) == (how in ("python", "generator"))
     assert ("release.wait(120)" in notes) == (how == "python")
     assert program.values() == before
     assert len(before) == 1

@@ -63,6 +63,11 @@ def calls_python(graph: Any) -> bool:
     return False
 
 
+def draws(graph: Any) -> bool:
+    """Whether a graph, or a function that it runs, takes elements from an iterator, whose dataset may call Python."""
+    return any("Iterator" in op.type for op in _ops(graph, set()))
+
+
 def threads_in(tokens: Iterable[str]) -> dict[str, list[int]]:
     """The threads that run Python functions of graphs now: their idents, by the token of the function."""
     wanted, found = set(tokens), dict[str, list[int]]()
