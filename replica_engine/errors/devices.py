@@ -174,11 +174,11 @@ class DistributionError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def no_such_variable(cls, key: str, near: Sequence[str], count: int) -> DistributionError:
-        """A layout has matched no variable."""
+    def no_such_variable(cls, key: str, near: str, count: int) -> DistributionError:
+        """No layout has matched a variable."""
         return cls(
             f"The layout {key!r} of the LayoutMap matches none of the {count} variables that were made under the "
-            f"scope. Near: {', '.join(map(repr, near)) or 'none'}. A key is the path of a variable (variable.path), or "
+            f"scope. Near: {near}. A key is the path of a variable (variable.path), or "
             "a regular expression for all of it, such as '.*kernel'."
         )
 

@@ -1,5 +1,7 @@
 """Replicas whose devices are those of several workers: the numbers and files of one process."""
 
+import json
+
 import numpy as np
 import pytest
 from helpers.jobs import LONGER, job
@@ -75,3 +77,48 @@ def test_numbers_and_files_are_those_of_one_process(programs, tmp_path, workers,
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
         assert found["loop"] == expected["loop"]
         assert found == each[0][0], "workers differ"
+
+
+OTHERS = """
+import keras
+from keras.distribution import DeviceMesh, LayoutMap, ModelParallel
+
+
+def parallel(*shape):
+    layout_map = LayoutMap(DeviceMesh(shape, ["batch", "model"], [f"cpu:{index}" for index in range(4)]))
+    layout_map["kernel"] = (None, "model")
+    return ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+
+
+mine = {"rules": ["fsdp", "zero1"], "meshes": [parallel(2, 2), parallel(1, 4)]}[os.environ["CASE"]][me]
+strategy = replica_engine.TPUStrategy(num_cores=4, distribution=mine)
+try:
+    with strategy.scope():
+        keras.layers.Dense(16, use_bias=False).build([None, 64])
+except replica_engine.errors.ProgramDisagreementError as error:
+    print(json.dumps(str(error)), flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            "rules",
+            [
+                "0: compilation of `creation of the variable kernel, float32[64, 16], divided as ('batch',)",
+                "1: compilation of `creation of the variable kernel, float32[64, 16], whole on each replica ('zero1'",
+            ],
+        ),
+        ("meshes", ["ModelParallel, mesh 'batch'=2 x 'model'=2", "ModelParallel, mesh 'batch'=1 x 'model'=4"]),
+    ],
+)
+def test_workers_that_divide_in_other_ways_are_told_when_they_make_the_first_variable(programs, case, words):
+    with job(2, join=LONGER) as made:
+        started = [programs.start(TPU_HEAD + OTHERS, env=made.environment(worker, CASE=case)) for worker in range(2)]
+        for each in started:
+            out, err = each.communicate(LONGER)
+            assert each.returncode == 1, err[-4000:]
+            lines = json.loads(next(line for line in out.splitlines() if "creation of" in line)).splitlines()
+            assert all(word in line for word, line in zip(words, lines[1:3], strict=True)), lines

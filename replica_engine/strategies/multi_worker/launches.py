@@ -161,14 +161,15 @@ def check_mode() -> None:
         )
 
 
-def of_variable(name: str, value: Any) -> hosts.Program:
+def of_variable(name: str, value: Any, how: str | None = None) -> hosts.Program:
     """The making of a variable, as workers compare it.
 
     Args:
         name: its name; the numbers that make names unique are not compared, since a chief may have made more models.
         value: this worker's initial value.
+        how: how it is divided over devices, in words.
     """
-    what = f"creation of the variable {name}, {_tensor_text(value)}"
+    what = f"creation of the variable {name}, {_tensor_text(value)}{f', {how}' if how else ''}"
     return hosts.Program(_digest(_ADDED_NUMBER.sub("", what)), what)
 
 

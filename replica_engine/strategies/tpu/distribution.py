@@ -14,7 +14,7 @@ import difflib
 import importlib
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -61,6 +61,7 @@ class Distribution:
     """How one strategy divides variables.
 
     Args:
+        name: what a user calls it.
         mesh: the devices of a replica.
         cores: the number of all devices.
         rule: returns the axes of a variable that was made without a layout.
@@ -68,9 +69,10 @@ class Distribution:
             goes before the rule.
     """
 
-    def __init__(self, mesh: ReplicaMesh, cores: int, rule: Callable[[Made], Axes], given: Any = None):
+    def __init__(self, name: str, mesh: ReplicaMesh, cores: int, rule: Callable[[Made], Axes], given: Any = None):
         if cores % mesh.size:
             raise DistributionError.not_shared_out(cores, mesh.size)
+        self.name = name
         self.mesh = mesh
         self.cores = cores
         self.given = given
@@ -81,6 +83,17 @@ class Distribution:
         self._matched: set[int] = set()
         self._has_weights = False
         self._unchecked = self._layout_map is not None
+
+    def described(self, axes: Axes) -> str:
+        """How a variable with these axes is divided, in words in which workers compare it."""
+        mesh = " x ".join(f"{name!r}={size}" for name, size in self.mesh.axes)
+        outputs = "".join(
+            f", {key!r}={layout.axes}"
+            for key, layout in (self._layout_map or {}).items()
+            if key.endswith(layouts.OUTPUT)
+        )
+        how = f"divided as {axes}" if axes else "whole"
+        return f"{how} on each replica ({self.name}, mesh {mesh}, batch along {self.mesh.batch!r}{outputs})"
 
     def axes_of(self, made: Made) -> Axes:
         """The axes of a variable.
@@ -132,7 +145,7 @@ class Distribution:
         for all of them.
 
         Raises:
-            DistributionError: a layout has matched no variable. Only now: the body may have built the model.
+            DistributionError: no layout has matched a variable. Only now: the body may have built the model.
         """
         if self._layout_map is None:
             with layouts.in_parts():
@@ -140,13 +153,12 @@ class Distribution:
             return
         with layouts.in_parts(), layouts.outputs_divided(self.given, self._layout_of_output, _constrained):
             yield
-        self.check_layouts(built=False)
+        self.check_layouts(strategy, built=False)
         for key, layout in self._layout_map.items():
             if self._outputs and key.endswith(layouts.OUTPUT) and id(layout) not in self._matched:
-                near = difflib.get_close_matches(key.strip(".*^$"), self._outputs, n=3, cutoff=0.3)
                 text = (
                     f"The layout {key!r} of the LayoutMap matches the output of none of the {len(self._outputs)} "
-                    f"layers that the first step has called. Near: {', '.join(map(repr, near)) or 'none'}. A key is "
+                    f"layers that the first step has called. Near: {_near(key, self._outputs)}. A key is "
                     'the path of a layer and "/output", or a regular expression for all of it.'
                 )
                 warn_once(strategy, ("output", key), warning("unmatched_outputs", text))
@@ -155,26 +167,44 @@ class Distribution:
         self._outputs[path] = None
         return self._layout_of(path)
 
-    def check_layouts(self, built: bool = True) -> None:
-        """Checks that each layout of the LayoutMap has matched a variable.
+    def check_layouts(self, strategy: tf.distribute.Strategy, built: bool = True) -> None:
+        """Checks that the layouts of the LayoutMap have matched variables, the first time that a model has some.
+
+        If some have, the others may be for a model that is still to be made: a warning names them.
 
         Args:
+            strategy: the strategy.
             built: whether the model is known to have all its variables. Otherwise there is no check before it has a
                 trainable weight: a program that runs first may be of something else.
 
         Raises:
-            DistributionError: a layout has matched none.
+            DistributionError: no layout has matched any variable.
         """
         if not self._unchecked or not (built or self._has_weights):
             return
         if layouts.being_made().variable is not None:
             return  # the program makes its initial value, and others are still to come
-        paths = list(self._paths)
-        for key, layout in self._layout_map.items():
-            if id(layout) not in self._matched and not key.endswith(layouts.OUTPUT):
-                near = difflib.get_close_matches(key.strip(".*^$"), paths, n=3, cutoff=0.3)
-                raise DistributionError.no_such_variable(key, near or paths[:3], len(paths))
+        assert self._layout_map is not None, "it has layouts to check"
+        of_variables = {key: id(at) for key, at in self._layout_map.items() if not key.endswith(layouts.OUTPUT)}
+        unmatched = [key for key, at in of_variables.items() if at not in self._matched]
+        if unmatched and len(unmatched) == len(of_variables):
+            raise DistributionError.no_such_variable(unmatched[0], _near(unmatched[0], self._paths), len(self._paths))
+        for key in unmatched:
+            text = (
+                f"The layout {key!r} of the LayoutMap matches none of the {len(self._paths)} variables that were made "
+                f"under the scope before the first step. Near: {_near(key, self._paths)}. It is right if it is for a "
+                "model that is still to be made. A key is the path of a variable (variable.path), or a regular "
+                "expression for all of it, such as '.*kernel'."
+            )
+            warn_once(strategy, ("layout", key), warning("unmatched_layouts", text))
         self._unchecked = False
+
+
+def _near(key: str, paths: Iterable[str]) -> str:
+    """The paths that a key may have meant, in words; if none is like it, the first ones."""
+    known = list(paths)
+    near = difflib.get_close_matches(key.strip(".*^$"), known, n=3, cutoff=0.3) or known[:3]
+    return ", ".join(map(repr, near)) or "none"
 
 
 def _constrained(path: str, value: tf.Tensor, layout: Any) -> tf.Tensor:
@@ -207,14 +237,15 @@ def read(
         if cores_per_replica in (None, 1):
             return None
         assert cores_per_replica is not None
-        return Distribution(ReplicaMesh(_factors(cores_per_replica), None), cores or every(), _whole)
+        mesh = ReplicaMesh(_factors(cores_per_replica), None)
+        return Distribution(f"cores_per_replica={cores_per_replica}", mesh, cores or every(), _whole)
     importlib.import_module("keras")  # before its first variable is made
     layouts.watch_variables()
     if isinstance(distribution, str) and distribution in _RULES:
         cores = cores or every()
         size = cores_per_replica or cores
         mesh = ReplicaMesh(((BATCH, size),), BATCH)
-        return Distribution(mesh, cores, lambda made: _RULES[distribution](made, size))
+        return Distribution(repr(distribution), mesh, cores, lambda made: _RULES[distribution](made, size))
     if not layouts.is_distribution(distribution):
         raise DistributionError(
             f"`distribution` must be one of {', '.join(map(repr, sorted(_RULES)))}, a "
@@ -238,7 +269,7 @@ def read(
     mesh = ReplicaMesh(axes, distribution.batch_dim_name)
     if (cores_per_replica or mesh.size) != mesh.size:
         raise DistributionError.other_size(cores_per_replica or 0, axes)
-    return Distribution(mesh, cores or mesh.size, _like_reference, distribution)
+    return Distribution(type(distribution).__name__, mesh, cores or mesh.size, _like_reference, distribution)
 
 
 def _advice(given: Any) -> str:

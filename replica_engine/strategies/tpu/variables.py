@@ -170,13 +170,14 @@ def create(
         return values if on_read else values * devices.size
 
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)
-    if devices.member is not None:
-        workers.start_from_chief(name, variable._values, devices, strategy.extended.limits)
     axes = WHOLE
     if early is not None:
         axes = early.axes
     elif distribution is not None and variable.shape.is_fully_defined():
         axes = _axes(distribution, devices, name, tuple(variable.shape), variable.dtype)
+    if devices.member is not None:
+        how = None if distribution is None else distribution.described(axes)
+        workers.start_from_chief(name, variable._values, devices, strategy.extended.limits, how)
     device_value = make_device_value(variable._values, devices, spread, axes, array)
     device_value.limits = strategy.extended.limits
     is_mirrored = isinstance(variable, MirroredDeviceVariable) and spread is None

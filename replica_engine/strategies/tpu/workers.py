@@ -187,7 +187,9 @@ def explain_failures(member: Member) -> None:
     collectives.explain_failures(lambda code, message: member.failure if os.getpid() == process else None)
 
 
-def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup, limits: LaunchLimits) -> None:
+def start_from_chief(
+    name: str, components: Sequence[Any], devices: DeviceGroup, limits: LaunchLimits, how: str | None = None
+) -> None:
     """Gives a new variable the chief's value, whatever this worker computed.
 
     Args:
@@ -195,9 +197,10 @@ def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup,
         components: its variables on the host, all with one value.
         devices: the devices of all workers.
         limits: how long to wait for the other workers.
+        how: how it is divided over the devices of a replica, in words.
 
     Raises:
-        ProgramDisagreementError: another worker does not make this variable now.
+        ProgramDisagreementError: another worker does not make this variable now, or divides it in another way.
         WorkersMissingError or ReplicaTimeoutError: another worker did not come in time.
     """
     member = devices.member
@@ -205,7 +208,7 @@ def start_from_chief(name: str, components: Sequence[Any], devices: DeviceGroup,
     unique = list({id(component): component for component in components}.values())
     handle = variables.raw_handle(unique[0])
     value = variables.read(handle, unique[0].dtype)
-    member.compile(of_variable(name, value), *limits)
+    member.compile(of_variable(name, value, how), *limits)
     if xla_ops.is_host_only(value.dtype):
         return  # strings: each worker keeps its own
     chiefs = exchange.from_chief(devices, value.numpy(), limits)
