@@ -18,7 +18,7 @@ from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
 from replica_engine.values.structure import as_tensor
-from replica_engine.xla.body import current
+from replica_engine.xla.body import current, host_call_site, in_body
 
 
 @autograph.artifact
@@ -26,6 +26,7 @@ def constrain(x: Any, axes: Sequence[Any]) -> tf.Tensor:
     """Divides a value of a body over the devices of its replica, like `jax.lax.with_sharding_constraint`.
 
     It never changes a value. Its gradient is divided in the same way. Where a replica has one device it does nothing.
+    Outside a body it does nothing either: Keras calls a layer to learn its shapes, and others run the model elsewhere.
 
     Args:
         x: a tensor, whose number of dimensions must be known.
@@ -34,7 +35,7 @@ def constrain(x: Any, axes: Sequence[Any]) -> tf.Tensor:
             `distribution="fsdp"` and `"zero1"` has the axis "batch".
 
     Raises:
-        NotInBodyError: called outside a replicated body.
+        NotInBodyError: called in a function that `outside_compilation` runs on the host.
         DistributionError: there are more entries than dimensions, or the mesh has no such axis, or an axis comes twice.
 
     Example:
@@ -47,7 +48,8 @@ def constrain(x: Any, axes: Sequence[Any]) -> tf.Tensor:
         >>> float(strategy.run(step, args=(tf.ones([4, 6]),)))
         24.0
     """
-    mesh = current("constrain").mesh
+    is_outside = in_body() is None or tf.executing_eagerly()
+    mesh = None if is_outside and host_call_site() is None else current("constrain").mesh
     tensor = as_tensor(x, "constrain")
     if isinstance(axes, str) or not isinstance(axes, Sequence):
         raise DistributionError(f'constrain takes an entry for each dimension, such as ("batch", None); got {axes!r}.')

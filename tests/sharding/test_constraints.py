@@ -1,5 +1,7 @@
 """`xla.constrain`, and the logical devices of `tf.distribute.TPUStrategy`: how values in a step are divided."""
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -58,6 +60,31 @@ def test_its_gradient_is_right_and_divided(divided):
 def test_where_a_replica_has_one_device_it_does_nothing():
     one = replica_engine.TPUStrategy(num_cores=1)
     assert float(one.run(lambda x: xla.constrain(x, ("batch",))[0], args=(tf.ones([4]),))) == 1.0
+
+
+class Constrained(keras.layers.Dense):
+    """A layer that Keras calls outside of replicas too, to learn the shape of its output."""
+
+    def call(self, x):
+        return xla.constrain(super().call(x), ("batch", None))
+
+
+@pytest.mark.parametrize("shape", [(8,), None])
+def test_a_layer_of_keras_may_constrain_its_values(shape):
+    """Built with the model, or by the first `fit`; the model runs without a strategy too."""
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype("f")
+    losses = []
+    for cores in (1, 4):
+        keras.utils.set_random_seed(0)
+        with replica_engine.TPUStrategy(num_cores=cores, distribution="fsdp").scope():
+            head = [] if shape is None else [keras.Input(shape)]
+            model = keras.Sequential([*head, Constrained(16, "relu"), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        losses.append(model.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0).history["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    plain = keras.Sequential([keras.Input([8]), Constrained(16, "relu"), keras.layers.Dense(1)])
+    plain.set_weights(model.get_weights())
+    np.testing.assert_allclose(plain(x), model.predict(x, verbose=0), atol=1e-6)
 
 
 @pytest.mark.parametrize(
