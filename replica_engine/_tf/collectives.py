@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,23 +114,25 @@ def _made() -> Iterator[None]:
 
 def begun() -> None:
     """Notes that others are about to be told of a collective: if this thread is interrupted, it may not run here."""
-    global _begun
-    _begun = True
+    _begun.add(threading.get_ident())
 
 
 def ended() -> None:
-    """Notes that all collectives that others were told of have run here, or run by themselves."""
-    global _begun
-    _begun = False
+    """Notes that all collectives that others were told of by this thread have run here, or run by themselves."""
+    _begun.discard(threading.get_ident())
 
 
 def left(error: BaseException) -> None:
     """Notes that an exception has ended a call; if collectives of it may not have run, `on_left` is called."""
-    global _begun
-    if _begun:
-        _begun = False
+    if threading.get_ident() in _begun:
+        ended()
         for each in _on_left:
             each(error)
+
+
+def running() -> bool:
+    """Whether a thread is in a call with collectives that others were told of."""
+    return bool(_begun)
 
 
 def on_left(call: Callable[[BaseException], None]) -> None:
@@ -137,7 +140,7 @@ def on_left(call: Callable[[BaseException], None]) -> None:
     _on_left.append(call)
 
 
-_begun = False
+_begun: set[int] = set()  # idents of threads: others, which read data for example, may raise meanwhile
 _on_left: list[Callable[[BaseException], None]] = []
 
 

@@ -104,7 +104,12 @@ class _Call:
         if tells_others:
             describe_replicas(self._places.brief)
         try:
-            return self._drawn(execute) if timeline.recording() else self._made(execute)
+            result = self._drawn(execute) if timeline.recording() else self._made(execute)
+            collectives.ended()  # here too: a concrete function may be called without its tf.function
+            return result
+        except BaseException as error:
+            collectives.left(error)
+            raise
         finally:
             self._is_over = True
             if tells_others:

@@ -10,7 +10,9 @@ What it guarantees:
   than the heartbeat limit.
 - If this machine itself stood still for a while, that time does not count, neither as silence nor for the timeout of a
   wait. A timeout runs from the arrival of the question.
-- A member that gave up a step is lost if others are still in that step, or before it, a few seconds later.
+- A member that gave up a step is lost if another one stays in that step: for a few seconds if the first was
+  interrupted, which all hear of at once; otherwise for the heartbeat limit, since the same exception, the end of the
+  data for example, may come to the other later. One that has not come to the step is waited for.
 - A member may say goodbye when all have come to their end, or after a failure.
 - What is kept grows with the number of members, and not with the number of launches (see `launch_log`).
 
@@ -40,7 +42,7 @@ from replica_engine.hosts.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchL
 from replica_engine.hosts.wire import BadMessageError, Message
 
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
-GIVEN_UP = 5.0  # seconds that others have to give up the same step; on Ctrl-C each leaves its step within one
+INTERRUPTED = 5.0  # seconds that others have to give up a step that one was interrupted in; each takes about one
 _STOOD_STILL = 2.0  # seconds between two ticks from which on this machine counts as having stood still
 _MOST_VALUES = 10_000
 _ROWS = 500  # in an answer, which has a longest length; where more workers are, is looked up once a second
@@ -62,6 +64,7 @@ class _Member:
     sync_point: str = ""
     launches: int = 0
     launched: str = ""
+    in_step: bool = False  # by its last sign of life
     left: bool = False  # it has said goodbye
     closed: bool = False  # its connection has ended
 
@@ -88,14 +91,12 @@ class _GivenUp:
     """A step that a member has left before its end.
 
     Attributes:
-        position: the number of entries of the member's log then: what belongs to that step is among them.
         exception: what ended the step, in words.
-        deadline: until when the others may leave the step too; None if that was looked at.
+        patience: how many seconds others may stay in the step.
     """
 
-    position: int
     exception: str
-    deadline: float | None
+    patience: float
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Job:
         self._exchanges: dict[str, dict[int, Any]] = {}  # by name: the values that have come, by worker
         self._waits: dict[tuple[int, int], _Wait] = {}
         self._where: tuple[float, list[str]] = (now, [])
-        self._given_up: dict[int, _GivenUp] = {}  # by worker: the last one
+        self._given_up: dict[int, dict[int, _GivenUp]] = {}  # by position in the log: who gave up a step there
+        self._in_vain: dict[int, tuple[int, float]] = {}  # who is in such a step: its position, and since when
         self.failure: Failure | None = None
 
     @property
@@ -255,17 +257,32 @@ class Job:
                 self._fail(Failure.of(WorkerLostError.silent, row, self.limits.heartbeat))
         for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.deadline]:
             self._give_up(ticket, now)
-        for worker, step in self._given_up.items():
-            if step.deadline is not None and now >= step.deadline:
-                self._given_up[worker] = dataclasses.replace(step, deadline=None)
-                if waiting := [each for each in self._members if self._waits_in(each, step.position)]:
-                    self._fail(Failure.of(WorkerLostError.gave_up, self._row(worker, now), waiting, step.exception))
+        self._end_steps_in_vain(now)
         self._log.prune()
 
-    def _waits_in(self, worker: int, position: int) -> bool:
-        """Whether a worker is in the step that another gave up at a position, or will come to it."""
-        own, given_up = self._log.position(worker), self._given_up.get(worker)
-        return own <= position and (given_up is None or given_up.position != own)
+    def _end_steps_in_vain(self, now: float) -> None:
+        """Fails the job if a member stays in a step that another one gave up.
+
+        A step begins with its entries in the log. So members with equally many entries are in the same step, or one of
+        them has it behind it and is in none.
+        """
+        passed = self._log.passed
+        self._given_up = {position: who for position, who in self._given_up.items() if position >= passed}
+        before, self._in_vain = self._in_vain, {}
+        if not self._given_up:
+            return
+        for worker, member in self._members.items():
+            position = self._log.position(worker)
+            who = self._given_up.get(position)
+            if who is None or worker in who or not member.in_step or member.left or member.closed:
+                continue
+            known = before.get(worker, (position, now))
+            self._in_vain[worker] = known if known[0] == position else (position, now)
+        for position, since in list(self._in_vain.values()):
+            for worker, step in self._given_up[position].items():
+                if now - since >= step.patience:
+                    waiting = [other for other, (there, _) in sorted(self._in_vain.items()) if there == position]
+                    self._fail(Failure.of(WorkerLostError.gave_up, self._row(worker, now), waiting, step.exception))
 
     def _reached(self) -> str:
         """The host under which the other workers reach the machine of worker 0 and of the coordinator."""
@@ -282,10 +299,8 @@ class Job:
         for ticket, wait in self._waits.items():
             deadline = min(wait.deadline + stood, now + wait.timeout)
             self._waits[ticket] = dataclasses.replace(wait, deadline=deadline)
-        for worker, step in self._given_up.items():
-            if step.deadline is not None:
-                deadline = min(step.deadline + stood, now + GIVEN_UP)
-                self._given_up[worker] = dataclasses.replace(step, deadline=deadline)
+        for worker, (position, since) in self._in_vain.items():
+            self._in_vain[worker] = position, min(since + stood, now)
 
     def rows(self, now: float) -> list[WorkerRow]:
         """What is known of each worker."""
@@ -365,7 +380,8 @@ class Job:
 
     # Messages
 
-    def _on_beat(self, worker: int, member: _Member, sent: float, progress: list[Any]) -> None:
+    def _on_beat(self, worker: int, member: _Member, sent: float, progress: list[Any], in_step: bool = False) -> None:
+        member.in_step = bool(in_step)
         self._progress(member, progress)
         self._tell(worker, ["beat", sent, time.perf_counter()])
 
@@ -492,10 +508,11 @@ class Job:
         self._progress(member, progress)
         self._fail(Failure.of(WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
 
-    def _on_gave_up(self, worker: int, member: _Member, exception: str) -> None:
-        patience = min(GIVEN_UP, self.limits.heartbeat / 2)
-        position = self._log.position(worker)
-        self._given_up[worker] = _GivenUp(position, str(exception), member.heard + patience)
+    def _on_gave_up(self, worker: int, member: _Member, exception: str, interrupted: bool) -> None:
+        member.in_step = False
+        patience = min(INTERRUPTED, self.limits.heartbeat / 2) if interrupted else self.limits.heartbeat
+        there = self._given_up.setdefault(self._log.position(worker), {})
+        there[worker] = _GivenUp(str(exception), patience)
 
     def _on_bye(self, worker: int, member: _Member) -> None:
         member.left = True

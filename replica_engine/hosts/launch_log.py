@@ -131,6 +131,11 @@ class LaunchLog:
         """The number of entries that a worker has."""
         return self._positions[worker]
 
+    @property
+    def passed(self) -> int:
+        """The number of entries that all workers have."""
+        return min(self._positions)
+
     def extend(self, worker: int, entries: bytes) -> Disagreement | None:
         """Adds entries to the log of a worker.
 
@@ -187,7 +192,7 @@ class LaunchLog:
 
     def prune(self) -> None:
         """Drops the entries that all workers have passed."""
-        passed = min(self._positions)
+        passed = self.passed
         del self._entries[: (passed - self._first) * ENTRY]
         self._first = passed
 

@@ -72,8 +72,9 @@ else:
 @pytest.mark.parametrize(("how", "error"), [("ctrl-c", "KeyboardInterrupt"), ("error", "InvalidArgumentError")])
 def test_a_step_that_one_worker_leaves_ends_in_the_others(programs, monkeypatch, how, error):
     """Both leave the same step before, and go on together."""
-    monkeypatch.setattr(job_state, "GIVEN_UP", 2.0)
+    monkeypatch.setattr(job_state, "INTERRUPTED", 2.0)
     with job(join=LONGER) as made:
+        made.limit(heartbeat=15.0)
         of_0, of_1 = outputs(programs, made, PROGRAM, local=2, HOW=how)
     for each in of_0, of_1:
         assert (each["first"], each["interrupted"], each["both"]) == (4.0, True, 8.0)
@@ -81,3 +82,49 @@ def test_a_step_that_one_worker_leaves_ends_in_the_others(programs, monkeypatch,
     lost, exception, text = of_0["lost"]
     assert (lost, exception.partition(":")[0].rpartition(".")[2]) == (1, error)
     assert f"has left a step before its end ({exception}), and worker 0 did not leave that step" in text
+
+
+NOT_LEFT = """
+from replica_engine._tf import collectives
+
+strategy = KIND()
+left = []
+collectives.on_left(left.append)
+
+
+@tf.function
+def fails(value):
+    tf.debugging.assert_greater(value, 0.0)
+
+
+def reads():
+    try:
+        fails(tf.constant(-1.0))
+    except tf.errors.InvalidArgumentError:
+        found["caught"] = found.get("caught", 0) + 1
+
+
+def step(value, beside):
+    if beside:
+        tf.py_function(reads, [], [])
+    return context().all_reduce("SUM", value)
+
+
+@tf.function
+def train(value, beside=False):
+    return strategy.experimental_local_results(strategy.run(step, args=(value, beside)))[0]
+
+
+concrete = train.get_concrete_function(tf.TensorSpec([]))
+found["sums"] = [float(concrete(tf.constant(1.0)))]
+reads()
+found["sums"].append(float(train(tf.constant(1.0), beside=True)))
+found["left"] = len(left)
+"""
+
+
+def test_an_exception_beside_a_step_leaves_no_step(programs):
+    """After the call of a concrete function, and on another thread, which reads data for example, while a step runs."""
+    with job(join=LONGER) as made:
+        for each in outputs(programs, made, NOT_LEFT):
+            assert each == {"sums": [2.0, 2.0], "caught": 2, "left": 0}

@@ -48,12 +48,12 @@ class Played:
     def launch(self, worker, *entries, wait=()):
         self.say(worker, "log", packed(entries), len(entries), [], *wait)
 
-    def wait(self, seconds, beats=()):
-        """Moves the clock on in steps of a second; some members give signs of life."""
+    def wait(self, seconds, beats=(), in_step=()):
+        """Moves the clock on in steps of a second; some members give signs of life, and say if they are in a step."""
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker in beats:
-                self.say(worker, "beat", self.now, [])
+                self.say(worker, "beat", self.now, [], worker in in_step)
             self.job.tick(self.now)
 
     def told_to(self, worker, kind):
@@ -421,22 +421,25 @@ def test_messages_grow_with_the_members_and_not_with_the_launches():
     assert told[size * seconds + 1 :] == [(None, "failure")]
 
 
-def left_by(played, worker):
-    played.say(worker, "gave up", "KeyboardInterrupt")
+def left_by(played, worker, exception="KeyboardInterrupt"):
+    played.say(worker, "gave up", exception, exception == "KeyboardInterrupt")
 
 
-def test_a_step_that_one_gave_up():
+AT_THE_END = "OutOfRangeError: End of sequence"
+
+
+def test_a_step_in_which_one_was_interrupted():
     played = Played()
     for worker in (0, 1):
         played.launch(worker, TRAIN, TRAIN)
     left_by(played, 1)
-    played.wait(4, beats=(0, 1, 2))
+    played.wait(5, beats=(0, 1, 2), in_step=(0,))
     assert played.error is None
-    played.wait(1, beats=(0, 1, 2))
+    played.wait(1, beats=(0, 1, 2), in_step=(0,))
     error = played.error
     assert isinstance(error, WorkerLostError)
     assert (error.worker, error.exception) == (1, "KeyboardInterrupt")
-    assert "has left a step before its end (KeyboardInterrupt), and workers 0, 2 did not leave that step" in str(error)
+    assert "has left a step before its end (KeyboardInterrupt), and worker 0 did not leave that step" in str(error)
 
 
 def test_a_step_that_all_gave_up_or_have_behind_them():
@@ -445,16 +448,69 @@ def test_a_step_that_all_gave_up_or_have_behind_them():
     for worker in range(3):
         played.launch(worker, TRAIN, TRAIN)
         left_by(played, worker)
-        played.wait(1, beats=(0, 1, 2))
+        played.wait(1, beats=(0, 1, 2), in_step=range(worker + 1, 3))
     played.launch(2, EVAL)
-    played.wait(10, beats=(0, 1, 2))
+    played.wait(20, beats=(0, 1, 2), in_step=(2,))
     assert played.error is None
     for worker in (0, 1):
         played.launch(worker, EVAL)
     left_by(played, 0)  # and the others have left another step, which was before
-    played.wait(10, beats=(0, 1, 2))
+    played.wait(7, beats=(0, 1, 2), in_step=(1, 2))
     assert played.error.worker == 0
     assert "workers 1-2 did not leave that step" in str(played.error)
+
+
+def test_others_that_come_to_the_end_of_their_data_later():
+    """Worker 0 saves a checkpoint before that step, and worker 2 needs long to see that no batch is left."""
+    played = Played()
+    for worker in (1, 2):
+        played.launch(worker, TRAIN)
+    left_by(played, 1, AT_THE_END)
+    played.wait(9, beats=(0, 1, 2), in_step=(2,))
+    left_by(played, 2, AT_THE_END)
+    played.wait(100, beats=(0, 1, 2))
+    played.launch(0, TRAIN)
+    played.wait(9, beats=(0, 1, 2), in_step=(0,))
+    left_by(played, 0, AT_THE_END)
+    played.wait(20, beats=(0, 1, 2))
+    assert played.error is None
+
+
+def test_one_whose_data_do_not_end_with_those_of_the_others():
+    played = Played()
+    for worker in range(3):
+        played.launch(worker, TRAIN)
+    for worker in (1, 2):
+        left_by(played, worker, AT_THE_END)
+    played.wait(12, beats=(0, 1, 2), in_step=(0,))
+    assert (played.error.worker, played.error.exception) == (1, AT_THE_END)
+
+
+def test_a_step_that_the_others_have_behind_them():
+    """The exception came after the collectives. The others make no step for a while."""
+    played = Played()
+    for worker in range(3):
+        played.launch(worker, TRAIN)
+    played.wait(1, beats=(0, 1, 2), in_step=(0, 1, 2))
+    left_by(played, 1, "ValueError: NaN")
+    played.wait(100, beats=(0, 1, 2))
+    assert played.error is None
+    for worker in range(3):
+        played.launch(worker, TRAIN)
+    played.wait(100, beats=(0, 1, 2), in_step=(0, 1, 2))
+    assert played.error is None
+
+
+def test_one_that_leaves_each_step_at_once():
+    played = Played()
+    for worker in range(3):
+        played.launch(worker, TRAIN)
+    for _ in range(12):
+        left_by(played, 1, "ValueError: NaN")
+        played.wait(1, beats=(0, 1, 2), in_step=(0, 2))
+        played.launch(1, TRAIN)
+    assert played.error.worker == 1
+    assert "workers 0, 2 did not leave that step" in str(played.error)
 
 
 def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step():
@@ -462,7 +518,7 @@ def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step():
     for worker in range(3):
         played.launch(worker, TRAIN)
     left_by(played, 0)
-    played.wait(1)
+    played.wait(2, beats=(0, 1, 2), in_step=(1, 2))
     played.now += 1000.0
     played.job.tick(played.now)
     for worker in (1, 2):

@@ -88,6 +88,7 @@ class Member(Channel):
         self._where = ""  # where the replicas are in a traced step that takes long
         self._progressed = False
         self._beat = self._batch = time.monotonic()  # when the next ones are due
+        self._in_step: Callable[[], bool] = lambda: False
         self._hook: Callable[..., Any] | None = None
         for message in early:
             self._take(message)
@@ -137,14 +138,23 @@ class Member(Channel):
     def tell_given_up(self, error: BaseException) -> None:
         """Tells the job that an exception has ended a step of this worker early, which its program may catch.
 
-        What was launched for the step may not have run here, so those who wait for it there do so in vain. If other
-        workers do not give up the same step within a few seconds, all get a WorkerLostError.
+        What was launched for the step may not have run here, so those who wait for it there do so in vain. If another
+        worker stays in that step, all get a WorkerLostError. It stays as long as the function of `tell_whether_in_step`
+        says so.
         """
         if self._first_failure is None:
             with self._changed:
                 self._flush_log()
                 first, *_ = in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
-                self._connection.queue(["gave up", first])
+                self._connection.queue(["gave up", first, not isinstance(error, Exception)])
+
+    def tell_whether_in_step(self, in_step: Callable[[], bool]) -> None:
+        """Has each sign of life say whether this worker is in a step that others may have given up.
+
+        Args:
+            in_step: is called on another thread. It must neither wait nor raise.
+        """
+        self._in_step = in_step
 
     def progress(self, step: int | None = None, sync_point: str | None = None) -> None:
         """Notes how far this worker is, for the message if it gets lost. It is sent with the next message.
@@ -384,7 +394,7 @@ class Member(Channel):
             if self._first_failure is not None:
                 return now + 1.0
             if now >= self._beat:
-                self._connection.queue(["beat", time.perf_counter(), self._progress()])
+                self._connection.queue(["beat", time.perf_counter(), self._progress(), self._in_step()])
                 self._beat = now + min(1.0, self._connection.heartbeat / _BEATS)
             return min(self._beat, self._batch) if self._entries else self._beat
 

@@ -79,6 +79,7 @@ class StrategyJob:
             self.held.close()
         collectives.explain_failures(self._explain)
         collectives.on_left(self._tell_given_up)
+        self.member.tell_whether_in_step(collectives.running)
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
         self.member.on_silence(lambda: outages.outlast(self.port, 2 * self.member.heartbeat))
