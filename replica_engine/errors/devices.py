@@ -173,15 +173,6 @@ class DistributionError(ReplicaEngineError, ValueError):
             "model, end it first: keras.distribution.set_distribution(None)."
         )
 
-    @classmethod
-    def no_such_variable(cls, key: str, near: str, count: int) -> DistributionError:
-        """No layout has matched a variable."""
-        return cls(
-            f"The layout {key!r} of the LayoutMap matches none of the {count} variables that were made under the "
-            f"scope. Near: {near}. A key is the path of a variable (variable.path), or "
-            "a regular expression for all of it, such as '.*kernel'."
-        )
-
 
 def _mesh(axes: Sequence[tuple[str, int]]) -> str:
     return " x ".join(f"{name!r}={size}" for name, size in axes)

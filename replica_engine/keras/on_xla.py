@@ -69,7 +69,7 @@ class OnXla:
         self._compiled: set[Any] = set()
         self._functions: dict[Any, Callable[..., Any]] = {}
         if strategy.extended.distribution is not None:
-            strategy.extended.distribution.check_layouts(strategy)
+            strategy.extended.distribution.check_layouts()
         self._programs = strategy.extended.own_programs()  # they hold the model and are freed with it
 
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from replica_engine.strategies.tpu import variables
 DEVICES = [f"cpu:{index}" for index in range(4)]
 
 
-@shows(DistributionError.no_such_variable)
+@shows(DistributionError, "unmatched_layout")
 def test_layout_that_matches_no_variable():
     """Before the first step is traced."""
     layout_map = LayoutMap(DeviceMesh((2, 2), ["batch", "model"], DEVICES))
@@ -79,23 +79,6 @@ def test_a_distribution_of_keras_is_never_ignored():
                     continue
                 with pytest.raises(DistributionError, match=r"the strategy, TPUStrategy\(distribution=\.\.\.\)"):
                     each.fit(x, y, verbose=0)
-
-
-@shows("unmatched_layouts")
-def test_layout_for_a_model_that_is_made_later():
-    """One LayoutMap for two models, such as those of a GAN: a warning."""
-    layout_map = LayoutMap(DeviceMesh((2, 2), ["batch", "model"], DEVICES))
-    layout_map["generator/up/kernel"] = (None, "model")
-    layout_map["critic/up/kernel"] = ("model", None)
-    strategy = TPUStrategy(distribution=ModelParallel(layout_map=layout_map))
-    with strategy.scope():
-        layers = [keras.Input([8]), keras.layers.Dense(16, name="up")]
-        generator = keras.Sequential(layers, name="generator")
-    generator.predict(tf.ones([4, 8]), verbose=0)
-    with strategy.scope():
-        critic = keras.Sequential([keras.layers.Dense(8, name="up")], name="critic")
-    critic.predict(tf.ones([4, 16]), verbose=0)
-    assert "('model', None)" in str(strategy.layouts())
 
 
 @shows("unmatched_outputs")

@@ -145,7 +145,7 @@ class Distribution:
         for all of them.
 
         Raises:
-            DistributionError: no layout has matched a variable. Only now: the body may have built the model.
+            DistributionError: a layout has matched no variable. Only now: the body may have built the model.
         """
         if self._layout_map is None:
             with layouts.in_parts():
@@ -153,7 +153,7 @@ class Distribution:
             return
         with layouts.in_parts(), layouts.outputs_divided(self.given, self._layout_of_output, _constrained):
             yield
-        self.check_layouts(strategy, built=False)
+        self.check_layouts(built=False)
         for key, layout in self._layout_map.items():
             if self._outputs and key.endswith(layouts.OUTPUT) and id(layout) not in self._matched:
                 text = (
@@ -167,36 +167,28 @@ class Distribution:
         self._outputs[path] = None
         return self._layout_of(path)
 
-    def check_layouts(self, strategy: tf.distribute.Strategy, built: bool = True) -> None:
-        """Checks that the layouts of the LayoutMap have matched variables, the first time that a model has some.
-
-        If some have, the others may be for a model that is still to be made: a warning names them.
+    def check_layouts(self, built: bool = True) -> None:
+        """Checks that each layout of the LayoutMap has matched a variable, the first time that a model has some.
 
         Args:
-            strategy: the strategy.
             built: whether the model is known to have all its variables. Otherwise there is no check before it has a
                 trainable weight: a program that runs first may be of something else.
 
         Raises:
-            DistributionError: no layout has matched any variable.
+            DistributionError: a layout has matched none.
         """
         if not self._unchecked or not (built or self._has_weights):
             return
         if layouts.being_made().variable is not None:
             return  # the program makes its initial value, and others are still to come
-        assert self._layout_map is not None, "it has layouts to check"
-        of_variables = {key: id(at) for key, at in self._layout_map.items() if not key.endswith(layouts.OUTPUT)}
-        unmatched = [key for key, at in of_variables.items() if at not in self._matched]
-        if unmatched and len(unmatched) == len(of_variables):
-            raise DistributionError.no_such_variable(unmatched[0], _near(unmatched[0], self._paths), len(self._paths))
-        for key in unmatched:
-            text = (
-                f"The layout {key!r} of the LayoutMap matches none of the {len(self._paths)} variables that were made "
-                f"under the scope before the first step. Near: {_near(key, self._paths)}. It is right if it is for a "
-                "model that is still to be made. A key is the path of a variable (variable.path), or a regular "
-                "expression for all of it, such as '.*kernel'."
-            )
-            warn_once(strategy, ("layout", key), warning("unmatched_layouts", text))
+        for key, layout in (self._layout_map or {}).items():
+            if id(layout) not in self._matched and not key.endswith(layouts.OUTPUT):
+                raise DistributionError(
+                    f"The layout {key!r} of the LayoutMap matches none of the {len(self._paths)} variables that were "
+                    f"made under the scope. Near: {_near(key, self._paths)}. A key is the path of a variable "
+                    "(variable.path), or a regular expression for all of it, such as '.*kernel'. If it is for another "
+                    "model, make that model before the first step."
+                )
         self._unchecked = False
 
 

@@ -31,7 +31,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
         return plain
 
     if strategy.extended.distribution is not None:
-        strategy.extended.distribution.check_layouts(strategy)
+        strategy.extended.distribution.check_layouts()
 
     def one_step(iterator: Any) -> Any:
         try:
