@@ -183,7 +183,7 @@ def _failing_rule(monkeypatch):
         raise IndexError("list index out of range")
 
     monkeypatch.setattr(cpu_rewrites, "_failed", set())
-    monkeypatch.setitem(cpu_rewrites._RULES, "stablehlo.convolution", fails)
+    monkeypatch.setitem(cpu_rewrites._RULES["cpu"], "stablehlo.convolution", fails)
 
 
 @pytest.mark.usefixtures("_failing_rule")

@@ -256,12 +256,12 @@ class TestRulesThatFail:
             half.regions[0].blocks.append()
             raise IndexError("a shape that no rule thought of")
 
-        monkeypatch.setitem(cpu_rewrites._RULES, CONVOLUTION, failing)
+        monkeypatch.setitem(cpu_rewrites._RULES["cpu"], CONVOLUTION, failing)
         assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
         assert caplog.text.count("IndexError: a shape that no rule thought of") == 1
 
     def test_a_value_of_another_shape_is_not_taken(self, monkeypatch):
-        monkeypatch.setitem(cpu_rewrites._RULES, CONVOLUTION, lambda operation: operation.lhs)
+        monkeypatch.setitem(cpu_rewrites._RULES["cpu"], CONVOLUTION, lambda operation: operation.lhs)
         assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
         assert cpu_rewrites._failed == {CONVOLUTION}
 
