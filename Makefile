@@ -4,6 +4,7 @@
 #   make test     all tests                             ARGS="-k collectives"
 #   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes
 #   make test-aot       each kind of program compiled for TPUs and GPUs that are not there, in .venv-aot
+#   make test-aot-short   some of them for TPUs, beside the environment of make test
 #   make test-gpu       what needs GPUs; without them each part is skipped by name
 #   make test-network   jobs on hosts out of network namespaces, disturbed: needs root and `ip`, 40 minutes
 #   make matrix   the versions of TensorFlow, Keras, jax and Python that matter   ARGS="--tags oldest"
@@ -30,7 +31,7 @@ BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-aot test-clients test-gpu test-network matrix lint format bench soak docs docs-serve test-docs wheel clean
+.PHONY: help demo test test-aot test-aot-short test-clients test-gpu test-network matrix lint format bench soak docs docs-serve test-docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -98,6 +99,18 @@ test-aot: $(AOT)/.installed
 	rm -rf build/programs
 	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --quiet tests/xla
 	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --timeout 600 -o faulthandler_timeout=590 tests/aot $(ARGS)
+
+# Some of it with the environment of `make test`, and the compiler of TPUs beside it.
+LIBTPU := build/libtpu
+
+$(LIBTPU): $(VENV)/.extras-$(TEST_EXTRAS)
+	@echo "installing the compiler of TPUs into $(LIBTPU)"
+	@$(PIP) install --no-deps --target $@ "$$($(BIN)/python -c 'from importlib.metadata import requires; \
+	  print(*[each.partition(";")[0] for each in requires("jax") if each.startswith("libtpu")])')"
+
+test-aot-short: $(LIBTPU)
+	PYTHONPATH=$(LIBTPU) $(BIN)/python -m pytest --quiet --timeout 600 -o faulthandler_timeout=590 \
+	  tests/aot/test_bodies.py -k "v5e and (all_reduces or gradient_of_a_loop or conv2d or transformer)" $(ARGS)
 
 # With what is installed: on a machine with GPUs, install the extra cuda as well.
 test-gpu: $(VENV)/.extras-$(TEST_EXTRAS)
