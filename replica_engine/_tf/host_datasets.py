@@ -9,7 +9,12 @@ batches, optionals and loops in a `tf.function` remain TensorFlow's own code. Ch
 
 from __future__ import annotations
 
+import _thread
+import functools
+import os
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +40,7 @@ from replica_engine._tf.batch_memory import in_own_memory
 from replica_engine._tf.data_pulls import Pulls, bytes_of, may_call_python
 from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.errors import InputsError
+from replica_engine.process import threads
 from replica_engine.process.interrupts import held_off_once
 
 _MOST_AHEAD = 64  # elements that are read ahead for all replicas together
@@ -145,6 +151,8 @@ class _Iterable:
         # TensorFlow asks Python for shapes here. If the handler of a signal raises then, it writes beyond an array.
         own = held_off_once().around(made) if tf.executing_eagerly() else made()
         turns = _Turns(own, worker, devices, _agreement(self._strategy, self._cardinality))
+        if tf.executing_eagerly():
+            turns.end = _ends.after(turns)
         iterator = _HostIterator(
             workers,
             [turns],
@@ -207,6 +215,53 @@ def _ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None,
     return dataset.with_options(settings)
 
 
+class _Ends:
+    """Ends iterators on threads for which nobody waits.
+
+    The end of an iterator waits for TensorFlow's thread that tunes its dataset. This thread sleeps for 10 ms, then for
+    twice as long each time, up to a minute. It is woken a moment before it can see that it must end, and about every
+    second time it looks too early and sleeps on. So the end took up to as long as the iterator had lived.
+    """
+
+    def __init__(self) -> None:
+        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()  # its `put` may interrupt itself
+        self._starting = threading.Lock()
+        self._is_running = False
+
+    def after(self, turns: _Turns) -> Any:
+        """What ends the iterator of `turns` after these; they must have it as long as they live.
+
+        No Python code runs for it: an exception that a signal's handler raises there would be lost.
+        """
+        with self._starting:
+            if not self._is_running:
+                threads.start(threading.Thread(target=self._run, name="replica_engine: ends of iterators", daemon=True))
+                self._is_running = True
+        return weakref.ref(turns, functools.partial(self._ended.put, turns.iterator))
+
+    def _run(self) -> None:
+        while True:
+            last = [self._ended.get()]
+            try:
+                # A thread for each: otherwise one that takes a minute would keep the buffers of those after it.
+                _thread.start_new_thread(last.clear, ())
+            except RuntimeError:  # there are too many threads
+                last.clear()
+
+
+_ends = _Ends()
+
+
+def _after_fork() -> None:
+    """A forked child does not have the thread."""
+    global _ends
+    _ends = _Ends()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 class _Turns:
     """An iterator at which the replicas take turns, as the one worker of a distributed iterator.
 
@@ -218,7 +273,10 @@ class _Turns:
 
     Attributes:
         round: held during a round of turns, which is not interrupted by that of another thread.
+        end: what ends the iterator when this object is gone; None if nobody would have to wait for it.
     """
+
+    end: Any = None
 
     def __init__(self, iterator: Any, worker: str, devices: Sequence[str], agree: Callable[[Any], Any] | None = None):
         self.iterator = iterator

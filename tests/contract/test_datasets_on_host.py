@@ -240,3 +240,28 @@ def test_datasets_for_gpus_keep_tensorflows_iterators_which_copy_ahead(monkeypat
     devices = [f"/job:localhost/replica:0/task:0/device:{kind}PU:{index}" for index, kind in enumerate(kinds)]
     monkeypatch.setattr(dataset._input_workers, "compute_devices_for_worker", lambda worker: devices)
     assert (host_datasets._on_host(dataset) is not dataset) == ours
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["a loop", "a function's argument"])
+def test_nobody_waits_for_the_end_of_an_iterator(strategy, many):
+    """It waits for TensorFlow's thread that tunes the dataset, for up to a minute; here for a generator's end."""
+    returned, ended, waited = threading.Event(), threading.Event(), []
+
+    def batches():
+        try:
+            while True:
+                yield [0.0, 1.0]
+        finally:
+            waited.append(returned.wait(30))
+            ended.set()
+
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=tf.TensorSpec([2], tf.float64))
+    steps = iter(strategy.experimental_distribute_dataset(dataset))
+    if many:
+        tf.function(lambda given: next(given))(steps)
+    else:
+        next(steps)
+    del steps
+    returned.set()
+    assert ended.wait(30), "the iterator is kept"
+    assert waited == [True], "the iterator ended before `del` returned"
