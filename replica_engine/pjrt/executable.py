@@ -48,6 +48,7 @@ from replica_engine.pjrt.partitions import WHOLE, Axes, partition
 from replica_engine.pjrt.plans.compiled_text import exchanges_in_branches
 from replica_engine.pjrt.plans.plan import Memory, Plan, hlo_text, memory_of, plan_of
 from replica_engine.pjrt.workers import explain
+from replica_engine.process.freed_memory import keep_freed_memory
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
 _LATE = 0.02  # how late a check may notice the end, as a fraction of the time so far
@@ -149,6 +150,8 @@ class Executable:
         options = _options(devices, apart=_is_better_apart(devices, results, each_axes))
         began = time.perf_counter()
         called: list[Any] = list(host_calls)
+        if devices.platform == "cpu":
+            keep_freed_memory()
         transfers = bool(host_calls) and HOST_CALL_TARGETS[devices.platform] == BY_TRANSFERS
         if compiled is None or transfers:
             module = expand_markers(program, devices.platform)

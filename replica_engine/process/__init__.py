@@ -3,6 +3,7 @@
 - `devices`: several devices on a machine that has one.
 - `pool`: the size of TensorFlow's thread pool.
 - `shutdown`: the exit of the process in the middle of a run.
+- `freed_memory`: the limits of glibc's allocator.
 - `fork`: forked child processes, in which no run is possible.
 - `interrupts`: raises an exception in another thread, which may be the only way to end a wait there, and holds off
   Ctrl-C.
