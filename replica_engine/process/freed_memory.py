@@ -15,7 +15,7 @@ _MAPPED_FROM = 32 << 20
 def keep_freed_memory() -> None:
     """Sets the limits of glibc's allocator to the largest that it sets itself.
 
-    A launch on CPU devices allocates its buffers anew. glibc notices that large buffers come and go, and raises its
+    Each launch on CPU devices allocates its buffers. glibc notices that large buffers come and go, and raises its
     limits up to these, so that the next launch gets the same memory. But TensorFlow fixes one of the limits at 128 kB,
     once in a process, when it first takes a batch of a dataset of Python code (`from_generator`, and what Keras makes
     of a generator or a `PyDataset`). glibc then raises none any more, and each launch has its buffers mapped, cleared
