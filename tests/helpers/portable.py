@@ -37,8 +37,9 @@ def look_at_each_program():
             _seen.add(hash(program))
             try:
                 artifact(program)
-                with contextlib.suppress(UntransferableError):  # a program with such a call is refused for TPUs
-                    artifact(program, transfers=True)
+                if markers.HOST_CALL in program:
+                    with contextlib.suppress(UntransferableError):  # a program with such a call is refused for TPUs
+                        artifact(program, transfers=True)
             except Exception as error:
                 refused.append(f"{type(error).__name__}: {error}\n{program[:2000]}")
         return original(program, *args, **options)
