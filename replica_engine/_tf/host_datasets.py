@@ -208,6 +208,8 @@ def _ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None,
         buffer = max(1, min(_MOST_AHEAD, _SMALL // max(1, size)) // replicas)
     settings = tf.data.Options()
     settings.experimental_distribute.num_devices = replicas
+    if not tf.executing_eagerly():
+        settings.autotune.enabled = False  # a graph ends its iterators itself, and would wait for what `_Ends` describes
     if buffer:
         dataset = dataset.prefetch(buffer * replicas)
     else:

@@ -6,6 +6,7 @@ import threading
 import pytest
 import tensorflow as tf
 from helpers.devices import DEVICES
+from tensorflow.core.framework import dataset_options_pb2
 
 from replica_engine._tf import host_datasets
 from replica_engine._tf.host_datasets import HostDatasets
@@ -265,3 +266,22 @@ def test_nobody_waits_for_the_end_of_an_iterator(strategy, many):
     returned.set()
     assert ended.wait(30), "the iterator is kept"
     assert waited == [True], "the iterator ended before `del` returned"
+
+
+def test_a_loop_in_a_function_does_not_tune_its_dataset(strategy):
+    """At its end the graph would wait for TensorFlow's thread that tunes, for up to a minute."""
+    dataset = strategy.experimental_distribute_dataset(numbers(8, 4))
+
+    @tf.function
+    def batches(dataset):
+        found = tf.constant(0)
+        for _ in dataset:
+            found += 1
+        return found
+
+    assert int(batches(dataset)) == 2
+    made = batches.get_concrete_function(dataset).graph.get_operations()
+    *_, last = (each.get_attr("serialized_options") for each in made if each.type == "OptionsDataset")
+    settings = dataset_options_pb2.Options.FromString(last).autotune_options
+    assert settings.WhichOneof("optional_enabled") == "enabled"
+    assert not settings.enabled
