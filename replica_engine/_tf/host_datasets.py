@@ -209,7 +209,7 @@ def _ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None,
     settings = tf.data.Options()
     settings.experimental_distribute.num_devices = replicas
     if not tf.executing_eagerly():
-        settings.autotune.enabled = False  # a graph ends its iterators itself, and would wait for what `_Ends` describes
+        settings.autotune.enabled = False  # a graph ends its iterators itself, and would wait, see `_Ends`
     if buffer:
         dataset = dataset.prefetch(buffer * replicas)
     else:
