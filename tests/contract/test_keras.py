@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine.errors import ScopeError
+from replica_engine.errors import InputsError, ScopeError
 
 FEATURES = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 LABELS = (FEATURES @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")).astype("float32")
@@ -304,3 +304,15 @@ def test_a_model_and_an_optimizer_outside_the_scope_are_one_error(strategy, in_g
 
     with pytest.raises(ScopeError, match=r"The variable '\S*' and the optimizer 'adam'"):
         tf.function(train, autograph=False)() if in_graph else train()
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_data_without_a_batch_is_an_error(strategy, method):
+    with strategy.scope():
+        model = small()
+    weights = model.get_weights()
+    with pytest.raises(InputsError, match=f"The data of {method} has no batch"):
+        getattr(model, method)(batches(count=0), verbose=0)
+    with pytest.raises(InputsError, match=f"The data of {method} has no batch"):
+        getattr(model, method)(FEATURES[:0], LABELS[:0], verbose=0)
+    assert all(np.array_equal(*both) for both in zip(weights, model.get_weights(), strict=True))

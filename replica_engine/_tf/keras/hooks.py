@@ -30,6 +30,7 @@ from replica_engine._tf.keras.trainer import (
     size_of_rest,
     strategy_of,
 )
+from replica_engine.errors import InputsError
 
 LOSSES, METRICS = "keras.src.losses.loss", "keras.src.metrics.reduction_metrics"
 REDUCE_LOSSES = "reduce_weighted_values"
@@ -129,6 +130,8 @@ def extend_build(
         explained: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
         built_now: called with the model when it is built, before its first step.
+
+    `fit` and `evaluate` then raise InputsError if their data has no batch.
     """
 
     def built(own: Callable[..., Any], model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
@@ -136,8 +139,15 @@ def extend_build(
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
-            batch = first_batch(iterator, strategy)
             is_fit = _begun.get() is model
+            try:
+                batch = first_batch(iterator, strategy)
+            except StopIteration:
+                raise InputsError(
+                    f"The data of {'fit' if is_fit else 'evaluate'} has no batch: its arrays have no rows, or its "
+                    "dataset or generator ends before the first batch. A generator that has been read must be made "
+                    "again."
+                ) from None
             _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
             check(FirstBatch(model, strategy, batch, size_of_rest(iterator), is_fit))
             iterator, data_batch = None, distribute.first_values(batch)
