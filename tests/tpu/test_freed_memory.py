@@ -1,5 +1,6 @@
 """A launch on CPU devices gets the memory that the one before it freed."""
 
+import os
 import sys
 import textwrap
 
@@ -26,8 +27,16 @@ PROGRAM = """
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of glibc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of glibc")
+
+
 @pytest.mark.parametrize(("before", "size"), [("with a dataset of Python code", 8), ("with nothing", 48)])
 def test_no_launch_maps_its_buffers_anew(programs, before, size):
     """A buffer has a page fault for each of its pages, of 4 kB, if it is mapped anew."""
     assert int(programs.run(textwrap.dedent(PROGRAM), before, size).stdout) < size * 128
+
+
+@pytest.mark.parametrize("chosen", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_limits_that_the_environment_sets_stay(programs, chosen):
+    env = {**os.environ, chosen: "glibc.malloc.trim_threshold=131072" if chosen == "GLIBC_TUNABLES" else "131072"}
+    assert int(programs.run(textwrap.dedent(PROGRAM), "with nothing", 48, env=env).stdout) > 48 * 128
