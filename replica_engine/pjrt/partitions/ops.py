@@ -11,8 +11,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,8 @@ _REDUCE = "stablehlo.all_reduce"
 _WITH_IDS = (_REDUCE, "stablehlo.all_gather", "stablehlo.reduce_scatter")
 
 
-def convert(module: Any, layout: Layout) -> None:
-    """Converts the operations of a module."""
+def convert(module: Any, layout: Layout, channels: Iterator[int]) -> None:
+    """Converts the operations of a module; `channels` numbers the collectives that have one."""
     calls, constraints, collectives, ids = [], [], [], []
 
     def collect(operation: Any) -> Any:
@@ -47,7 +46,6 @@ def convert(module: Any, layout: Layout) -> None:
     module.operation.walk(collect)
     for each in constraints:
         _constrain(each)
-    channels = itertools.count(1)
     for each in map(_without_tuple, calls):
         if layout.rows:
             _call_by_first(each, layout, channels)
@@ -57,7 +55,7 @@ def convert(module: Any, layout: Layout) -> None:
         for each in collectives:
             _between_replicas(each, layout.mesh.size, channels)
             if each.name != _REDUCE:
-                _wrap(each, layout)
+                wrap(each, layout)
         for each in ids:
             _of_device(each, layout)
 
@@ -99,16 +97,24 @@ def _sharding(each: list[str]) -> Any:
     return ir.Attribute.parse(f"#sdy.sharding_per_value<[{', '.join(each)}]>")
 
 
-def _whole(values: Any) -> Any:
-    return _sharding([f"<@{MESH}, {dimensions([None] * ir.RankedTensorType(each.type).rank)}>" for each in values])
+def wrap(operation: Any, layout: Layout, divided: Sequence[int] = ()) -> Any:
+    """Puts an operation into a manual computation over the axes of a replica, where each device has whole values.
 
-
-def _wrap(operation: Any, layout: Layout) -> Any:
-    """Puts an operation into a manual computation over the axes of a replica, where each device has whole values."""
-    axes = ", ".join(f'"{name}"' for name, _ in layout.mesh.axes)
+    With `divided`, a dimension for each operand, each device has its part of the operands along these dimensions.
+    """
+    names = tuple(name for name, _ in layout.mesh.axes)
+    axes = ", ".join(f'"{name}"' for name in names)
+    kinds = [ir.RankedTensorType(each.type) for each in operation.operands]
+    entries: list[list[Any]] = [[None] * kind.rank for kind in kinds]
+    shapes = [list(kind.shape) for kind in kinds]
+    for entry, shape, dimension in zip(entries, shapes, divided, strict=False):
+        entry[dimension] = names
+        shape[dimension] //= layout.mesh.size
     attributes = {
-        "in_shardings": _whole(operation.operands),
-        "out_shardings": _whole(operation.results),
+        "in_shardings": _sharding([f"<@{MESH}, {dimensions(each)}>" for each in entries]),
+        "out_shardings": _sharding(
+            [f"<@{MESH}, {dimensions([None] * ir.RankedTensorType(each.type).rank)}>" for each in operation.results]
+        ),
         "manual_axes": ir.Attribute.parse(f"#sdy<manual_axes{{{axes}}}>"),
     }
     operands, location = list(operation.operands), operation.location
@@ -122,7 +128,8 @@ def _wrap(operation: Any, layout: Layout) -> Any:
         )
     for old, new in zip(operation.results, outer.results, strict=True):
         old.replace_all_uses_with(new)
-    block = outer.regions[0].blocks.append(*(each.type for each in operands), arg_locs=[location] * len(operands))
+    types = [ir.RankedTensorType.get(shape, kind.element_type) for shape, kind in zip(shapes, kinds, strict=True)]
+    block = outer.regions[0].blocks.append(*types, arg_locs=[location] * len(operands))
     with ir.InsertionPoint(block), location:
         ir.InsertionPoint(block).insert(operation.detach_from_parent())
         for index, argument in enumerate(block.arguments):
@@ -161,12 +168,12 @@ def _of_device(operation: Any, layout: Layout) -> None:
         found = ir.Operation.create("stablehlo.divide", results=[kind], operands=[place.results[0], count.results[0]])
     operation.results[0].replace_all_uses_with(found.results[0])
     operation.erase()
-    _wrap(place, layout)
+    wrap(place, layout)
 
 
 def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
     """Lets the first device of each replica make a call, and send its results to the other devices of the replica."""
-    _wrap(call, layout)
+    wrap(call, layout)
     size = layout.mesh.size
     uses = [list(each.uses) for each in call.results]
     number, truth = (ir.RankedTensorType.get([], kind) for kind in (ir.IntegerType.get_unsigned(32), _bits(1)))

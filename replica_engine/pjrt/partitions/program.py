@@ -9,7 +9,7 @@ from typing import Any
 
 from replica_engine.pjrt.jaxlib import ir
 from replica_engine.pjrt.markers import LAYOUT
-from replica_engine.pjrt.partitions import ops
+from replica_engine.pjrt.partitions import faults, ops
 from replica_engine.pjrt.partitions.layout import MESH, ONE, REPLICAS, Axes, Layout, ReplicaMesh, dimensions, zero_of
 
 
@@ -30,7 +30,9 @@ def partition(module: Any) -> None:
     del attributes[LAYOUT]
     layout = Layout(ReplicaMesh(tuple(map(tuple, mesh[0])), mesh[1]), replicas, rows, arguments, results)
     with module.context, ir.Location.unknown():
-        ops.convert(module, layout)
+        channels = itertools.count(1)
+        ops.convert(module, layout, channels)
+        faults.avoid(module, layout, channels)  # its collectives are not those of replicas
         _Main(module, layout).write()
 
 

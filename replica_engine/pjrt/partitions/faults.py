@@ -1,0 +1,87 @@
+"""What XLA's partitioner divides wrongly, and how a program avoids it.
+
+Checked on jaxlib 0.10.2, with programs of plain JAX, which have the same faults:
+
+- The gradient of the kernel of a grouped convolution is a convolution with `batch_group_count`. Its sum over the batch
+  came out as often too large as there are devices in the axes of the mesh that do not divide the batch. It takes a mesh
+  with two axes. Such a convolution becomes one of a part of the batch on each device, and a sum over the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.partitions import ops
+from replica_engine.pjrt.partitions.layout import Layout
+
+_CONVOLUTION, _BATCH_GROUPS = "stablehlo.convolution", "batch_group_count"
+
+
+def avoid(module: Any, layout: Layout, channels: Iterator[int]) -> None:
+    """Replaces the operations of a module that the partitioner would divide wrongly.
+
+    Args:
+        module: the module, whose collectives are already those of devices.
+        layout: how its values are divided.
+        channels: numbers of channels that no other collective of the module has.
+    """
+    if sum(size > 1 for _, size in layout.mesh.axes) < 2:
+        return
+    found = []
+
+    def collect(operation: Any) -> Any:
+        if operation.name == _CONVOLUTION and ir.IntegerAttr(operation.attributes[_BATCH_GROUPS]).value > 1:
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(collect)
+    for each in found:
+        _sum_of_parts(each, layout, channels)
+
+
+def _sum_of_parts(convolution: Any, layout: Layout, channels: Iterator[int]) -> None:
+    """Lets each device convolve a part of what the convolution sums over, and adds up the results.
+
+    That is a dimension of each operand: the features of the input, which are the batch of the layer. The convolution is
+    made whole on each device if the dimension does not divide by the number of devices.
+    """
+    numbers = hlo.ConvDimensionNumbers(convolution.attributes["dimension_numbers"])
+    summed = (numbers.input_feature_dimension, numbers.kernel_input_feature_dimension)
+    input_ = ir.RankedTensorType(convolution.operands[0].type)
+    if input_.get_dim_size(summed[0]) % layout.mesh.size:
+        ops.wrap(convolution, layout)
+        return
+    ops.wrap(convolution, layout, summed)
+    with ir.InsertionPoint.after(convolution), convolution.location:
+        total = _added_up(convolution.results[0], layout, channels)
+    for use in list(convolution.results[0].uses):
+        if use.owner != total.owner:
+            use.owner.operands[use.operand_number] = total
+
+
+def _added_up(value: Any, layout: Layout, channels: Iterator[int]) -> Any:
+    """The sum of a value over the devices of a replica."""
+    size = layout.mesh.size
+    groups = np.arange(layout.replicas * size).reshape(-1, size)
+    scalar = ir.RankedTensorType.get([], ir.RankedTensorType(value.type).element_type)
+    total = ir.Operation.create(
+        "stablehlo.all_reduce",
+        results=[value.type],
+        operands=[value],
+        attributes={
+            "replica_groups": ir.Attribute.parse(f"dense<{groups.tolist()}> : tensor<{len(groups)}x{size}xi64>"),
+            "channel_handle": ir.Attribute.parse(f"#stablehlo.channel_handle<handle = {next(channels)}, type = 1>"),
+            "use_global_device_ids": ir.UnitAttr.get(),
+        },
+        regions=1,
+    )
+    location = ir.Location.current
+    block = total.regions[0].blocks.append(scalar, scalar, arg_locs=[location] * 2)
+    with ir.InsertionPoint(block):
+        both = ir.Operation.create("stablehlo.add", results=[scalar], operands=list(block.arguments))
+        ir.Operation.create("stablehlo.return", operands=list(both.results))
+    return total.results[0]
