@@ -5,42 +5,53 @@ Checked on jaxlib 0.10.2, with programs of plain JAX, which have the same faults
 - The gradient of the kernel of a grouped convolution is a convolution with `batch_group_count`. Its sum over the batch
   came out as often too large as there are devices in the axes of the mesh that do not divide the batch. It takes a mesh
   with two axes. Such a convolution becomes one of a part of the batch on each device, and a sum over the devices.
+- A gather or a scatter whose operand is divided along an indexed dimension aborts the process at times, in a manual
+  computation with two other axes, which replicas of several devices are (spmd_partitioner_util.cc, "Check failed:
+  partition_group_list"). Such an operand is whole along the indexed dimensions, unless it is a table, or the gradient
+  of one: those work, and are too large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.partitions import ops
-from replica_engine.pjrt.partitions.layout import Layout
+from replica_engine.pjrt.partitions.layout import MESH, Layout
 
 _CONVOLUTION, _BATCH_GROUPS = "stablehlo.convolution", "batch_group_count"
+_GATHER, _SCATTER = "stablehlo.gather", "stablehlo.scatter"
 
 
-def avoid(module: Any, layout: Layout, channels: Iterator[int]) -> None:
+def avoid(module: Any, layout: Layout, channels: Iterator[int], arguments: Sequence[Any]) -> None:
     """Replaces the operations of a module that the partitioner would divide wrongly.
 
     Args:
         module: the module, whose collectives are already those of devices.
         layout: how its values are divided.
         channels: numbers of channels that no other collective of the module has.
+        arguments: the types of the arguments of the body.
     """
     if sum(size > 1 for _, size in layout.mesh.axes) < 2:
         return
-    found = []
+    tables = {str(each) for each in arguments if ir.RankedTensorType(each).rank == 2}
+    convolutions, indexed = [], []
 
     def collect(operation: Any) -> Any:
         if operation.name == _CONVOLUTION and ir.IntegerAttr(operation.attributes[_BATCH_GROUPS]).value > 1:
-            found.append(operation)
+            convolutions.append(operation)
+        elif operation.name in (_GATHER, _SCATTER) and layout.rows:
+            indexed.append(operation)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(collect)
-    for each in found:
+    for each in convolutions:
         _sum_of_parts(each, layout, channels)
+    for each in indexed:
+        _index_whole(each, tables)
 
 
 def _sum_of_parts(convolution: Any, layout: Layout, channels: Iterator[int]) -> None:
@@ -56,11 +67,43 @@ def _sum_of_parts(convolution: Any, layout: Layout, channels: Iterator[int]) -> 
         ops.wrap(convolution, layout)
         return
     ops.wrap(convolution, layout, summed)
+    uses = list(convolution.results[0].uses)
     with ir.InsertionPoint.after(convolution), convolution.location:
         total = _added_up(convolution.results[0], layout, channels)
-    for use in list(convolution.results[0].uses):
-        if use.owner != total.owner:
-            use.owner.operands[use.operand_number] = total
+    for use in uses:
+        use.owner.operands[use.operand_number] = total
+
+
+def _index_whole(operation: Any, tables: set[str]) -> None:
+    """Makes what a gather or a scatter indexes whole along the indexed dimensions, unless it is like a table."""
+    if operation.name == _GATHER:
+        numbers = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
+        dimensions, changed = numbers.start_index_map, list(operation.operands)[:1]
+    else:
+        numbers = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
+        dimensions, changed = numbers.scattered_dims_to_operand_dims, list(operation.results)
+    kinds = [ir.RankedTensorType(each.type) for each in changed]
+    if list(dimensions) == [0] and all(str(each) in tables for each in kinds):
+        return
+    for index, kind in enumerate(kinds):
+        entries = ", ".join("{}" if each in dimensions else "{?}" for each in range(kind.rank))
+        sharding = ir.Attribute.parse(f"#sdy.sharding<@{MESH}, [{entries}]>")
+        with ir.InsertionPoint(operation), operation.location:
+            operation.operands[index] = _constrained(operation.operands[index], sharding)
+        if operation.name == _SCATTER:
+            result = operation.results[index]
+            uses = list(result.uses)
+            with ir.InsertionPoint.after(operation), operation.location:
+                made = _constrained(result, sharding)
+            for use in uses:
+                use.owner.operands[use.operand_number] = made
+
+
+def _constrained(value: Any, sharding: Any) -> Any:
+    made = ir.Operation.create(
+        "sdy.sharding_constraint", results=[value.type], operands=[value], attributes={"sharding": sharding}
+    )
+    return made.results[0]
 
 
 def _added_up(value: Any, layout: Layout, channels: Iterator[int]) -> Any:

@@ -32,8 +32,9 @@ def partition(module: Any) -> None:
     with module.context, ir.Location.unknown():
         channels = itertools.count(1)
         ops.convert(module, layout, channels)
-        faults.avoid(module, layout, channels)  # its collectives are not those of replicas
-        _Main(module, layout).write()
+        main = _Main(module, layout)
+        faults.avoid(module, layout, channels, main.arguments)  # its collectives are not those of replicas
+        main.write()
 
 
 def of_one_replica(module: Any) -> None:
@@ -45,7 +46,11 @@ def of_one_replica(module: Any) -> None:
 
 
 class _Main:
-    """The main function, whose text is written and not built by calls: so it reads like the program."""
+    """The main function, whose text is written and not built by calls: so it reads like the program.
+
+    Attributes:
+        arguments: the types of the arguments of the body.
+    """
 
     def __init__(self, module: Any, layout: Layout):
         self._module = module
@@ -57,6 +62,7 @@ class _Main:
             if "sym_name" in each.attributes and ir.StringAttr(each.attributes["sym_name"]).value == "main"
         )
         kind = ir.FunctionType(ir.TypeAttr(self._body.attributes["function_type"]).value)
+        self.arguments = list(kind.inputs)
         self._inputs = [_Value(each, axes, layout) for each, axes in zip(kind.inputs, layout.arguments, strict=True)]
         self._outputs = [_Value(each, axes, layout) for each, axes in zip(kind.results, layout.results, strict=True)]
 
