@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
 
-_LIMITS = {
+_KEEPING = {
     _M_MMAP_THRESHOLD: 256 << 20,  # bytes of the smallest buffer that is mapped alone, and unmapped when it is freed
     _M_TRIM_THRESHOLD: 512 << 20,  # bytes at the end of the heap above which they go back to the system
     _M_TOP_PAD: 128 << 20,  # bytes that stay there then, and by which a heap grows; they are taken when they are used
 }
+_RETURNING = {_M_MMAP_THRESHOLD: 1 << 20, _M_TRIM_THRESHOLD: 1 << 20, _M_TOP_PAD: 128 << 10}
 
 
 def keep_freed_memory() -> None:
@@ -28,11 +31,25 @@ def keep_freed_memory() -> None:
 
     Does nothing where the allocator is not glibc's, or where the environment says what its limits are.
     """
+    _set(_KEEPING)
+
+
+@contextlib.contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Large buffers that are freed in the block go back to the system, for what is made once and then kept."""
+    _set(_RETURNING)
+    try:
+        yield
+    finally:
+        _set(_KEEPING)
+
+
+def _set(limits: dict[int, int]) -> None:
     if not sys.platform.startswith("linux") or _are_chosen():
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if mallopt is not None:
-        for limit, value in _LIMITS.items():
+        for limit, value in limits.items():
             mallopt(limit, value)
 
 

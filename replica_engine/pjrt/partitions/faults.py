@@ -77,11 +77,11 @@ def _sum_of_parts(convolution: Any, layout: Layout, channels: Iterator[int]) -> 
 def _index_whole(operation: Any, tables: set[str]) -> None:
     """Makes what a gather or a scatter indexes whole along the indexed dimensions, unless it is like a table."""
     if operation.name == _GATHER:
-        numbers = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
-        dimensions, changed = numbers.start_index_map, list(operation.operands)[:1]
+        gathered = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
+        dimensions, changed = gathered.start_index_map, list(operation.operands)[:1]
     else:
-        numbers = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
-        dimensions, changed = numbers.scattered_dims_to_operand_dims, list(operation.results)
+        scattered = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
+        dimensions, changed = scattered.scattered_dims_to_operand_dims, list(operation.results)
     kinds = [ir.RankedTensorType(each.type) for each in changed]
     if list(dimensions) == [0] and all(str(each) in tables for each in kinds):
         return

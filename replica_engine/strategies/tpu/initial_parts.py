@@ -18,6 +18,7 @@ from replica_engine._tf.graphs import subgraphs
 from replica_engine.errors import CaptureError, LoweringError
 from replica_engine.pjrt.group import Array
 from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
+from replica_engine.process.freed_memory import freed_memory_returned
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.program_cache import ProgramCache
@@ -68,4 +69,6 @@ def made(programs: ProgramCache, value: InitialValue) -> Array | None:
         compiled = traced.find([])
     except (LoweringError, CaptureError, tf.errors.OpError, TypeError, ValueError):
         return None  # the host makes it, or raises what the user should see
-    return compiled.arrays()[0]
+    # Returns when the program has run, on CPU devices.
+    with freed_memory_returned() if programs.devices.platform == "cpu" else contextlib.nullcontext():
+        return compiled.arrays()[0]
