@@ -7,7 +7,7 @@ from helpers.golden import shows
 from keras.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParallel, TensorLayout
 
 from replica_engine import MirroredStrategy, TPUStrategy
-from replica_engine.errors import DistributionError
+from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.keras import replicate_model
 from replica_engine.strategies.tpu import variables
 
@@ -150,3 +150,10 @@ def test_layouts_are_checked_when_a_loop_of_ones_own_has_built_the_model():
 def test_arguments_that_do_not_fit(how, words):
     with pytest.raises(DistributionError, match=words):
         TPUStrategy(**how)
+
+
+@pytest.mark.parametrize("count", [0, "4", 4.0])
+@pytest.mark.parametrize("how", [{"distribution": "fsdp"}, {"cores_per_replica": 2}])
+def test_the_number_of_devices_is_checked(count, how):
+    with pytest.raises(DeviceError, match="must be a positive int"):
+        TPUStrategy(num_cores=count, **how)

@@ -105,7 +105,7 @@ def test_wrong_axes_are_named(axes, words):
 
 @pytest.mark.parametrize("parts", [[4, 1], [2, 2], [1, 4]])
 @pytest.mark.parametrize("rule", [None, "fsdp"])  # a mesh of 2 x 2, and one of 4 whose only axis is split
-def test_a_tensor_is_split_to_logical_devices(parts, rule):
+def test_a_tensor_is_split_to_logical_devices(parts, rule, caplog):
     strategy = replica_engine.TPUStrategy(num_cores=8, cores_per_replica=4, distribution=rule)
     assert strategy.num_replicas_in_sync == 2
 
@@ -118,6 +118,7 @@ def test_a_tensor_is_split_to_logical_devices(parts, rule):
     for value in strategy.experimental_local_results(strategy.run(step, args=(x,))):
         tf.debugging.assert_near(value, 2 * tf.reduce_sum(tf.cos(tf.sin(x))), rtol=1e-6)
     assert f"f32[{8 // parts[0]},{8 // parts[1]}]" in hlo(strategy, step, x)
+    assert "AutoGraph" not in caplog.text
 
 
 @pytest.mark.parametrize("parts", [[4], [3, 1], [2, 1], [1, 3]])

@@ -23,6 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.graphs import autograph
 from replica_engine.errors import DeviceError
 from replica_engine.xla.body import in_body
 from replica_engine.xla.constraints import as_int, check, divided, logical_device, whole
@@ -71,6 +72,7 @@ class LogicalDevices:
 
     extended: Any
 
+    @autograph.artifact
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> tf.Tensor:
         """Names a device of the replica for a tensor. XLA's partitioner chooses the devices that compute it.
 
@@ -94,6 +96,7 @@ class LogicalDevices:
         check("experimental_assign_to_logical_device", logical_device_id, devices_of(self.extended))
         return tf.identity(tensor)
 
+    @autograph.artifact
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
         """Splits a tensor over the devices of its replica.
 
@@ -117,6 +120,7 @@ class LogicalDevices:
             raise DeviceError.no_split(partition_dimensions, tensor.shape, count)
         return tf.identity(tensor) if in_body() is None else divided(tensor, parts)
 
+    @autograph.artifact
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica. Returns the tensor."""
         devices_of(self.extended)

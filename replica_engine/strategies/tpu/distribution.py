@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import layouts
 from replica_engine.diagnostics.suspicions import warn_once
-from replica_engine.errors import DistributionError
+from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.errors.base import positive_int, shown, warning
 from replica_engine.pjrt.partitions import REPLICAS, WHOLE, Axes, ReplicaMesh, names
 from replica_engine.xla.constraints import constrain
@@ -222,9 +222,12 @@ def read(
 
     Raises:
         DistributionError: `distribution` is none of these; or its mesh has another number of devices than a replica.
+        DeviceError: `cores` is no positive int.
     """
     if cores_per_replica is not None and positive_int(cores_per_replica) is None:
         raise DistributionError(f"cores_per_replica must be a positive int or None; got {shown(cores_per_replica)}.")
+    if cores is not None and positive_int(cores) is None:
+        raise DeviceError.bad_count(cores)
     if distribution is None:
         if cores_per_replica in (None, 1):
             return None
