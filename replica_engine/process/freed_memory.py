@@ -7,6 +7,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
 
@@ -36,21 +37,36 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Large buffers that are freed in the block go back to the system, for what is made once and then kept."""
+    """Large buffers that are freed in the block go back to the system, for what is made once and then kept.
+
+    So does what was free before: a buffer that is taken from the middle of a heap would stay there when it is freed.
+    """
     _set(_RETURNING)
+    _trim()
     try:
         yield
     finally:
+        _trim()
         _set(_KEEPING)
 
 
 def _set(limits: dict[int, int]) -> None:
-    if not sys.platform.startswith("linux") or _are_chosen():
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is not None:
+    if (mallopt := _glibc("mallopt")) is not None:
         for limit, value in limits.items():
             mallopt(limit, value)
+
+
+def _trim() -> None:
+    """Gives what is free in all heaps back to the system."""
+    if (trim := _glibc("malloc_trim")) is not None:
+        trim(ctypes.c_size_t(0))
+
+
+def _glibc(name: str) -> Any:
+    """A function of glibc's allocator; None where there is another one, or where the user has set its limits."""
+    if not sys.platform.startswith("linux") or _are_chosen():
+        return None
+    return getattr(ctypes.CDLL(None), name, None)  # musl has none
 
 
 def _are_chosen() -> bool:
