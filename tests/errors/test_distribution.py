@@ -109,6 +109,7 @@ def test_layout_of_an_output_that_has_fewer_dimensions():
     [
         ({"table": ("model", None, "batch")}, r"has 3 axes, but the variable 'table' has the shape \(8, 4\)"),
         ({"table": ("model", "model")}, "'table' names the axis 'model' twice"),
+        ({"*table": ("model",)}, r"The key '\*table' of the LayoutMap is no regular expression: nothing to repeat"),
         ({"t.*": ("model",), ".*e": ("batch",)}, "Several layouts of the LayoutMap match 'table'"),
         (
             {"table": TensorLayout(("rows",), DeviceMesh((4,), ["rows"], DEVICES))},
@@ -121,8 +122,8 @@ def test_layouts_that_do_not_fit(layouts, words):
     for key, layout in layouts.items():
         layout_map[key] = layout
     with (
-        TPUStrategy(distribution=ModelParallel(layout_map=layout_map)).scope(),
         pytest.raises(DistributionError, match=words),
+        TPUStrategy(distribution=ModelParallel(layout_map=layout_map)).scope(),
     ):
         tf.Variable(tf.zeros([8, 4]), name="table")
 

@@ -261,6 +261,14 @@ def read(
             f"{', '.join(map(repr, device_mesh.axis_names))}. It is the axis over which the batch of a replica is "
             "divided."
         )
+    for key in layouts.layout_map_of(distribution) or ():
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise DistributionError(
+                f"The key {key!r} of the LayoutMap is no regular expression: {error}. Keras compares the paths of "
+                "variables with it as with one; re.escape makes one of a plain path."
+            ) from None
     mesh = ReplicaMesh(axes, distribution.batch_dim_name)
     if (cores_per_replica or mesh.size) != mesh.size:
         raise DistributionError.other_size(cores_per_replica or 0, axes)
