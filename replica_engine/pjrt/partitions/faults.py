@@ -1,14 +1,15 @@
 """What XLA's partitioner divides wrongly, and how a program avoids it.
 
-Checked on jaxlib 0.10.2, with programs of plain JAX, which have the same faults:
+Checked on jaxlib 0.10.2:
 
 - The gradient of the kernel of a grouped convolution is a convolution with `batch_group_count`. Its sum over the batch
-  came out as often too large as there are devices in the axes of the mesh that do not divide the batch. It takes a mesh
-  with two axes. Such a convolution becomes one of a part of the batch on each device, and a sum over the devices.
+  came out as often too large as there are devices in the axes of the mesh that do not divide the batch (in a program
+  of plain JAX too). It takes a mesh with two axes. Such a convolution becomes one of a part of the batch on each
+  device, and a sum over the devices.
 - A gather or a scatter whose operand is divided along an indexed dimension aborts the process at times, in a manual
   computation with two other axes, which replicas of several devices are (spmd_partitioner_util.cc, "Check failed:
-  partition_group_list"). Such an operand is whole along the indexed dimensions, unless it is a table, or the gradient
-  of one: those work, and are too large.
+  partition_group_list"). Such an operand is whole along the indexed dimensions. A table of embeddings would be too
+  large for that: one that is divided by rows, and not over the axis of the batch, works if it stays as it is.
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.partitions import ops
-from replica_engine.pjrt.partitions.layout import MESH, Layout
+from replica_engine.pjrt.partitions.layout import MESH, Axes, Layout, dimensions, names
 
 _CONVOLUTION, _BATCH_GROUPS = "stablehlo.convolution", "batch_group_count"
 _GATHER, _SCATTER = "stablehlo.gather", "stablehlo.scatter"
@@ -37,7 +36,7 @@ def avoid(module: Any, layout: Layout, channels: Iterator[int], arguments: Seque
     """
     if sum(size > 1 for _, size in layout.mesh.axes) < 2:
         return
-    tables = {str(each) for each in arguments if ir.RankedTensorType(each).rank == 2}
+    tables = _tables(layout, arguments)
     convolutions, indexed = [], []
 
     def collect(operation: Any) -> Any:
@@ -51,7 +50,7 @@ def avoid(module: Any, layout: Layout, channels: Iterator[int], arguments: Seque
     for each in convolutions:
         _sum_of_parts(each, layout, channels)
     for each in indexed:
-        _index_whole(each, tables)
+        _index_whole(each, layout, tables)
 
 
 def _sum_of_parts(convolution: Any, layout: Layout, channels: Iterator[int]) -> None:
@@ -74,20 +73,36 @@ def _sum_of_parts(convolution: Any, layout: Layout, channels: Iterator[int]) -> 
         use.owner.operands[use.operand_number] = total
 
 
-def _index_whole(operation: Any, tables: set[str]) -> None:
-    """Makes what a gather or a scatter indexes whole along the indexed dimensions, unless it is like a table."""
+def _tables(layout: Layout, arguments: Sequence[Any]) -> dict[tuple[int, ...], Axes]:
+    """The shapes and the axes of the arguments that are divided along their first dimension alone, as tables are."""
+    found = {}
+    for kind, axes in zip(arguments, layout.arguments, strict=True):
+        shape = tuple(ir.RankedTensorType(kind).shape)
+        first, *others = map(names, axes or (None,))
+        if first and layout.mesh.batch not in first and not any(others):
+            found[shape] = (axes[0], *[None] * (len(shape) - 1))
+    return found
+
+
+def _index_whole(operation: Any, layout: Layout, tables: dict[tuple[int, ...], Axes]) -> None:
+    """Makes what a gather or a scatter indexes whole along the indexed dimensions.
+
+    What has the shape of a table is divided as the table: it may be the table's gradient, which is as large.
+    """
     if operation.name == _GATHER:
         gathered = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
-        dimensions, changed = gathered.start_index_map, list(operation.operands)[:1]
+        indexed, changed = gathered.start_index_map, list(operation.operands)[:1]
     else:
         scattered = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
-        dimensions, changed = scattered.scattered_dims_to_operand_dims, list(operation.results)
+        indexed, changed = scattered.scattered_dims_to_operand_dims, list(operation.results)
     kinds = [ir.RankedTensorType(each.type) for each in changed]
-    if list(dimensions) == [0] and all(str(each) in tables for each in kinds):
-        return
     for index, kind in enumerate(kinds):
-        entries = ", ".join("{}" if each in dimensions else "{?}" for each in range(kind.rank))
-        sharding = ir.Attribute.parse(f"#sdy.sharding<@{MESH}, [{entries}]>")
+        axes = tables.get(tuple(kind.shape)) if list(indexed) == [0] else None
+        open_ = ", ".join("{}" if each in indexed else "{?}" for each in range(kind.rank))
+        divided = dimensions(axes) if axes else f"[{open_}]"
+        if layout.mesh.batch and 0 in indexed:  # the indices are divided over this axis, so another dimension cannot be
+            divided += f', replicated={{"{layout.mesh.batch}"}}'
+        sharding = ir.Attribute.parse(f"#sdy.sharding<@{MESH}, {divided}>")
         with ir.InsertionPoint(operation), operation.location:
             operation.operands[index] = _constrained(operation.operands[index], sharding)
         if operation.name == _SCATTER:
@@ -108,18 +123,12 @@ def _constrained(value: Any, sharding: Any) -> Any:
 
 def _added_up(value: Any, layout: Layout, channels: Iterator[int]) -> Any:
     """The sum of a value over the devices of a replica."""
-    size = layout.mesh.size
-    groups = np.arange(layout.replicas * size).reshape(-1, size)
     scalar = ir.RankedTensorType.get([], ir.RankedTensorType(value.type).element_type)
     total = ir.Operation.create(
         "stablehlo.all_reduce",
         results=[value.type],
         operands=[value],
-        attributes={
-            "replica_groups": ir.Attribute.parse(f"dense<{groups.tolist()}> : tensor<{len(groups)}x{size}xi64>"),
-            "channel_handle": ir.Attribute.parse(f"#stablehlo.channel_handle<handle = {next(channels)}, type = 1>"),
-            "use_global_device_ids": ir.UnitAttr.get(),
-        },
+        attributes={key: ir.Attribute.parse(text) for key, text in ops.within_replicas(layout, channels).items()},
         regions=1,
     )
     location = ir.Location.current

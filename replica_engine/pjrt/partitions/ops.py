@@ -171,6 +171,17 @@ def _of_device(operation: Any, layout: Layout) -> None:
     wrap(place, layout)
 
 
+def within_replicas(layout: Layout, channels: Iterator[int]) -> dict[str, str]:
+    """The attributes of a collective of the devices of each replica."""
+    size = layout.mesh.size
+    groups = np.arange(layout.replicas * size).reshape(-1, size)
+    return {
+        _GROUPS: f"dense<{groups.tolist()}> : tensor<{layout.replicas}x{size}xi64>",
+        "channel_handle": f"#stablehlo.channel_handle<handle = {next(channels)}, type = 1>",
+        "use_global_device_ids": "unit",
+    }
+
+
 def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
     """Lets the first device of each replica make a call, and send its results to the other devices of the replica."""
     wrap(call, layout)
@@ -195,7 +206,6 @@ def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
         branch = ir.Operation.create(
             "stablehlo.if", results=[each.type for each in call.results], operands=[is_first], regions=2
         )
-        groups = np.arange(layout.replicas * size).reshape(-1, size)
         for result, places in zip(branch.results, uses, strict=True):
             kind = ir.RankedTensorType(result.type)
             row, rows = (ir.RankedTensorType.get([count, *kind.shape], kind.element_type) for count in (1, size))
@@ -204,9 +214,7 @@ def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
                 rows,
                 [add("reshape", row, [result])],
                 all_gather_dim="0 : i64",
-                replica_groups=f"dense<{groups.tolist()}> : tensor<{layout.replicas}x{size}xi64>",
-                channel_handle=f"#stablehlo.channel_handle<handle = {next(channels)}, type = 1>",
-                use_global_device_ids="unit",
+                **within_replicas(layout, channels),
             )
             ends = [1, *kind.shape]
             first = add(
