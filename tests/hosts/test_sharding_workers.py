@@ -79,6 +79,47 @@ def test_numbers_and_files_are_those_of_one_process(programs, tmp_path, workers,
         assert found == each[0][0], "workers differ"
 
 
+INITIAL = """
+import keras, pathlib
+
+def peak():
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+keras.utils.set_random_seed(me)  # the chief's seeds count
+strategies = [replica_engine.TPUStrategy(num_cores=4, cores_per_replica=each, distribution="fsdp") for each in (4, 2)]
+counted = keras.initializers.HeNormal(keras.random.SeedGenerator(me))
+for strategy in strategies:
+    for initializer in ("glorot_uniform", "ones", "truncated_normal", counted):
+        before = replica_engine.xla.counts()
+        with strategy.scope():
+            value = keras.Variable(keras.initializers.get(initializer), shape=(1024, 4096))
+        in_parts = (replica_engine.xla.counts() - before).launches
+        array = value.numpy()
+        found[f"{strategy.num_replicas_in_sync} {initializer if isinstance(initializer, str) else 'counted'}"] = [
+            *map(float, array.ravel()[::500_000]), float(np.abs(array).sum(dtype="float64")), in_parts
+        ]
+before = peak()
+with strategies[0].scope():
+    large = keras.Variable(keras.initializers.get("glorot_uniform"), shape=(8192, 8192))
+parts["grew"] = (peak() - before) / (4 * 8192 * 8192)
+"""
+
+
+def test_large_initial_values_are_made_in_parts_of_the_chiefs_seeds(programs):
+    text = TPU_HEAD + INITIAL + TPU_TAIL
+    with job(2, join=LONGER) as made:
+        started = [programs.start(text, env=made.environment(worker)) for worker in range(2)]
+        each = [read(one, LONGER) for one in started]
+    expected, _ = read(programs.start(text), LONGER)
+    for found, parts in each:
+        assert found.keys() == expected.keys()
+        for name, values in found.items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-6, atol=1e-7, err_msg=name)
+            assert values[-1] == (not name.endswith("counted")), "how many programs made it"
+        assert parts["grew"] < 0.9, "in whole variables, of which a worker has half"
+
+
 OTHERS = """
 import keras
 from keras.distribution import DeviceMesh, LayoutMap, ModelParallel

@@ -154,7 +154,7 @@ def create(
     name = kwargs.get("name") or "Variable"
     spread = seeds.states if name.endswith(_KERAS_SEED) and not same_random else None
     early = None if distribution is None else _known_early(distribution, devices, name, kwargs)
-    array = None if early is None else _made_in_parts(strategy.extended, early, kwargs)
+    array = None if early is None else _made_in_parts(strategy.extended, name, early, kwargs)
     if array is not None:
         assert early is not None, "its axes are known"
         stand_in = host_memory.zeros(early.shape, np.dtype(early.dtype.as_numpy_dtype))
@@ -175,7 +175,7 @@ def create(
         axes = early.axes
     elif distribution is not None and variable.shape.is_fully_defined():
         axes = _axes(distribution, devices, name, tuple(variable.shape), variable.dtype)
-    if devices.member is not None:
+    if devices.member is not None and array is None:
         how = None if distribution is None else distribution.described(axes)
         workers.start_from_chief(name, variable._values, devices, strategy.extended.limits, how)
     device_value = make_device_value(variable._values, devices, spread, axes, array)
@@ -250,16 +250,18 @@ def _path(name: str) -> str:
     return _plain(name) if made is None else made.path
 
 
-def _made_in_parts(extended: Any, early: _Early, kwargs: dict[str, Any]) -> Array | None:
+def _made_in_parts(extended: Any, name: str, early: _Early, kwargs: dict[str, Any]) -> Array | None:
     """The initial value of a large divided variable on the devices; None if the host makes it."""
-    value = kwargs.get("initial_value")
+    value, initializer = kwargs.get("initial_value"), layouts.being_made().initializer
     is_large = early.dtype.size * math.prod(early.shape) >= initial_parts.LARGE
-    alone = extended.device_group.member is None and not tf.inside_function()
-    if early.axes == WHOLE or not is_large or not alone or layouts.being_made().initializer is None:
+    if early.axes == WHOLE or not is_large or tf.inside_function() or initializer is None:
         return None
     assert callable(value), "Keras passes a function"
-    mesh = extended.device_group.mesh
-    value = initial_parts.InitialValue(value, early.shape, early.dtype, early.axes, mesh)
+    devices: DeviceGroup = extended.device_group
+    if devices.member is not None:
+        workers.agree_to_make(name, early, devices, extended.limits, extended.distribution.described(early.axes))
+        workers.take_seed_of_chief(initializer, devices, extended.limits)
+    value = initial_parts.InitialValue(value, early.shape, early.dtype, early.axes, devices.mesh)
     return initial_parts.made(extended.initial_programs, value)
 
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
@@ -187,6 +188,30 @@ def explain_failures(member: Member) -> None:
     collectives.explain_failures(lambda code, message: member.failure if os.getpid() == process else None)
 
 
+def agree_to_make(name: str, value: Any, devices: DeviceGroup, limits: LaunchLimits, how: str | None) -> None:
+    """Waits until all workers make a variable.
+
+    Args:
+        name, devices, limits, how: as for `start_from_chief`.
+        value: something with its shape and dtype.
+
+    Raises:
+        ProgramDisagreementError, WorkersMissingError or ReplicaTimeoutError: as for `start_from_chief`.
+    """
+    assert devices.member is not None, "there are several workers"
+    devices.member.compile(of_variable(name, value, how), *limits)
+
+
+def take_seed_of_chief(initializer: Any, devices: DeviceGroup, limits: LaunchLimits) -> None:
+    """Gives an initializer of Keras the seed that the chief's has, so that each worker can make its parts of a value.
+
+    A seed that the user has not given is a random number. An initializer that counts its draws keeps its own seed.
+    """
+    seed = getattr(initializer, "seed", None)
+    if isinstance(seed, int):
+        initializer.seed = int(exchange.from_chief(devices, np.array(seed, np.int64), limits))
+
+
 def start_from_chief(
     name: str, components: Sequence[Any], devices: DeviceGroup, limits: LaunchLimits, how: str | None = None
 ) -> None:
@@ -203,12 +228,10 @@ def start_from_chief(
         ProgramDisagreementError: another worker does not make this variable now, or divides it in another way.
         WorkersMissingError or ReplicaTimeoutError: another worker did not come in time.
     """
-    member = devices.member
-    assert member is not None, "there are several workers"
     unique = list({id(component): component for component in components}.values())
     handle = variables.raw_handle(unique[0])
     value = variables.read(handle, unique[0].dtype)
-    member.compile(of_variable(name, value, how), *limits)
+    agree_to_make(name, value, devices, limits, how)
     if xla_ops.is_host_only(value.dtype):
         return  # strings: each worker keeps its own
     chiefs = exchange.from_chief(devices, value.numpy(), limits)

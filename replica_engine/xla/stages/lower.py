@@ -364,10 +364,12 @@ def _layout(
     batches = [mesh.of_batch(slot.shape, lead) for index, slot in enumerate(slots) if index not in traced.host_slots]
     variables = [axes_of(handle, mesh) for handle in traced.handles]
     divided: list[Axes]
-    if traced.body.spans:  # each worker has what the body returned
+    if (chosen := getattr(traced.fn, "result_axes", None)) is not None:
+        divided = chosen
+    elif traced.body.spans:  # each worker has what the body returned
         divided = [WHOLE] * returned
     else:
-        divided = getattr(traced.fn, "result_axes", None) or [mesh.of_batch(shape) for shape, _ in results[:returned]]
+        divided = [mesh.of_batch(shape) for shape, _ in results[:returned]]
     written = [variables[variable] for variable, _ in sorted(writes, key=lambda write: write[1])]
     arguments = [*batches, *([WHOLE] * len(traced.captured)), *variables]
     return Layout(mesh, traced.body.size, traced.body.size > 1, tuple(arguments), (*divided, *written))
