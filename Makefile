@@ -100,7 +100,7 @@ test-aot: $(AOT)/.installed
 	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --quiet tests/xla
 	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --timeout 600 -o faulthandler_timeout=590 tests/aot $(ARGS)
 
-# Some of it with the environment of `make test`, and the compiler of TPUs beside it.
+# Some of it with the environment of `make test`, and the compiler of TPUs beside it, as `make bench` has it too.
 LIBTPU := build/libtpu
 
 $(LIBTPU): $(VENV)/.extras-$(TEST_EXTRAS)
@@ -134,8 +134,8 @@ format: $(VENV)/.extras-lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.extras-demo$(COMMA)xla$(COMMA)plot
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(VENV)/.extras-demo$(COMMA)xla$(COMMA)plot $(LIBTPU)
+	$(BIN)/python -m benchmarks --libtpu $(CURDIR)/$(LIBTPU) $(ARGS)
 
 soak: $(VENV)/.extras-$(TEST_EXTRAS)
 	$(BIN)/python -m soak $(SOAK)

@@ -59,8 +59,8 @@ SUMMARY_PAGE, PAGE = DOCS / "benchmarks.md", DOCS / "benchmarks_all.md"
 PAGES = sorted((DOCS / "benchmarks").glob("*.md"))  # those of groups
 
 
-def run_group(group: str, options: list[str], patience: float, on: dict[str, str]) -> Report:
-    """Measures a group in a separate process.
+def run_group(group: str, options: list[str], patience: float, on: dict[str, str], libtpu: str | None) -> Report:
+    """Measures a group in a separate process, with the compiler of TPUs if it is of one.
 
     Returns:
         The rows of the group, and the reason if it failed.
@@ -71,7 +71,12 @@ def run_group(group: str, options: list[str], patience: float, on: dict[str, str
         with log.open("w") as errors:
             # A session of its own: the processes that the group started end with it.
             process = subprocess.Popen(
-                arguments, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+                arguments,
+                cwd=ROOT,
+                env=_with(libtpu if group == "aot" else None),
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
             )
             try:
                 status = process.wait(patience)
@@ -90,17 +95,23 @@ def run_group(group: str, options: list[str], patience: float, on: dict[str, str
     return Report(on, rows, {group: why} if why else {})
 
 
+def _with(folder: str | None) -> dict[str, str]:
+    """The environment, in which Python finds modules in a folder too."""
+    folders = [each for each in (folder, os.environ.get("PYTHONPATH")) if each]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)} if folders else dict(os.environ)
+
+
 def _last_line(log: pathlib.Path) -> str:
     """The last line of a traceback."""
     return (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
 
 
-def measure(groups: list[str], options: list[str], patience: float) -> Report:
+def measure(groups: list[str], options: list[str], patience: float, libtpu: str | None) -> Report:
     """Measures the groups in turn, and reports progress on stderr."""
     report = Report(machine())
     for group in groups:
         begin = time.perf_counter()
-        part = run_group(group, options, patience, report.machine)
+        part = run_group(group, options, patience, report.machine, libtpu)
         report = report.updated(part)
         told = part.failures.get(group, "done")
         print(f"{group}: {len(part.rows)} rows in {time.perf_counter() - begin:.0f} s, {told}", file=sys.stderr)
@@ -151,6 +162,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=6 * 3600, help="longest time for a group, in seconds (default %(default)s)"
     )
+    parser.add_argument(
+        "--libtpu", help="a folder with libtpu, for the group aot alone: jax looks for TPUs in each process that finds it"
+    )
     flags = parser.parse_args()
     flags.only = flags.only.split(",")
     if unknown := set(flags.only) - set(GROUPS):
@@ -169,7 +183,7 @@ def main() -> int:
     options = ["--quick"] * flags.quick + ([] if flags.repeats is None else ["--repeats", str(flags.repeats)])
     if flags.quick:
         print(QUICK, file=sys.stderr)
-    report = measure(flags.only, options, flags.patience)
+    report = measure(flags.only, options, flags.patience, flags.libtpu)
     print(report.table())
     if flags.quick:
         print(f"\n{QUICK}")
