@@ -163,7 +163,7 @@ def parse() -> argparse.Namespace:
         "--patience", type=float, default=6 * 3600, help="longest time for a group, in seconds (default %(default)s)"
     )
     parser.add_argument(
-        "--libtpu", help="a folder with libtpu, for the group aot alone: jax looks for TPUs in each process that finds it"
+        "--libtpu", help="a folder with libtpu, for the group aot alone: jax looks for TPUs wherever it finds that"
     )
     flags = parser.parse_args()
     flags.only = flags.only.split(",")

@@ -46,15 +46,12 @@ class InitialValue:
         self._dtype = dtype
         self.shape = shape
         self.result_axes = [axes]
-        divided = [(axis, names(entry)) for axis, entry in enumerate(axes) if entry is not None]
-        self._pieces: Pieces | None = None
-        if len(divided) == 1:
-            ((axis, by),) = divided
-            self._pieces = Pieces(shape, axis, mesh.parts(axes)[axis], by)
+        axes = (*axes, *[None] * (len(shape) - len(axes)))
+        self._pieces = Pieces(shape, tuple(mesh.parts(axes)), tuple(map(names, axes)))
 
     def __call__(self) -> tf.Tensor:
         """Called by `trace`."""
-        with contextlib.nullcontext() if self._pieces is None else in_pieces(self._pieces):
+        with in_pieces(self._pieces):
             return tf.convert_to_tensor(self._make(), self._dtype)
 
 

@@ -81,15 +81,33 @@ class Pieces(NamedTuple):
 
     Attributes:
         shape: its shape.
-        axis: the dimension that is divided over devices.
-        parts: into how many parts.
-        names: the axes of the mesh that divide it.
+        parts: into how many parts each dimension is divided over devices.
+        names: for each dimension, the axes of the mesh that divide it.
     """
 
     shape: tuple[int, ...]
-    axis: int
-    parts: int
-    names: tuple[str, ...]
+    parts: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+
+    def are_of(self, shape: Any) -> bool:
+        """Whether values of a shape (or None) can be drawn so: a device has each block whole or not at all."""
+        if shape is None or self.shape != tuple(map(int, shape)):
+            return False
+        divides = all(size % count == 0 for size, count in zip(self.shape, self.parts, strict=True))
+        return divides and self.split()[0][-1] % _GROUP == 0
+
+    def split(self) -> tuple[list[int], list[Any]]:
+        """The shape with each divided dimension as two, the devices and what each has, and the axes of its dimensions.
+
+        Dimensions between those of devices are one: [before, devices, own] for one that is divided.
+        """
+        shape, axes = [1], [None]
+        for size, count, by in zip(self.shape, self.parts, self.names, strict=True):
+            if count > 1:
+                shape += [count, 1]
+                axes += [by, None]
+            shape[-1] *= size // count
+        return shape, axes
 
 
 def in_pieces(pieces: Pieces) -> contextlib.AbstractContextManager[object]:
@@ -112,18 +130,14 @@ def _drawn(kind: str, shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtyp
     if size is not None and count > _MOST:
         return getattr(tf.raw_ops, kind)(shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
     pieces: Pieces | None = getattr(_thread, "pieces", None)
-    if pieces is not None and size is not None and pieces.shape == tuple(map(int, size)) and dtype != tf.float64:
-        own = math.prod(pieces.shape[pieces.axis :]) // pieces.parts
-        if pieces.shape[pieces.axis] % pieces.parts == 0 and own % _GROUP == 0:
-            return tf.cast(_piecewise(kind, pieces, key, counter, dtype), dtype)
+    if pieces is not None and pieces.are_of(size) and dtype != tf.float64:
+        return tf.cast(_piecewise(kind, pieces, key, counter, dtype), dtype)
     return tf.cast(tf.reshape(_DRAWS[kind](count, key, counter, dtype), shape), dtype)
 
 
 def _piecewise(kind: str, pieces: Pieces, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Draws in pieces: each turn of a loop draws `width` indices of one dimension."""
-    whole, divided, along, width = _cut(pieces)
-    axes: list[Any] = [None] * len(whole)
-    axes[divided] = pieces.names
+    whole, axes, along, width = _cut(pieces)
     sharding = json.dumps({"axes": axes})
     piece = [*whole[:along], width, *whole[along + 1 :]]
 
@@ -148,24 +162,25 @@ def _piecewise(kind: str, pieces: Pieces, key: tf.Tensor, counter: tf.Tensor, dt
     return tf.reshape(drawn, pieces.shape)
 
 
-def _cut(pieces: Pieces) -> tuple[list[int], int, int, int]:
-    """The shape in which a value is drawn, its dimension that is divided, the one that is cut, and how many indices of
-    that a piece has.
+def _cut(pieces: Pieces) -> tuple[list[int], list[Any], int, int]:
+    """How a value is drawn: its shape, its axes, its dimension that is cut, and how many indices of that a piece has.
 
-    If it is drawn in its own shape, XLA scales the numbers where they are. That takes another long dimension than the
-    divided one. Otherwise the shape is [before, parts, own]: the dimensions before the divided one; the devices; and
-    what a device has for each of `before`. To scale that takes its memory once more.
+    If it is drawn in its own shape, XLA scales the numbers where they are. That takes a long dimension that is not
+    divided. Otherwise it is split, and to scale it takes its memory once more.
     """
-    shape, axis, parts, _ = pieces
-    whole, divided = list(shape), axis
-    along = max(range(len(shape)), key=lambda each: (each != axis, shape[each] // _unit(whole, each)))
-    aligned = shape[-1] % (_GROUP * (parts if axis == len(shape) - 1 else 1)) == 0
-    if along == axis or not aligned or shape[along] // _unit(whole, along) < _MANY:
-        before = math.prod(shape[:axis])
-        whole, divided, along = [before, parts, math.prod(shape) // before // parts], 1, 2
-    unit = _unit(whole, along)
-    count = max(_MANY, math.prod(shape) // _PIECE)
-    return whole, divided, along, max(1, whole[along] // unit // count) * unit
+    whole, axes = list(pieces.shape), [by or None for by in pieces.names]
+    along, length = _longest(whole, axes)
+    if whole[-1] % (_GROUP * pieces.parts[-1]) or length < _MANY:
+        whole, axes = pieces.split()
+        along, length = _longest(whole, axes)
+    count = max(_MANY, math.prod(whole) // _PIECE)
+    return whole, axes, along, max(1, length // count) * _unit(whole, along)
+
+
+def _longest(whole: Sequence[int], axes: Sequence[Any]) -> tuple[int, int]:
+    """The dimension that can be cut into the most pieces, and into how many."""
+    counts = [size // _unit(whole, axis) if axes[axis] is None else 0 for axis, size in enumerate(whole)]
+    return counts.index(max(counts)), max(counts)
 
 
 def _unit(whole: Sequence[int], axis: int) -> int:
