@@ -101,7 +101,8 @@ class Pieces(NamedTuple):
 
         Dimensions between those of devices are one: [before, devices, own] for one that is divided.
         """
-        shape, axes = [1], [None]
+        shape = [1]
+        axes: list[Any] = [None]
         for size, count, by in zip(self.shape, self.parts, self.names, strict=True):
             if count > 1:
                 shape += [count, 1]
