@@ -257,7 +257,8 @@ def _made_in_parts(extended: Any, name: str, early: _Early, kwargs: dict[str, An
     if early.axes == WHOLE or not is_large or tf.inside_function() or initializer is None:
         return None
     devices: DeviceGroup = extended.device_group
-    assert callable(value) and devices.mesh is not None, "Keras passes a function, and the value is divided"
+    assert callable(value), "Keras passes a function"
+    assert devices.mesh is not None, "the value is divided"
     if devices.member is not None:
         workers.agree_to_make(name, early, devices, extended.limits, extended.distribution.described(early.axes))
         workers.take_seed_of_chief(initializer, devices, extended.limits)
