@@ -25,6 +25,7 @@ from replica_engine.telemetry.watchdog import Watch, workers
 Limits = tuple[float | None, float | None]
 
 _SMALLEST = 256  # words; sizes are powers of two, so that few programs serve all
+_LARGEST = 1 << 24  # words at a time: devices that share a large value may not have the memory for all of it
 
 _PROGRAM = """module @replica_body {{
   func.func public @main(%x: {type}) -> {type} {{
@@ -57,11 +58,16 @@ def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, 
         ReplicaTimeoutError or WorkersMissingError: another worker did not come in time.
         WorkerLostError or another failure of the job.
     """
-    data = np.ascontiguousarray(value).tobytes()
-    words = max(_SMALLEST, 1 << (-(-len(data) // 4) - 1).bit_length())
-    sent = np.frombuffer(data.ljust(4 * words, b"\0"), np.uint32)
-    received = _run(devices, "ui32", "add", _OF_FIRST, sent, limits)
-    return np.frombuffer(received.tobytes()[: len(data)], value.dtype).reshape(value.shape)
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    received = np.empty_like(data)
+    for begin in range(0, max(1, data.size), 4 * _LARGEST):
+        piece = data[begin : begin + 4 * _LARGEST]
+        words = max(_SMALLEST, 1 << (-(-piece.size // 4) - 1).bit_length())
+        sent = np.zeros(words, np.uint32)
+        sent.view(np.uint8)[: piece.size] = piece
+        chiefs = _run(devices, "ui32", "add", _OF_FIRST, sent, limits)
+        received[begin : begin + piece.size] = chiefs.view(np.uint8)[: piece.size]
+    return received.view(value.dtype).reshape(value.shape)
 
 
 def least(devices: DeviceGroup, numbers: Sequence[int], limits: Limits = (None, None)) -> list[int]:
