@@ -1,5 +1,9 @@
 """Measures how many copies of a strategy's variables a process has in memory, at several moments."""
 
+import os
+import pathlib
+
+import numpy as np
 import tensorflow as tf
 
 import replica_engine
@@ -8,6 +12,34 @@ from benchmarks.fresh import resident
 VARIABLES = 16
 FLOATS = 1 << 20  # in each variable
 REPLICAS = 2
+
+
+def grown_with_something_behind():
+    """The copies by which the process grows in a first step on variables; something else lies behind their values."""
+    strategy = replica_engine.TPUStrategy(num_cores=REPLICAS)
+    behind = []
+
+    def step(weights):
+        for weight in weights:
+            weight.assign_add(tf.ones_like(weight))
+
+    def made(floats):
+        with strategy.scope():
+            for _ in range(4):
+                yield tf.Variable(tf.ones([floats]))
+                behind.append(np.ones(floats * 2, np.float32))
+
+    strategy.run(step, args=(list(made(2)),))  # from the first program on, the process keeps memory
+    weights = list(made(6 << 20))
+    before = as_it_is()
+    strategy.run(step, args=(weights,))
+    assert len(behind) == 8
+    return (as_it_is() - before) / (4 * (6 << 20) * len(weights))
+
+
+def as_it_is():
+    """The resident set of this process in bytes, with what the C library keeps."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def copies():

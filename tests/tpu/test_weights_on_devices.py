@@ -188,3 +188,8 @@ def test_the_value_of_the_last_variable_is_let_go_of_too(two):
     before = resident()
     two.run(add_one, args=(variable,))
     assert resident() - before < 1.5 * size  # a copy on each device, and none on the host
+
+
+def test_values_go_back_also_where_something_lies_behind_them():
+    """In the heap of the process they would stay with it: it keeps what is freed for the next launch."""
+    assert in_fresh_process(weights.grown_with_something_behind) < weights.REPLICAS + 0.3

@@ -3,7 +3,8 @@
 On processors with instructions for neural networks (AVX-512 VNNI, AVX-VNNI, AMX) TensorFlow turns oneDNN on. It then
 allocates tensors of 256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: the memory of a freed
 tensor stays with the process, for later tensors. So freeing the host's value of a variable saves memory only if the
-value lies outside the pool. Here it lies in a NumPy array, which TensorFlow uses without a copy.
+value lies outside the pool. Here it lies in a NumPy array, which TensorFlow uses without a copy. A large one is mapped
+alone: glibc keeps what is freed in its heaps (`process.freed_memory`).
 
 The value that the user's program computes lies in the pool first. Copying it out makes room for the next one. The pool
 then keeps as much as the largest variable takes while it is made, instead of as much as all variables take.
@@ -14,6 +15,8 @@ copy.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,18 +25,34 @@ import tensorflow as tf
 from replica_engine._tf import variables
 
 _ALIGNMENT = 64  # bytes; TensorFlow requires it of every tensor, and copies an array that is aligned otherwise
+_LARGE = 1 << 20  # bytes of a value that is mapped alone
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
+
+def array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Zeros, as an array that `variables.tensor_on` takes without a copy. They take memory once they are written."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if size >= _LARGE:
+        mapped = mmap.mmap(-1, size, **_PRIVATE)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without large pages
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(mapped, dtype).reshape(shape)
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + size].view(dtype).reshape(shape)
 
 
 def outside_pool(value: np.ndarray) -> tf.Tensor:
     """Copies a value into NumPy's memory, and returns it as a tensor."""
-    own = _aligned(value.shape, value.dtype)
+    own = array(value.shape, value.dtype)
     np.copyto(own, value)
     return variables.tensor_on(own)
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype) -> tf.Tensor:
     """Zeros in NumPy's memory. Large ones take no memory until something reads or writes them."""
-    return variables.tensor_on(_aligned(shape, dtype))
+    return variables.tensor_on(array(shape, dtype))
 
 
 def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
@@ -50,10 +69,3 @@ def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
         if address not in moved:
             moved[address] = outside_pool(value)
         variables.write(handle, moved[address])
-
-
-def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # zero pages of the operating system, until something writes to them
-    begin = -raw.ctypes.data % _ALIGNMENT
-    return raw[begin : begin + size].view(dtype).reshape(shape)
