@@ -19,7 +19,8 @@ from replica_engine.errors.threads import note_workers
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import Array, DeviceGroup, held_off
-from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
+from replica_engine.pjrt.partitioned_group import PartitionedGroup
+from replica_engine.pjrt.partitions import Axes
 from replica_engine.telemetry.watchdog import Watch, workers
 
 Limits = tuple[float | None, float | None]
@@ -126,9 +127,16 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
         return np.array(devices.fetch(result, 0))
 
 
-_MOVE = """module @replica_body attributes {{}} {{
-  func.func public @main(%x: {type}) -> {type} {{
-    return %x : {type}
+_GATHER = """module @replica_body attributes {{}} {{
+  func.func public @main(%x: {stored}, %begin: tensor<i32>) -> {gathered} {{
+    %part = stablehlo.reshape %x : ({stored}) -> {part}
+    %zero = stablehlo.constant dense<0> : tensor<i32>
+    %piece = stablehlo.dynamic_slice %part, {begins}, sizes = {sizes} : ({part}, {numbers}) -> {piece}
+    %row = stablehlo.reshape %piece : ({piece}) -> {row}
+    %result = "stablehlo.all_gather"(%row) {{
+      all_gather_dim = 0 : i64, replica_groups = dense<{groups}> : tensor<{replicas}x{size}xi64>
+    }} : ({row}) -> {gathered}
+    return %result : {gathered}
   }}
 }}
 """
@@ -136,53 +144,79 @@ _ELEMENTS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "ui"}
 
 
 def whole(
-    devices: DeviceGroup,
-    array: Array,
-    shape: tuple[int, ...],
-    axes: Axes,
-    what: str,
-    limits: Limits = (None, None),
-) -> Array:
-    """A value that is divided over devices of several workers, whole on each device.
+    devices: PartitionedGroup, array: Array, axes: Axes, what: str, into: np.ndarray, limits: Limits = (None, None)
+) -> None:
+    """Puts a value that is divided over devices of several workers together on the host of each.
 
-    The workers meet first. So parts of one state are joined, and never those of two.
+    The workers meet first. So parts of one state are joined, and never those of two. Each part is gathered piece by
+    piece: the devices may not have the memory for the whole value.
 
     Args:
         devices: the devices of all workers.
         array: the value.
-        shape: its shape.
         axes: how it is divided.
         what: the value and its state in words, equal on all workers: "the variable 'w' after 3 steps".
+        into: gets the value; has its shape and dtype.
         limits: as above.
 
     Raises:
         ProgramDisagreementError: another worker reads something else, or in another state, or makes a step.
         WorkersMissingError, WorkerLostError or another failure of the job.
     """
-    member = devices.member
+    member, flat = devices.member, devices.flat
     assert member is not None, "there are several workers"
-    assert devices.mesh is not None, "the value is divided"
+    parts, begins = devices.on_each_device(array), devices.begins(into.shape, axes)
+    part = parts.shape[int(devices.rows) :]
+    along = part.index(max(part))
+    size = part[along]
+    width = max(1, min(size, 4 * _LARGEST * size // (parts.nbytes * len(begins))))
     with devices.in_flight:
         member.meet(f"reading {what}", *limits)
-        key = devices, shape, str(array.dtype), axes
-        if key not in _programs:
-            kind = f"tensor<{''.join(f'{size}x' for size in shape)}{_element(array.dtype)}>"
-            layout = Layout(devices.mesh, devices.replicas, devices.rows, (axes,), (WHOLE,))
-            text = with_layout(_MOVE.format(type=kind), layout)
-            results = [(shape, np.dtype(array.dtype))]
-            name = f"a divided variable, {array.dtype}{list(shape)}", ""
-            _programs[key] = Executable(text, devices, results, name=name, limits=limits, axes=[WHOLE])
-        executable = _programs[key]
+        executable = _gather(devices, part, np.dtype(array.dtype), along, width, limits)
         executable.wait_for_turn()
         try:
-            with held_off():
-                (result,) = executable.launch([array])
-                devices.running_name = what
-            executable.wait()
+            for begin in (min(each, size - width) for each in range(0, size, width)):
+                with held_off():
+                    (result,) = executable.launch([parts, flat.put([np.array(begin, np.int32)])])
+                    flat.running_name = what
+                executable.wait()
+                for place, piece in zip(begins, flat.fetch(result, 0), strict=True):
+                    at = [first + begin * (axis == along) for axis, first in enumerate(place)]
+                    there = into[tuple(map(slice, at, map(int.__add__, at, piece.shape)))]
+                    there[...] = piece[tuple(map(slice, there.shape))]
         except BaseException:
-            abandoned.add(devices)
+            abandoned.add(flat)
             raise
-        return result
+
+
+def _gather(
+    devices: PartitionedGroup, part: tuple[int, ...], dtype: np.dtype, along: int, width: int, limits: Limits
+) -> Executable:
+    """The program that gives each device, from all devices of its replica, a piece of what each has."""
+    key = devices, part, str(dtype), width
+    if key not in _programs:
+        size, element = devices.devices_each, _element(dtype)
+        sizes = [*part[:along], width, *part[along + 1 :]]
+
+        def kind(*sizes: int) -> str:
+            return f"tensor<{''.join(f'{each}x' for each in sizes)}{element}>"
+
+        text = _GATHER.format(
+            stored=kind(*[1] * devices.rows, *part),
+            part=kind(*part),
+            piece=kind(*sizes),
+            row=kind(1, *sizes),
+            gathered=kind(size, *sizes),
+            sizes=sizes,
+            begins=", ".join("%begin" if axis == along else "%zero" for axis in range(len(part))),
+            numbers=", ".join(["tensor<i32>"] * len(part)),
+            groups=np.arange(devices.replicas * size).reshape(-1, size).tolist(),
+            replicas=devices.replicas,
+            size=size,
+        )
+        name = f"reading a divided variable, {dtype}{list(part)} on each device", ""
+        _programs[key] = Executable(text, devices.flat, [((size, *sizes), dtype)], name=name, limits=limits)
+    return _programs[key]
 
 
 def _element(dtype: np.dtype) -> str:

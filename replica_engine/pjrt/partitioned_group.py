@@ -142,6 +142,17 @@ class PartitionedGroup(DeviceGroup):
         shard = on_host(array._arrays[part.shard])
         return (shard[0] if self.rows else shard)[tuple(slice(length) for _, length in part.place)]
 
+    def on_each_device(self, array: Array) -> Array:
+        """What each device has, as an array of `flat`."""
+        aval = aval_of(array.sharding.shard_shape(array.shape), array.dtype)
+        return ArrayImpl(aval, self.flat.sharding, list(array._arrays), committed=True, _skip_checks=True)
+
+    def begins(self, shape: tuple[int, ...], axes: Axes) -> list[tuple[int, ...]]:
+        """Where in a value the part of each device of this process' replica begins; past its end if it has none."""
+        places = self.sharding_of(axes).devices_indices_map(self.stored(shape, axes))
+        own = self.everywhere[self.first * self.mesh.size :][: self.mesh.size]
+        return [tuple(each.start or 0 for each in places[device][int(self.rows) :]) for device in own]
+
     def put_parts(self, parts: Mapping[Part, np.ndarray], shape: tuple[int, ...], axes: Axes) -> Array:
         """An array of which all replicas have one value; the parts are all of `parts_here`."""
         stored, sharding = self.stored(shape, axes), self.sharding_of(axes)

@@ -251,10 +251,13 @@ class DeviceValue:
             if not self._host_stale:
                 return
             self._tell_of_gather()
-            array = self._whole(self._present())
-            # Copies: a view of the device's memory would keep the next step from writing to that memory.
-            copy = host_memory.outside_pool if self._to_free else np.array
-            values = [copy(self._devices.fetch(array, replica, self.shape)) for replica in range(len(self.handles))]
+            array = self._present()
+            if self.spans:
+                values = [self._gathered(array)]
+            else:
+                # Copies: a view of the device's memory would keep the next step from writing to that memory.
+                copy = host_memory.outside_pool if self._to_free else np.array
+                values = [copy(self._devices.fetch(array, replica, self.shape)) for replica in range(len(self.handles))]
             with _freeing:
                 for handle, value in zip(self.handles, values, strict=True):
                     variables.write(handle, value)
@@ -387,13 +390,14 @@ class DeviceValue:
             )
             _logger.warning(warning("gathered_variable", text))
 
-    def _whole(self, array: Array) -> Array:
-        """The array, if this process has all of it; otherwise all workers put it together, at the same time."""
-        if not self._devices.spans or self.axes == WHOLE:
-            return array
+    def _gathered(self, array: Array) -> tf.Tensor:
+        """The array, which all workers put together at the same time."""
+        assert isinstance(self._devices, PartitionedGroup), "the value is divided"
         name = xla_ops.variable_name(self.handles[0])
         what = f"the variable {name!r} after {self._steps} steps"
-        return exchange.whole(self._devices, array, tuple(self._shape), self.axes, what, self.limits)
+        into = host_memory.array(tuple(self._shape), np.dtype(array.dtype))
+        exchange.whole(self._devices, array, self.axes, what, into, self.limits)
+        return variables.tensor_on(into)
 
     def _check_there(self) -> None:
         if self._lost:
@@ -414,7 +418,7 @@ class DeviceValue:
                 return None
             if len(self.handles) == 1 and self._devices.size == 1:
                 return None
-            array = self._whole(self._present())
+            array = self._present()
             values = [np.array(value) for value in self._devices.fetch_all(array, self.shape)]
         first = values[0].tobytes()
         return None if all(value.tobytes() == first for value in values[1:]) else values
