@@ -90,7 +90,7 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
 
     Ctrl-C ends each wait. It is held off between the moment when the program starts and that when its end is awaited.
     """
-    devices = devices.flat
+    group, devices = devices, devices.flat
     timeout, warn_after = limits
     what = "the chief's value" if before else "a minimum over workers"
     member, began, left = devices.member, time.perf_counter(), threading.Event()
@@ -112,7 +112,7 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
     order = devices.in_flight
     with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
         executable = _program(devices, element, value.size, op, before, f"{what}, {value.size} numbers", limits)
-        executable.wait_for_turn()
+        _wait_for_turn(executable, group)
         try:
             with Watch(lambda _: None, timeout=timeout, expire=lambda _: left.set()):
                 with held_off():
@@ -122,9 +122,22 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
             if devices.interrupted:  # the wait was left
                 raise late()
         except BaseException:
-            abandoned.add(devices)
+            _leave(group)
             raise
         return np.array(devices.fetch(result, 0))
+
+
+def _wait_for_turn(executable: Executable, devices: DeviceGroup) -> None:
+    """Waits until a program for the `flat` of devices may start; one that was left may still run on the devices."""
+    devices.wait_for_interrupted()
+    executable.wait_for_turn()
+
+
+def _leave(devices: DeviceGroup) -> None:
+    """Leaves the program that was launched last on the `flat` of devices: their own next program waits for its end."""
+    flat = devices.flat
+    devices.running, devices.running_name, devices.interrupted = flat.running, flat.running_name, flat.interrupted
+    abandoned.add(devices)
 
 
 _GATHER = """module @replica_body attributes {{}} {{
@@ -173,7 +186,7 @@ def whole(
     with devices.in_flight:
         member.meet(f"reading {what}", *limits)
         executable = _gather(devices, part, np.dtype(array.dtype), along, width, limits)
-        executable.wait_for_turn()
+        _wait_for_turn(executable, devices)
         try:
             for begin in (min(each, size - width) for each in range(0, size, width)):
                 with held_off():
@@ -185,7 +198,7 @@ def whole(
                     there = into[tuple(map(slice, at, map(int.__add__, at, piece.shape)))]
                     there[...] = piece[tuple(map(slice, there.shape))]
         except BaseException:
-            abandoned.add(flat)
+            _leave(devices)
             raise
 
 

@@ -208,7 +208,7 @@ def take_seed_of_chief(initializer: Any, devices: DeviceGroup, limits: LaunchLim
     A seed that the user has not given is a random number. An initializer that counts its draws keeps its own seed.
     """
     seed = getattr(initializer, "seed", None)
-    if isinstance(seed, int):
+    if isinstance(seed, int) and seed.bit_length() < 64:
         initializer.seed = int(exchange.from_chief(devices, np.array(seed, np.int64), limits))
 
 
