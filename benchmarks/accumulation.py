@@ -1,6 +1,6 @@
 """Gradients that are accumulated over four batches and reduced once, beside four plain steps, in one process.
 
-    python -m benchmarks.accumulation [--models small,mlp] [--replicas 2,4] [--groups 5] [--repeats 7] [--quick]
+    python -m benchmarks.accumulation [--models small,mlp] [--replicas 2,4] [--groups 5] [--repeats 3] [--quick]
         [--json out.json]
 
 A figure is the mean time of four batches. `gradient_accumulation_steps` is Keras' SGD with that argument, which adds up
@@ -184,6 +184,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
+        command.FEW_REPEATS,
         command.Option("models", "small,mlp", "small", "which", command.some_of(*MODELS)),
         command.Option("replicas", "2,4", "2", "how many", command.numbers),
         command.Option("groups", "20", "1", "groups of four batches that are timed together", command.positive),

@@ -1,6 +1,6 @@
 """How long a training stands still for a checkpoint: until an asynchronous save returns, beside a plain save.
 
-    python -m benchmarks.checkpoints [--megabytes 128] [--repeats 7] [--quick] [--json out.json]
+    python -m benchmarks.checkpoints [--megabytes 128] [--repeats 5] [--quick] [--json out.json]
 
 16 weights of a strategy on two CPU devices. "A plain save" is `tf.train.Checkpoint.write` without options, under
 `tf.distribute.MirroredStrategy`. The save before has ended when the next one begins. "and the next step" has what the

@@ -1,6 +1,6 @@
 """The command line of each benchmark: `python -m benchmarks.<group>` measures one group and prints its rows.
 
-python -m benchmarks.<group> [--repeats 7] [--quick] [--json out.json] [and its own options]
+python -m benchmarks.<group> [--repeats 5] [--quick] [--json out.json] [and its own options]
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Option:
     of: Callable[[str], Any] = positive
 
 
-REPEATS = Option("repeats", "7", "2", "number of interleaved repeats")
+REPEATS = Option("repeats", "5", "2", "number of interleaved repeats")
+FEW_REPEATS = Option("repeats", "3", "2", "number of interleaved repeats")
+"""For groups that take minutes: all of them together take less than two hours."""
 
 Measure = Callable[[argparse.Namespace], Iterable[Row]]
 """Yields each row as soon as it is measured."""

@@ -1,6 +1,6 @@
 """The gain of `MirroredStrategy(concurrent=True)`: large eager matrix products on two replicas, at once and in turn.
 
-    python -m benchmarks.concurrency [--replicas 2] [--size 1000] [--products 5] [--repeats 7] [--quick]
+    python -m benchmarks.concurrency [--replicas 2] [--size 1000] [--products 5] [--repeats 5] [--quick]
         [--json out.json]
 
 TensorFlow's own threads spread one matrix product over all cores, so concurrent replicas cannot be faster. Therefore

@@ -1,6 +1,6 @@
 """A merge call in a loop and in a branch: what the operator costs when it runs, and when it is traced.
 
-    python -m benchmarks.control_flow [--replicas 2,4] [--iterations 50] [--runs 20] [--repeats 7] [--quick]
+    python -m benchmarks.control_flow [--replicas 2,4] [--iterations 50] [--runs 20] [--repeats 5] [--quick]
         [--json out.json]
 
 - "loop": a step of a tf.while_loop on N replicas that all-reduces a gradient, beside the same loop on one device with

@@ -1,6 +1,6 @@
 """Operations that XLA:CPU runs slowly, in the form that `replica_engine.pjrt.cpu_rewrites` gives them, and as they are.
 
-    python -m benchmarks.cpu_rewrites [--batch 16] [--launches 5] [--repeats 7] [--quick] [--json out.json]
+    python -m benchmarks.cpu_rewrites [--batch 16] [--launches 5] [--repeats 5] [--quick] [--json out.json]
 
 A figure is the processor time of one launch, on all cores, so that other programs on the machine change little. The
 operands are on the devices. The rules, at which shapes an operation is rewritten, come from this table: shapes that no

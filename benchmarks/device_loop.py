@@ -1,6 +1,6 @@
 """The cost of a training step with many steps per launch, beside one step per launch and JAX in the same process.
 
-    python -m benchmarks.device_loop [--models linear,mlp] [--steps 1,10,100] [--replicas 2] [--repeats 7] [--quick]
+    python -m benchmarks.device_loop [--models linear,mlp] [--steps 1,10,100] [--replicas 2] [--repeats 5] [--quick]
         [--json out.json]
 
 `run_steps`, and `run` in a Python loop, get the same inputs: NumPy arrays from a generator that repeats a few of them,

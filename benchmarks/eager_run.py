@@ -1,6 +1,6 @@
 """The cost of one eager `strategy.run`, beside tf.distribute.MirroredStrategy in the same process.
 
-    python -m benchmarks.eager_run [--replicas 2,4,8] [--runs 100] [--repeats 7] [--quick] [--json out.json]
+    python -m benchmarks.eager_run [--replicas 2,4,8] [--runs 100] [--repeats 5] [--quick] [--json out.json]
 
 The bodies do almost nothing, on logical CPU devices, so the cost is that of the engine. tf.distribute uses its fastest
 all-reduce for CPUs; its default, a ring of collectives, takes twice as long. The other peer is the lower limit of a

@@ -1,6 +1,6 @@
 """The cost of the first training step, for 1 replica and for 8: tracing, lowering, compiling and running it.
 
-    python -m benchmarks.first_step [--layers 30] [--replicas 1,8] [--repeats 7] [--quick] [--json out.json]
+    python -m benchmarks.first_step [--layers 30] [--replicas 1,8] [--repeats 5] [--quick] [--json out.json]
 
 The model is a deep residual network. TPUStrategy traces the step once for any number of replicas, so the first step
 should take about as long for 8 as for 1. tf.distribute traces and optimizes the step for each replica. The stages are

@@ -1,7 +1,7 @@
 """How the cost of a run grows with the number of replicas, the size of the model and the number of merge calls.
 
     python -m benchmarks.growth [--replicas 1,2,4,8,16,32,64] [--sizes 1,10,100,1000,10000,100000]
-        [--merge-calls 0,1,2,5,10,20,50,100] [--runs 100] [--repeats 7] [--quick] [--json out.json]
+        [--merge-calls 0,1,2,5,10,20,50,100] [--runs 100] [--repeats 5] [--quick] [--json out.json]
 
 Measures the points of three plots, which `picture` draws. Fits a straight line to the points of each contender: its
 slope is the cost of one more replica, MB or merge call. A point is weighted by the inverse of its value, so that the

@@ -1,7 +1,7 @@
 """The cost of a call from a compiled program to Python, beside JAX's callbacks in the same process.
 
     python -m benchmarks.host_call [--replicas 1,2,4] [--payloads scalar,1KB,1MB] [--calls 100] [--launches 10]
-        [--repeats 7] [--quick] [--json out.json]
+        [--repeats 5] [--quick] [--json out.json]
 
 Each replica's program is a loop that passes an array to a Python function, which returns it unchanged, and adds 1. The
 cost of a call is the time of a launch, minus that of the same program without the function, divided by the number of

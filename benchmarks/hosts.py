@@ -1,6 +1,6 @@
 """All-reduces and training steps of several processes on this machine, beside other libraries and the sockets alone.
 
-    python -m benchmarks.hosts [--workers 2,4] [--sizes 1000,1000000,100000000] [--models mlp] [--repeats 7] [--quick]
+    python -m benchmarks.hosts [--workers 2,4] [--sizes 1000,1000000,100000000] [--models mlp] [--repeats 3] [--quick]
 
 Each contender has its own processes, one for each worker, and they all live during the measurement; one contender works
 at a time, and the others wait for orders. The time is the longest of the workers'. TCP is the limit: it carries the
@@ -185,6 +185,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
+        command.FEW_REPEATS,
         command.Option("workers", "2,4", "2", "how many processes", command.numbers),
         command.Option("replicas", "1,2", "1", "how many replicas in each", command.numbers),
         command.Option("sizes", "1000,1000000,100000000", "1000,100000", "bytes of an all-reduce", command.numbers),

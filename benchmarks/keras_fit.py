@@ -1,6 +1,6 @@
 """The cost of an epoch of Keras `fit` on N replicas, beside one device and `tf.distribute`, in one process.
 
-    python -m benchmarks.keras_fit [--models dense,conv,lstm,transformer] [--replicas 2,4] [--repeats 7] [--quick]
+    python -m benchmarks.keras_fit [--models dense,conv,lstm,transformer] [--replicas 2,4] [--repeats 3] [--quick]
         [--json out.json]
 
 One device is plain Keras, which also uses all cores. `tf.distribute` is Keras under its MirroredStrategy with
@@ -215,6 +215,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
+        command.FEW_REPEATS,
         command.Option("models", ",".join(MODELS), "dense", "models to train", command.some_of(*MODELS)),
         command.Option("replicas", "2,4", "2", "numbers of replicas", command.numbers),
     )

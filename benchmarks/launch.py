@@ -1,6 +1,6 @@
 """The cost of Python around one launch of a compiled program, beside a call of `jax.jit` in the same process.
 
-    python -m benchmarks.launch [--replicas 2,4,8] [--runs 200] [--iterations 100] [--repeats 7] [--quick]
+    python -m benchmarks.launch [--replicas 2,4,8] [--runs 200] [--iterations 100] [--repeats 5] [--quick]
         [--json out.json]
 
 The body adds 1 to a number and returns it, so almost all of the cost is around the launch. JAX runs the same program:

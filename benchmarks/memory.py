@@ -1,6 +1,6 @@
 """The memory that the library takes: for a replica thread, a compiled program, and variables on N devices.
 
-    python -m benchmarks.memory [--threads 64] [--programs 20] [--megabytes 256] [--replicas 2] [--repeats 7] [--quick]
+    python -m benchmarks.memory [--threads 64] [--programs 20] [--megabytes 256] [--replicas 2] [--repeats 5] [--quick]
         [--json out.json]
 
 The figure is the growth of the resident set of a new process, which has loaded everything and done the same on a small

@@ -1,6 +1,6 @@
 """Training real models, each figure in new processes: ResNet-50, MobileNetV2, BERT and an LSTM language model.
 
-    python -m benchmarks.models [--models resnet,mobilenet,bert,lstm] [--replicas 1,2,4] [--steps 5] [--repeats 3]
+    python -m benchmarks.models [--models resnet,mobilenet,bert,lstm] [--replicas 1,2,4] [--steps 5] [--repeats 2]
         [--quick] [--json out.json]
 
 The replicas share a batch of 16. For each model and number of replicas there are rows for a step, for the first step,
@@ -193,7 +193,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("repeats", "3", "1", "processes of each contender"),
+        command.Option("repeats", "2", "1", "processes of each contender"),
         command.Option("models", ",".join(MODELS), "lstm", "models to train", command.some_of(*MODELS)),
         command.Option("replicas", "1,2,4", "2", "numbers of replicas, divisors of 16", command.numbers),
         command.Option("steps", "5", "1", "steps for each figure of a step"),

@@ -1,6 +1,6 @@
 """The cost of the first training step of a large Keras model, beside tf.distribute, each in a new process.
 
-    python -m benchmarks.start_up [--replicas 4,8] [--repeats 3] [--quick] [--json out.json]
+    python -m benchmarks.start_up [--replicas 4,8] [--repeats 2] [--quick] [--json out.json]
 
 The program is a user's: Keras' ResNet-50, a `tf.function` step with `strategy.run`, and a Keras optimizer, with eight
 images for each replica. Each figure has a new process, of this library and of tf.distribute in turn, because only the
@@ -55,6 +55,6 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("repeats", "3", "1", "processes of each strategy"),
+        command.Option("repeats", "2", "1", "processes of each strategy"),
         command.Option("replicas", "4,8", "2", "numbers of replicas", command.numbers),
     )

@@ -1,7 +1,7 @@
 """The cost of one training step, beside tf.distribute and JAX in the same process.
 
     python -m benchmarks.train_step [--models mlp,conv,transformer,small] [--replicas 2,4,8] [--steps 10]
-        [--figure-ms 500] [--repeats 7] [--quick] [--json out.json]
+        [--figure-ms 500] [--repeats 3] [--quick] [--json out.json]
 
 `models` has the models, and `contenders` the ways to train them. All contenders start from the same weights and see the
 same batches, and their losses must agree after the first steps.
@@ -73,6 +73,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
+        command.FEW_REPEATS,
         command.Option("models", ",".join(MODELS), "mlp,small", "models to train", command.some_of(*MODELS)),
         command.Option("replicas", "2,4,8", "2", "numbers of replicas", command.numbers),
         command.Option(

@@ -236,7 +236,7 @@ def test_options_have_a_quick_default():
     options = [command.Option("merge_calls", "1,2", "1", "how many", command.numbers)]
     flags = [command.parse("", options, line.split()) for line in ("", "--quick", "--quick --merge-calls 3,4")]
     assert [each.merge_calls for each in flags] == [[1, 2], [1], [3, 4]]
-    assert [each.repeats for each in flags] == [7, 2, 2]
+    assert [each.repeats for each in flags] == [5, 2, 2]
 
 
 @pytest.mark.parametrize(
