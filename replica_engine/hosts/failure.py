@@ -85,6 +85,11 @@ class Failure:
         return self.wording == WorkerLostError.left.__qualname__
 
     @property
+    def is_silence(self) -> bool:
+        """Whether nothing more is heard of that worker: it does not end by itself, as one that has raised does."""
+        return self.wording in (WorkerLostError.silent.__qualname__, WorkerLostError.vanished.__qualname__)
+
+    @property
     def _row(self) -> WorkerRow | None:
         row = self.arguments[0] if self.arguments else None
         return row if isinstance(row, WorkerRow) else None

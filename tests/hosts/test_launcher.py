@@ -130,6 +130,31 @@ def test_the_last_lines_of_the_first_failure_are_printed_again(script):
     assert result.stderr.rindex("[worker 0]") < again
 
 
+PRINTS_LATE = """
+import sys, time
+
+def print_late(*error):
+    try:
+        while True: os.kill(pids[0], 0); time.sleep(0.01)
+    except ProcessLookupError:
+        time.sleep(0.5)  # the launcher knows by then that only this worker is left
+    sys.__excepthook__(*error)
+
+sys.excepthook = print_late
+"""
+
+
+def test_what_a_worker_has_raised_is_printed_also_when_the_others_have_ended_before(script):
+    body = """
+pids = member.exchange("pids", os.getpid())
+if member.worker == 1: raise ValueError("the body.")
+sys.excepthook = sys.__excepthook__
+"""
+    result = launch("--workers", "2", script(f"{PRINTS_LATE}{JOINS}{body}{WAITS}"))
+    assert result.stderr.count("[worker 1] ValueError: the body.\n") == 2
+    assert result.stderr.splitlines()[-1] == "replica-engine launch: exit status 1"
+
+
 READS_LATE = """
 class Late(launcher.Coordinator):
     failure = property(lambda self: None if self._thread.is_alive() else self._job.failure)
