@@ -41,7 +41,6 @@ class Saving:
         self.worker, self.size = member.worker, member.size
         self.is_chief = member.worker == 0
         self._member = member
-        self._exchanges = itertools.count()
         self._meet = meet
         self._told = "told "  # what the keys of the last checkpoint begin with
 
@@ -103,14 +102,7 @@ class Saving:
         Raises:
             WorkerLostError: a worker is lost.
         """
-        key = f"exchange {next(self._exchanges)}"
-        member = self._member
-        if not self.is_chief:
-            member.put(f"{key} of {self.worker}", value)
-            return list(member.get(key))
-        values = [value, *(member.get(f"{key} of {worker}") for worker in range(1, member.size))]
-        member.put(key, values)
-        return values
+        return self._member.exchange("the state of a training", value)
 
 
 class Turn:

@@ -9,7 +9,12 @@ import time
 import pytest
 from helpers.jobs import EVAL, LONG, TRAIN, job, until
 
-from replica_engine.errors import ClusterConfigError, WorkersMissingError
+from replica_engine.errors import (
+    ClusterConfigError,
+    ProgramDisagreementError,
+    WorkerLostError,
+    WorkersMissingError,
+)
 from replica_engine.hosts import wire
 from replica_engine.hosts.member import BATCH
 from replica_engine.hosts.member.clock import Silence
@@ -128,6 +133,24 @@ def test_an_exchange_is_one_message_each_way():
         ]
         with pytest.raises(ValueError, match="larger than a megabyte"):
             member.exchange("addresses", "a" * (1 << 19))
+
+
+@pytest.mark.parametrize(
+    ("does", "error", "words"),
+    [
+        (
+            "",
+            WorkerLostError,
+            "has come to the end of its program.*, and worker 0 goes on with the wait at the answers",
+        ),
+        ("member.launched(TRAIN)", ProgramDisagreementError, "wait at the answers"),
+    ],
+)
+def test_an_exchange_is_not_waited_for_where_another_worker_does_something_else(does, error, words):
+    with job() as made:
+        made.start(1, does)
+        with pytest.raises(error, match=words):
+            made.join(0).exchange("answer 1", 0, None, "the answers")
 
 
 def test_launches_are_few_messages():

@@ -43,13 +43,18 @@ try:
     strategy.run_steps(lambda context, x: total.assign_add(x), iter(batches), 200)
 except tf.errors.OutOfRangeError as error:
     found["loop"] = [error.message, total.numpy().tolist()]
-try:
-    strategy.run_steps(lambda context, x: tf.print("on the host"), iter([tf.ones([4])]), 1)
-except replica_engine.errors.DistributionError as error:
-    assert strategy.num_hosts > 1
-    assert "it calls the host" in str(error)
-    assert "strategy.run" in str(error)
 strategy.run(lambda: tf.print("once a replica"))
+
+def with_host(context, x, words):
+    doubled = tf.ensure_shape(tf.numpy_function(lambda x: 2 * x, [x], tf.float32), x.shape)
+    total.assign_add(doubled + tf.cast(tf.strings.length(words)[0], tf.float32))
+    context.set_last_step_output("mean", tf.reduce_mean(x))
+
+try:
+    texts = [(batch, tf.constant(["word", "and", "more", "words"])) for batch in batches[: 9 + me]]
+    strategy.run_steps(with_host, iter(texts), 20)
+except tf.errors.OutOfRangeError as error:
+    found["loop with the host"] = [error.message, total.numpy().tolist()]
 """
 
 
@@ -76,6 +81,7 @@ def test_numbers_and_files_are_those_of_one_process(programs, tmp_path, workers,
         for name in ("loss", "weights", "predicted", "saved", "several steps at a time"):
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
         assert found["loop"] == expected["loop"]
+        assert found["loop with the host"] == expected["loop with the host"]
         assert found == each[0][0], "workers differ"
 
 

@@ -250,6 +250,21 @@ def test_the_chief_writes_parts_of_replicated_models_and_asynchronous_checkpoint
     ]
 
 
+def test_workers_compare_what_they_have_heard_for_as_long_as_they_train(monkeypatch):
+    """About once a second: the job kept the values of each time, and has no room after some minutes."""
+    monkeypatch.setattr("replica_engine.hosts.job._MOST_VALUES", 5)
+    text = """
+from replica_engine.strategies.saving_together import Saving
+saving = Saving(member, None)
+print([saving.exchange(-each) for each in range(9)] == [[each, -each] for each in range(9)], flush=True)
+"""
+    with job() as made:
+        process = made.start(1, text)
+        saving = Saving(made.join(0), lambda name, limited: None)
+        assert [saving.exchange(each) for each in range(9)] == [[each, -each] for each in range(9)]
+        assert process.stdout.readline() == "True\n"
+
+
 class Chief:
     """The connection of worker 0, whose values nobody reads."""
 

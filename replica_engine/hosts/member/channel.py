@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 from replica_engine.hosts import wire
@@ -183,32 +183,13 @@ class Channel:
         """
         return self._ask(lambda number: ["get", number, key, timeout])
 
-    @overload
-    def exchange(self, name: str, value: Any) -> list[Any]: ...
-
-    @overload
-    def exchange(self, name: str, value: Any, patience: float | None) -> list[Any] | None: ...
-
-    def exchange(self, name: str, value: Any, patience: float | None = None) -> list[Any] | None:
-        """Gives a value to all workers, and waits for those of all; each worker sends and gets one message.
-
-        Args:
-            name: what the values are, equal on all workers: "addresses".
-            value: something small that JSON can hold: those of all workers must fit into a megabyte.
-            patience: seconds to wait for the others; None waits without a limit. A name whose time ran out must not be
-                used again, since the others may still answer it.
-
-        Returns:
-            The values, by the index of the worker; None if the time ran out.
-
-        Raises:
-            ValueError: the value is too large.
-            WorkerLostError: or another failure of the job.
-        """
+    def _exchange(self, name: str, value: Any, patience: float | None, before: Callable[[], None]) -> list[Any] | None:
+        """See `Member.exchange`; `before` is called with the lock, before the value is sent."""
         message = ["exchange", name, value]
         if len(wire.encode(message)) * self.size > wire.LONGEST_LINE:
             raise ValueError(f"the values of {name!r} of {self.size} workers are larger than a megabyte")
         with self._changed:
+            before()
             self._connection.queue(message)
             return self._exchanged.pop(name) if self._wait_for(lambda: name in self._exchanged, patience) else None
 

@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 from replica_engine.errors import ReplicaEngineError, WorkerRow
 from replica_engine.errors.base import in_words
@@ -212,6 +212,41 @@ class Member(Channel):
         with self.watched(name, warn_after):
             self._meet(self._entry(WAIT, name, name), timeout)
 
+    @overload
+    def exchange(self, name: str, value: Any) -> list[Any]: ...
+
+    @overload
+    def exchange(self, name: str, value: Any, patience: float | None, place: str = "") -> list[Any] | None: ...
+
+    def exchange(self, name: str, value: Any, patience: float | None = None, place: str = "") -> list[Any] | None:
+        """Gives a value to all workers, and waits for those of all; each worker sends and gets one message.
+
+        Like `meet`, it is compared with what the others do: one that has launched something else, or has come to its
+        end, is an error, and not waited for.
+
+        Args:
+            name: what the values are, equal on all workers: "addresses".
+            value: something small that JSON can hold: those of all workers must fit into a megabyte.
+            patience: seconds to wait for the others; None waits without a limit. A name whose time ran out must not be
+                used again, since the others may still answer it.
+            place: what is compared, in words, for a name that is used once; "" is the name. The job keeps each place.
+
+        Returns:
+            The values, by the index of the worker; None if the time ran out.
+
+        Raises:
+            ValueError: the value is too large.
+            ProgramDisagreementError: another worker does something else.
+            WorkerLostError: or another failure of the job.
+        """
+        code = self._entry(WAIT, place or name, place or name)
+
+        def note() -> None:
+            self._entries.append(code)
+            self._flush_log()
+
+        return self._exchange(name, value, patience, note)
+
     def watched(self, what: str, warn_after: float | None = None) -> Watch:
         """A watch around a wait for the others to come to `what`; its warning has a row for each worker."""
 
@@ -258,7 +293,7 @@ class Member(Channel):
 
         def addresses() -> Sequence[str]:
             try:
-                return self.exchange("links", own)
+                return self._exchange("links", own, None, lambda: None) or ()  # at any time: not compared
             except ReplicaEngineError:  # the job has failed
                 return ()
 

@@ -13,6 +13,7 @@ of no step of the loop are kept.
 
 With several workers whose devices share a model, each takes its own batches, and before a launch they agree on the
 number of steps: the smallest that any of them can make. What a worker took for more is the first of its next chunk.
+There, a step that calls the host is a launch of its own, and the steps before one whose host call fails are kept.
 """
 
 from __future__ import annotations
@@ -49,16 +50,19 @@ _agreements = itertools.count()
 
 
 class StepCallsHost(Exception):
-    """Ends the trace of a loop whose step calls the host."""
+    """Ends the trace of a loop whose step calls the host, which was not known."""
 
 
-def are_arguments(devices: DeviceGroup, timed: bool) -> bool:
-    """Whether the batches of a loop on these devices are arguments, if its step does not call the host.
+def are_arguments(devices: DeviceGroup, timed: bool, calls_host: bool) -> bool:
+    """Whether the batches of a loop on these devices are arguments.
 
     Args:
         devices: the devices.
         timed: whether launches have a limit. Then no variable is overwritten.
+        calls_host: whether the step is known to call the host.
     """
+    if calls_host:  # a batch that several workers divide cannot come out of a call of one of them
+        return devices.mesh is not None and devices.member is not None
     if devices.mesh is not None:  # a host call has whole batches, on one device
         return True
     if devices.member is not None:  # the workers agree on the number of steps in the program, which calls the host
@@ -90,19 +94,28 @@ def _have_queue(devices: DeviceGroup) -> bool:
 class ChunkBody(LoopBody):
     """The body of the program: takes how many batches a chunk has, and for each input the stacked values.
 
+    Args:
+        calls_host: whether the step is known to call the host. Then there is one batch in each chunk.
+
     Attributes:
         stacked: how many dimensions of an argument come before those of a batch.
     """
 
     stacked = 1
 
+    def __init__(self, *of_loop: Any, calls_host: bool):
+        super().__init__(*of_loop)
+        self._calls_host = calls_host
+
     def __call__(self, count: tf.Tensor, *inputs: tf.Tensor) -> Any:
         """Called by `trace`.
 
         Raises:
-            StepCallsHost: the step calls the host.
+            StepCallsHost: the step calls the host, which was not known.
         """
         step = self._traced_step()
+        if self._calls_host:
+            return step.value(step.run(*[each[0] for each in inputs]))
         if step.calls_host:
             raise StepCallsHost
 
@@ -116,7 +129,7 @@ class ChunkBody(LoopBody):
 
 def arguments_like(specs: Sequence[tf.TensorSpec], most: int, size: int) -> tuple:
     """Arguments of the shapes and dtypes that the body takes, for its trace."""
-    values = [np.zeros([most, *spec.shape], spec.dtype.as_numpy_dtype) for spec in specs]
+    values = [tf.zeros([most, *spec.shape], spec.dtype).numpy() for spec in specs]
     return (np.int32(0), *(distribute.PerReplica([value] * size) for value in values))
 
 
@@ -208,8 +221,9 @@ class Chunks:
         """The batches of a chunk for which all workers have one."""
         member, program = self._compiled.devices.member, self._compiled.program
         assert member is not None, "asked before"
-        name = f"steps {next(_agreements)} of {program.name}"
-        offers = member.exchange(name, [len(chunk), self._more], program.body.limits.timeout)
+        place = f"the next steps of `{program.name}`"
+        name = f"{place}, {next(_agreements)}"
+        offers = member.exchange(name, [len(chunk), self._more], program.body.limits.timeout, place)
         if offers is None:
             error = self._late(watch.waited, FOR_BATCH_OF_WORKER)
             add_note(error, member.describe())

@@ -29,7 +29,7 @@ import tensorflow as tf
 from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.graphs.python_ops import python_op
-from replica_engine.errors import DistributionError, HostAccessError, InputsError, LoweringError
+from replica_engine.errors import HostAccessError, InputsError, LoweringError
 from replica_engine.pjrt.group import needed_by_a_program
 from replica_engine.xla import soft_placement
 from replica_engine.xla.body import host_call_site, in_body
@@ -88,7 +88,6 @@ def run_loop(
         pulls: takes the inputs of the other steps as arrays; None if only `rest` can.
 
     Raises:
-        DistributionError: the step calls the host, replicas have several devices, and there are several workers.
         Exception: the step raised it while it was traced, or a host call of the step raised it.
     """
     arguments = Arguments(first, {}, programs.devices.size, numbers=True)
@@ -99,25 +98,20 @@ def run_loop(
     key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes))
     # The sign of life for the watchdog is that a batch is taken, and a single step may be as slow as the limit allows.
     timed = programs.limits.timeout is not None
-    if chunks.are_arguments(programs.devices, timed) and not has_text and not programs.calls_host(key):
+    calls_host = has_text or programs.calls_host(key)
+    while chunks.are_arguments(programs.devices, timed, calls_host):
         at_once = chunks.at_once(programs.devices, prefetch)
-        most = 1 if timed else _chunk(specs, prefetch, chunks.most_bytes(programs.devices), at_once)
-        body = chunks.ChunkBody(source, step, arguments, specs, most)
+        most = 1 if timed or calls_host else _chunk(specs, prefetch, chunks.most_bytes(programs.devices), at_once)
+        body = chunks.ChunkBody(source, step, arguments, specs, most, calls_host=calls_host)
         given = Arguments(chunks.arguments_like(specs, most, arguments.size), {}, arguments.size, numbers=True)
         try:
-            program = _found(programs, source, body, (*key, "arguments", most), given)
+            program = _found(programs, source, body, (*key, "arguments", most, calls_host), given)
         except chunks.StepCallsHost:
             programs.note_host_calls(key)
+            calls_host = True
         else:
             others = given.numpy()[1 + len(specs) :]
             return _run_chunks(program, reader, first, rest, iterations, specs, others, most, at_once, prefetch)
-    if programs.devices.mesh is not None and programs.devices.member is not None:
-        what = "takes strings" if has_text else "calls the host"
-        raise DistributionError(
-            f"`{source.name}` cannot run in a device loop (run_steps): it {what}, the replicas have several devices "
-            "each, and there are several workers. Run single steps: strategy.run for each step, or "
-            "steps_per_execution=1."
-        )
     most = 1 if timed else _chunk(specs, prefetch, _MOST_BYTES)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
