@@ -115,7 +115,8 @@ class Drawing:
                 continue
             self._add(track, "run", "run", left, arrived)
             come = [0.0 if of is None else of[1 + 2 * number] for of in every]
-            last = max(come) if all(come) else 0.0
+            # An arrival may be marked late, since nothing waits for it. This replica has gone when all had come.
+            last = min(max(come), gone or math.inf) if all(come) else 0.0
             self._add(track, f"waiting at {point.name}", "waiting", arrived, last, {"where": point.where})
             self._add(track, point.name, "merge", last, gone, {"where": point.where})
             left = gone

@@ -403,11 +403,18 @@ def test_the_slowest_replica_of_traced_steps_is_named(form, tmp_path, capsys):
 
 
 def test_spans_lie_between_the_sync_points(tmp_path):
+    """What writes variables in a merge waits for the marks of all arrivals, so each merge takes some time."""
     strategy = MirroredStrategy(DEVICES[:2])
+    with strategy.scope():
+        merges = tf.Variable(0.0)
+
+    def mean(strategy, x):
+        strategy.extended.update(merges, lambda each: each.assign_add(1.0))
+        return strategy.reduce("MEAN", x, axis=None)
 
     def step(x):
         context = tf.distribute.get_replica_context()
-        return context.all_reduce("SUM", tf.tanh(context.all_reduce("MEAN", x) @ x))
+        return context.merge_call(mean, args=(tf.tanh(context.merge_call(mean, args=(x,)) @ x),))
 
     @tf.function
     def train(x):
