@@ -20,8 +20,6 @@ from tensorflow.core.protobuf.tpu.topology_pb2 import TPUHardwareFeature as _TPU
 # _push_per_thread_mode, _pop_per_thread_mode, _get_default_replica_mode: leave a strategy's scope for a while.
 # require_replica_context, _require_cross_replica_or_default_context_extended: check which context is entered.
 # _get_default_strategy: the strategy outside all scopes.
-# enter_or_assert_strategy: enters a strategy's scope, or checks that no other strategy's scope is entered.
-# UpdateContext: marks the code inside as an update of one replica's component.
 from tensorflow.python.distribute import distribute_lib as _distribute_lib
 
 # The extended half of tf.distribute.MultiWorkerMirroredStrategy, to run it on replica threads.
@@ -31,6 +29,10 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 
 # resolve: the full name of a device, as TensorFlow's values and datasets spell it.
 from tensorflow.python.distribute.device_util import resolve
+
+# enter_or_assert_strategy: enters a strategy's scope, or checks that no other strategy's scope is entered.
+# UpdateContext: marks the code inside as an update of one replica's component.
+from tensorflow.python.distribute.distribute_lib import UpdateContext, enter_or_assert_strategy
 
 # create_mirrored_variable: makes a distributed variable from its components, and checks synchronization and
 # aggregation. is_mirrored: whether a value is the same on all replicas. select_replica, update_regroup: arguments and
@@ -91,9 +93,6 @@ __all__ = [
     "update_regroup",
     "value_container",
 ]
-
-UpdateContext: Any = _distribute_lib.UpdateContext
-enter_or_assert_strategy = _distribute_lib.enter_or_assert_strategy
 
 
 def specs_of_replicas(spec: tf.TypeSpec) -> list[tf.TypeSpec] | None:

@@ -25,13 +25,15 @@ from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx as _Control
 from tensorflow.python.autograph.core.ag_ctx import Status as _Status
 
 # cache_allowlisted: adds a function to the list of those that AutoGraph leaves alone under certain options.
-# _TRANSPILER: keeps converted functions, with the maps from generated lines to the user's lines, and the operators that
-# these functions call. The maps in `tf_stack` below are gone when an exception has left the converted function.
-#
-# autograph_artifact: marks library code. `tf.autograph.experimental.do_not_convert` would also switch AutoGraph off for
-# the user's function that this code calls. An artifact itself is not converted, but the functions that it calls are.
-from tensorflow.python.autograph.impl import api as _api
 from tensorflow.python.autograph.impl import conversion as _conversion
+
+# _TRANSPILER: keeps converted functions, with the maps from generated lines to the user's lines. The maps in `tf_stack`
+# below are gone when an exception has left the converted function.
+from tensorflow.python.autograph.impl.api import _TRANSPILER as _transpiler
+
+# `tf.autograph.experimental.do_not_convert` on library code would also switch AutoGraph off for the user's function
+# that this code calls. An artifact itself is not converted, but the functions that it calls are.
+from tensorflow.python.autograph.impl.api import autograph_artifact as _artifact
 
 # py_func_from_autograph: converts a function as tf.function does.
 from tensorflow.python.eager.polymorphic_function.autograph_util import (
@@ -39,8 +41,11 @@ from tensorflow.python.eager.polymorphic_function.autograph_util import (
 )
 
 # _source_mapper_stacks: for each thread, maps from lines of generated code to the user's lines.
-# StackTraceFilter, StackTraceMapper: change the lines that are kept of each op.
 from tensorflow.python.util import tf_stack
+
+# StackTraceFilter, StackTraceMapper: change the lines that are kept of each op.
+from tensorflow.python.util.tf_stack import StackTraceFilter as _StackTraceFilter
+from tensorflow.python.util.tf_stack import StackTraceMapper as _StackTraceMapper
 
 from replica_engine.errors.base import add_note
 
@@ -93,7 +98,7 @@ def as_outside() -> contextlib.AbstractContextManager[Any]:
 
 def artifact(fn: F) -> F:
     """Marks `fn` as library code: AutoGraph does not convert it, but still converts the functions that it calls."""
-    return _api.autograph_artifact(fn)
+    return _artifact(fn)
 
 
 def is_generated(filename: str) -> bool:
@@ -146,7 +151,7 @@ def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
     return known
 
 
-class _Lines(tf_stack.StackTraceMapper):
+class _Lines(_StackTraceMapper):
     """Maps generated lines to the user's on this thread too. The maps of functions converted below it add to these."""
 
     def __init__(self, known: Mapping[tuple[str, int], tuple[str, int, str]]):
@@ -157,7 +162,7 @@ class _Lines(tf_stack.StackTraceMapper):
         return self._known
 
 
-class _Hidden(tf_stack.StackTraceFilter):
+class _Hidden(_StackTraceFilter):
     """Leaves files out of the lines that TensorFlow keeps of each op."""
 
     def __init__(self, files: frozenset[str]):
@@ -252,15 +257,10 @@ def _lines_of(error: BaseException, is_internal: Callable[[str], bool]) -> str:
     return _HEAD + "\n".join(str(line) for line in lines) if lines else ""
 
 
-def operators_of_converted() -> Any:
-    """The module that functions which are converted call, a copy of AutoGraph's own."""
-    return _api._TRANSPILER.get_extra_locals()["ag__"]
-
-
 def _written(filename: str, number: int) -> _Line | None:
     """The line that the user wrote, for a line of generated code."""
-    with _api._TRANSPILER._cache_lock:
-        converted = [each for factories in _api._TRANSPILER._cache._cache.values() for each in factories.values()]
+    with _transpiler._cache_lock:
+        converted = [each for factories in _transpiler._cache._cache.values() for each in factories.values()]
     for each in converted:
         if each.module.__file__ == filename:
             origin = each.source_map.get((filename, number))

@@ -29,11 +29,14 @@ from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 # structured_function: traces the functions of tf.data.
 from tensorflow.python.data.ops import structured_function
 
-# cancellation: ends what waits in a call of a function. execute_with_cancellation: calls it so that it can be ended.
-# FunctionCallOptions: what TensorFlow passes with a call; Grappler's options are a part of it.
+# cancellation: ends what waits in a call of a function.
 from tensorflow.python.eager import cancellation
-from tensorflow.python.eager import context as _context
-from tensorflow.python.eager import execute as _execute
+
+# FunctionCallOptions: what TensorFlow passes with a call of a function; Grappler's options are a part of it.
+from tensorflow.python.eager.context import FunctionCallOptions
+
+# execute_with_cancellation: calls a function so that it can be ended.
+from tensorflow.python.eager.execute import execute_with_cancellation
 
 # from_func_graph: makes what is called of a graph that has been traced.
 from tensorflow.python.eager.polymorphic_function import atomic_function
@@ -178,7 +181,7 @@ class _Context:
         self._level = level
         self._supervise = supervise
         self._given: tuple[Any, Any] | None = None
-        self._changed = _context.FunctionCallOptions()
+        self._changed = FunctionCallOptions()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -196,14 +199,14 @@ class _Context:
             if manager is None or own.op_callbacks:  # a debugger of ops sees only calls that cannot be ended
                 return self._with_options(options, name, tensor_inputs, num_outputs)
             attributes = tuple(itertools.chain(*options.as_attrs().items()))
-            outputs = _execute.execute_with_cancellation(
+            outputs = execute_with_cancellation(
                 name.decode(), num_outputs, tensor_inputs, attributes, place, cancellation_manager=manager
             )
             return outputs or None
 
         return self._supervise(execute)
 
-    def _with_options(self, options: _context.FunctionCallOptions, *call: Any) -> Any:
+    def _with_options(self, options: FunctionCallOptions, *call: Any) -> Any:
         own, given = self._own, self._own.function_call_options
         own.function_call_options = options  # of this thread, so no other call sees them
         try:
@@ -212,7 +215,7 @@ class _Context:
             if own.function_call_options is options:  # else the function has set others, which must stay
                 own.function_call_options = given
 
-    def _options(self, given: _context.FunctionCallOptions) -> _context.FunctionCallOptions:
+    def _options(self, given: FunctionCallOptions) -> FunctionCallOptions:
         """The options of the user or of TensorFlow, with fewer passes; kept until the user sets others."""
         if self._level == FULL:
             return given
@@ -220,7 +223,7 @@ class _Context:
         if key != self._given:
             config = config_pb2.ConfigProto.FromString(key[1])
             _leave_out(config.graph_options.rewrite_options, self._level)
-            self._given, self._changed = key, _context.FunctionCallOptions(key[0], config)
+            self._given, self._changed = key, FunctionCallOptions(key[0], config)
         return self._changed
 
 

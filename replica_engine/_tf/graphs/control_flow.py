@@ -22,8 +22,9 @@ import tensorflow as tf
 # TFE_Py_TapeSetIsEmpty: whether a tape records on this thread.
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
 
-# operators: what converted functions call; while_stmt is one of them.
+# _TRANSPILER: has the operators that converted functions call. operators: these, and while_stmt is one.
 from tensorflow.python.autograph import operators as _autograph_all
+from tensorflow.python.autograph.impl import api as _autograph_api
 
 # _try_handling_undefineds: traces the body of a loop once to find the types of variables that are undefined before it.
 from tensorflow.python.autograph.operators import control_flow as _autograph_operators
@@ -31,15 +32,17 @@ from tensorflow.python.autograph.operators import control_flow as _autograph_ope
 # structured_function: the module that traces the functions of tf.data.
 from tensorflow.python.data.ops import structured_function as _structured_function
 
-# record_operation: tells tapes the gradient of some tensors with respect to others.
-# VariableWatcher: what a thread reads of trainable variables, without a tape.
-from tensorflow.python.eager import record as _record
-
 # function_type_utils: binds arguments as a tf.function with an input signature does.
 from tensorflow.python.eager.polymorphic_function import function_type_utils as _function_type_utils
 
+# VariableWatcher: what a thread reads of trainable variables, without a tape.
+from tensorflow.python.eager.record import VariableWatcher as _VariableWatcher
+
+# record_operation: tells tapes the gradient of some tensors with respect to others.
+from tensorflow.python.eager.record import record_operation as record_operation
+
 # gradient_registry: the gradients of If, Case and While ops, and of each tf.custom_gradient in a graph.
-from tensorflow.python.framework import ops as _ops
+from tensorflow.python.framework.ops import gradient_registry as _gradient_registry
 
 # cond_v2, indexed_case, while_loop: they make If, Case and While ops. _graph_mode_decorator: tf.custom_gradient in a
 # graph. _GradientsHelper: the gradient of ops, which the gradients of If and While call for their branches and bodies.
@@ -67,10 +70,9 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed as var
 from tensorflow.python.util import traceback_utils as _tracebacks
 
 from replica_engine._tf import batches
-from replica_engine._tf.graphs import autograph, function
+from replica_engine._tf.graphs import function
 from replica_engine._tf.graphs.kept import keep
 
-record_operation = _record.record_operation
 _Function: Any = tf.__internal__.function.Function
 _FuncGraph: Any = tf.__internal__.FuncGraph
 
@@ -160,12 +162,12 @@ def wrap(wrapped: Wrapped, around: Callable[..., Any]) -> None:
     setattr(replacement, _AROUND, around)
     setattr(owner, attribute, replacement)
     if owner is _autograph_all:  # Converted functions call a copy, which AutoGraph makes with the first of them.
-        setattr(autograph.operators_of_converted(), attribute, replacement)
+        setattr(_autograph_api._TRANSPILER.get_extra_locals()["ag__"], attribute, replacement)
 
 
 def wrap_gradients(around: Callable[..., Any]) -> None:
     """Calls `around(original, op, *grads)` for the gradient of each If, Case and While op."""
-    registered = getattr(_ops.gradient_registry, "_registry", {})
+    registered = getattr(_gradient_registry, "_registry", {})
     for kind in _TYPES:
         entry = registered.get(kind, {})
         original = entry.get("type")
@@ -184,7 +186,7 @@ def keep_by_graph(results: Any) -> None:
     if not tensors or tensors[0].op.type != "IdentityN":
         return
     name, graph = tensors[0].op.get_attr("_gradient_op_type").decode(), tensors[0].graph
-    registered = getattr(_ops.gradient_registry, "_registry", {})
+    registered = getattr(_gradient_registry, "_registry", {})
     gradient = registered.get(name, {}).get("type")
     if gradient is None or not keep(graph, gradient):
         return
@@ -258,7 +260,7 @@ def _place() -> Any:
 @contextlib.contextmanager
 def trainable_reads(read: list[weakref.ref[Any]]) -> Iterator[None]:
     """Appends to the list the trainable variables that the block has read on this thread."""
-    with _record.VariableWatcher() as watcher:
+    with _VariableWatcher() as watcher:
         yield
     read += map(weakref.ref, watcher.watched_variables())
 

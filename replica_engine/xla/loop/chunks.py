@@ -53,7 +53,7 @@ class StepCallsHost(Exception):
     """Ends the trace of a loop whose step calls the host, which was not known."""
 
 
-def are_arguments(devices: DeviceGroup, timed: bool, calls_host: bool) -> bool:
+def are_arguments(devices: DeviceGroup, timed: bool, calls_host: bool = False) -> bool:
     """Whether the batches of a loop on these devices are arguments.
 
     Args:
