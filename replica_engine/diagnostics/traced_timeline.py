@@ -113,9 +113,10 @@ class Drawing:
             arrived, gone = times[1 + 2 * number : 3 + 2 * number]
             if not arrived and not gone:  # a branch that was not taken, or the replica was not seen here
                 continue
+            # An arrival may be marked late, since nothing waits for it. A replica has gone when all had come.
+            arrived = min(arrived, gone or math.inf)
             self._add(track, "run", "run", left, arrived)
             come = [0.0 if of is None else of[1 + 2 * number] for of in every]
-            # An arrival may be marked late, since nothing waits for it. This replica has gone when all had come.
             last = min(max(come), gone or math.inf) if all(come) else 0.0
             self._add(track, f"waiting at {point.name}", "waiting", arrived, last, {"where": point.where})
             self._add(track, point.name, "merge", last, gone, {"where": point.where})

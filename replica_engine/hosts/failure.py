@@ -87,7 +87,7 @@ class Failure:
     @property
     def is_silence(self) -> bool:
         """Whether nothing more is heard of that worker: it does not end by itself, as one that has raised does."""
-        return self.wording in (WorkerLostError.silent.__qualname__, WorkerLostError.vanished.__qualname__)
+        return self.wording == WorkerLostError.silent.__qualname__
 
     @property
     def _row(self) -> WorkerRow | None:

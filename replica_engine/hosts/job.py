@@ -39,7 +39,7 @@ from replica_engine.errors.hosts import in_short
 from replica_engine.hosts.addresses import is_loopback
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
-from replica_engine.hosts.wire import BadMessageError, Message
+from replica_engine.hosts.wire import LONGEST_LINE, BadMessageError, Message, encode
 
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
 INTERRUPTED = 5.0  # seconds that others have to give up a step that one was interrupted in; each takes about one
@@ -488,7 +488,8 @@ class Job:
         values = self._exchanges.setdefault(str(name), {})
         values[worker] = value
         if len(values) == self._size:
-            self._tell(None, ["exchanged", name, [value for _, value in sorted(values.items())]])
+            message = ["exchanged", name, [value for _, value in sorted(values.items())]]
+            self._tell(None, message if len(encode(message)) < LONGEST_LINE else ["exchanged", name, None])
             del self._exchanges[name]
         elif len(self._exchanges) > _MOST_EXCHANGES:
             raise ValueError("too many exchanges")

@@ -93,16 +93,20 @@ class Saving:
         chiefs = self._member.get(f"{key}0")
         return all(_is_same(chiefs, self._member.get(f"{key}{worker}")) for worker in range(1, self._member.size))
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, what: str, value: Any) -> list[Any]:
         """The values that all workers have called this with, in their order, when all have.
 
         Args:
-            value: something that JSON can hold, in less than a megabyte.
+            what: what they are, in words.
+            value: something that JSON can hold; those of all workers fit into a megabyte.
 
         Raises:
+            ValueError: they are larger.
+            ProgramDisagreementError: another worker does something else.
             WorkerLostError: a worker is lost.
         """
-        return self._member.exchange("the state of a training", value)
+        with self._member.watched(what):
+            return self._member.exchange(what, value)
 
 
 class Turn:

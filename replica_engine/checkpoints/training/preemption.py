@@ -25,6 +25,9 @@ _MOST = 1000  # steps between two
 _SAME = 10.0  # seconds in which a signal that comes again is the same one
 _LAUNCHERS_RESTART_ON = 128  # a shell's status of a process that a signal ended is this plus the number
 
+SIGNALS = "the comparison of signals"
+"""What workers exchange, in words."""
+
 Exchange = Callable[[Any], list[Any]]
 """Takes a value of this worker, and returns those of all workers, when all have called it."""
 

@@ -80,7 +80,7 @@ class Channel:
         self._callbacks: list[Callable[[ReplicaEngineError], None]] = []
         self._complete = False
         self._answers: dict[int, _Answer] = {}
-        self._exchanged: dict[str, list[Any]] = {}
+        self._exchanged: dict[str, _Answer] = {}
         self._numbers = itertools.count()
         self._connection = Connection(
             sock,
@@ -183,15 +183,25 @@ class Channel:
         """
         return self._ask(lambda number: ["get", number, key, timeout])
 
-    def _exchange(self, name: str, value: Any, patience: float | None, before: Callable[[], None]) -> list[Any] | None:
-        """See `Member.exchange`; `before` is called with the lock, before the value is sent."""
-        message = ["exchange", name, value]
-        if len(wire.encode(message)) * self.size > wire.LONGEST_LINE:
-            raise ValueError(f"the values of {name!r} of {self.size} workers are larger than a megabyte")
-        with self._changed:
-            before()
-            self._connection.queue(message)
-            return self._exchanged.pop(name) if self._wait_for(lambda: name in self._exchanged, patience) else None
+    def _exchange(self, key: str, value: Any, patience: float | None) -> list[Any] | None:
+        """The values that all workers have given for a key, which must not be used again; see `Member.exchange`."""
+        message = ["exchange", key, value]
+        length = len(wire.encode(message))
+        if length < wire.LONGEST_LINE:
+            with self._changed:
+                answer = self._exchanged[key] = _Answer()
+                self._connection.queue(message)
+                try:
+                    if not self._wait_for(lambda: answer.come, patience):
+                        return None
+                finally:
+                    del self._exchanged[key]
+            if answer.value is not None:
+                return list(answer.value)
+        raise ValueError(
+            f"the values of all {self.size} workers for {key!r} are larger than a megabyte; worker {self.worker} has "
+            f"{length:,} bytes"
+        )
 
     def _ask(self, question: Callable[[int], Message], patience: float | None = None) -> Any:
         """Sends a message with a number, and waits for the answer with that number; None if it lasts too long."""
@@ -242,8 +252,9 @@ class Channel:
             elif kind == "exchanged":
                 name, values = rest
                 with self._changed:
-                    self._exchanged[name] = list(values)
-                    self._changed.notify_all()
+                    if (answer := self._exchanged.get(name)) is not None:  # nobody waits after an interrupt
+                        answer.value, answer.come = values, True
+                        self._changed.notify_all()
             elif kind in ("answer", "late"):
                 number, value = rest
                 with self._changed:

@@ -80,7 +80,8 @@ class Member(Channel):
         self._on_silence: list[Callable[[], None]] = []
         self._links: Links | None = None
         self._held: socket.socket | None = None  # the port at which the others look whether this machine answers
-        self._entries: list[bytes] = []
+        self._entries: list[bytes] = []  # those that were not sent yet
+        self._noted = 0  # how many there were
         self._known: dict[tuple[str, str], bytes] = {}
         self._launches = 0
         self._step: int | None = None
@@ -191,7 +192,7 @@ class Member(Channel):
         """
         with self._changed:
             self._launches += 1
-            self._entries.append(self._entry(LAUNCH, program.digest, program.words))
+            self._note(self._entry(LAUNCH, program.digest, program.words))
             first = len(self._entries) == 1
         if first:
             self._connection.wake_up()
@@ -216,36 +217,33 @@ class Member(Channel):
     def exchange(self, name: str, value: Any) -> list[Any]: ...
 
     @overload
-    def exchange(self, name: str, value: Any, patience: float | None, place: str = "") -> list[Any] | None: ...
+    def exchange(self, name: str, value: Any, patience: float | None) -> list[Any] | None: ...
 
-    def exchange(self, name: str, value: Any, patience: float | None = None, place: str = "") -> list[Any] | None:
+    def exchange(self, name: str, value: Any, patience: float | None = None) -> list[Any] | None:
         """Gives a value to all workers, and waits for those of all; each worker sends and gets one message.
 
         Like `meet`, it is compared with what the others do: one that has launched something else, or has come to its
-        end, is an error, and not waited for.
+        end, is an error, and not waited for. So it is called on the thread that launches. Values belong together by
+        their place among all that was launched, so one that others bring late is taken for no later exchange.
 
         Args:
-            name: what the values are, equal on all workers: "addresses".
+            name: what the values are, in words, equal on all workers: "the addresses".
             value: something small that JSON can hold: those of all workers must fit into a megabyte.
-            patience: seconds to wait for the others; None waits without a limit. A name whose time ran out must not be
-                used again, since the others may still answer it.
-            place: what is compared, in words, for a name that is used once; "" is the name. The job keeps each place.
+            patience: seconds to wait for the others; None waits without a limit.
 
         Returns:
             The values, by the index of the worker; None if the time ran out.
 
         Raises:
-            ValueError: the value is too large.
+            ValueError: the values are too large.
             ProgramDisagreementError: another worker does something else.
             WorkerLostError: or another failure of the job.
         """
-        code = self._entry(WAIT, place or name, place or name)
-
-        def note() -> None:
-            self._entries.append(code)
+        code = self._entry(WAIT, name, name)
+        with self._changed:
+            self._note(code)
             self._flush_log()
-
-        return self._exchange(name, value, patience, note)
+            return self._exchange(f"{name} #{self._noted}", value, patience)
 
     def watched(self, what: str, warn_after: float | None = None) -> Watch:
         """A watch around a wait for the others to come to `what`; its warning has a row for each worker."""
@@ -293,7 +291,7 @@ class Member(Channel):
 
         def addresses() -> Sequence[str]:
             try:
-                return self._exchange("links", own, None, lambda: None) or ()  # at any time: not compared
+                return self._exchange("links", own, None) or ()  # at any time: not compared
             except ReplicaEngineError:  # the job has failed
                 return ()
 
@@ -392,10 +390,15 @@ class Member(Channel):
 
     def _meet(self, code: bytes, timeout: float | None) -> None:
         def question(number: int) -> Message:
-            self._entries.append(code)
+            self._note(code)
             return self._log_message(number, timeout)
 
         self._ask(question)
+
+    def _note(self, code: bytes) -> None:
+        """Adds an entry to the log; with the lock."""
+        self._entries.append(code)
+        self._noted += 1
 
     # What the thread calls. `_log_message`, `_flush_log` and `_progress` need the lock.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine.checkpoints import owners
 from replica_engine.checkpoints.training import plain, random_state
 from replica_engine.checkpoints.training.folder import in_words
-from replica_engine.checkpoints.training.preemption import Preemption, status_of
+from replica_engine.checkpoints.training.preemption import SIGNALS, Preemption, status_of
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief
 from replica_engine.keras.backup.data import skip
@@ -72,9 +74,12 @@ class TrainingState(tf.train.experimental.PythonState):
         workers = 1 if self._saving is None else self._saving.size
         self._size = [workers, 1 if strategy is None else strategy.num_replicas_in_sync]
         self._variables = None if model is None else Variables(model, workers)
+        if self._saving is not None:
+            owners.belong(self._saving, self)
         self._made = 0  # iterators of all epochs
         self._restored: dict[str, Any] | None = None
-        self._preemption = Preemption(signals, None if self._saving is None else self._saving.exchange)
+        exchange = None if self._saving is None else functools.partial(self._saving.exchange, SIGNALS)
+        self._preemption = Preemption(signals, exchange)
 
     def batches(self, dataset: Any) -> Iterator[Any]:
         """The batches of the epoch that are left.
@@ -122,6 +127,9 @@ class TrainingState(tf.train.experimental.PythonState):
         self._preemption.answered()
         raise SystemExit(status)
 
+    saves_at_once = True
+    """For `checkpoints.owners`: an asynchronous checkpoint has what is here when it is asked for."""
+
     def serialize(self) -> str:
         """What TensorFlow saves."""
         state = {
@@ -138,7 +146,7 @@ class TrainingState(tf.train.experimental.PythonState):
             own = plain.dumps(state)
         except plain.NotPlainError as error:
             raise BackupError(f"TrainingState cannot save {error}. `values` takes plain data only.") from error
-        return plain.dumps([own] if self._saving is None else self._saving.exchange(own))
+        return plain.dumps([own] if self._saving is None else self._saving.exchange("the state to save", own))
 
     def deserialize(self, string_value: bytes) -> None:
         """Restores what TensorFlow has read."""

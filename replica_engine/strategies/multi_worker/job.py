@@ -191,7 +191,7 @@ def _addresses(cluster: hosts.Cluster, member: hosts.Member) -> tuple[tuple[str,
         return cluster.addresses, None
     address, held = held_address(cluster.coordinator, member.reached)
     try:
-        return tuple(member.exchange("tensorflow", address)), held
+        return tuple(member.exchange("the addresses of TensorFlow's servers", address)), held
     except BaseException:
         held.close()
         raise

@@ -475,7 +475,8 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
             InputsError: `fn` does not take a context and the batch; then no step runs. Or a batch is unlike the first
                 one; the steps before it are kept, as above.
             Exception: what the iterator raised (the steps before are kept, as above), what `fn` raised while it was
-                traced, or what a host call in `fn` raised (no step is kept).
+                traced, or what a host call in `fn` raised (no step is kept; but where replicas have devices of several
+                workers, the steps before are, as above).
 
         Example:
             >>> import tensorflow as tf, replica_engine

@@ -13,12 +13,11 @@ of no step of the loop are kept.
 
 With several workers whose devices share a model, each takes its own batches, and before a launch they agree on the
 number of steps: the smallest that any of them can make. What a worker took for more is the first of its next chunk.
-There, a step that calls the host is a launch of its own, and the steps before one whose host call fails are kept.
+There, a step that calls the host is a launch of its own; if its host call fails, the steps before it are kept.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -43,10 +42,6 @@ from replica_engine.xla.stages.results import Column
 
 always: bool | None = None
 """Whether batches are arguments on all devices (True), or on none (False). None: on all but several CPUs. For tests."""
-
-
-_agreements = itertools.count()
-"""Workers run the same loops in the same order. After an exception a name must not come again: its old answer may."""
 
 
 class StepCallsHost(Exception):
@@ -129,7 +124,9 @@ class ChunkBody(LoopBody):
 
 def arguments_like(specs: Sequence[tf.TensorSpec], most: int, size: int) -> tuple:
     """Arguments of the shapes and dtypes that the body takes, for its trace."""
-    values = [tf.zeros([most, *spec.shape], spec.dtype).numpy() for spec in specs]
+    values = [
+        np.full([most, *spec.shape], "" if spec.dtype == tf.string else 0, spec.dtype.as_numpy_dtype) for spec in specs
+    ]
     return (np.int32(0), *(distribute.PerReplica([value] * size) for value in values))
 
 
@@ -143,9 +140,11 @@ class Chunks:
         others: values of the program's parameters behind those of the batches.
         most: the most batches in a chunk.
         at_once: the most chunks on the devices.
+        calls_host: whether each chunk is one step, which calls the host; then `at_once` is 1.
 
     Attributes:
         made: how many steps have run.
+        columns: for each result of the body, the replicas' values after the last step that is known to have ended.
     """
 
     def __init__(
@@ -156,8 +155,11 @@ class Chunks:
         others: Sequence[list[np.ndarray]],
         most: int,
         at_once: int,
+        calls_host: bool,
     ):
         self.made = 0
+        self.columns: list[Column] = []
+        self._calls_host = calls_host
         self._compiled = compiled
         self._queue = queue
         self._specs = specs
@@ -169,24 +171,30 @@ class Chunks:
         self._left: list[Sequence[Any]] = []  # batches that other workers had none to go with
         self._over = False  # a worker has no more
 
-    def run(self) -> list[Column]:
+    def run(self) -> None:
         """Runs all steps.
-
-        Returns:
-            For each result of the body, the replicas' values after the last step.
 
         Raises:
             ReplicaTimeoutError: a launch, or the wait for a batch of this worker or of another, took longer than
                 `timeout`.
         """
         running: deque[Callable[[], list[Column]]] = deque()
-        columns: list[Column] = []
         while chunk := self._take():
             running.append(self._compiled.launch(self._stacked(chunk), feed=self._queue))
             self.made += len(chunk)
             if len(running) == self._at_once:
-                columns = running.popleft()()
-        return running.pop()() if running else columns
+                try:
+                    self.columns = running.popleft()()
+                except Exception as error:
+                    if self._calls_host:
+                        self.made -= 1
+                        kept = "what the steps before it wrote is kept" if self.made else "no step ran before it"
+                        add_note(error, f"It was in step {self.made + 1} of the device loop; {kept}.")
+                    raise
+                if self._compiled.devices.member is not None:
+                    self._compiled.devices.member.progress(self._compiled.program.body.steps + self.made)
+        if running:
+            self.columns = running.pop()()
 
     def _take(self) -> list[Sequence[Any]]:
         """Waits for the next chunk: as many batches as fit, or those that are left; for each replica, the arrays."""
@@ -221,9 +229,8 @@ class Chunks:
         """The batches of a chunk for which all workers have one."""
         member, program = self._compiled.devices.member, self._compiled.program
         assert member is not None, "asked before"
-        place = f"the next steps of `{program.name}`"
-        name = f"{place}, {next(_agreements)}"
-        offers = member.exchange(name, [len(chunk), self._more], program.body.limits.timeout, place)
+        name = f"the next steps of `{program.name}`"
+        offers = member.exchange(name, [len(chunk), self._more], program.body.limits.timeout)
         if offers is None:
             error = self._late(watch.waited, FOR_BATCH_OF_WORKER)
             add_note(error, member.describe())

@@ -2,7 +2,8 @@
 
 There are two ways for the inputs. On TPUs and GPUs, and where a replica has several devices, they are arguments of
 several launches (`chunks`). On CPU devices, with several workers, and where a step calls the host, the program itself
-fetches them, in one launch for all steps. The rest of this text is about the second way.
+fetches them, in one launch for all steps. The rest of this text is about the second way. Where replicas have devices of
+several workers, only the first serves, and a step that calls the host is a launch.
 
 The program is two loops around the step. The outer loop calls the host for the next batches, a chunk. They lie ready
 there, since a thread fetches batches ahead of the steps (`InputQueue`). The inner loop runs a step for each batch. A
@@ -29,7 +30,7 @@ import tensorflow as tf
 from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.graphs.python_ops import python_op
-from replica_engine.errors import HostAccessError, InputsError, LoweringError
+from replica_engine.errors import HostAccessError, InputsError, LoweringError, ReplicaEngineError
 from replica_engine.pjrt.group import needed_by_a_program
 from replica_engine.xla import soft_placement
 from replica_engine.xla.body import host_call_site, in_body
@@ -54,7 +55,7 @@ class Outcome(NamedTuple):
     Attributes:
         steps: how many steps ran; fewer than requested if the inputs ended early.
         results: for each replica, what the last step returned.
-        error: the exception that the iterator raised, or None.
+        error: the exception that the iterator raised, or a host call of a step that is a launch; or None.
     """
 
     steps: int
@@ -100,7 +101,7 @@ def run_loop(
     timed = programs.limits.timeout is not None
     calls_host = has_text or programs.calls_host(key)
     while chunks.are_arguments(programs.devices, timed, calls_host):
-        at_once = chunks.at_once(programs.devices, prefetch)
+        at_once = 1 if calls_host else chunks.at_once(programs.devices, prefetch)
         most = 1 if timed or calls_host else _chunk(specs, prefetch, chunks.most_bytes(programs.devices), at_once)
         body = chunks.ChunkBody(source, step, arguments, specs, most, calls_host=calls_host)
         given = Arguments(chunks.arguments_like(specs, most, arguments.size), {}, arguments.size, numbers=True)
@@ -111,7 +112,8 @@ def run_loop(
             calls_host = True
         else:
             others = given.numpy()[1 + len(specs) :]
-            return _run_chunks(program, reader, first, rest, iterations, specs, others, most, at_once, prefetch)
+            chunk = most, at_once, calls_host
+            return _run_chunks(program, reader, first, rest, iterations, specs, others, *chunk, prefetch)
     most = 1 if timed else _chunk(specs, prefetch, _MOST_BYTES)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
@@ -160,6 +162,7 @@ def _run_chunks(
     others: list[list[np.ndarray]],
     most: int,
     at_once: int,
+    calls_host: bool,
     prefetch: int | None,
 ) -> Outcome:
     """Runs a loop whose batches are arguments; `others` are the values of arguments that are not batches."""
@@ -169,13 +172,17 @@ def _run_chunks(
     prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
     shapes = [(), *((most, *spec.shape) for spec in specs), *(values[0].shape for values in others)]
     compiled = program.find(shapes)
-    steps = chunks.Chunks(compiled, queue, specs, others, most, at_once)
+    steps, failed = chunks.Chunks(compiled, queue, specs, others, most, at_once, calls_host), None
     try:
         with _fed(compiled, queue, prefetcher, iterations):
-            columns = steps.run()
+            steps.run()
+    except Exception as error:
+        if not (calls_host and steps.columns) or isinstance(error, ReplicaEngineError):
+            raise
+        failed = error  # a host call's, in a step after others, which are kept
     finally:
         _note_steps(program, steps.made)
-    return Outcome(steps.made, program.traced.replicas_results(columns), prefetcher.error)
+    return Outcome(steps.made, program.traced.replicas_results(steps.columns), failed or prefetcher.error)
 
 
 def _note_steps(program: TracedProgram, made: int) -> None:
