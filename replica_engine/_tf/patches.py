@@ -52,6 +52,7 @@ _SEVERAL = "tensorflow.python.distribute.values.PerReplica"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
 _FIRST_SCOPE_OF_ALL = "the first scope of a strategy"
+_FIRST_SAVED = "the first scope of a strategy, or the first `TrainingState`"
 _NOT_OURS = "passes on to TensorFlow for checkpoints without variables of this library's strategies"
 _FIRST_THREADS = "the first strategy whose replicas run on threads"
 _FIRST_COMPILED = "the first `TPUStrategy`, and the import of `replica_engine.xla`"
@@ -194,14 +195,14 @@ PATCHES: tuple[Patch, ...] = (
         for owner, name in ((checkpoints.SAVED_MODEL, checkpoints.NODES),)
     ),
     *(
-        Patch(owner, name, "checkpoints are atomic, asynchronous, and in parts", _FIRST_SCOPE_OF_ALL, _NOT_OURS)
+        Patch(owner, name, "checkpoints are atomic, asynchronous, and in parts", _FIRST_SAVED, _NOT_OURS)
         for owner, name in (
             *((checkpoints.CHECKPOINT, name) for name in checkpoints.METHODS),
             (checkpoints.SAVER, checkpoints.SAVE),
         )
     ),
     *(
-        Patch(checkpoints.MANAGEMENT, name, "the chief writes files for all workers", _FIRST_SCOPE_OF_ALL, _NOT_OURS)
+        Patch(checkpoints.MANAGEMENT, name, "the chief writes files for all workers", _FIRST_SAVED, _NOT_OURS)
         for name in (checkpoints.STATE, checkpoints.DELETE)
     ),
     Patch(

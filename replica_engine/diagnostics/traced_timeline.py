@@ -113,11 +113,10 @@ class Drawing:
             arrived, gone = times[1 + 2 * number : 3 + 2 * number]
             if not arrived and not gone:  # a branch that was not taken, or the replica was not seen here
                 continue
-            # An arrival may be marked late, since nothing waits for it. A replica has gone when all had come.
-            arrived = min(arrived, gone or math.inf)
+            arrived = _first(times[1 + 2 * number : 3 + 2 * number])
             self._add(track, "run", "run", left, arrived)
-            come = [0.0 if of is None else of[1 + 2 * number] for of in every]
-            last = min(max(come), gone or math.inf) if all(come) else 0.0
+            come = [0.0 if of is None else _first(of[1 + 2 * number : 3 + 2 * number]) for of in every]
+            last = max(come) if all(come) else 0.0
             self._add(track, f"waiting at {point.name}", "waiting", arrived, last, {"where": point.where})
             self._add(track, point.name, "merge", last, gone, {"where": point.where})
             left = gone
@@ -126,6 +125,12 @@ class Drawing:
     def _add(self, track: Track, name: str, kind: str, begin: float, end: float, details: Any = None) -> None:
         if 0.0 < begin < end:
             timeline.add(track, name, kind, begin - self._offset, end - self._offset, details)
+
+
+def _first(of_point: Sequence[float]) -> float:
+    """The time of an arrival, which may be marked after the departure, since nothing waits for the mark."""
+    arrived, gone = of_point
+    return min(arrived, gone or math.inf)
 
 
 def _between(times: Sequence[float], begin: float, end: float) -> float:

@@ -127,12 +127,48 @@ def test_an_exchange_is_one_message_each_way():
         assert member.exchange("addresses", "a") == ["a", "b"]
         assert member.exchange("addresses", "c") == ["c", "d"], "again, with other values"
         assert process.stdout.readline() == "['a', 'b'] ['c', 'd']\n"
-        assert [message for message in told if message[1] == "addresses"] == [
-            ["exchanged", "addresses", ["a", "b"]],
-            ["exchanged", "addresses", ["c", "d"]],
-        ]
-        with pytest.raises(ValueError, match="larger than a megabyte"):
-            member.exchange("addresses", "a" * (1 << 19))
+        exchanged = [message[1:] for message in told if message[0] == "exchanged"]
+        assert [values for name, values in exchanged if name != "links"] == [["a", "b"], ["c", "d"]]
+
+
+def test_values_that_are_too_large_together_are_an_error_on_all_workers():
+    with job() as made:
+        text = """
+for each in ("a" * 500_000, "a" * 600_000, "a" * (1 << 20)):
+    try: print(len(member.exchange("texts", each)[0]), flush=True)
+    except ValueError as error: print(error, flush=True)
+"""
+        process = made.start(1, text)
+        member = made.join(0)
+        assert len(member.exchange("texts", "b" * 500_000)[1]) == 500_000
+        with pytest.raises(ValueError, match=r"larger than a megabyte; worker 0 has 500,.* bytes"):
+            member.exchange("texts", "b" * 500_000)
+        assert process.stdout.readline() == "500000\n"
+        assert "worker 1 has 600,0" in process.stdout.readline()
+        assert "worker 1 has 1,048,6" in process.stdout.readline()
+
+
+def test_a_value_given_before_an_interrupt_is_not_taken_for_a_later_one():
+    with job() as made:
+        process = made.start(1, "print(member.exchange('signals', 1), member.exchange('signals', 2), flush=True)")
+        member = made.join(0)
+        tell, told = made.coordinator._job._tell, threading.Event()
+        made.coordinator._job._tell = lambda worker, message: (tell(worker, message), told.set())
+
+        wait, thread = member._wait_for, threading.current_thread()
+
+        def interrupt(come, patience=None):
+            if threading.current_thread() is not thread:
+                return wait(come, patience)
+            assert told.wait(LONG)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(member, "_wait_for", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                member.exchange("signals", "before")
+        assert member.exchange("signals", "after") == ["after", 2]
+        assert process.stdout.readline() == "['before', 1] ['after', 2]\n"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +186,7 @@ def test_an_exchange_is_not_waited_for_where_another_worker_does_something_else(
     with job() as made:
         made.start(1, does)
         with pytest.raises(error, match=words):
-            made.join(0).exchange("answer 1", 0, None, "the answers")
+            made.join(0).exchange("the answers", 0)
 
 
 def test_launches_are_few_messages():

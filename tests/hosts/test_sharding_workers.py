@@ -85,6 +85,39 @@ def test_numbers_and_files_are_those_of_one_process(programs, tmp_path, workers,
         assert found == each[0][0], "workers differ"
 
 
+FAILS = """
+strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+with strategy.scope():
+    total = tf.Variable(tf.zeros([4]))
+
+def fails(x):
+    if x[0] == 3:
+        raise ValueError("at the third")
+    return x
+
+def step(context, x):
+    total.assign_add(tf.ensure_shape(tf.numpy_function(fails, [x], tf.float32), x.shape))
+    context.set_last_step_output("x", tf.reduce_mean(x))
+
+try:
+    strategy.run_steps(step, iter([tf.fill([4], float(1 + number)) for number in range(5)]), 5)
+except ValueError as error:
+    found["notes"] = " ".join(error.__notes__)
+    found["kept"] = [error.context.steps, float(error.context.last_step_outputs["x"]), total.numpy().tolist()]
+except replica_engine.errors.WorkerLostError as error:
+    found["other"] = str(error)
+"""
+
+
+def test_a_host_call_that_fails_in_a_loop_leaves_the_steps_before_and_ends_the_loops_of_others(programs):
+    with job(join=LONGER) as made:
+        started = [programs.start(TPU_HEAD + FAILS + TPU_TAIL, env=made.environment(each)) for each in range(2)]
+        (failed, _), (other, _) = (read(each, LONGER) for each in started)
+    assert "2 of 5 steps of the device loop ran; the values that they wrote are kept" in failed["notes"]
+    assert failed["kept"] == [2, 2.0, [3.0] * 4]
+    assert "worker 1 goes on with the wait at the next steps of `step`" in other["other"]
+
+
 INITIAL = """
 import keras, pathlib
 

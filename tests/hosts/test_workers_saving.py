@@ -256,12 +256,12 @@ def test_workers_compare_what_they_have_heard_for_as_long_as_they_train(monkeypa
     text = """
 from replica_engine.strategies.saving_together import Saving
 saving = Saving(member, None)
-print([saving.exchange(-each) for each in range(9)] == [[each, -each] for each in range(9)], flush=True)
+print([saving.exchange("signals", -each) for each in range(9)] == [[each, -each] for each in range(9)], flush=True)
 """
     with job() as made:
         process = made.start(1, text)
         saving = Saving(made.join(0), lambda name, limited: None)
-        assert [saving.exchange(each) for each in range(9)] == [[each, -each] for each in range(9)]
+        assert [saving.exchange("signals", each) for each in range(9)] == [[each, -each] for each in range(9)]
         assert process.stdout.readline() == "True\n"
 
 

@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import textwrap
+import threading
 import time
 
 import keras
@@ -410,6 +411,27 @@ def test_a_signal_that_comes_again_later_is_the_programs(monkeypatch):
         assert came == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_asynchronous_checkpoint_has_the_state_of_when_it_was_asked_for(tmp_path, monkeypatch):
+    """TensorFlow's own asks for it later, on a thread."""
+    asked, serialize = [], replica_engine.TrainingState.serialize
+    monkeypatch.setattr(
+        replica_engine.TrainingState,
+        "serialize",
+        lambda self: (asked.append(threading.current_thread()), serialize(self))[1],
+    )
+    state, count = replica_engine.TrainingState(), tf.Variable(1)
+    checkpoint = tf.train.Checkpoint(state=state, count=count)
+    options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
+    state.values["steps"] = 1
+    path = checkpoint.save(str(tmp_path / "it"), options)
+    state.values["steps"] = 2
+    count.assign(2)
+    checkpoint.sync()
+    checkpoint.restore(path)
+    assert (state.values, int(count)) == ({"steps": 1}, 1)
+    assert asked == [threading.current_thread()]
 
 
 def test_a_second_ctrl_c_is_not_held_back():

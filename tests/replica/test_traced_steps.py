@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import keras
 import numpy as np
@@ -17,7 +18,7 @@ from tensorflow.python.util import _pywrap_determinism  # nothing public turns i
 
 from replica_engine import MirroredStrategy, logical_devices, timeline
 from replica_engine.__main__ import main
-from replica_engine.diagnostics import traced_calls
+from replica_engine.diagnostics import traced_calls, traced_timeline
 from replica_engine.errors import ReplicaTimeoutError
 from replica_engine.keras import replicate_model
 from replica_engine.telemetry.report import spans
@@ -431,6 +432,30 @@ def test_spans_lie_between_the_sync_points(tmp_path):
         assert kinds == ["run", "merge", "run", "merge", "run"]
         ends = [span.end for span in track.spans]
         assert all(span.begin >= end - 1e-6 for span, end in zip(track.spans[1:], ends, strict=False))
+
+
+def test_an_arrival_that_is_marked_late_makes_no_spans_that_overlap(tmp_path):
+    class Late:
+        names, group = ("CPU:0", "CPU:1"), "a run"
+        began = time.time() + 1
+
+        def meetings(self):
+            return [types.SimpleNamespace(name="all_reduce", where="train.py:40")]
+
+        def iterations(self):
+            return []
+
+        def times(self):  # begin, arrival, departure, end
+            return [[self.began + each for each in own] for own in ((0, 2, 1, 3), (0, 0.5, 1.5, 3))]
+
+    path = str(tmp_path / "run.json")
+    with timeline(path):
+        drawing = traced_timeline.Drawing(Late(), threading.current_thread())
+        drawing.look()
+        drawing.end()
+    tracks = [track for track in spans.read(path).tracks if track.is_replica]
+    lengths = [[(span.kind, round(span.end - span.begin, 3)) for span in track.spans] for track in tracks]
+    assert lengths == [[("run", 1.0), ("run", 2.0)], [("run", 0.5), ("waiting", 0.5), ("merge", 0.5), ("run", 1.5)]]
 
 
 def test_sync_points_have_the_times_of_the_last_execution():

@@ -135,6 +135,16 @@ def test_on_several_cpus_the_host_is_called_unless_it_is_planned_for_other_chips
     assert chunks.are_arguments(devices, timed=False)
 
 
+def test_batches_of_a_dtype_that_tensorflow_cannot_fill(always):
+    always(True)
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+    batches = [tf.cast(tf.constant([1.0, 2.0]), tf.dtypes.experimental.float8_e5m2)] * 3
+    strategy.run_steps(lambda context, x: total.assign_add(tf.reduce_sum(tf.cast(x, tf.float32))), iter(batches), 3)
+    assert float(total) == 18.0
+
+
 def test_a_loop_that_waits_for_a_batch_is_watched(always, caplog):
     always(True)
     strategy = replica_engine.TPUStrategy(num_cores=2, warn_after=0.01)

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine.checkpoints import owners
+from replica_engine.checkpoints import owners, saving
 from replica_engine.checkpoints.training import plain, random_state
 from replica_engine.checkpoints.training.folder import in_words
 from replica_engine.checkpoints.training.preemption import SIGNALS, Preemption, status_of
@@ -74,6 +74,7 @@ class TrainingState(tf.train.experimental.PythonState):
         workers = 1 if self._saving is None else self._saving.size
         self._size = [workers, 1 if strategy is None else strategy.num_replicas_in_sync]
         self._variables = None if model is None else Variables(model, workers)
+        saving.install()
         if self._saving is not None:
             owners.belong(self._saving, self)
         self._made = 0  # iterators of all epochs

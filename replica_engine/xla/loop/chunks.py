@@ -185,11 +185,8 @@ class Chunks:
             if len(running) == self._at_once:
                 try:
                     self.columns = running.popleft()()
-                except Exception as error:
-                    if self._calls_host:
-                        self.made -= 1
-                        kept = "what the steps before it wrote is kept" if self.made else "no step ran before it"
-                        add_note(error, f"It was in step {self.made + 1} of the device loop; {kept}.")
+                except Exception:
+                    self.made -= self._calls_host
                     raise
                 if self._compiled.devices.member is not None:
                     self._compiled.devices.member.progress(self._compiled.program.body.steps + self.made)
