@@ -62,7 +62,9 @@ def test_the_gradient_of_a_loop_without_a_bound():
                 y = y * y
         return tape.gradient(y, x)
 
-    with pytest.raises(LoweringError, match="In `step`, a loop keeps a value of each iteration, for its"):
+    line = step.__code__.co_firstlineno + 4
+    words = rf"In `step`, a loop at .*test_bodies.py:{line} in step keeps a value of each iteration, for its"
+    with pytest.raises(LoweringError, match=words):
         strategy.run(step, args=(tf.constant([1.0, 2.0]),))
 
 

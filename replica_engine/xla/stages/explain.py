@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import subgraphs
@@ -34,6 +35,8 @@ def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> Low
         explained = LoweringError.growing_loop(
             traced.name, where, *_change(*found.groups()), _gathers(traced, text, moved)
         )
+    elif "tensor list" in text.lower():
+        explained = _unbounded(traced.name, _unbounded_loop(traced.graph) or where)
     else:
         explained = _explain(traced.name, text, where)
     explained.op_name = _node(text)
@@ -82,15 +85,27 @@ def _explain(name: str, text: str, where: str) -> LoweringError:
         return LoweringError.unsupported_op(name, unsupported.group(1), where)
     if "compile-time constant" in text:
         return LoweringError.not_constant(name, unsupported.group(1) if unsupported else "an op", where)
-    if "fixed tensor list size" in text or "tensor list" in text.lower():
-        return LoweringError(
-            f"In `{name}`, a loop keeps a value of each iteration, for its gradient or in a "
-            f"TensorArray{at(where)}, so XLA must know the number of iterations: pass maximum_iterations to "
-            "tf.while_loop, or loop over tf.range(n) for a constant n."
-        )
     message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
     message = message.split("tf2xla conversion failed")[0]  # the rest is about TensorFlow's internals
     return LoweringError.other(name, message.strip(), where)
+
+
+def _unbounded(name: str, where: str) -> LoweringError:
+    return LoweringError(
+        f"In `{name}`, a loop{at(where)} keeps a value of each iteration, for its gradient or in a TensorArray, so XLA "
+        "must know the number of iterations: pass maximum_iterations to tf.while_loop, or loop over tf.range(n) for a "
+        "constant n."
+    )
+
+
+def _unbounded_loop(graph: Any) -> str:
+    """The line of the first loop that keeps values and has no known number of iterations; its gradient comes later."""
+    for op in _ops(graph):
+        if op.type in ("While", "StatelessWhile") and any(output.dtype == tf.variant for output in op.outputs):
+            most = tf.get_static_value(op.inputs[1])  # -1 stands for no maximum
+            if most is None or np.all(most < 0):
+                return user_line(op)
+    return ""
 
 
 def _change(before: str, after: str) -> tuple[str, str]:
