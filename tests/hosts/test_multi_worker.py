@@ -491,7 +491,7 @@ def test_the_first_launch_waits_until_ctrl_c_or_the_timeout(programs):
     with job(join=LONGER) as made:
         process = programs.start(HEAD + LATE, env=made.environment(0, LOCAL="1"))
         member = made.join(1, versions=versions.of_worker())
-        member.exchange("tensorflow", "127.0.0.1:1")
+        member.exchange("the addresses of TensorFlow's servers", "127.0.0.1:1")
         error = failing(process)
     missing = "WorkersMissingError: worker 1 did not come to the compilation of `all_reduce SUM, float32[]` at"
     assert missing in error or "ReplicaTimeoutError: The merge function all_reduce at" in error
