@@ -53,7 +53,10 @@ _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
 _FIRST_SCOPE_OF_ALL = "the first scope of a strategy"
 _FIRST_SAVED = "the first scope of a strategy, or the first `TrainingState`"
-_NOT_OURS = "passes on to TensorFlow for checkpoints without variables of this library's strategies"
+_NOT_OURS = (
+    "passes on to TensorFlow for checkpoints without variables of this library's strategies and without a "
+    "`TrainingState`"
+)
 _FIRST_THREADS = "the first strategy whose replicas run on threads"
 _FIRST_COMPILED = "the first `TPUStrategy`, and the import of `replica_engine.xla`"
 _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"

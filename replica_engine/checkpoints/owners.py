@@ -13,12 +13,9 @@ from replica_engine._tf.keras import files
 
 
 def concerns(saved: Any) -> bool:
-    """Whether a checkpoint has a variable of a strategy of this library, or is saved by several workers.
-
-    Or something that TensorFlow's own asynchronous checkpoints would ask for its state later, on a thread.
-    """
+    """Whether a checkpoint has a variable of a strategy of this library, or a state, or is saved by several workers."""
     tracked = parts(saved)
-    if any(getattr(type(part), "saves_at_once", False) for part in tracked):
+    if any(getattr(type(part), "_saves_at_once", False) for part in tracked):
         return True
     variables = (getattr(part, "_value", part) for part in tracked)  # TensorFlow's in Keras' variables
     strategies = (each.distribute_strategy for each in variables if isinstance(each, distribute.DistributedVariable))

@@ -25,11 +25,8 @@ _MOST = 1000  # steps between two
 _SAME = 10.0  # seconds in which a signal that comes again is the same one
 _LAUNCHERS_RESTART_ON = 128  # a shell's status of a process that a signal ended is this plus the number
 
-SIGNALS = "the comparison of signals"
-"""What workers exchange, in words."""
-
-Exchange = Callable[[Any], list[Any]]
-"""Takes a value of this worker, and returns those of all workers, when all have called it."""
+Exchange = Callable[[str, Any], list[Any]]
+"""Takes what is exchanged, in words, and a value of this worker; returns those of all, when all have called it."""
 
 
 class Preemption:
@@ -77,7 +74,7 @@ class Preemption:
             return None
         now = time.monotonic()
         each = max(now - self._compared, 1e-6) / (self._step - self._last)
-        values = self._exchange([self._came, max(1, min(_MOST, int(EVERY / each)))])
+        values = self._exchange("the comparison of signals", [self._came, max(1, min(_MOST, int(EVERY / each)))])
         self._compared, self._last, self._next = now, self._step, self._step + values[0][1]
         came = next((number for number, _ in values if number is not None), None)
         return None if came is None else signal.Signals(came)

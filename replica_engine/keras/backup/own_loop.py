@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ import tensorflow as tf
 from replica_engine.checkpoints import owners, saving
 from replica_engine.checkpoints.training import plain, random_state
 from replica_engine.checkpoints.training.folder import in_words
-from replica_engine.checkpoints.training.preemption import SIGNALS, Preemption, status_of
+from replica_engine.checkpoints.training.preemption import Preemption, status_of
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief
 from replica_engine.keras.backup.data import skip
@@ -79,8 +78,7 @@ class TrainingState(tf.train.experimental.PythonState):
             owners.belong(self._saving, self)
         self._made = 0  # iterators of all epochs
         self._restored: dict[str, Any] | None = None
-        exchange = None if self._saving is None else functools.partial(self._saving.exchange, SIGNALS)
-        self._preemption = Preemption(signals, exchange)
+        self._preemption = Preemption(signals, None if self._saving is None else self._saving.exchange)
 
     def batches(self, dataset: Any) -> Iterator[Any]:
         """The batches of the epoch that are left.
@@ -128,8 +126,8 @@ class TrainingState(tf.train.experimental.PythonState):
         self._preemption.answered()
         raise SystemExit(status)
 
-    saves_at_once = True
-    """For `checkpoints.owners`: an asynchronous checkpoint has what is here when it is asked for."""
+    # For `checkpoints.owners`: an asynchronous checkpoint of TensorFlow's would ask for the state later, on a thread.
+    _saves_at_once = True
 
     def serialize(self) -> str:
         """What TensorFlow saves."""

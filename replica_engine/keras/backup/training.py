@@ -24,7 +24,7 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.checkpoints import saving
 from replica_engine.checkpoints.training import plain, random_state
 from replica_engine.checkpoints.training.folder import BackupFolder, in_words
-from replica_engine.checkpoints.training.preemption import SIGNALS, Preemption, status_of
+from replica_engine.checkpoints.training.preemption import Preemption, status_of
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import warning
 from replica_engine.keras.backup import states
@@ -77,11 +77,11 @@ class Training:
         self._folder, self._save_freq, self._delete = folder, save_freq, delete
         self.strategy = self._model.strategy if is_replicated(self._model) else keras_trainer.strategy_of(self._model)
         team = getattr(getattr(self.strategy, "extended", None), "saving", None)
-        self._team = team
+        self._exchange = None if team is None else team.exchange
         self._worker = 0 if team is None else team.worker
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0
         self._asynchronous = asynchronous
-        self._preemption = Preemption(signals, None if team is None else functools.partial(team.exchange, SIGNALS))
+        self._preemption = Preemption(signals, self._exchange)
         workers = 1 if team is None else team.size
         self._size = [workers, 1 if self.strategy is None else self.strategy.num_replicas_in_sync]
         self._variables = Variables(self._model, workers)
@@ -101,8 +101,8 @@ class Training:
         """Restores the last backup, if there is one; called when all callbacks have begun."""
         last = self._folder.last()
         name = None if last is None else last.name
-        if self._team is not None:
-            name = self._team.exchange("the backup to begin with", name)[0]  # all take the chief's
+        if self._exchange is not None:
+            name = self._exchange("the backup to begin with", name)[0]  # all take the chief's
         self._preemption.listen()
         # Without one, Python looked `fit` up before its argument, the callback, was made: then only `ends` cleans up.
         if (fits := getattr(_thread, "fits", None)) is not None:
