@@ -104,7 +104,10 @@ class Drawing:
         found = {}
         for (begin, number), (following, next_number) in itertools.pairwise([*begins, (math.inf, -1)]):
             if next_number in (number + 1, -1):
-                found[number] = [begin, *(_between(times, begin, following) for times in seen)]
+                found[number] = times = [begin, *(_between(each, begin, following) for each in seen)]
+                # No departure waits for the mark of an arrival, so that may be late.
+                for at in range(1, len(times) - 1, 2):
+                    times[at] = min(times[at], times[at + 1] or math.inf)
         return found
 
     def _draw(self, replica: int, times: Sequence[float], every: Sequence[list[float] | None]) -> None:
@@ -113,9 +116,8 @@ class Drawing:
             arrived, gone = times[1 + 2 * number : 3 + 2 * number]
             if not arrived and not gone:  # a branch that was not taken, or the replica was not seen here
                 continue
-            arrived = _first(times[1 + 2 * number : 3 + 2 * number])
             self._add(track, "run", "run", left, arrived)
-            come = [0.0 if of is None else _first(of[1 + 2 * number : 3 + 2 * number]) for of in every]
+            come = [0.0 if of is None else of[1 + 2 * number] for of in every]
             last = max(come) if all(come) else 0.0
             self._add(track, f"waiting at {point.name}", "waiting", arrived, last, {"where": point.where})
             self._add(track, point.name, "merge", last, gone, {"where": point.where})
@@ -125,12 +127,6 @@ class Drawing:
     def _add(self, track: Track, name: str, kind: str, begin: float, end: float, details: Any = None) -> None:
         if 0.0 < begin < end:
             timeline.add(track, name, kind, begin - self._offset, end - self._offset, details)
-
-
-def _first(of_point: Sequence[float]) -> float:
-    """The time of an arrival, which may be marked after the departure, since nothing waits for the mark."""
-    arrived, gone = of_point
-    return min(arrived, gone or math.inf)
 
 
 def _between(times: Sequence[float], begin: float, end: float) -> float:
