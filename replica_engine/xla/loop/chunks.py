@@ -140,11 +140,10 @@ class Chunks:
         others: values of the program's parameters behind those of the batches.
         most: the most batches in a chunk.
         at_once: the most chunks on the devices.
-        calls_host: whether each chunk is one step, which calls the host; then `at_once` is 1.
 
     Attributes:
-        made: how many steps have run.
-        columns: for each result of the body, the replicas' values after the last step that is known to have ended.
+        made: how many steps are known to have ended.
+        columns: for each result of the body, the replicas' values after the last of them.
     """
 
     def __init__(
@@ -155,11 +154,9 @@ class Chunks:
         others: Sequence[list[np.ndarray]],
         most: int,
         at_once: int,
-        calls_host: bool,
     ):
         self.made = 0
         self.columns: list[Column] = []
-        self._calls_host = calls_host
         self._compiled = compiled
         self._queue = queue
         self._specs = specs
@@ -178,20 +175,20 @@ class Chunks:
             ReplicaTimeoutError: a launch, or the wait for a batch of this worker or of another, took longer than
                 `timeout`.
         """
-        running: deque[Callable[[], list[Column]]] = deque()
+        running: deque[tuple[Callable[[], list[Column]], int]] = deque()
         while chunk := self._take():
-            running.append(self._compiled.launch(self._stacked(chunk), feed=self._queue))
-            self.made += len(chunk)
+            running.append((self._compiled.launch(self._stacked(chunk), feed=self._queue), len(chunk)))
             if len(running) == self._at_once:
-                try:
-                    self.columns = running.popleft()()
-                except Exception:
-                    self.made -= self._calls_host
-                    raise
-                if self._compiled.devices.member is not None:
-                    self._compiled.devices.member.progress(self._compiled.program.body.steps + self.made)
-        if running:
-            self.columns = running.pop()()
+                self._end(*running.popleft())
+        while running:
+            self._end(*running.popleft())
+
+    def _end(self, launch: Callable[[], list[Column]], steps: int) -> None:
+        """Waits for the end of a launch of some steps."""
+        self.columns = launch()
+        self.made += steps
+        if self._compiled.devices.member is not None:
+            self._compiled.devices.member.progress(self._compiled.program.body.steps + self.made)
 
     def _take(self) -> list[Sequence[Any]]:
         """Waits for the next chunk: as many batches as fit, or those that are left; for each replica, the arrays."""

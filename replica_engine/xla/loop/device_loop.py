@@ -112,8 +112,9 @@ def run_loop(
             calls_host = True
         else:
             others = given.numpy()[1 + len(specs) :]
-            chunk = most, at_once, calls_host
-            return _run_chunks(program, reader, first, rest, iterations, specs, others, *chunk, prefetch)
+            return _run_chunks(
+                program, reader, first, rest, iterations, specs, others, most, at_once, calls_host, prefetch
+            )
     most = 1 if timed else _chunk(specs, prefetch, _MOST_BYTES)
     loop = _Loop(source, step, arguments, specs, most)
     none = Arguments((), {}, arguments.size)
@@ -172,7 +173,7 @@ def _run_chunks(
     prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
     shapes = [(), *((most, *spec.shape) for spec in specs), *(values[0].shape for values in others)]
     compiled = program.find(shapes)
-    steps, failed = chunks.Chunks(compiled, queue, specs, others, most, at_once, calls_host), None
+    steps, failed = chunks.Chunks(compiled, queue, specs, others, most, at_once), None
     try:
         with _fed(compiled, queue, prefetcher, iterations):
             steps.run()

@@ -35,10 +35,8 @@ def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> Low
         explained = LoweringError.growing_loop(
             traced.name, where, *_change(*found.groups()), _gathers(traced, text, moved)
         )
-    elif "tensor list" in text.lower():
-        explained = _unbounded(traced.name, _unbounded_loop(traced.graph) or where)
     else:
-        explained = _explain(traced.name, text, where)
+        explained = _explain(traced, text, where)
     explained.op_name = _node(text)
     return explained
 
@@ -79,23 +77,22 @@ def undividable(traced: BodyGraph) -> LoweringError:
     )
 
 
-def _explain(name: str, text: str, where: str) -> LoweringError:
+def _explain(traced: BodyGraph, text: str, where: str) -> LoweringError:
+    name = traced.name
     unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
     if "Detected unsupported operations" in text and unsupported:
         return LoweringError.unsupported_op(name, unsupported.group(1), where)
     if "compile-time constant" in text:
         return LoweringError.not_constant(name, unsupported.group(1) if unsupported else "an op", where)
+    if "tensor list" in text.lower():
+        return LoweringError(
+            f"In `{name}`, a loop{at(_unbounded_loop(traced.graph) or where)} keeps a value of each iteration, for its "
+            "gradient or in a TensorArray, so XLA must know the number of iterations: pass maximum_iterations to "
+            "tf.while_loop, or loop over tf.range(n) for a constant n."
+        )
     message = text.removeprefix("Failed getting HLO text: ").strip("'").split("\n\n")[0].split("Stack trace")[0]
     message = message.split("tf2xla conversion failed")[0]  # the rest is about TensorFlow's internals
     return LoweringError.other(name, message.strip(), where)
-
-
-def _unbounded(name: str, where: str) -> LoweringError:
-    return LoweringError(
-        f"In `{name}`, a loop{at(where)} keeps a value of each iteration, for its gradient or in a TensorArray, so XLA "
-        "must know the number of iterations: pass maximum_iterations to tf.while_loop, or loop over tf.range(n) for a "
-        "constant n."
-    )
 
 
 def _unbounded_loop(graph: Any) -> str:
