@@ -40,7 +40,7 @@ from replica_engine.pjrt.jaxlib import (
     DeviceAssignment,
     DeviceList,
     ShapedArray,
-    array_result_handler,
+    result_handler,
 )
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.markers import WORK, add_work, expand_markers
@@ -176,10 +176,7 @@ class Executable:
             divided.append((*WORK, devices.sharding))
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        self._handlers = [
-            array_result_handler(ShapedArray(shape, dtype), sharding, committed=True, _skip_checks=True)
-            for shape, dtype, sharding in divided
-        ]
+        self._handlers = [result_handler(ShapedArray(shape, dtype), sharding) for shape, dtype, sharding in divided]
         self._take = operator.methodcaller("consume_with_handlers", self._handlers)
 
     def serialized(self) -> bytes | None:

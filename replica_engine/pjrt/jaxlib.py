@@ -140,6 +140,15 @@ CPU_OPTIONS = (
 )
 """Options of XLA with which programs for CPU devices are compiled."""
 
+_WITHOUT_CHECKS: dict[str, Any] = {} if xla_client._version >= 489 else {"_skip_checks": True}
+"""From this extension version on, shortly before jaxlib 0.11.2, handlers of results never check."""
+
+
+def result_handler(aval: ShapedArray, sharding: NamedSharding) -> Any:
+    """What makes an array of a program's result on all devices of `sharding`."""
+    return array_result_handler(aval, sharding, committed=True, **_WITHOUT_CHECKS)
+
+
 APART = ("xla_disable_hlo_passes", "cpu-all-reduce-combiner")
 """The option for programs whose all-reduces stay apart: otherwise all operands are in memory until the last one is."""
 
@@ -222,7 +231,6 @@ __all__ = [
     "TraceAnnotation",
     "absent_gpus",
     "absent_tpus",
-    "array_result_handler",
     "batched_device_put",
     "buffer_to_dlpack_managed_tensor",
     "cache_limit",
@@ -237,5 +245,6 @@ __all__ = [
     "make_cpu_client",
     "make_gloo_tcp_collectives",
     "make_ir_context",
+    "result_handler",
     "xla_bridge",
 ]

@@ -13,8 +13,8 @@ from replica_engine import logical_devices
 
 
 def _gpus(count: int) -> list[str]:
-    """The first GPUs; parts of the first one if there are fewer."""
-    if len(tf.config.list_physical_devices("GPU")) < count:
+    """The first GPUs; parts of the first one if there are fewer. Compiled replicas need only jax's, under these names."""
+    if 0 < len(tf.config.list_physical_devices("GPU")) < count:
         return logical_devices(count, "GPU")
     return [f"GPU:{index}" for index in range(count)]
 
