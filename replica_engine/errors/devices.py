@@ -13,7 +13,8 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
 
     It is an AssertionError as well, because `tf.distribute` raises AssertionError for such devices.
 
-    Raised when a strategy is made, when logical devices are made, and when a body is compiled for a group of devices.
+    Raised when a strategy is made, when logical devices are made, when a body is compiled for a group of devices, and
+    when a value is put on devices that have no room for it.
     Ask for devices that this process has: the message lists them, and says how to make CPU devices or how to install
     another platform.
     """
@@ -44,6 +45,15 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         return cls(
             f"num_cores={count} counts the devices of all workers, and {processes} workers cannot have equally many. "
             f"Write num_cores={choice}, or leave it out: then each worker takes all that it has."
+        )
+
+    @classmethod
+    def no_room(cls, devices: Sequence[str], value: str, message: str) -> DeviceError:
+        """A value cannot be put on the devices, most often because their memory is full."""
+        return cls(
+            f"A value of {value} cannot be put on {', '.join(devices)}:\n{message.strip()}\nWhere memory is the cause, "
+            "let go of values that are not needed, use a smaller batch, or divide the model over devices: "
+            'TPUStrategy(distribution="fsdp").'
         )
 
     @classmethod

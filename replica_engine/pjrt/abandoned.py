@@ -13,7 +13,7 @@ import os
 
 from replica_engine.pjrt.group import DeviceGroup
 
-_LAST_CALLS = 5.0  # seconds at exit for a program that calls Python; its calls return at once
+_LAST_CALLS = 5.0  # seconds at exit for a program that calls Python, whose calls return at once, or returns to it
 
 _left: dict[DeviceGroup, bool] = {}  # devices with an abandoned program; whether the program may call the host
 
@@ -37,7 +37,11 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _at_exit() -> None:
-    """At exit: a program must never call Python once Python is gone, and the process must not wait for a program."""
+    """At exit: no program may call Python once Python is gone, nor return to it, and none is waited for for long.
+
+    A thread in the launch of a program with a limit returns at the end of the program, on some devices. If Python has
+    gone by then, the process is aborted.
+    """
     for devices, calls_host in _left.items():
-        if not devices.ends_within(_LAST_CALLS if calls_host else 0.0):
+        if not devices.ends_within(_LAST_CALLS if calls_host or devices.is_left_to_a_thread else 0.0):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(devices.devices[0].client))

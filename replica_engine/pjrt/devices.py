@@ -141,15 +141,14 @@ def has_accelerators(platform: str, instead: str | None = None) -> bool:
 
 
 def memory_limit(devices: DeviceGroup) -> int | None:
-    """The memory in bytes that a CPU device can have: the machine's, or as much of it as this process may use.
+    """The memory in bytes that a device can have: of CPU devices, as much of the machine's as this process may use.
 
-    None if it is unknown. GPUs and TPUs report it themselves when memory runs out.
-
-    No single allocation can be larger. Several allocations that together exceed the limit may succeed, since the
-    operating system needs to find memory only for pages that are written.
+    None if it is unknown. No single allocation can be larger. On CPU devices several allocations that together exceed
+    the limit may succeed, since the operating system needs to find memory only for pages that are written.
     """
     if devices.platform != "cpu":
-        return None
+        found: dict[str, int] = devices.devices[0].memory_stats() or {}
+        return found.get("bytes_limit")
     limits = []
     with contextlib.suppress(ValueError, OSError, AttributeError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _swap())
@@ -164,11 +163,8 @@ def memory_limit(devices: DeviceGroup) -> int | None:
 
 def chip_memory(devices: DeviceGroup) -> int | None:
     """The memory in bytes of each device: of CPU devices, an equal part of the machine's. None if it is unknown."""
-    if devices.platform == "cpu":
-        limit = memory_limit(devices)
-        return None if limit is None else limit // len(devices.devices)
-    found = devices.devices[0].memory_stats() or {}
-    return found.get("bytes_limit")
+    limit, shared_by = memory_limit(devices), len(devices.devices) if devices.platform == "cpu" else 1
+    return None if limit is None else limit // shared_by
 
 
 def _cpu_group(count: int, mesh: ReplicaMesh | None) -> DeviceGroup:

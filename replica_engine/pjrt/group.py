@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from replica_engine.errors import ProgramError, StuckProgramError
+from replica_engine.errors import DeviceError, ProgramError, StuckProgramError
 from replica_engine.hosts import Member
 from replica_engine.pjrt.jaxlib import (
     RUNTIME_ERRORS,
@@ -311,7 +311,10 @@ class DeviceGroup:
 
     @staticmethod
     def _put(aval: ShapedArray, sharding: Any, values: list[np.ndarray], devices: list[Any]) -> Array:
-        return batched_device_put(aval, sharding, values, devices, True, enable_x64=True)
+        try:
+            return batched_device_put(aval, sharding, values, devices, True, enable_x64=True)
+        except RUNTIME_ERRORS as error:
+            raise DeviceError.no_room(list(map(str, devices)), aval.str_short(), str(error)) from error
 
     def fetch(self, array: Array, replica: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """One replica's value, on the host. On CPU it is a view, valid after the array is gone.
@@ -445,6 +448,11 @@ class DeviceGroup:
     def leave_to(self, thread: threading.Thread) -> None:
         """Leaves the next launch to another thread. Until then, the program runs as long as that thread is alive."""
         self.running, self.interrupted = _Work(thread), True
+
+    @property
+    def is_left_to_a_thread(self) -> bool:
+        """Whether another thread was left to launch the program, and has not ended; see `leave_to`."""
+        return isinstance(self.running, _Work) and not self.running.is_ready()
 
     def has_ended(self, replica: int) -> bool:
         """Whether the program launched last has ended on a replica's device, as far as can be seen."""

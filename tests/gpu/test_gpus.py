@@ -12,9 +12,11 @@ import textwrap
 
 import pytest
 import tensorflow as tf
+from gpu.programs import PROGRAMS
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 ROOT = pathlib.Path(__file__).parents[2]
+PROGRAM_FILE = pathlib.Path(__file__).with_name("programs.py")
 SHARED = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 CONTRACT = [f"tests/contract/test_{name}.py" for name in ("run", "merge_call", "collectives", "variables", "keras")]
 
@@ -36,46 +38,6 @@ THREADS = """
         assert all("GPU" in each.device for each in results), [each.device for each in results]
     copies = strategy.experimental_local_results(weight)
     assert [float(each) for each in copies] == [1.0 + 2 * expected] * len(devices), copies
-"""
-
-COMPILED = """
-    from replica_engine import TPUStrategy, xla
-    strategy = TPUStrategy(xla.PjrtClusterResolver("gpu"))
-"""
-
-HOST_CALL = f"""{COMPILED}
-    seen = []
-
-    @xla.returns(tf.TensorSpec([], tf.float32))
-    def double(x):
-        seen.append(float(x))
-        return 2.0 * x
-
-    results = strategy.run(lambda x: xla.outside_compilation(double, x) + 1.0, args=(tf.constant(3.0),))
-    assert {{float(each) for each in strategy.experimental_local_results(results)}} == {{7.0}}, results
-    assert seen == [3.0] * strategy.num_replicas_in_sync, seen
-"""
-
-LOOP = f"""{COMPILED}
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
-    dataset = tf.data.Dataset.range(8 * strategy.num_replicas_in_sync).batch(
-        strategy.num_replicas_in_sync, drop_remainder=True
-    )
-    batches = strategy.experimental_distribute_dataset(dataset)
-    strategy.run_steps(
-        lambda x: total.assign_add(tf.reduce_sum(tf.cast(x, tf.float32))), iter(batches), iterations=8
-    )
-    count = 8 * strategy.num_replicas_in_sync
-    assert float(total) == count * (count - 1) / 2, total
-"""
-
-MEMORY = f"""{COMPILED}
-    one = tf.random.normal([4096, 4096])  # TensorFlow's part of the card
-    with strategy.scope():
-        weight = tf.Variable(tf.zeros([4096, 4096]))  # jaxlib's
-    strategy.run(lambda x: weight.assign(tf.linalg.matmul(x, x)), args=(one,))
-    tf.debugging.assert_near(weight.read_value(), tf.linalg.matmul(one, one), atol=1.0)
 """
 
 MODEL = """
@@ -148,7 +110,6 @@ OF_THREADS = {
     "watchdog": STUCK,
     "Ctrl-C": INTERRUPTED,
 }
-COMPILED_PARTS = {"host calls": HOST_CALL, "device loops": LOOP, "memory of TensorFlow and jaxlib": MEMORY}
 
 
 def needs_gpus(count):
@@ -197,9 +158,9 @@ def test_on_two_gpus_with_nccl(name):
 
 
 @needs_gpus_of_jax(1)
-@pytest.mark.parametrize("name", COMPILED_PARTS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_compiled(name):
-    runs(COMPILED_PARTS[name], [])
+    passes([sys.executable, str(PROGRAM_FILE), name])
 
 
 @needs_gpus(1)

@@ -13,7 +13,7 @@ from replica_engine import logical_devices
 
 
 def _gpus(count: int) -> list[str]:
-    """The first GPUs; parts of the first one if there are fewer. Compiled replicas need only jax's, under these names."""
+    """The first GPUs; parts of the first one if there are fewer. Where TensorFlow has none, they are jax's."""
     if 0 < len(tf.config.list_physical_devices("GPU")) < count:
         return logical_devices(count, "GPU")
     return [f"GPU:{index}" for index in range(count)]
@@ -22,7 +22,9 @@ def _gpus(count: int) -> list[str]:
 GPUS = int(os.environ.get("REPLICA_ENGINE_TEST_GPUS", "0"))
 """How many GPUs take the place of CPU devices in the contract suite: cards, or parts of the first one."""
 
-DEVICES = _gpus(GPUS) if GPUS else logical_devices(8)
+DEVICES = logical_devices(8)  # also beside GPUs: values are sent to CPU devices
+if GPUS:
+    DEVICES = _gpus(GPUS)
 
 
 def _switch_tuning_off():

@@ -166,9 +166,9 @@ class Lowered:
             except UntransferableError as refused:
                 raise self._untransferable(refused, devices.platform.upper()) from None
             except RUNTIME_ERRORS as failed:
-                if DYNAMIC not in str(failed):
-                    raise
-                raise undividable(self.traced) from None
+                if DYNAMIC in str(failed):
+                    raise undividable(self.traced) from None
+                raise ProgramError.refused(name, devices.names, str(failed)) from failed
         if self.traced.diverges and executable.exchanges_in_branches():
             raise LoweringError.diverges(name, self.traced.diverges)
         limit = memory_limit(devices)
