@@ -284,9 +284,6 @@ class GraphModeError(ReplicaEngineError, RuntimeError):
     """
 
 
-_NO_MEMORY = "RESOURCE_EXHAUSTED"  # begins the messages of XLA about memory
-
-
 class ProgramError(ReplicaEngineError, RuntimeError):
     """A compiled program failed while it ran, or cannot run on this machine, or the compiler of a chip refuses it.
 
@@ -303,12 +300,11 @@ class ProgramError(ReplicaEngineError, RuntimeError):
     @classmethod
     def failed(cls, name: str, devices: Sequence[str], message: str) -> ProgramError:
         """The runtime reports a failure."""
-        memory = "A device had too little memory: use a smaller batch.\n" if _NO_MEMORY in message else ""
         return cls(
             f"The compiled program of `{name}` failed while it ran on {len(devices)} replicas ({', '.join(devices)}):\n"
-            f"{message}\n{memory}"
+            f"{message}\n"
             "The variables that the program writes may be lost; reading a lost variable raises LostVariableError. "
-            "Assign these variables, or load a checkpoint."
+            "Assign these variables, or load a checkpoint. If memory is the cause, use a smaller batch."
         )
 
     @classmethod
@@ -323,10 +319,9 @@ class ProgramError(ReplicaEngineError, RuntimeError):
     @classmethod
     def refused(cls, name: str, devices: Sequence[str], message: str) -> ProgramError:
         """The compiler of these devices fails. That of GPUs tries kernels out, and so may run out of memory."""
-        memory = " It needs more memory than a device has: use a smaller batch." if _NO_MEMORY in message else ""
         return cls(
             f"`{name}` cannot be compiled for {len(devices)} replicas ({', '.join(devices)}):\n{message.strip()}\n"
-            f"Nothing was launched, so all variables keep their values.{memory}"
+            "Nothing was launched, so all variables keep their values. If memory is the cause, use a smaller batch."
         )
 
     @classmethod

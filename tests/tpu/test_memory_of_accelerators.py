@@ -39,8 +39,7 @@ def test_a_compiler_that_finds_no_room(compiled, monkeypatch):
     assert str(caught.value).splitlines() == [
         "`step` cannot be compiled for 2 replicas (CPU:0, CPU:1):",
         FULL,
-        "Nothing was launched, so all variables keep their values. It needs more memory than a device has: use a "
-        "smaller batch.",
+        "Nothing was launched, so all variables keep their values. If memory is the cause, use a smaller batch.",
     ]
     assert total.numpy() == 1.0
     compiled.run(step)
