@@ -235,20 +235,28 @@ class _Ends:
 
         No Python code runs for it: an exception that a signal's handler raises there would be lost.
         """
+        self._start()
+        return weakref.ref(turns, functools.partial(self._ended.put, [turns.iterator]))
+
+    def end(self, held: list[Any]) -> None:
+        """Ends the iterator that `held` has, and nothing else."""
+        self._start()
+        self._ended.put(held)
+
+    def _start(self) -> None:
         with self._starting:
             if not self._is_running:
                 threads.start(threading.Thread(target=self._run, name="replica_engine: ends of iterators", daemon=True))
                 self._is_running = True
-        return weakref.ref(turns, functools.partial(self._ended.put, turns.iterator))
 
     def _run(self) -> None:
         while True:
-            last = [self._ended.get()]
+            held = self._ended.get()  # it is emptied, so that no other thread drops the last reference
             try:
                 # A thread for each: otherwise one that takes a minute would keep the buffers of those after it.
-                _thread.start_new_thread(last.clear, ())
+                _thread.start_new_thread(held.clear, ())
             except RuntimeError:  # there are too many threads
-                last.clear()
+                held.clear()
 
 
 _ends = _Ends()
@@ -262,6 +270,11 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def end_apart(held: list[Any]) -> None:
+    """Empties a list, and so ends the iterator in it, on a thread for which nobody waits; see `_Ends`."""
+    _ends.end(held)
 
 
 class _Turns:

@@ -25,6 +25,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.host_datasets import end_apart
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import OptimizerError, ReplicateError
@@ -66,6 +67,7 @@ class Replicas:
         self._known: Any = None
         self._counted: Any = None
         self._steps: Any = None
+        self._iterators: dict[str, list[Any]] = {}  # by step, the one that it was last called with
         self._calling = Track(type(strategy).__name__, "Keras", order=-1)
         self._feeding = Track(type(strategy).__name__, "feeding", order=-1)
 
@@ -158,7 +160,13 @@ class Replicas:
             self._functions = keras_model.exchange_functions(self.original, self._functions)
 
     def let_go(self) -> None:
-        """Makes the original's history refer to the original, so that it does not keep the replicated model alive."""
+        """Called at the end of `fit` and others. Makes the original's history refer to the original.
+
+        Else it would keep the replicated model alive.
+        """
+        if not self._depth:
+            for name in list(self._iterators):
+                end_apart(self._iterators.pop(name, []))
         history = vars(self.original).get("history")
         if history is not None and history.model is self._model:
             history.set_model(self.original)
@@ -213,6 +221,7 @@ class Replicas:
         return outputs[0] if len(outputs) == 1 else samples.join(outputs)
 
     def _run(self, name: str, iterator: Any) -> dict[str, Any]:
+        self._keep(name, iterator)
         batches: list[Any] = []
         failed: Exception | None = None
         for _ in range(self._model.steps_per_execution):
@@ -232,6 +241,14 @@ class Replicas:
         if failed is not None:
             raise failed
         return logs
+
+    def _keep(self, name: str, iterator: Any) -> None:
+        """Keeps an iterator for longer than Keras does, which would wait for its end."""
+        last = self._iterators.get(name)
+        if last is None or last[0] is not iterator:
+            self._iterators[name] = [iterator]
+            if last is not None:
+                end_apart(last)
 
     def _predict(self, batch: Any) -> Any:
         total = samples.count(batch)

@@ -1,5 +1,7 @@
 """All kinds of data that Keras takes: arrays, datasets, generators, dicts; sample weights; validation data."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -181,3 +183,24 @@ def test_metrics_that_count_are_those_of_all_samples(trains_alike):
 
     y = (Y[:, None] > 0).astype("float32")
     trains_alike(make, 2, X, y, batch_size=9)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_nobody_waits_for_the_end_of_the_data(method, two):
+    """It waits for TensorFlow's thread that tunes the dataset, for up to a minute; here for a generator's end."""
+    returned, ended, waited = threading.Event(), threading.Event(), []
+
+    def endless():
+        try:
+            yield from generated()
+        finally:
+            waited.append(returned.wait(30))
+            ended.set()
+
+    specs = tf.TensorSpec([9, 4], tf.float32), tf.TensorSpec([9], tf.int64)
+    dataset = tf.data.Dataset.from_generator(endless, output_signature=specs)
+    steps = {"steps_per_epoch": 2} if method == "fit" else {"steps": 2}
+    getattr(two.replicated, method)(dataset, verbose=0, **steps)
+    returned.set()
+    assert ended.wait(30), "the iterator is kept"
+    assert waited == [True], "the iterator ended before the method returned"
