@@ -89,10 +89,7 @@ class Saves:
             team: Team | None = owners.team_of(saved)
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
                 with _telling(turn), snapshot.taking(turn.together, asynchronous) as taken:
-                    if turn.writes:
-                        with explained(path, False):
-                            bundle.begin(path)
-                        turn.tell("begun", None)
+                    _begin(path, turn)
                     take()
                 write = functools.partial(_write, taken, path, finish, turn, asynchronous)
                 if asynchronous:
@@ -127,6 +124,16 @@ def explained(path: str, asynchronous: bool) -> Iterator[None]:
         raise CheckpointError.not_written(path, _reason(error), asynchronous) from error
 
 
+def _begin(path: str, turn: Turn) -> None:
+    """Makes room for what is written, before any value is taken: a training's state is exchanged, which needs all."""
+    if turn.writes:
+        with explained(path, False):
+            bundle.begin(path)
+        turn.tell("begun", None)
+    elif turn.together:
+        _check(turn.hear("begun"))
+
+
 def _write(taken: snapshot.Snapshot, path: str, finish: Callable[[bool], None], turn: Turn, asynchronous: bool) -> None:
     try:
         with _telling(turn), explained(path, asynchronous):
@@ -158,7 +165,6 @@ def _write_all(taken: snapshot.Snapshot, path: str, turn: Turn) -> None:
 def _write_parts(taken: snapshot.Snapshot, path: str, turn: Turn) -> None:
     """What a worker does whose path is the chief's."""
     if turn.together:
-        _check(turn.hear("begun"))
         rows = [row for rows in taken.bundles for row in rows if row.part]  # the chief has the whole values
         if rows:
             bundle.write(rows, _prefix(path, turn.worker, 0))

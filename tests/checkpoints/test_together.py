@@ -47,10 +47,8 @@ def save_together(paths, asynchronous=False):
         taken.bundles = [[*rows, *([bundle.Row("step", "", tf.constant(number))])]]
         turn = Turn(job, number)
         try:
-            with saving._telling(turn), saving.explained(paths[number], False):
-                if turn.writes:
-                    bundle.begin(paths[number])
-                    turn.tell("begun", None)
+            with saving._telling(turn):
+                saving._begin(paths[number], turn)
             saving._write(taken, paths[number], lambda writes: None, turn, asynchronous)
         except CheckpointError as error:
             errors.put((number, str(error)))

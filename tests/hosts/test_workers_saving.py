@@ -107,6 +107,20 @@ found["own"] = os.path.exists(own + ".index")
 """
 
 
+CHIEF_CANNOT_BEGIN = """
+folder = os.environ["FOLDER"]
+strategy = KIND()
+with strategy.scope():
+    w = tf.Variable(2.0)
+checkpoint = tf.train.Checkpoint(w=w, state=replica_engine.TrainingState(strategy=strategy))
+try:
+    checkpoint.write(f"{folder}/a file/ckpt")
+except replica_engine.errors.CheckpointError as error:
+    found["error"] = str(error).splitlines()[0]
+found["there"] = os.path.exists(checkpoint.write(f"{folder}/ckpt") + ".index")
+"""
+
+
 OWN_PATHS = """
 import keras
 
@@ -248,6 +262,16 @@ def test_the_chief_writes_parts_of_replicated_models_and_asynchronous_checkpoint
     assert [name for name in files(tmp_path / "asynchronous") if name.endswith(".index")] == [
         f"ckpt-{number}.index" for number in (1, 2, 3)
     ]
+
+
+def test_what_the_chief_cannot_begin_is_the_error_of_all(programs, tmp_path):
+    """The others waited for its part of the training's state, which it does not give then."""
+    (tmp_path / "a file").touch()
+    with job(join=LONGER) as made:
+        first, second = outputs(programs, made, CHIEF_CANNOT_BEGIN, FOLDER=str(tmp_path))
+    assert first == second
+    assert "a file/ckpt" in first["error"]
+    assert first["there"]
 
 
 def test_workers_compare_what_they_have_heard_for_as_long_as_they_train(monkeypatch):
