@@ -43,6 +43,9 @@ class Turn(Protocol):
     def hear(self, name: str) -> Any:
         """Waits for what another worker stores."""
 
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """The values with which all workers of the job have called this, when all have."""
+
 
 class Team(Protocol):
     """The workers that save together, as one of them sees them."""
@@ -59,6 +62,10 @@ class _Alone:
 
     def hear(self, name: str) -> Any:
         """Nobody tells anything."""
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """There is no other worker."""
+        return [value]
 
 
 def install() -> None:
@@ -90,7 +97,12 @@ class Saves:
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
                 with _telling(turn), snapshot.taking(turn.together, asynchronous) as taken:
                     _begin(path, turn)
-                    take()
+                    try:
+                        take()
+                    except BaseException:
+                        if turn.writes:
+                            bundle.discard(path)
+                        raise
                 write = functools.partial(_write, taken, path, finish, turn, asynchronous)
                 if asynchronous:
                     writer.start(path, write)
@@ -125,13 +137,19 @@ def explained(path: str, asynchronous: bool) -> Iterator[None]:
 
 
 def _begin(path: str, turn: Turn) -> None:
-    """Makes room for what is written, before any value is taken: a training's state is exchanged, which needs all."""
+    """Makes room for what is written. If one worker cannot, none goes on: a training's state is exchanged by all."""
+    own = None
     if turn.writes:
-        with explained(path, False):
-            bundle.begin(path)
-        turn.tell("begun", None)
-    elif turn.together:
-        _check(turn.hear("begun"))
+        try:
+            with explained(path, False):
+                bundle.begin(path)
+        except CheckpointError as error:
+            own = error
+    failures = turn.exchange("the beginning of a checkpoint", own and str(own))
+    if own is not None:
+        raise own
+    for each in failures:
+        _check(each)
 
 
 def _write(taken: snapshot.Snapshot, path: str, finish: Callable[[bool], None], turn: Turn, asynchronous: bool) -> None:
@@ -201,8 +219,7 @@ def _telling(turn: Turn) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for name in ("begun", "done") if turn.writes else (f"part {turn.worker}",):
-            turn.tell(name, str(error) or type(error).__name__)
+        turn.tell("done" if turn.writes else f"part {turn.worker}", str(error) or type(error).__name__)
         raise
 
 

@@ -110,7 +110,7 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
             with replicas.entered():
                 return method(self, *args, **kwargs)
         finally:
-            replicas.let_go()
+            replicas.let_go(name)
 
     return wrapper
 

@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine._tf.host_datasets import end_apart
+from replica_engine._tf.host_datasets import end_apart, is_ended_by_tensorflow
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import OptimizerError, ReplicateError
@@ -42,6 +42,10 @@ from replica_engine.values import samples
 
 _lock = threading.RLock()
 _inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
+
+
+_STEPS = {"fit": "train_step", "evaluate": "test_step"}
+"""By method of a model, the step that it runs on each batch of its iterator."""
 
 
 class Replicas:
@@ -64,10 +68,12 @@ class Replicas:
         self._depth = 0
         self._thread = 0
         self._outer: Replicas | None = None
+        self._entered: list[tuple[Replicas | None, int, int]] = []  # the same three of the blocks around the last one
         self._known: Any = None
         self._counted: Any = None
         self._steps: Any = None
-        self._iterators: dict[str, list[Any]] = {}  # by step, the one that it was last called with
+        # By step and thread, the iterator that it was last called with, as `end_apart` takes it.
+        self._iterators: dict[tuple[str, int], tuple[Any, list[Any]]] = {}
         self._calling = Track(type(strategy).__name__, "Keras", order=-1)
         self._feeding = Track(type(strategy).__name__, "feeding", order=-1)
 
@@ -111,11 +117,12 @@ class Replicas:
                     "replicated model in both threads."
                 )
             current._suspend()
+        self._entered.append((self._outer, self._thread, self._depth))
         self._outer, self._thread, self._depth = current, me, 1
         try:
             self._resume()
         except BaseException:
-            self._outer, self._depth = None, 0
+            self._outer, self._thread, self._depth = self._entered.pop()
             if current is not None:
                 current._resume()
             raise
@@ -125,7 +132,8 @@ class Replicas:
         self._depth -= 1
         if self._depth:
             return
-        outer, self._outer = self._outer, None
+        outer = self._outer
+        self._outer, self._thread, self._depth = self._entered.pop()
         try:
             self._suspend()
         finally:
@@ -159,17 +167,17 @@ class Replicas:
         finally:
             self._functions = keras_model.exchange_functions(self.original, self._functions)
 
-    def let_go(self) -> None:
-        """Called at the end of `fit` and others. Makes the original's history refer to the original.
+    def let_go(self, method: str) -> None:
+        """Called at the end of a method that runs steps.
 
-        Else it would keep the replicated model alive.
+        Makes the original's history refer to the original, so that it does not keep the replicated model alive, and
+        ends the method's iterator.
         """
-        if not self._depth:
-            for name in list(self._iterators):
-                end_apart(self._iterators.pop(name, []))
         history = vars(self.original).get("history")
         if history is not None and history.model is self._model:
             history.set_model(self.original)
+        if method in _STEPS:
+            self._end((_STEPS[method], threading.get_ident()))
 
     def changed(self) -> None:
         """Called when the model's variables, optimizers or metrics may differ; replicas then share new variables."""
@@ -243,12 +251,17 @@ class Replicas:
         return logs
 
     def _keep(self, name: str, iterator: Any) -> None:
-        """Keeps an iterator for longer than Keras does, which would wait for its end."""
-        last = self._iterators.get(name)
-        if last is None or last[0] is not iterator:
-            self._iterators[name] = [iterator]
-            if last is not None:
-                end_apart(last)
+        """Keeps an iterator of tf.data for longer than Keras does, which would wait for its end."""
+        key = name, threading.get_ident()
+        last = self._iterators.get(key)
+        if (last is None or last[0]() is not iterator) and is_ended_by_tensorflow(iterator):
+            self._end(key)
+            self._iterators[key] = weakref.ref(iterator), [iterator]
+
+    def _end(self, key: tuple[str, int]) -> None:
+        last = self._iterators.pop(key, None)
+        if last is not None:
+            end_apart(last[1])
 
     def _predict(self, batch: Any) -> Any:
         total = samples.count(batch)

@@ -309,12 +309,12 @@ class DeviceGroup:
         ]
         return ArrayImpl(aval, self.sharding, parts, committed=True, _skip_checks=True)
 
-    @staticmethod
-    def _put(aval: ShapedArray, sharding: Any, values: list[np.ndarray], devices: list[Any]) -> Array:
+    def _put(self, aval: ShapedArray, sharding: Any, values: list[np.ndarray], devices: list[Any]) -> Array:
         try:
             return batched_device_put(aval, sharding, values, devices, True, enable_x64=True)
         except RUNTIME_ERRORS as error:
-            raise DeviceError.no_room(list(map(str, devices)), aval.str_short(), str(error)) from error
+            names = [self.device_names[self.devices.index(device)] for device in devices]
+            raise DeviceError.no_room(names, aval.str_short(), str(error)) from error
 
     def fetch(self, array: Array, replica: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """One replica's value, on the host. On CPU it is a view, valid after the array is gone.
@@ -452,7 +452,8 @@ class DeviceGroup:
     @property
     def is_left_to_a_thread(self) -> bool:
         """Whether another thread was left to launch the program, and has not ended; see `leave_to`."""
-        return isinstance(self.running, _Work) and not self.running.is_ready()
+        running = self.running  # read once, see `_is_ready`
+        return isinstance(running, _Work) and not running.is_ready()
 
     def has_ended(self, replica: int) -> bool:
         """Whether the program launched last has ended on a replica's device, as far as can be seen."""

@@ -69,7 +69,7 @@ class Saving:
     @contextlib.contextmanager
     def _meeting(self, what: str, path: Any, by_all: bool) -> Iterator[Turn]:
         if _inside.get():  # Keras backs a model up by saving its weights, and the path is chosen already
-            yield Turn(self._member, "", writes=True, together=False)
+            yield Turn(self, "", writes=True, together=False)
             return
         ours, key = _place(path), f"{SAVING} {what}: path {next(_numbers)} "
         if self.is_chief or by_all:
@@ -82,7 +82,7 @@ class Saving:
         together = by_all and self._have_one_path(key)
         token = _inside.set(True)
         try:
-            yield Turn(self._member, f"told {key}", writes, together)
+            yield Turn(self, f"told {key}", writes, together)
         finally:
             _inside.reset(token)
         self._meet(f"the end of saving {what}", False)  # not after a failure: the others get an error that names it
@@ -113,26 +113,30 @@ class Turn:
     """What this worker does in one save; implements `checkpoints.saving.Turn`.
 
     Args:
-        member: the connection to the job.
-        key: what the keys of this save begin with.
+        saving: this worker.
+        key: what the keys of this save begin with; empty for a part of another save, which nobody else takes part in.
         writes: whether it writes to its path.
         together: whether all workers have one path.
     """
 
-    def __init__(self, member: hosts.Member, key: str, writes: bool, together: bool):
+    def __init__(self, saving: Saving, key: str, writes: bool, together: bool):
         self.writes, self.together = writes, together
-        self.worker, self.size = (member.worker, member.size) if together else (0, 1)
-        self._member, self._key = member, key
-        self._is_chief = member.worker == 0
+        self.worker, self.size = (saving.worker, saving.size) if together else (0, 1)
+        self._saving, self._key = saving, key
+        self._member = saving._member
 
     def tell(self, name: str, value: Any) -> None:
         """Stores something for the other workers."""
-        if self.together or (self._is_chief and self._key):
+        if self.together or (self._saving.is_chief and self._key):
             self._member.put(f"{self._key}{name}", value)
 
     def hear(self, name: str) -> Any:
         """Waits for what another worker stores."""
         return self._member.get(f"{self._key}{name}")
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """The values of all workers; see `Saving.exchange`."""
+        return self._saving.exchange(what, value) if self._key else [value]
 
 
 def _place(path: Any) -> list[str]:

@@ -36,9 +36,13 @@ class Turn:
         self.worker, self.writes = worker, worker == 0
         self.tell, self.hear = job.tell, job.hear
 
+    def exchange(self, what, value):
+        self.tell(f"{what} {self.worker}", value)
+        return [self.hear(f"{what} {worker}") for worker in range(self.size)]
 
-def save_together(paths, asynchronous=False):
-    """The errors of both workers, or None; each writes one half of eight rows."""
+
+def save_together(paths, asynchronous=False, own=False):
+    """The errors of both workers, or None; each writes one half of eight rows, at a path of its own if it has one."""
     job, errors = Job(), queue.Queue()
 
     def worker(number):
@@ -46,6 +50,7 @@ def save_together(paths, asynchronous=False):
         rows = [bundle.Row("w", f"8 {4 * number},4", tf.constant(np.arange(8.0)[4 * number :][:4]))]
         taken.bundles = [[*rows, *([bundle.Row("step", "", tf.constant(number))])]]
         turn = Turn(job, number)
+        turn.writes |= own
         try:
             with saving._telling(turn):
                 saving._begin(paths[number], turn)
@@ -102,6 +107,19 @@ def test_a_chief_that_cannot_begin_tells_the_others(tmp_path):
     errors = save_together([path, path])
     assert set(errors) == {0, 1}
     assert all("could not be written" in text for text in errors.values())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_workers_with_paths_of_their_own_fail_together_before_any_value_is_taken(failing, tmp_path, monkeypatch):
+    """The state of a training, which is a value, is exchanged by all of them."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Turn, "together", False)
+    monkeypatch.setattr(saving, "_write", lambda *_: pytest.fail("it began"))
+    paths = [str(tmp_path / ("file" if worker == failing else "own") / f"ckpt {worker}") for worker in range(2)]
+    errors = save_together(paths, own=True)
+    assert set(errors) == {0, 1}
+    assert errors[0] == errors[1]
+    assert paths[failing] in errors[0]
 
 
 def test_a_folder_that_is_not_shared_is_named(path, tmp_path):

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 
 import keras
 import numpy as np
@@ -59,7 +60,25 @@ def close(ours, others, tolerance=1e-2):
 
 def long(x, times):
     """A program of so many matrix products."""
-    return tf.while_loop(lambda i, x: i < times, lambda i, x: (i + 1, tf.linalg.matmul(x, x) * 1e-3), [0, x])[1]
+
+    def product(i, x):
+        x = tf.linalg.matmul(x, x)
+        return i + 1, x / tf.norm(x)
+
+    return tf.while_loop(lambda i, x: i < times, product, [0, x])[1]
+
+
+def times_in(seconds, strategy, value):
+    """How many products take about so long, on this GPU."""
+
+    def took(times):
+        began = time.perf_counter()
+        strategy.run(lambda: value.assign(long(value, times)))
+        value.numpy()
+        return time.perf_counter() - began
+
+    took(1000)  # compiles
+    return int(1000 * seconds / took(1000))
 
 
 def devices_by_default():
@@ -110,7 +129,7 @@ def operations():
         "gather": (with_gradient(tf.gather), table, places),
         "batched gather": (with_gradient(lambda x, i: tf.gather(x, i, batch_dims=1)), table[:4], places % 8),
         "segments": (lambda x, i: tf.math.unsorted_segment_sum(x, i, 5), table, random.integers(5, size=50)),
-        "loop": (lambda x: long(x, 5), square),
+        "loop": (lambda x: long(x, 3), square),
         "branch": (lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 2, lambda: x - 1), square),
         "scan": (lambda x: tf.scan(lambda a, b: a * 0.5 + b, x), square),
         "float64": (tf.linalg.matmul, square.astype("float64"), square.astype("float64")),
@@ -241,24 +260,28 @@ def ctrl_c():
     def step(times):
         value.assign(long(value, times))
 
-    strategy.run(step, args=(tf.constant(10),))
+    times = times_in(3.0, strategy, value)
+    strategy.run(step, args=(tf.constant(1),))
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-        strategy.run(step, args=(tf.constant(50_000),))
+        strategy.run(step, args=(tf.constant(times),))
         float(value[0, 0])
     strategy.run(step, args=(tf.constant(1),))
     assert np.isfinite(value.numpy()).all()
 
 
 def a_limit():
-    strategy = on(timeout=1.0)
+    strategy, free = on(timeout=1.0), on()
     with strategy.scope():
         value = tf.Variable(tf.random.normal([2048, 2048]))
+    with free.scope():
+        like = tf.Variable(value.numpy())
+    times = times_in(4.0, free, like)  # a second of the limit, and less than the exit of the process waits
     strategy.run(lambda: value.assign(long(value, 3)))
     before = value.numpy()
     with pytest.raises(ReplicaTimeoutError, match="GPU:0"):
-        strategy.run(lambda: value.assign(long(value, 60_000)))
+        strategy.run(lambda: value.assign(long(value, times)))
     close(value, before, 0.0)
 
 
@@ -362,10 +385,9 @@ def soft_placement():
 
 
 def cpu_replicas_beside():
-    found = on("cpu").run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", 1.0))
-    assert float(found) == 1.0, found
-    with TPUStrategy(xla.PjrtClusterResolver("cpu"), num_cores=4).scope():
-        assert tf.distribute.get_strategy().num_replicas_in_sync == 4
+    for strategy, size in ((on(), 1), (TPUStrategy(xla.PjrtClusterResolver("cpu"), num_cores=4), 4)):
+        found = strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", 1.0))
+        assert [float(each) for each in strategy.experimental_local_results(found)] == [float(size)] * size, found
 
 
 PROGRAMS = {

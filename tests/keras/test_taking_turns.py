@@ -149,3 +149,24 @@ def test_a_model_with_a_train_function_of_its_own_is_refused():
 
     with pytest.raises(ReplicateError, match="overrides make_train_function"):
         replicate_model(Own([keras.Input((4,)), keras.layers.Dense(1)]), replicas=2)
+
+
+@pytest.mark.on("mirrored")
+def test_a_replicated_model_inside_another_one_inside_itself(both, alike):
+    """Each `evaluate` is in a callback of the method before it."""
+    original, alone = make(), make_alone()
+    first, second = (replicate_model(original, strategy=both(2)) for _ in range(2))
+
+    def trained(outer, between, innermost):
+        class AfterABatch(keras.callbacks.Callback):
+            def on_test_batch_end(self, batch, logs=None):
+                inside.append(innermost.evaluate(WHOLE, verbose=0))
+
+        inside = []
+        callback = AfterTheFirstBatch(lambda: between.evaluate(WHOLE, verbose=0, callbacks=[AfterABatch()]))
+        history = outer.fit(HALVES, verbose=0, shuffle=False, callbacks=[callback]).history["loss"]
+        return [history, callback.found, inside, USES["fit"](outer)()]
+
+    alike(trained(first, second, first), trained(alone, alone, alone))
+    assert not isinstance(original.layers[0].kernel.value, tf.distribute.DistributedValues)
+    alike(USES["fit"](original)(), USES["fit"](alone)())

@@ -30,6 +30,7 @@ from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
 from replica_engine.pjrt.plans import rehearsal
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
+from replica_engine.pjrt.workers import explain as explain_by_job
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
@@ -168,6 +169,7 @@ class Lowered:
             except RUNTIME_ERRORS as failed:
                 if DYNAMIC in str(failed):
                     raise undividable(self.traced) from None
+                explain_by_job(devices.member, failed)
                 raise ProgramError.refused(name, devices.names, str(failed)) from failed
         if self.traced.diverges and executable.exchanges_in_branches():
             raise LoweringError.diverges(name, self.traced.diverges)
