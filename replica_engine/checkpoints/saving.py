@@ -12,14 +12,14 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from replica_engine._tf import checkpoints
 from replica_engine.checkpoints import bundle, owners, parts, snapshot, writer
-from replica_engine.errors import CheckpointError
+from replica_engine.errors import CheckpointError, ReplicaEngineError
 
 
 class Turn(Protocol):
@@ -95,12 +95,13 @@ class Saves:
         with writer.alone():
             team: Team | None = owners.team_of(saved)
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
-                with _telling(turn), snapshot.taking(turn.together, asynchronous) as taken:
+                with snapshot.taking(turn.together, asynchronous) as taken:
                     _begin(path, turn)
                     try:
                         take()
-                    except BaseException:
-                        if turn.writes:
+                    except BaseException as error:
+                        _tell_of(error, turn)
+                        if turn.writes:  # without the others, who may wait for this worker in an exchange
                             bundle.discard(path)
                         raise
                 write = functools.partial(_write, taken, path, finish, turn, asynchronous)
@@ -149,17 +150,20 @@ def _begin(path: str, turn: Turn) -> None:
     if own is not None:
         raise own
     for each in failures:
+        if each is not None and turn.writes:
+            bundle.discard(path)
         _check(each)
 
 
 def _write(taken: snapshot.Snapshot, path: str, finish: Callable[[bool], None], turn: Turn, asynchronous: bool) -> None:
     try:
-        with _telling(turn), explained(path, asynchronous):
+        with explained(path, asynchronous):
             (_write_all if turn.writes else _write_parts)(taken, path, turn)
         finish(turn.writes)
-    except BaseException:
+    except BaseException as error:
+        _tell_of(error, turn)
         if turn.writes:
-            bundle.discard(path)
+            _discard(path, turn)
         raise
     finally:
         taken.release()
@@ -213,14 +217,19 @@ def _prefix(path: str, worker: int, index: int) -> str:
     return os.path.join(path + bundle.TEMPORARY, f"part-{worker}-{index}")
 
 
-@contextmanager
-def _telling(turn: Turn) -> Iterator[None]:
+def _tell_of(error: BaseException, turn: Turn) -> None:
     """Tells the other workers of an error: they wait for what this one does."""
+    turn.tell("done" if turn.writes else f"part {turn.worker}", str(error) or type(error).__name__)
+
+
+def _discard(path: str, turn: Turn) -> None:
+    """Deletes what was written, when no worker writes any more: it would find no folder, or make it again."""
     try:
-        yield
-    except BaseException as error:
-        turn.tell("done" if turn.writes else f"part {turn.worker}", str(error) or type(error).__name__)
-        raise
+        with suppress(ReplicaEngineError):  # a worker is lost
+            for worker in range(1, turn.size):
+                turn.hear(f"part {worker}")
+    finally:
+        bundle.discard(path)
 
 
 def _reason(error: tf.errors.OpError | OSError) -> str:

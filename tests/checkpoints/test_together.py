@@ -52,8 +52,7 @@ def save_together(paths, asynchronous=False, own=False):
         turn = Turn(job, number)
         turn.writes |= own
         try:
-            with saving._telling(turn):
-                saving._begin(paths[number], turn)
+            saving._begin(paths[number], turn)
             saving._write(taken, paths[number], lambda writes: None, turn, asynchronous)
         except CheckpointError as error:
             errors.put((number, str(error)))
