@@ -84,7 +84,7 @@ def test_a_signal_to_one_worker(tmp_path, kind):
     assert "Exit status 138." in done.stdout
     assert "the job was preempted: all workers have ended with the status of SIGUSR1" in done.stderr
     for worker in range(2):
-        assert f"[worker {worker}] different [] after restarts 1" in done.stdout
+        assert f"[worker {worker}] different [] after restarts 1" in done.stdout, done.stdout + done.stderr
         assert f"[worker {worker}] named True" in done.stdout
     logs = [(tmp_path / f"{name}.csv").read_text() for name in ("undisturbed", "signalled")]
     assert logs[0] == logs[1]
