@@ -104,9 +104,10 @@ class Saving:
             ValueError: they are larger.
             ProgramDisagreementError: another worker does something else.
             WorkerLostError: a worker is lost.
+            WorkersMissingError: one did not come within `timeout`.
         """
-        with self._member.watched(what):
-            return self._member.exchange(what, value)
+        self._meet(what, True)  # which has the limit of runs, and warns
+        return self._member.exchange(what, value)
 
 
 class Turn:

@@ -279,7 +279,7 @@ def test_workers_compare_what_they_have_heard_for_as_long_as_they_train(monkeypa
     monkeypatch.setattr("replica_engine.hosts.job._MOST_VALUES", 5)
     text = """
 from replica_engine.strategies.saving_together import Saving
-saving = Saving(member, None)
+saving = Saving(member, lambda name, limited: None)
 print([saving.exchange("signals", -each) for each in range(9)] == [[each, -each] for each in range(9)], flush=True)
 """
     with job() as made:
@@ -331,11 +331,17 @@ def test_the_timeout_does_not_bound_how_long_the_chief_writes():
         def meet(self, name, timeout, warn_after):
             timeouts[name] = timeout, warn_after
 
+        def exchange(self, name, value):
+            return [value, value]
+
     member = Member()
     saving = Saving(member, Launches(member, timeout=4.0, warn_after=1.0).meet)
     with saving.saving("a model", "here"):
-        pass
-    assert timeouts == {"the saving of a model": (4.0, 1.0), "the end of saving a model": (None, 1.0)}
+        saving.exchange("the state of a training", 1)
+    assert timeouts == {
+        **dict.fromkeys(("the saving of a model", "the state of a training"), (4.0, 1.0)),
+        "the end of saving a model": (None, 1.0),
+    }
 
 
 def test_a_checkpoint_of_the_chief_alone_is_found(programs, tmp_path):
