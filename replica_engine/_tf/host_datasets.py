@@ -23,9 +23,6 @@ import tensorflow as tf
 # compute_batch_size: the number of rows of a dataset's batches, as far as the calls that made it tell.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size as _compute_batch_size
 
-# OwnedIterator: the iterator of a tf.data.Dataset in eager mode.
-from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
-
 # The classes of distributed datasets and their iterators, with their type specs. _create_per_replica: the distributed
 # value of one batch per replica. _dummy_tensor_fn: what a replica gets that has no batch.
 from tensorflow.python.distribute.input_lib import (
@@ -282,11 +279,6 @@ if hasattr(os, "register_at_fork"):
 def end_apart(held: list[Any]) -> None:
     """Empties a list, and so ends the iterator in it, on a thread for which nobody waits; see `_Ends`."""
     _ends.end(held)
-
-
-def is_ended_by_tensorflow(iterator: Any) -> bool:
-    """Whether it is an eager iterator of a plain dataset, which ends as soon as nothing refers to it."""
-    return isinstance(iterator, _OwnedIterator)
 
 
 class _Turns:

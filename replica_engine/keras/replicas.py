@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine._tf.host_datasets import end_apart, is_ended_by_tensorflow
+from replica_engine._tf.host_datasets import end_apart
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import OptimizerError, ReplicateError
@@ -73,7 +73,7 @@ class Replicas:
         self._counted: Any = None
         self._steps: Any = None
         # By step and thread, the iterator that it was last called with, as `end_apart` takes it.
-        self._iterators: dict[tuple[str, int], tuple[Any, list[Any]]] = {}
+        self._iterators: dict[tuple[str, int], list[Any]] = {}
         self._calling = Track(type(strategy).__name__, "Keras", order=-1)
         self._feeding = Track(type(strategy).__name__, "feeding", order=-1)
 
@@ -254,14 +254,14 @@ class Replicas:
         """Keeps an iterator of tf.data for longer than Keras does, which would wait for its end."""
         key = name, threading.get_ident()
         last = self._iterators.get(key)
-        if (last is None or last[0]() is not iterator) and is_ended_by_tensorflow(iterator):
+        if isinstance(iterator, tf.data.Iterator) and (last is None or last[0] is not iterator):
             self._end(key)
-            self._iterators[key] = weakref.ref(iterator), [iterator]
+            self._iterators[key] = [iterator]
 
     def _end(self, key: tuple[str, int]) -> None:
         last = self._iterators.pop(key, None)
         if last is not None:
-            end_apart(last[1])
+            end_apart(last)
 
     def _predict(self, batch: Any) -> Any:
         total = samples.count(batch)
