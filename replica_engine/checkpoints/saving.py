@@ -96,8 +96,8 @@ class Saves:
             team: Team | None = owners.team_of(saved)
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
                 with snapshot.taking(turn.together, asynchronous) as taken:
-                    _begin(path, turn)
                     try:
+                        _begin(path, turn)
                         take()
                     except BaseException as error:
                         _tell_of(error, turn)
@@ -150,8 +150,6 @@ def _begin(path: str, turn: Turn) -> None:
     if own is not None:
         raise own
     for each in failures:
-        if each is not None and turn.writes:
-            bundle.discard(path)
         _check(each)
 
 
