@@ -12,6 +12,7 @@ from helpers.time_limits import PATIENT, wait_until_time_is_up
 import replica_engine
 from replica_engine import xla
 from replica_engine.errors import LostVariableError, ProgramError, ReplicaTimeoutError
+from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
@@ -101,6 +102,30 @@ def test_the_limit_covers_the_wait_for_the_end(monkeypatch):
     ended.set()
     strategy.run(lambda: total.assign_add(5.0))
     assert total.numpy() == 7.0
+
+
+def test_the_exit_waits_a_while_for_a_launch_that_was_given_up(monkeypatch):
+    """Some launches return at the end of their program. If Python has gone by then, the process is aborted."""
+    waited, left = [], threading.Event()
+    monkeypatch.setattr(DeviceGroup, "ends_within", lambda devices, seconds: waited.append(seconds) or seconds > 0)
+    monkeypatch.setattr(abandoned, "_left", {})
+    devices = replica_engine.TPUStrategy(num_cores=1).extended.device_group
+    thread = threading.Thread(target=left.wait)
+    thread.start()
+    try:
+        devices.leave_to(thread)
+        abandoned.add(devices)
+        waited.clear()
+        abandoned._at_exit()
+        assert waited == [5.0]
+    finally:
+        left.set()
+        thread.join()
+    waited.clear()
+    monkeypatch.setattr(abandoned, "_left", {devices: False})
+    monkeypatch.setattr(abandoned.ctypes.pythonapi, "Py_IncRef", lambda _: None)
+    abandoned._at_exit()
+    assert waited == [0.0]
 
 
 def test_nothing_is_fetched_before_it_is_there(monkeypatch):
