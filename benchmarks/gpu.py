@@ -24,6 +24,7 @@ from benchmarks import command
 from benchmarks.aot import MODELS, OURS, POLICIES, THEIRS
 from benchmarks.fresh import in_fresh_process
 from benchmarks.keras_models import initial
+from benchmarks.keras_training import jax_step
 from benchmarks.measure import Row, same
 
 TOLERANCE = 0.02
@@ -41,13 +42,13 @@ class Took:
         first: of the first step, from the call to its loss.
         step: of a step whose loss is read.
         unread: of a step whose loss is not read.
-        losses: the losses of the first two steps.
+        loss: of the first step.
     """
 
     first: float
     step: float
     unread: float
-    losses: list[float]
+    loss: float
 
 
 def ours(name: str, policy: str, batch: int, steps: int, platform: str) -> Took:
@@ -91,28 +92,8 @@ def theirs(name: str, policy: str, batch: int, steps: int, platform: str) -> Too
     os.environ["KERAS_BACKEND"] = "jax"
     import jax
 
-    model, optimizer, loss_of = _made(name, policy)
-
-    def loss_and_state(trained: Any, others: Any, x: Any, y: Any) -> Any:
-        logits, others = model.stateless_call(trained, others, x, training=True)
-        return loss_of(y, logits), others
-
-    def train(state: Any, x: Any, y: Any) -> Any:
-        trained, others, slots = state
-        (loss, others), gradients = jax.value_and_grad(loss_and_state, has_aux=True)(trained, others, x, y)
-        trained, slots = optimizer.stateless_apply(slots, gradients, trained)
-        return loss, (trained, others, slots)
-
-    run, device = jax.jit(train, donate_argnums=0), jax.devices(platform)[0]
-    lists = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
-    state = jax.device_put([[np.array(variable) for variable in each] for each in lists], device)
-    given = jax.device_put(_batch(name, batch), device)
-
-    def step() -> Any:
-        nonlocal state
-        loss, state = run(state, *given)
-        return loss
-
+    device = jax.devices(platform)[0]
+    step = jax_step(*_made(name, policy), _batch(name, batch), device, device)
     return _timed(step, lambda: [step() for _ in range(UNREAD)][-1], steps)
 
 
@@ -147,9 +128,9 @@ def _batch(name: str, batch: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _timed(step: Callable[[], Any], unread: Callable[[], Any], steps: int) -> Took:
     began = time.perf_counter()
-    losses = [float(step())]
+    loss = float(step())
     first = time.perf_counter() - began
-    losses.append(float(step()))
+    float(step())
     began = time.perf_counter()
     for _ in range(steps):
         float(step())
@@ -159,7 +140,7 @@ def _timed(step: Callable[[], Any], unread: Callable[[], Any], steps: int) -> To
     began = time.perf_counter()
     for _ in range(times):
         float(unread())
-    return Took(first, read, (time.perf_counter() - began) / times / UNREAD, losses)
+    return Took(first, read, (time.perf_counter() - began) / times / UNREAD, loss)
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
@@ -171,7 +152,7 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
             for _ in range(flags.repeats):
                 for who, train in ((OURS, ours), (THEIRS, theirs)):
                     took[who].append(in_fresh_process(train, *options))
-            check = same("loss", {who: each[-1].losses[0] for who, each in took.items()}, TOLERANCE)
+            check = same("loss", {who: each[-1].loss for who, each in took.items()}, TOLERANCE)
             title = f"{MODELS[name].title}, {policy.removeprefix('mixed_')}, batch {flags.batch}"
             for what, field in (("step", "step"), ("step, loss not read", "unread"), ("first step", "first")):
                 figures = {who: [1e3 * getattr(found, field) for found in each] for who, each in took.items()}

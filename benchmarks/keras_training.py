@@ -188,9 +188,30 @@ def _jax(who: str, name: str, replicas: int, batch: int) -> Callable[[], float]:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    model, optimizer, loss_of = _built(name)
     mesh = Mesh(np.array(jax.devices()), ("replica",))
     split, same = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("replica",), ()))
+    step = jax_step(*_built(name), MODELS[name].data(batch), same, split)
+    return lambda: float(step())
+
+
+def jax_step(
+    model: Any, optimizer: Any, loss_of: Callable[[Any, Any], Any], data: Any, weights_on: Any, data_on: Any
+) -> Callable[[], Any]:
+    """A training step of Keras on JAX.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer, built.
+        loss_of: the mean loss of labels and logits.
+        data: a batch and its labels.
+        weights_on: the device or the sharding of weights and slots.
+        data_on: the device or the sharding of the data.
+
+    Returns:
+        A function that returns the loss, which may still be computed.
+    """
+    import jax
+    import numpy as np
 
     def loss_and_state(trained: Any, others: Any, x: Any, labels: Any) -> Any:
         logits, others = model.stateless_call(trained, others, x, training=True)
@@ -205,13 +226,13 @@ def _jax(who: str, name: str, replicas: int, batch: int) -> Callable[[], float]:
     run = jax.jit(replica_step, donate_argnums=0)
     lists = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
     # Copies: the step takes the memory of what it is given, and the model still has its own.
-    state = jax.device_put([[np.array(variable) for variable in each] for each in lists], same)
-    batches = jax.device_put(MODELS[name].data(batch), split)
+    state = jax.device_put([[np.array(variable) for variable in each] for each in lists], weights_on)
+    batches = jax.device_put(data, data_on)
 
-    def step() -> float:
+    def step() -> Any:
         nonlocal state
         loss, state = run(state, *batches)
-        return float(loss)
+        return loss
 
     return step
 
