@@ -50,6 +50,7 @@ GROUPS = (
 QUICK = "--quick: a trial that the benchmarks run. Sizes and repeats are too small: its figures mean nothing."
 
 ROOT = pathlib.Path(__file__).parents[1]
+SO_FAR = ROOT / "build" / "benchmarks.json"
 
 DOCS = ROOT / "docs"
 FIGURES, SUMMARY, RATIOS, GROWTH = (
@@ -107,12 +108,14 @@ def _last_line(log: pathlib.Path) -> str:
 
 
 def measure(groups: list[str], options: list[str], patience: float, libtpu: str | None) -> Report:
-    """Measures the groups in turn, and reports progress on stderr."""
+    """Measures the groups in turn, reports progress on stderr, and leaves the figures so far in build/."""
     report = Report(machine())
+    SO_FAR.parent.mkdir(exist_ok=True)
     for group in groups:
         begin = time.perf_counter()
         part = run_group(group, options, patience, report.machine, libtpu)
         report = report.updated(part)
+        report.write(SO_FAR)
         told = part.failures.get(group, "done")
         print(f"{group}: {len(part.rows)} rows in {time.perf_counter() - begin:.0f} s, {told}", file=sys.stderr)
     return report
