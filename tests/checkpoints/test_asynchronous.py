@@ -129,7 +129,7 @@ def test_a_second_save_and_a_restore_wait_for_the_first(gate, tmp_path):
     training.step()
     threads = [
         threading.Thread(target=then, args=("restored", lambda: training.checkpoint.restore(path))),
-        threading.Thread(target=then, args=("opened", gate.set)),
+        threading.Thread(target=lambda: (order.append("opened"), gate.set())),
     ]
     for thread in threads:
         thread.start()

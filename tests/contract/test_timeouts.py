@@ -1,13 +1,12 @@
 """What does not come back: the table, as a warning and as an error, and what is left after it."""
 
-import contextlib
 import logging
 import re
 import threading
 
 import pytest
 import tensorflow as tf
-from helpers.time_limits import LEFT, PATIENT, elapse, time_is_nearly_up, wait_until_time_is_up
+from helpers.time_limits import LEFT, PATIENT, elapse, time_is_nearly_up, time_runs_out, wait_until_time_is_up
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 import replica_engine
@@ -16,6 +15,7 @@ from replica_engine.errors import ReplicaTimeoutError, StuckProgramError
 
 DEVICES = logical_devices(8)[:2]
 LIMIT = 0.4  # seconds; what is to come back in time does so in a few milliseconds
+LONGER = 3.0  # where a program is launched within the limit
 
 
 def mirrored(**options):
@@ -204,24 +204,6 @@ def test_a_tf_function_that_does_not_return_is_warned_of(said, is_around):
     assert "in test_a_tf_function_that_does_not_return_is_warned_of" in said.text
 
 
-@contextlib.contextmanager
-def time_runs_out():
-    """Has the time of what runs in the block run out."""
-    given_up = threading.Event()
-
-    def until_given_up():
-        while not given_up.wait(2 * LIMIT):  # again if the program had not begun, which is a sign of life
-            time_is_nearly_up(LIMIT)
-
-    thread = threading.Thread(target=until_given_up)
-    thread.start()
-    try:
-        yield
-    finally:
-        given_up.set()
-        thread.join()
-
-
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 @pytest.mark.parametrize("size", [1, 2])
 class TestCompiled:
@@ -340,7 +322,7 @@ def test_limits_are_positive_seconds(make, option, value):
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_a_run_that_waits_for_anothers_program_has_a_limit_too(release):
     """Programs take turns on CPU devices; one is stuck in a host call, and the other's time runs out."""
-    patient, other = tpu(), tpu(timeout=LIMIT)
+    patient, other = tpu(), tpu(timeout=LONGER)
     count, step = counting(other)
     other.run(step)
     began = threading.Event()
@@ -412,17 +394,17 @@ def test_an_update_that_never_ends_is_left_too(release):
 
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_a_program_that_gives_signs_of_life_may_be_waited_for_longer_than_the_limit():
-    busy, other = tpu(), tpu(timeout=LIMIT)
+    busy, other = tpu(), tpu(timeout=LONGER)
     count, step = counting(other)
     other.run(step)
     began, never = threading.Event(), threading.Event()
 
     def call():
         began.set()
-        never.wait(LIMIT / 4)
+        never.wait(LONGER / 20)
 
     def calls():
-        for _ in tf.range(10):
+        for _ in tf.range(30):
             replica_engine.xla.outside_compilation(call)
 
     thread = threading.Thread(target=lambda: busy.run(calls))

@@ -15,7 +15,7 @@ from replica_engine.pjrt import executable, markers
 
 @shows(ReplicaTimeoutError.after)
 def test_a_replica_that_does_not_come_back():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"], timeout=1.0)
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"], timeout=2.0)
 
     def step(x):
         context = tf.distribute.get_replica_context()
@@ -40,7 +40,7 @@ def test_a_step_after_one_that_has_not_ended():
 
     def save(x):
         if xla.replica_id() == 1:
-            threading.Event().wait(2.0)
+            threading.Event().wait(5.0)
         return x
 
     def step(x):

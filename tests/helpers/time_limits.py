@@ -5,13 +5,16 @@ fraction of a second it fails on a busy machine. So the strategy of such a test 
 `PATIENT`, and the code that is stuck says how much of it has passed.
 """
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator
 
 from helpers.jobs import until
 from replica_engine.telemetry import watchdog
 
 PATIENT = 25.0  # seconds; less than those after which a warning is logged, which would come too
-LEFT = 0.1  # seconds to come from `time_is_nearly_up` to where the caller is stuck
+LEFT = 1.0  # seconds to come from `time_is_nearly_up` to where the caller is stuck
 
 
 def elapse(seconds: float) -> None:
@@ -36,6 +39,24 @@ def wait_until_time_is_up() -> None:
     watches = _watches()
     time_is_nearly_up(0.0)
     until(lambda: all(watch.expired for watch in watches))
+
+
+@contextlib.contextmanager
+def time_runs_out(left: float = 0.4) -> Iterator[None]:
+    """Has the limit `PATIENT` of what runs in the block run out, so many seconds after it has begun."""
+    given_up = threading.Event()
+
+    def until_given_up() -> None:
+        while not given_up.wait(2 * left):  # again if the program had not begun, which is a sign of life
+            time_is_nearly_up(left)
+
+    thread = threading.Thread(target=until_given_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        given_up.set()
+        thread.join()
 
 
 def _watches() -> list[watchdog.Watch]:

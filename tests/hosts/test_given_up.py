@@ -72,7 +72,7 @@ else:
 @pytest.mark.parametrize(("how", "error"), [("ctrl-c", "KeyboardInterrupt"), ("error", "InvalidArgumentError")])
 def test_a_step_that_one_worker_leaves_ends_in_the_others(programs, monkeypatch, how, error):
     """Both leave the same step before, and go on together."""
-    monkeypatch.setattr(job_state, "INTERRUPTED", 2.0)
+    monkeypatch.setattr(job_state, "INTERRUPTED", 8.0)
     with job(join=LONGER) as made:
         made.limit(heartbeat=15.0)
         of_0, of_1 = outputs(programs, made, PROGRAM, local=2, HOW=how)

@@ -165,7 +165,7 @@ strategy = replica_engine.TPUStrategy(num_cores=2, warn_after=0.5)
 limited = replica_engine.TPUStrategy(num_cores=2, timeout=1, warn_after=0.1)  # warns long before its time is up
 numbers = tf.data.Dataset.range(12).map(lambda x: tf.cast(x, tf.float32)).batch(4, drop_remainder=True)
 next(iter(strategy.experimental_distribute_dataset(numbers)))
-divided = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp", timeout=8)  # both compile in that time
+divided = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp", timeout=15)  # both compile in that time
 
 
 def loop():

@@ -497,7 +497,7 @@ CTRL_C = """
 
 def test_ctrl_c_raises_within_a_second_and_the_next_run_works(programs):
     """Again and again, wherever a replica is stuck; and the process ends, though they still are."""
-    done = programs.run(textwrap.dedent(CTRL_C), timeout=60)
+    done = programs.run(textwrap.dedent(CTRL_C))
     assert done.returncode == 0, done.stderr
     lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
     places = ("stuck_in_an_op", "stuck_in_merge", "stuck_in_python")

@@ -288,7 +288,7 @@ def test_nothing_waits_for_replicas_at_exit(programs):
         inside.wait()
         print("main ends", flush=True)
     """
-    result = programs.run(textwrap.dedent(code), timeout=60)
+    result = programs.run(textwrap.dedent(code))
     assert result.returncode == 0, result.stderr
     assert result.stdout == "timed out\nmain ends\n"
 

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.time_limits import PATIENT, time_runs_out
 from tensorflow.python.util import _pywrap_determinism  # nothing public turns it off again
 
 from replica_engine import MirroredStrategy, logical_devices, timeline
@@ -61,6 +63,7 @@ def said():
             assert more.wait_for(found, 60), texts
             return found()[0]
 
+    wait.forget = texts.clear  # type: ignore[attr-defined]
     yield wait
     logger.removeHandler(handler)
 
@@ -253,6 +256,7 @@ def test_the_exit_of_the_process_does_not_wait_for_what_was_abandoned():
 @pytest.mark.parametrize("how", ["queue", "python"])
 def test_ctrl_c_ends_a_step_that_stands_still(how, loops, release, said):
     program = Program(how, loops, release, warn_after=LIMIT / 2)
+    said.forget()  # its first step may have been slow
     before = program.values()
     program.stands.assign(True)
     pressed = []
@@ -342,9 +346,9 @@ def test_without_marks_the_table_says_so(release, said):
 
 
 def test_without_marks_time_runs_out_too(release):
-    program = Program("queue", False, release, timeout=LIMIT, marks=False)
+    program = Program("queue", False, release, timeout=PATIENT, marks=False)
     program.stands.assign(True)
-    with pytest.raises(ReplicaTimeoutError) as caught:
+    with time_runs_out(), pytest.raises(ReplicaTimeoutError) as caught:
         program()
     assert "it is not known which of its updates were made" in "\n".join(caught.value.__notes__)
 
@@ -399,8 +403,11 @@ def test_the_slowest_replica_of_traced_steps_is_named(form, tmp_path, capsys):
     assert f"Slowest: replica {STUCK} of 4 (CPU:{STUCK}): it works" in out
     assert int(re.search(r"MirroredStrategy, (\d+) step", out)[1]) >= (2 if form == "loop" else 8)
     if form != "fit":
-        waited = {point.replica: point.waited for point in strategy.sync_points()[-4:]}
-        assert waited[STUCK] < min(of for replica, of in waited.items() if replica != STUCK)
+        waited = {replica: [] for replica in range(4)}
+        for point in strategy.sync_points():
+            waited[point.replica].append(point.waited)
+        medians = [statistics.median(of) for of in waited.values()]
+        assert medians.index(min(medians)) == STUCK
 
 
 def test_spans_lie_between_the_sync_points(tmp_path):

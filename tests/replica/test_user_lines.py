@@ -311,7 +311,6 @@ def test_a_package_of_the_users_is_the_users(programs, tmp_path):
         "strategy = replica_engine.MirroredStrategy(['CPU:0'])\n"
         "strategy.run(tree.step)\n"
         "print(strategy.sync_points()[0].where)",
-        timeout=60,
     )
     assert done.stdout.strip() == f"{tmp_path}/tree/__init__.py:4 in step", done.stderr
 

@@ -27,9 +27,9 @@ def interrupted(fn):
     thread.start()
     try:
         strategy.run(fn)
+        thread.join()
     except KeyboardInterrupt:
         print("interrupted")
-    thread.join()
 """
 
 
@@ -60,7 +60,7 @@ def test_ctrl_c_in_a_step_leaves_whole_steps(programs):
         """
         def long():
             total = tf.zeros([])
-            for _ in tf.range(20):
+            for _ in tf.range(50):
                 total += tf.reduce_sum(tf.random.normal([600, 600]) @ tf.random.normal([600, 600]))
             steps.assign_add(1.0)
             return total

@@ -164,7 +164,7 @@ def test_a_step_of_new_shapes_and_a_trace_that_reads_do_not_wait_for_each_other(
         print(strategy.experimental_local_results(step(tf.ones([7])))[1].numpy())
         other.join()
     """)
-    done = programs.run(source, timeout=60)
+    done = programs.run(source)
     assert done.stdout == "8.0\n", done.stderr
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ReplicaTimeoutError
 
-LIMIT = 0.5  # seconds
+LIMIT = 3.0  # seconds, in which the first step is launched
 
 
 class Program:
@@ -118,7 +118,7 @@ import replica_engine.pjrt.jaxlib
 signal.signal(signal.SIGINT, signal.default_int_handler)
 lost = 0
 for _ in range(20):
-    until = time.monotonic() + 0.5
+    until = time.monotonic() + 30
     try:
         threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
         while time.monotonic() < until:
