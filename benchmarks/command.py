@@ -39,6 +39,13 @@ def counts(text: str) -> list[int]:
     return [0 if part == "0" else positive(part) for part in text.split(",")]
 
 
+def switch(text: str) -> bool:
+    """Reads 0 or 1."""
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor 1")
+    return text == "1"
+
+
 def some_of(*known: str) -> Callable[[str], list[str]]:
     """Makes a reader of some of the known words, separated by commas."""
 

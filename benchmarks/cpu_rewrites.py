@@ -152,5 +152,5 @@ if __name__ == "__main__":
         measure,
         command.Option("batch", "16", "2", "samples in a batch"),
         command.Option("launches", "5", "1", "launches per repeat"),
-        command.Option("all_shapes", "0", "0", "1: convolutions that no rule fits too", command.counts),
+        command.Option("all_shapes", "0", "0", "1: convolutions that no rule fits too", command.switch),
     )

@@ -233,9 +233,14 @@ def test_a_bar_has_the_colour_of_its_ratio_whether_or_not_it_meets_its_target(tm
 
 
 def test_options_have_a_quick_default():
-    options = [command.Option("merge_calls", "1,2", "1", "how many", command.numbers)]
-    flags = [command.parse("", options, line.split()) for line in ("", "--quick", "--quick --merge-calls 3,4")]
+    options = [
+        command.Option("merge_calls", "1,2", "1", "how many", command.numbers),
+        command.Option("all_shapes", "0", "0", "whether", command.switch),
+    ]
+    lines = "", "--quick", "--quick --merge-calls 3,4 --all-shapes 1"
+    flags = [command.parse("", options, line.split()) for line in lines]
     assert [each.merge_calls for each in flags] == [[1, 2], [1], [3, 4]]
+    assert [each.all_shapes for each in flags] == [False, False, True]
     assert [each.repeats for each in flags] == [5, 2, 2]
 
 
@@ -245,6 +250,7 @@ def test_options_have_a_quick_default():
         ("--repeats 0", "'0' is not a positive integer"),
         ("--replicas 2,x", "'x' is not a positive integer"),
         ("--models mlp,resnet", "unknown 'resnet'; choose from mlp, conv"),
+        ("--all-shapes 2", "'2' is neither 0 nor 1"),
         ("--json nowhere/figures.json", "the folder 'nowhere' does not exist"),
     ],
 )
@@ -252,6 +258,7 @@ def test_bad_options_are_told_before_anything_is_measured(line, words, capsys):
     options = [
         command.Option("replicas", "2", "2", "how many", command.numbers),
         command.Option("models", "mlp", "mlp", "which", command.some_of("mlp", "conv")),
+        command.Option("all_shapes", "0", "0", "whether", command.switch),
     ]
     with pytest.raises(SystemExit) as ended:
         command.parse("", options, line.split())
