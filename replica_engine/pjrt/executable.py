@@ -20,7 +20,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,7 +144,10 @@ class Executable:
         self._devices = devices
         self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
         self._results = len(results)
-        works_more = devices.member is not None and devices.platform == "cpu" and len(devices.devices) == 1
+        # A result tells when a launch has ended. jaxlib's token of a program without results can only be waited for.
+        works_more = not results or (
+            devices.member is not None and devices.platform == "cpu" and len(devices.devices) == 1
+        )
         each_axes = axes or [WHOLE] * len(results)
         client, on = devices.devices[0].client, DeviceList(devices.everywhere)
         options = _options(devices, apart=_is_better_apart(devices, results, each_axes))
@@ -176,8 +179,8 @@ class Executable:
             divided.append((*WORK, devices.sharding))
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        self._handlers = [result_handler(ShapedArray(shape, dtype), sharding) for shape, dtype, sharding in divided]
-        self._take = operator.methodcaller("consume_with_handlers", self._handlers)
+        handlers = [result_handler(ShapedArray(shape, dtype), sharding) for shape, dtype, sharding in divided]
+        self._take = operator.methodcaller("consume_with_handlers", handlers)
 
     def serialized(self) -> bytes | None:
         """The compiled program as bytes; None if programs of this platform cannot leave the process."""
@@ -223,13 +226,8 @@ class Executable:
         devices, launched = self._devices, _Launched()
         if devices.member is not None and self._compared is not None:
             devices.member.launched(self._compared)
-        values: Iterable[Any]
-        if self._handlers:
-            made = map(self._take, map(self._executable.execute_sharded, (arrays,)))
-            values = itertools.chain.from_iterable(map(stores.of_launch, made))
-        else:
-            execute = functools.partial(self._executable.execute_sharded, with_tokens=True)
-            values = itertools.chain(([],), map(_take_token, map(execute, (arrays,))), itertools.repeat([]))
+        made = map(self._take, map(self._executable.execute_sharded, (arrays,)))
+        values = itertools.chain.from_iterable(map(stores.of_launch, made))
         objects = itertools.chain((launched, devices), stores.objects)
         names = itertools.chain(_NAMES, itertools.repeat("on_devices"))
         devices.interrupted = True  # until `wait` has waited for it
@@ -367,7 +365,5 @@ def _cpu() -> str:
         features = next((line for line in lines if line.lower().startswith(("flags", "features"))), features)
     return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:16]}"
 
-
-_take_token = operator.methodcaller("consume_token")
 
 _give_way = getattr(os, "sched_yield", lambda: None)  # to programs' threads; not every system has it

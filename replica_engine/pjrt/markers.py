@@ -19,7 +19,7 @@ from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, ir, make_ir_context
 
 PREFIX = "replica_engine."
 
-VERSION = 2
+VERSION = 3
 """Part of what a compiled program depends on. Raise it when a marker becomes another operation than before."""
 
 HOST_CALL = f"{PREFIX}host_call"
@@ -82,8 +82,9 @@ def expand_markers(program: str, platform: str) -> Any:
 def add_work(module: Any) -> None:
     """Gives a program a last result that takes some work to compute.
 
-    XLA:CPU runs a program of fewer than a thousand operations on a single device inside the call that starts it. With
-    several workers, nothing could end that call when another worker is lost.
+    It is ready when the program has ended, so a program without results gets it. And XLA:CPU runs a program of fewer
+    than a thousand operations on a single device inside the call that starts it: with several workers, nothing could
+    end that call when another worker is lost.
     """
     (main,) = (each for each in module.body.operations if ir.StringAttr(each.attributes["sym_name"]).value == "main")
     block = main.regions[0].blocks[0]

@@ -128,7 +128,8 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
             REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
         graph_optimizer: how much TensorFlow's graph optimizer does to a `tf.function` in which the replicas run.
             "full" is what TensorFlow is set to do. "light" leaves out passes that do not make a step on CPUs faster,
-            and makes the first step much faster. "off" makes the first step faster still, and later steps slower.
+            and makes the first step much faster. "off" leaves out all: the first step is as fast as with "light", and
+            later steps may take several times as long.
             None is "light" on CPUs and "full" elsewhere. Options set with `tf.config.optimizer` stay as they are.
         marks: whether a `tf.function` in which the replicas run notes, as it runs, when each replica comes to each
             sync point. Warnings, errors and timelines then show the replicas of such a step as they show those of eager

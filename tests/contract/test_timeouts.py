@@ -211,6 +211,27 @@ class TestCompiled:
     def compiled(self, size):
         return replica_engine.TPUStrategy(num_cores=size, timeout=PATIENT)
 
+    @pytest.mark.parametrize("distribution", [None, "fsdp"])
+    def test_a_body_without_results(self, size, distribution, release):
+        each = 1 if distribution is None else 2
+        compiled = replica_engine.TPUStrategy(
+            num_cores=size * each, cores_per_replica=each, timeout=PATIENT, distribution=distribution
+        )
+
+        def unused():
+            tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([]))
+
+        def endless():
+            while not release.wait(0.001):
+                pass
+
+        assert compiled.run(lambda: None) is None
+        assert compiled.run(unused) is None
+        with time_runs_out(), pytest.raises(ReplicaTimeoutError):
+            compiled.run(lambda: replica_engine.xla.outside_compilation(endless))
+        release.set()
+        assert compiled.run(unused) is None
+
     def test_a_host_call_that_is_stuck(self, compiled, size, release):
         with compiled.scope():
             count = tf.Variable(0.0)
