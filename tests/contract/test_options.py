@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import tensorflow as tf
-from helpers.time_limits import PATIENT, time_is_nearly_up
+from helpers.time_limits import LEFT, PATIENT, time_is_nearly_up
 
 from replica_engine import MirroredStrategy
 from replica_engine.errors import DeviceError, ReplicaTimeoutError
@@ -241,7 +241,7 @@ def test_a_replica_that_does_not_come_back_in_time_is_an_error(concurrent):
         if index() == 1:
             while True:
                 time_is_nearly_up()
-                if release.wait(0.5):  # longer if the other replica, which ends, gives a sign of life meanwhile
+                if release.wait(2 * LEFT):  # longer if the other replica, which ends, gives a sign of life meanwhile
                     break
 
     try:
