@@ -27,7 +27,8 @@ class MarkedPoint:
         points: the sync points of replica 0, at the time of the trace.
         arrived: for each replica, when it had brought all its values to the first of them.
         left: for each replica, when it had its part of the last result, and its device what the merges wrote there;
-            None if neither is to be seen. Empty while further sync points may follow at once.
+            None if neither is to be seen. Empty while further sync points may follow at once; only then it is not yet
+            one of `MarkedStep.points`.
         writes: whether a merge writes variables.
     """
 
@@ -73,7 +74,8 @@ class MarkedStep:
         loops: whether the run is in a loop of the graph.
 
     Attributes:
-        points: the sync points, in the order in which they were traced.
+        points: the sync points whose marks are whole, in the order in which they were traced. A trace that fails
+            leaves its last ones out.
     """
 
     def __init__(self, devices: Sequence[str], names: Sequence[str], group: str, loops: bool):

@@ -66,9 +66,7 @@ class StepMarks(MarkedStep):
             earlier = [] if last is None else [last.op]
             brought = _leaves((request.args, request.kwargs))
             arrived.append(marks.time(device, [*earlier, *request.control_inputs, *brought]))
-        marked = MarkedPoint([point], arrived, [])
-        self.points.append(marked)
-        meeting = Meeting(graph, marked)
+        meeting = Meeting(graph, MarkedPoint([point], arrived, []), self.points)
         if graph is self.graph:
             self._open, self._last = meeting, arrived
         else:
@@ -109,14 +107,16 @@ class Meeting:
     Args:
         graph: the graph in which the replicas meet.
         marked: their marks.
+        points: where the marks go once they are whole. Those of a merge that fails never are.
 
     Attributes:
         marked: their marks.
         written: the names of the ops that write variables.
     """
 
-    def __init__(self, graph: Any, marked: MarkedPoint):
+    def __init__(self, graph: Any, marked: MarkedPoint, points: list[MarkedPoint]):
         self.marked = marked
+        self._points = points
         self.written: set[str] = set()
         self._graph = graph
         self._first_op = self._last_op = graph.num_operations()
@@ -155,6 +155,7 @@ class Meeting:
             after = [*_leaves(own), *(op for op in effects if op.device == arrived.device)]
             known = bool(marks.of_graph(self._graph, after))
             self.marked.left.append(marks.time(arrived.device, [arrived.op, *after]) if known else None)
+        self._points.append(self.marked)
 
 
 AT_ONCE = 8

@@ -7,7 +7,7 @@ import threading
 import pytest
 import tensorflow as tf
 from helpers import jobs
-from helpers.golden import shows
+from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy, hosts
 from replica_engine.errors import (
@@ -184,6 +184,7 @@ def test_another_order():
 
 @beside(f"member.launched(TRAIN); member.meet('a'); {FOLLOWS}")
 @shows(note_workers)
+@eager_only("a process joins its job once")
 def test_a_run_that_stands_still():
     """The timeout of a run says where each worker of the job is."""
     member = hosts.join()

@@ -2,7 +2,7 @@
 
 import keras
 import tensorflow as tf
-from helpers.golden import shows
+from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy
 from replica_engine.errors.inputs import warn_dataset_for_each, warn_whole_batch
@@ -32,6 +32,7 @@ def test_an_optimizer_that_is_made_and_built_outside_the_scope():
 
 
 @shows(warn_dataset_for_each)
+@eager_only("TensorFlow never ends a Python loop over a dataset while it traces")
 def test_a_dataset_given_to_run():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     dataset = tf.data.Dataset.range(8).batch(4)

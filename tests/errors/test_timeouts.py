@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import tensorflow as tf
-from helpers.golden import shows
+from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import CoordinatorRow, ReplicaTimeoutError, StuckProgramError
@@ -34,6 +34,7 @@ def _little_patience(monkeypatch):
 
 @pytest.mark.usefixtures("_little_patience")
 @shows(StuckProgramError)
+@eager_only("a function ends only when the host calls of its program have")
 def test_a_step_after_one_that_has_not_ended():
     """The second step waits for 0.05 s here, and not for 10."""
     strategy = TPUStrategy(num_cores=2, timeout=1.0)
@@ -96,6 +97,7 @@ def _kept_in_a_folder(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("_kept_in_a_folder")
 @shows(note_sync_points)
+@eager_only("the step reads values")
 def test_a_run_that_fails_after_some_sync_points():
     """With REPLICA_ENGINE_DUMP_DIR=/tmp/runs in the environment."""
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])

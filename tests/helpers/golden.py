@@ -11,6 +11,9 @@ frames in its traceback.
 Some programs are slow on purpose, so that the watchdog warns. Their files must not depend on the speed of the machine.
 So they show only the warning that the test is about, and `threading.Event().wait(seconds)` in such a program ends when
 that warning has come.
+
+A program that calls `strategy.run` is then run a second time, with each run in a `tf.function`: it must come to an
+exception of the same type, and log nothing that its file does not have. `@eager_only` leaves a program out of that.
 """
 
 import ast
@@ -37,6 +40,11 @@ UPDATE = "UPDATE_GOLDEN" in os.environ
 MORE = "more: replica-engine explain "  # this line ends each error and most warnings, and is left out
 LINE = " what the user sees ".center(120, "=")
 
+_EAGER_ONLY = "_eager_only"
+_LOGGED = re.compile(r"(?:WARNING|ERROR|CRITICAL): ")
+_PLACE = re.compile(r" at [\w.]+:\d+ in (?:a lambda|[\w<>.]+)")
+_OTHERS = ("absl", "tensorflow", "jax")
+_OF_TESTS = "triggered tf.function retracing"  # many tests make their functions at one line
 _WARNING = re.compile(r"(note|many|slow|moved|untested|warn|unusable|broken|may)_")
 _GENERATED = "__autograph_generated_file"
 _CHAINED = {
@@ -76,16 +84,64 @@ def shows(shown: Any, variant: str = "") -> Callable[[Callable[..., None]], Call
     def decorate(program: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(program)
         def test(**fixtures: Any) -> None:
-            is_slow = name.startswith("slow_")
-            text = _shown_when_warned(program, name, **fixtures) if is_slow else _shown_by(program, **fixtures)
+            if name.startswith("slow_"):
+                text, ended = _shown_when_warned(program, name, **fixtures), ""
+            else:
+                text, ended = _shown_by(program, **fixtures)
             topic = name.partition(".")[0]
             seen = f"{MORE}{topic}\n" in text or not _has_more(topic)
             assert seen, f"The program has not come to {name}, but to this:\n{text}"
             compare(name + (f".{variant}" if variant else ""), _without_more(text))
+            if runs_in_functions(program, name):
+                _check_in_functions(program, text, ended, **fixtures)
 
         return test
 
     return decorate
+
+
+def eager_only(why: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Marks a program, below `@shows`, whose runs cannot be in a `tf.function`."""
+    assert why
+
+    def decorate(program: Callable[..., None]) -> Callable[..., None]:
+        setattr(program, _EAGER_ONLY, why)
+        return program
+
+    return decorate
+
+
+def runs_in_functions(program: Callable[..., None], name: str) -> bool:
+    """Whether a program is run with its runs in functions too: not what is slow or starts processes."""
+    return ".run(" in inspect.getsource(program) and not (name.startswith("slow_") or hasattr(program, _EAGER_ONLY))
+
+
+def _check_in_functions(program: Callable[..., None], text: str, ended: str, **fixtures: Any) -> None:
+    """Runs a program with each run of a strategy in a `tf.function`.
+
+    Args:
+        program: the program.
+        text: what it shows by itself.
+        ended: the type of the exception to which it comes by itself.
+        fixtures: its arguments.
+    """
+    import tensorflow as tf
+
+    from replica_engine.strategies.backend import OnBackend
+
+    original = OnBackend.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly():
+            return original(self, *args, **kwargs)
+        return tf.function(lambda: original(self, *args, **kwargs))()
+
+    with mock.patch.object(OnBackend, "run", run):
+        again, ended_again = _shown_by(program, **fixtures)
+    assert ended_again == ended, f"In a tf.function the program comes to this:\n{again}"
+    shown = [_PLACE.sub("", each) for each in (text, again)]  # the lines of the runs are above
+    logged = [line for line in shown[1].split("\n") if _LOGGED.match(line)]
+    assert [line for line in logged if line not in shown[0]] == [], f"In a tf.function the program logs more:\n{again}"
 
 
 def name_of(shown: Any) -> str:
@@ -117,7 +173,7 @@ def _is_branching_wording(node: ast.stmt) -> bool:
 
 def shown_by(program: Callable[..., None], **fixtures: Any) -> str:
     """A program, and what it shows when it is run."""
-    return _without_more(_shown_by(program, **fixtures))
+    return _without_more(_shown_by(program, **fixtures)[0])
 
 
 def _has_more(topic: str) -> bool:
@@ -129,15 +185,17 @@ def _without_more(text: str) -> str:
     return re.sub(rf"^{MORE}.*\n", "", text, flags=re.MULTILINE)
 
 
-def _shown_by(program: Callable[..., None], **fixtures: Any) -> str:
-    source = _Source(program)
+def _shown_by(program: Callable[..., None], **fixtures: Any) -> tuple[str, str]:
+    """A program and what it shows when it is run, and the type of the exception that ends it; "" if there is none."""
+    source, ended = _Source(program), ""
     seen = io.StringIO()
     with _warnings_to(seen), contextlib.redirect_stdout(seen):
         try:
             program(**fixtures)
         except BaseException as error:
+            ended = type(error).__name__
             seen.write(source.traceback(error))
-    return f"{source.text}\n\n{LINE}\n{source.normal(seen.getvalue())}"
+    return f"{source.text}\n\n{LINE}\n{source.normal(seen.getvalue())}", ended
 
 
 class _Warnings(logging.Handler):
@@ -278,12 +336,18 @@ def _blank_lines_before(code: list[str], number: int) -> int:
 
 @contextlib.contextmanager
 def _warnings_to(stream: io.StringIO) -> Iterator[None]:
+    """Writes what is logged to a stream: the library's messages, and warnings and errors of TensorFlow and others."""
     logger, handler = logging.getLogger("replica_engine"), logging.StreamHandler(stream)
     level = logger.level  # a program may change it
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    logger.addHandler(handler)
+    handler.addFilter(lambda record: record.name == logger.name or record.levelno >= logging.WARNING)
+    handler.addFilter(lambda record: _OF_TESTS not in record.getMessage())
+    every = [logging.getLogger(), *(each for each in map(logging.getLogger, _OTHERS) if not each.propagate)]
+    for each in every:
+        each.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for each in every:
+            each.removeHandler(handler)
         logger.setLevel(level)
