@@ -1,7 +1,8 @@
 """Tells whether a tensor came out of a dataset that was not distributed. Checked on TensorFlow 2.21.0.
 
 A tensor does not know where it came from. So this module wraps the iterators of plain datasets: they note the tensors
-that they return, for as long as the tensors live. A `for` over a dataset, in a function that AutoGraph has converted,
+that they return, by an attribute of the tensors. No dictionary has them: one with weak references would call Python
+when a tensor goes, in each step, and what a handler of a signal raises there is lost. A `for` over a dataset, in a function that AutoGraph has converted,
 has no iterator: TensorFlow traces its body once, with an element that is noted in the same way.
 
 While a function is traced, its inputs are placeholders, which only a call tells to be batches. So `watch` keeps on the
@@ -26,9 +27,8 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedItera
 
 from replica_engine._tf.graphs import autograph
 
-# Tensors cannot be hashed, so they are known by their id. An entry goes with its tensor.
-_given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # eager ones
-_elements: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # of the body of a `for`
+_GIVEN = "_replica_engine_given"
+_any_given = False
 _GET_NEXT = ("IteratorGetNext", "IteratorGetNextSync")
 _WATCHED = "_replica_engine_watched"
 
@@ -41,12 +41,14 @@ LOOPS, SCAN = _dataset_autograph, "_general_purpose_scan"
 
 def noted(original: Callable[..., Any], self: Any) -> Any:
     """Notes the tensors that an iterator gives; wrapped around `OWNER.NAME`."""
+    global _any_given
     element = original(self)
     if tf.executing_eagerly():
+        _any_given = True
         kind = type(element)
         for leaf in element if kind is tuple else element.values() if kind is dict else (element,):
             if isinstance(leaf, tf.Tensor):
-                _given[id(leaf)] = leaf
+                setattr(leaf, _GIVEN, True)
     return element
 
 
@@ -56,24 +58,26 @@ def element_noted(original: Callable[..., Any], dataset: Any, state: Any, body: 
 
     @autograph.artifact
     def noted_body(loop_state: Any, element: Any) -> Any:
-        _elements.update((id(leaf), leaf) for leaf in tf.nest.flatten(element) if isinstance(leaf, tf.Tensor))
+        for leaf in tf.nest.flatten(element):
+            if isinstance(leaf, tf.Tensor):
+                setattr(leaf, _GIVEN, True)
         return body(loop_state, element)
 
     return original(dataset, state, noted_body)
 
 
 def any_given() -> bool:
-    """Whether a tensor of a plain dataset is alive."""
-    return bool(_given)
+    """Whether a plain dataset has given a tensor to eager code so far."""
+    return _any_given
 
 
 def is_of_dataset(value: Any) -> bool:
     """Whether a value is a tensor that a plain dataset gave: as an element, or in a tuple or a dict."""
     if not isinstance(value, tf.Tensor):
         return False
-    if isinstance(value, tf.__internal__.EagerTensor):
-        return _given.get(id(value)) is value
-    return value.op.type in _GET_NEXT or _elements.get(id(value)) is value
+    if hasattr(value, _GIVEN):
+        return True
+    return not isinstance(value, tf.__internal__.EagerTensor) and value.op.type in _GET_NEXT
 
 
 def watch(value: Any, key: Any, found: Found) -> None:
@@ -115,7 +119,7 @@ def watch_calls(function: Any, graph: Any) -> None:
 
 def _looked_at(alive: weakref.ref[Any], inputs: list[tuple[int, Any, Found]], *args: Any) -> Any:
     """A call of a function, of whose inputs some are watched."""
-    if _given or not tf.executing_eagerly():
+    if _any_given or not tf.executing_eagerly():
         for index, key, found in inputs:
             watch(args[index], key, found)
     function = alive()

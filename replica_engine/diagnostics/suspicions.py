@@ -30,6 +30,7 @@ from replica_engine.process import scoped
 
 _logger = logging.getLogger("replica_engine")
 _thread = threading.local()
+_USED = "_replica_engine_used"
 _told: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
@@ -106,6 +107,11 @@ def check_inputs(
                 warn_once(strategy, ("dataset", name), warn_dataset_for_each(name, size, here()))
     if size > 1 and (batches.any_given() or not tf.executing_eagerly()):
         _check_batches(strategy, fn, values, size)
+
+
+def has_batch(args: Any) -> bool:
+    """Whether a plain dataset has given an argument of an eager run, or a part of one."""
+    return batches.any_given() and any(map(batches.is_of_dataset, _leaves(args)))
 
 
 @functools.cache
@@ -302,10 +308,9 @@ def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) ->
     if not tapes:
         return
     used: list[Any] = [*getattr(_thread, "read", ())]
-    computed = _thread.__dict__.setdefault("computed", {})
     for each in _tensors(given):
         if eager.is_watched([each]):
-            used += [weakref.ref(each), computed.get(id(each), [])]  # what an earlier run used, if it computed this
+            used += [weakref.ref(each), getattr(each, _USED, [])]  # what an earlier run used, if it computed this
     if not used:
         return
     outputs = [each for each in _tensors(results) if each.dtype.is_floating and not eager.is_watched([each])]
@@ -313,8 +318,7 @@ def watch_results(strategy: tf.distribute.Strategy, results: Any, given: Any) ->
     if not outputs:
         return
     for each in outputs:
-        computed[id(each)] = used
-        weakref.finalize(each, computed.pop, id(each), None).atexit = False
+        setattr(each, _USED, used)  # an attribute goes with its tensor, and calls no Python then, as in `batches`
     token = tf.zeros([])
     for tape in tapes:
         tape.watch(token)

@@ -16,6 +16,7 @@ from replica_engine.errors import ReplicaRow, ReplicaUnwound
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 
+OVER = (State.FINISHED, State.FAILED, State.UNWOUND)
 COORDINATOR_CHECK = 30.0  # seconds between two checks of a paused replica whether its coordinator is alive
 
 
@@ -237,19 +238,24 @@ class Replica:
     @property
     def over(self) -> bool:
         """Whether the body has ended: with a value, with an exception, or unwound."""
-        return self.state in (State.FINISHED, State.FAILED, State.UNWOUND)
+        return self.state in OVER
 
     def row(self) -> ReplicaRow:
         """The replica's row in the table of an error."""
-        where = "" if self.last is None else str(self.last)
-        return ReplicaRow(self.index, len(self._run.replicas), self.device, self.state.value, self.merge_calls, where)
+        return self._row(self.state)
+
+    def _row(self, state: State) -> ReplicaRow:
+        last = self.last
+        where = "" if last is None else str(last)
+        return ReplicaRow(self.index, len(self._run.replicas), self.device, state.value, self.merge_calls, where)
 
     def timed_row(self) -> ReplicaRow:
         """The same row, with the seconds in the state, and with the stack of the thread if the replica runs."""
-        row = self.row()
-        if self.over or self.state is State.IDLE:
+        state = self.state  # read once: the replica may go on meanwhile, and all of the row is about one state
+        row = self._row(state)
+        if state in OVER or state is State.IDLE:
             return row
-        runs = self.state in (State.RUNNING, State.UNWINDING)
+        runs = state in (State.RUNNING, State.UNWINDING)
         stack = stack_of(self.thread.ident) if runs else ""
         return replace(row, seconds=max(0.0, time.perf_counter() - self.since), stack=stack)
 

@@ -333,7 +333,8 @@ class Run:
         """The error to raise instead of `error`, which ended the run, if the time ran out; None to raise `error`."""
         if not self._watch.expired or isinstance(error, errors.ReplicaTimeoutError):
             return None
-        if self._broken_off is not None and not isinstance(error, self._broken_off):
+        broken_off = self._broken_off  # read once, like every field that the watchdog writes
+        if broken_off is not None and not isinstance(error, broken_off):
             self._settle()
             return None  # the merge ended on its own account, at the last moment
         return self._timed_out()

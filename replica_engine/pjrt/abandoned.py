@@ -27,7 +27,7 @@ def add(devices: DeviceGroup, calls_host: bool = False) -> None:
 
 def let_go() -> None:
     """Forgets the devices whose program has ended, so that they can be freed."""
-    for devices in [devices for devices in _left if devices.ends_within(0.0)]:
+    for devices in [devices for devices in list(_left) if devices.ends_within(0.0)]:  # other threads change it too
         _left.pop(devices, None)
 
 
@@ -42,6 +42,6 @@ def _at_exit() -> None:
     A thread in the launch of a program with a limit returns at the end of the program, on some devices. If Python has
     gone by then, the process is aborted.
     """
-    for devices, calls_host in _left.items():
+    for devices, calls_host in list(_left.items()):
         if not devices.ends_within(_LAST_CALLS if calls_host or devices.is_left_to_a_thread else 0.0):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(devices.devices[0].client))

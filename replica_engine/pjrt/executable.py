@@ -271,23 +271,23 @@ class Executable:
             WorkerLostError or another failure of the job of several workers: the program may never end.
         """
         devices = self._devices
-        member = devices.member
-        if self.waits or member is not None:
-            if (left is not None or member is not None) and not self._poll(left):
+        member, running = devices.member, devices.running  # read once: another thread may see the end, and reset it
+        if running is not None and (self.waits or member is not None):
+            if (left is not None or member is not None) and not self._poll(running, left):
                 return
             try:
-                devices.running.block_until_ready()
+                running.block_until_ready()
             except RUNTIME_ERRORS as error:
                 explain(member, error)
                 raise
         devices.running, devices.interrupted = None, False
 
-    def _poll(self, left: threading.Event | None) -> bool:
+    def _poll(self, running: Array, left: threading.Event | None) -> bool:
         """Waits until the program has ended, and returns True; or until `left` is set, or the job fails, which raises.
 
         A program that calls the host needs the interpreter lock, so this thread sleeps between its checks.
         """
-        running, member = self._devices.running, self._devices.member
+        member = self._devices.member
         began = time.perf_counter()
         while not running.is_ready():
             waited = time.perf_counter() - began

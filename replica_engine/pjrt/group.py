@@ -394,10 +394,10 @@ class DeviceGroup:
         """
         if not self.interrupted or _is_of_this_thread(self.running):
             return False
-        self.held_by = self.running_name
+        name = self.held_by = self.running_name
         try:
             if not self.ends_within(StuckProgramError.PATIENCE):
-                raise StuckProgramError.given_up(self.running_name, self.size)
+                raise StuckProgramError.given_up(name, self.size)
         finally:
             self.held_by = ""
         self.running, self.interrupted = None, False
@@ -457,8 +457,15 @@ class DeviceGroup:
 
     def has_ended(self, replica: int) -> bool:
         """Whether the program launched last has ended on a replica's device, as far as can be seen."""
-        shards = getattr(self.running, "_arrays", None)
-        return self._is_ready() if shards is None else shards[replica].is_ready()
+        running = self.running  # read once, see `_is_ready`
+        shards = getattr(running, "_arrays", None)
+        if shards is None:
+            return running is None or running.is_ready()
+        return self._parts_ready(shards, replica)
+
+    def _parts_ready(self, shards: Sequence[Any], replica: int) -> bool:
+        """Whether what the devices of a replica have of an array is ready."""
+        return bool(shards[replica].is_ready())
 
     def _is_ready(self) -> bool:
         running = self.running  # read once: another thread may see that the program has ended, and reset it

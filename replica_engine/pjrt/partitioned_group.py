@@ -172,11 +172,8 @@ class PartitionedGroup(DeviceGroup):
             values.append(np.asarray(value[np.newaxis] if self.rows else value, order="C"))
         return self._put(aval_of(stored, dtype), sharding, values, devices)
 
-    def has_ended(self, replica: int) -> bool:
-        """Whether the program launched last has ended on all of a replica's devices, as far as can be seen."""
-        shards, size = getattr(self.running, "_arrays", None), self.mesh.size
-        if shards is None:
-            return super().has_ended(replica)
+    def _parts_ready(self, shards: Sequence[Any], replica: int) -> bool:
+        size = self.mesh.size
         return all(shard.is_ready() for shard in shards[replica * size : (replica + 1) * size])
 
     def fetch(self, array: Array, replica: int, shape: tuple[int, ...] | None = None) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine._tf import batches, distribute
+from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import hooks as keras_hooks
@@ -17,7 +17,7 @@ from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.reduction import QuietReduction
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import explained
-from replica_engine.diagnostics.suspicions import check_inputs, watch_results
+from replica_engine.diagnostics.suspicions import check_inputs, has_batch, watch_results
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.group import DeviceGroup
@@ -138,7 +138,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             return None
         if not distribute.is_outside_scopes():
             return None
-        if programs is None and batches.any_given() and self.device_group.size > 1:
+        if programs is None and self.device_group.size > 1 and has_batch(args):
             return None  # `check_inputs` looks at each call then
         check_not_forked()
         results = call_again(programs or self._programs, fn, args)

@@ -386,14 +386,15 @@ class Launch:
 
     def _stand(self) -> tuple[list[ReplicaRow], CoordinatorRow]:
         """Where all replicas and the calling thread are now."""
-        waited = (self._turn if self._state == FOR_ITS_TURN and self._turn is not None else self._watch).waited
-        rows = [self._row(replica, name, waited) for replica, name in enumerate(self._devices.names)]
-        state = FOR_GIVEN_UP if self._devices.held_by else self._state
+        turn, state = self._turn, FOR_GIVEN_UP if self._devices.held_by else self._state  # once: the launch goes on
+        waited = (turn if state == FOR_ITS_TURN and turn is not None else self._watch).waited
+        waits = state in (FOR_ITS_TURN, FOR_GIVEN_UP)
+        rows = [self._row(replica, name, waited, waits) for replica, name in enumerate(self._devices.names)]
         return rows, CoordinatorRow(self._thread.name, state, waited)
 
-    def _row(self, replica: int, device: str, waited: float) -> ReplicaRow:
+    def _row(self, replica: int, device: str, waited: float, is_waiting: bool) -> ReplicaRow:
         size, number = self._devices.replicas, self._devices.first + replica
-        if self._state == FOR_ITS_TURN or self._devices.held_by:
+        if is_waiting:
             return ReplicaRow(number, size, device, "not started", 0, "", points="host call")
         made, last, inside = self._run.place_of(replica)
         if inside is None:
