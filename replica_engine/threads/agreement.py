@@ -13,9 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine._tf import distribute
 from replica_engine.diagnostics.flight_record import Brought, texts
 from replica_engine.engine import Replica, SyncPoint
 from replica_engine.errors import CollectiveError, ReplicaMismatchError
+from replica_engine.values.structure import flatten
 
 
 def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> None:
@@ -86,6 +88,49 @@ def check_divides(name: str, x: tf.Tensor, axis: int, parts: int) -> int:
     if x.shape[axis] is not None and x.shape[axis] % parts:
         raise CollectiveError.not_divisible(axis, x.shape[axis], parts)
     return axis
+
+
+def check_variables_and_gradients(merge_fn: Callable[..., Any], point: SyncPoint, args: Any, error: Exception) -> None:
+    """Looks for what the replicas of an optimizer, or of another function that is not the user's, brought unlike.
+
+    Called after such a merge function has failed: a program that runs is left alone, and an error of the user's own
+    merge function stays as it is.
+
+    Args:
+        merge_fn: the merge function.
+        point: the sync point of replica 0.
+        args: the regrouped arguments.
+        error: what the merge function raised.
+
+    Raises:
+        ReplicaMismatchError: the replicas brought different variables in one place, or one of them brought None.
+    """
+    module = getattr(getattr(merge_fn, "func", merge_fn), "__module__", None) or ""
+    if not module.startswith(("keras.", "tensorflow.", "replica_engine.", "tf_keras.")):
+        return
+    leaves, _ = flatten(args, what="the arguments of a merge function")
+    for leaf in leaves:
+        values = leaf.values if isinstance(leaf, distribute.PerReplica) else ()
+        if any(value is None for value in values):
+            raise ReplicaMismatchError(
+                f"The replicas meet in {point}, and not all of them have each gradient:\n"
+                f"{_rows(['None' if value is None else 'a gradient' for value in values])}\n"
+                "The tape gives None to a replica whose loss does not depend on the variable, as in a branch on the "
+                "replica id. Let all replicas compute the same losses, or put tf.zeros_like(variable) in the place of "
+                "the missing gradient."
+            ) from error
+        if any(hasattr(value, "assign") for value in values):
+            names = [str(getattr(value, "path", None) or getattr(value, "name", value)) for value in values]
+            raise ReplicaMismatchError(
+                f"The replicas meet in {point}, and bring different variables in one place:\n"
+                f"{_rows([name.removesuffix(':0') for name in names])}\n"
+                "A replica's list of gradients and variables is merged with those of the others place by place. Give "
+                "the variables in the same order on all replicas."
+            ) from error
+
+
+def _rows(texts: Sequence[str]) -> str:
+    return "\n".join(f"  replica {replica}: {text}" for replica, text in enumerate(texts))
 
 
 _BOOL, _STRING = tf.bool, tf.string  # compared with `is`: == of dtypes is slow

@@ -37,7 +37,7 @@ from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.threads import random_numbers
-from replica_engine.threads.agreement import assertions, check_alike
+from replica_engine.threads.agreement import assertions, check_alike, check_variables_and_gradients
 from replica_engine.threads.context import MergeRequest, ReplicaContext
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint import hooks
@@ -339,6 +339,8 @@ def _merge(
             return results
         except BaseException as error:
             failure = as_raised(error)
+    if isinstance(failure, Exception):
+        check_variables_and_gradients(first.merge_fn, point, (args, kwargs), failure)
     place = f"raised in merge function {point.name}, in cross-replica context; the replicas met at {point.where}"
     add_note(failure, place)
     raise failure
