@@ -2,8 +2,9 @@
 
 A tensor does not know where it came from. So this module wraps the iterators of plain datasets: they note the tensors
 that they return, by an attribute of the tensors. No dictionary has them: one with weak references would call Python
-when a tensor goes, in each step, and what a handler of a signal raises there is lost. A `for` over a dataset, in a function that AutoGraph has converted,
-has no iterator: TensorFlow traces its body once, with an element that is noted in the same way.
+when a tensor goes, in each step, and what a handler of a signal raises there is lost. A `for` over a dataset, in a
+function that AutoGraph has converted, has no iterator: TensorFlow traces its body once, with an element that is noted
+in the same way.
 
 While a function is traced, its inputs are placeholders, which only a call tells to be batches. So `watch` keeps on the
 graph which inputs are of interest, and each call of the function looks at the tensors that it passes for these. If that

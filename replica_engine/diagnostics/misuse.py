@@ -48,6 +48,10 @@ _IN_REPLICA = "Method requires being in cross-replica context"
 
 def explained(error: Exception) -> Exception:
     """The error of the library that says what a known error of TensorFlow means; otherwise the error itself."""
+    try:
+        str(error)
+    except Exception:  # its class cannot say what it is; it arrives as it is, and not as what `__str__` raises
+        return error
     better = _meaning(error)
     if better is None:
         _note_no_value(error)

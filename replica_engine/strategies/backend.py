@@ -33,7 +33,14 @@ from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.saving_together import Saving, let_the_chief_write
-from replica_engine.strategies.validation import NOT_REDUCED, check_call, checked_reduction, not_gathered, not_reduced
+from replica_engine.strategies.validation import (
+    NOT_REDUCED,
+    check_call,
+    checked_reduction,
+    misspelt,
+    not_gathered,
+    not_reduced,
+)
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, install, short_name, sync_points
 
 R = TypeVar("R")
@@ -136,7 +143,12 @@ class OnBackend:
 
     @autograph.artifact
     def run(
-        self, fn: Callable[..., R], args: Arguments = (), kwargs: Keywords = None, options: Any = None
+        self,
+        fn: Callable[..., R],
+        args: Arguments = (),
+        kwargs: Keywords = None,
+        options: Any = None,
+        **others: NoReturn,
     ) -> R | Any | None:
         """Runs `fn` on each replica with the given arguments, like `tf.distribute.Strategy.run`.
 
@@ -146,8 +158,10 @@ class OnBackend:
             args: its positional arguments; each replica gets its own value of a `tf.distribute.DistributedValues`.
             kwargs: its keyword arguments, distributed in the same way.
             options: `tf.distribute.RunOptions`; `TPUStrategy` ignores them.
+            others: none; a misspelt name is an error that says the nearest one.
 
         Raises:
+            TypeError: there is no such keyword argument.
             ReplicaValueError: `fn`, `args` or `kwargs` is of the wrong kind.
             MergeCallMismatchError: replicas on threads did not meet at the same merge calls.
             LoweringError: XLA cannot compile an op; the message names the op and your line.
@@ -155,6 +169,8 @@ class OnBackend:
             ReplicaTimeoutError: a replica, a merge function or a launch took longer than `timeout`.
             Exception: any exception of `fn` or of a merge function; on threads, with notes that name the replica.
         """
+        for name in others:
+            raise misspelt("strategy.run", name, ["fn", "args", "kwargs", "options"])
         try:
             return self._run(fn, args, kwargs, options)
         except Exception as error:

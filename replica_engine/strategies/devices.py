@@ -20,8 +20,8 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
     """Returns the full names of `devices`.
 
     Args:
-        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s. None, or an empty
-            list, means all GPUs, or all CPUs on a machine without GPUs.
+        devices: names such as "CPU:0", "/gpu:1", "/device:GPU:1", or `tf.config.LogicalDevice`s; one of them alone is
+            a list of one. None, or an empty list, means all GPUs, or all CPUs on a machine without GPUs.
 
     Returns:
         Full names in the order given; None where TensorFlow must choose, which is the case in tf.compat.v1 graphs.
@@ -71,7 +71,9 @@ def described(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> str:
 def _listed(devices: object) -> list[Any]:
     if devices is None:
         return []
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
+    if isinstance(devices, (str, tf.config.LogicalDevice)):
+        return [devices]
+    if not isinstance(devices, Iterable):
         raise DeviceError.unreadable(devices)
     try:
         return list(devices)

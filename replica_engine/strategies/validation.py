@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,13 +81,37 @@ def refuse(strategy: type, arguments: Mapping[str, object]) -> None:
     """
     for name in arguments:
         if name not in _OF_TPU_STRATEGY:
-            raise TypeError(f"{strategy.__name__} got an unexpected keyword argument {name!r}.")
+            raise misspelt(strategy.__name__, name, [*_names_of(strategy), *_OF_TPU_STRATEGY])
         raise ReplicaValueError(
             f"{strategy.__name__} takes no {name}=: each device is a replica and has all variables. Write "
             f"replica_engine.TPUStrategy({name}=...), which runs on CPUs, GPUs and TPUs."
             if name in _OF_DIVIDED
             else f"{strategy.__name__} takes no {name}=; it is an argument of replica_engine.TPUStrategy."
         )
+
+
+def misspelt(called: str, name: str, names: Sequence[str]) -> TypeError:
+    """The error for a keyword argument that does not exist, with the nearest one that does.
+
+    Args:
+        called: what was called, as users write it: "strategy.run".
+        name: the keyword.
+        names: the keywords that there are.
+
+    Example:
+        >>> str(misspelt("strategy.run", "arg", ["fn", "args", "kwargs"]))
+        "strategy.run got an unexpected keyword argument 'arg'. Did you mean args=?"
+    """
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    instead = f"Did you mean {near[0]}=?" if near else f"It takes {', '.join(f'{each}=' for each in names)}."
+    return TypeError(f"{called} got an unexpected keyword argument {name!r}. {instead}")
+
+
+def _names_of(strategy: type) -> list[str]:
+    """The keyword arguments of a strategy's constructor."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    parameters = [*inspect.signature(strategy).parameters.values()]
+    return [each.name for each in parameters if each.kind in kinds]
 
 
 def check_updated(variable: Any) -> None:

@@ -55,7 +55,8 @@ def test_another_thread_sees_the_end_of_a_program_first(left):
                 watched.is_ready()  # between the launch and the wait
             executable.wait(left)
         assert ended == [None]
-        assert devices.running is None and not devices.interrupted
+        assert devices.running is None
+        assert not devices.interrupted
         assert [each.tolist() for each in devices.fetch_all(result)] == [[2.0, 2.0]] * 2
 
 
@@ -73,16 +74,14 @@ class Ready:
 @pytest.mark.parametrize("looks_at", ["has_ended", "ends_within", "is_left_to_a_thread", "wait_for_interrupted"])
 def test_a_group_whose_program_is_reset_or_replaced_after_each_look(mesh, looks_at):
     base = type(device_group("cpu", 2)) if mesh is None else PartitionedGroup
-    looks = []
+    looks, values = [], [Ready(2), None]  # alternately
 
     class Changing(base):
-        values = [Ready(2), None]  # alternately
-
         @property
         def running(self):
-            self.values.reverse()
-            looks.append(self.values[0])
-            return self.values[0]
+            values.reverse()
+            looks.append(values[0])
+            return values[0]
 
         @running.setter
         def running(self, value):
