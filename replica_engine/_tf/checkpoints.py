@@ -18,6 +18,7 @@ import contextvars
 import copy
 import functools
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ import tensorflow as tf
 # there at the end. Checkpoint.save, read and restore turn to AsyncCheckpointHelper before that.
 # checkpoint_context: in_preemption_save_context says that the process is about to be ended.
 # checkpoint_management: update_checkpoint_state_internal writes the file that lists the checkpoints,
-# _delete_file_if_exists deletes old ones.
+# _delete_file_if_exists deletes old ones, file_io is what it looks for files with.
 # functional_saver: MultiDeviceSaver.save writes the values of a checkpoint; _get_shards_by_task reads them.
 from tensorflow.python.checkpoint import checkpoint as _checkpoint
 from tensorflow.python.checkpoint import checkpoint_context as _context
@@ -53,6 +54,7 @@ HANDLER = "tensorflow.python.distribute.failure_handling.failure_handling.Preemp
 SAVER = "tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver"
 METHODS = WRITE, SAVE, READ, RESTORE, SYNC = "_write", "save", "read", "restore", "sync"
 STATE, DELETE, NODES = "update_checkpoint_state_internal", "_delete_file_if_exists", "save_and_return_nodes"
+FILES, MATCHING = "file_io", "get_matching_files"
 
 VALUE = _VALUE
 """The name of a variable's value among what an object saves."""
@@ -120,6 +122,12 @@ class Saves(Protocol):
     def receiver(self) -> Callable[[list[list[tuple[str, str, tf.Tensor]]]], None] | None:
         """What to give the values to that this thread saves, in bundles of (key, slice, value); None outside a save."""
 
+    def absolute(self, path: str) -> str:
+        """A path as it is in the current folder."""
+
+    def readable(self, path: str) -> str:
+        """The prefix to read a checkpoint from, which stays what it is and which TensorFlow takes for no pattern."""
+
     def reading(self, path: str) -> contextlib.AbstractContextManager[None]:
         """A context manager around reading a checkpoint."""
 
@@ -138,8 +146,36 @@ def take_over(saves: Saves) -> None:
     _replace(cls, RESTORE, functools.partial(_restored, saves))
     _replace(cls, SYNC, functools.partial(_synchronized, saves))
     _replace(_functional_saver.MultiDeviceSaver, SAVE, functools.partial(_given, saves))
-    for name in (STATE, DELETE):
-        _replace(_management, name, _not_by_others)
+    _replace(_management, STATE, _listed)
+    _replace(_management, DELETE, _deleted)
+    setattr(_management, FILES, _LiteralFiles(getattr(_management, FILES)))
+
+
+def matching(path: str) -> list[str]:
+    """The files of a path, in which nothing is a pattern but "?????", which stands for five digits.
+
+    TensorFlow takes `[ ] * ? \\` in the names of folders and checkpoints for a pattern too: it does not find the files,
+    and deletes those of a folder beside it.
+    """
+    if tf.io.gfile.exists(path):
+        return [path]
+    folder, name = os.path.split(path)
+    pattern = re.compile(re.escape(name).replace(re.escape("?????"), "[0-9]{5}"))
+    try:
+        names = tf.io.gfile.listdir(folder or ".")
+    except tf.errors.NotFoundError:
+        return []
+    return sorted(os.path.join(folder, each) for each in names if pattern.fullmatch(each))
+
+
+class _LiteralFiles:
+    """TensorFlow's module of files, for the module that lists checkpoints, finds the last one and deletes old ones."""
+
+    def __init__(self, own: Any):
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return matching if name == MATCHING else getattr(self._own, name)
 
 
 def refuse_handler(error: Callable[[], Exception]) -> None:
@@ -188,13 +224,16 @@ def _written(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
         options.experimental_enable_async_checkpoint = False
         callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks, None
         path = os.fspath(file_prefix)
+        place = saves.absolute(path)
 
         def finish(writes: bool) -> None:
-            token = _leaves.set(not writes)
+            is_moved = saves.absolute(path) != place  # the program's folder, while the checkpoint was written
+            tokens = _leaves.set(not writes), _folder.set(place.removesuffix(path) if is_moved else None)
             try:
-                _checkpoint._execute_callbacks(callbacks or (), path)
+                _checkpoint._execute_callbacks(callbacks or (), place if is_moved else path)
             finally:
-                _leaves.reset(token)
+                _leaves.reset(tokens[0])
+                _folder.reset(tokens[1])
 
         take = functools.partial(original, self, path, options)
         # The process is about to be ended: what is on a thread then may be lost.
@@ -235,6 +274,8 @@ def _restored(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
 def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
     def read(self: Any, save_path: Any, options: Any = None) -> Any:
         saves.wait(raises=False)
+        if isinstance(save_path, (str, os.PathLike)):
+            save_path = saves.readable(os.fspath(save_path))
         if save_path is None or not saves.concerns(self):
             return original(self, save_path, options)
         self._checkpoint_options = None
@@ -297,15 +338,35 @@ def _exported(worker_of: Callable[[Any], Worker | None], original: Callable[...,
     return save
 
 
-def _not_by_others(original: Callable[..., Any]) -> Callable[..., Any]:
-    def change(*args: Any, **kwargs: Any) -> Any:
-        return None if _leaves.get() else original(*args, **kwargs)
+def _listed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def change(save_dir: Any, last: Any = None, paths: Any = None, *args: Any, **kwargs: Any) -> Any:
+        last, paths = kwargs.pop("model_checkpoint_path", last), kwargs.pop("all_model_checkpoint_paths", paths)
+        if not _leaves.get():
+            paths = paths and [_in_folder(each) for each in paths]
+            original(_in_folder(save_dir), _in_folder(last), paths, *args, **kwargs)
 
     return change
 
 
+def _deleted(original: Callable[..., Any]) -> Callable[..., Any]:
+    def delete(path: Any) -> None:
+        if not _leaves.get():
+            original(_in_folder(path))
+
+    return delete
+
+
+def _in_folder(path: Any) -> Any:
+    """A path of the call that saved, which is one of another folder if the program has changed its folder since."""
+    folder = _folder.get()
+    return path if folder is None or "://" in path else os.path.join(folder, path)
+
+
 _leaves: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_leaves_files", default=False)
 """Whether this worker leaves files to the chief now."""
+
+_folder: contextvars.ContextVar[str | None] = contextvars.ContextVar("replica_engine_folder_of_call", default=None)
+"""The folder in which a checkpoint was saved that is complete now; None if it is the current one."""
 
 
 @contextlib.contextmanager

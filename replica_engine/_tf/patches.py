@@ -52,7 +52,7 @@ _SEVERAL = "tensorflow.python.distribute.values.PerReplica"
 _FIRST_SCOPE = "the first `TPUStrategy.scope()`"
 _FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
 _FIRST_SCOPE_OF_ALL = "the first scope of a strategy"
-_FIRST_SAVED = "the first scope of a strategy, or the first `TrainingState`"
+_FIRST_SAVED = "the first scope of a strategy, the first `TrainingState`, or the first `BackupAndRestore`"
 _NOT_OURS = (
     "passes on to TensorFlow for checkpoints without variables of this library's strategies and without a "
     "`TrainingState`"
@@ -200,13 +200,27 @@ PATCHES: tuple[Patch, ...] = (
     *(
         Patch(owner, name, "checkpoints are atomic, asynchronous, and in parts", _FIRST_SAVED, _NOT_OURS)
         for owner, name in (
-            *((checkpoints.CHECKPOINT, name) for name in checkpoints.METHODS),
+            *((checkpoints.CHECKPOINT, name) for name in checkpoints.METHODS if name != checkpoints.READ),
             (checkpoints.SAVER, checkpoints.SAVE),
         )
+    ),
+    Patch(
+        checkpoints.CHECKPOINT,
+        checkpoints.READ,
+        "checkpoints are read in parts, and from folders whose names TensorFlow takes for patterns",
+        _FIRST_SAVED,
+        "the second for all checkpoints",
     ),
     *(
         Patch(checkpoints.MANAGEMENT, name, "the chief writes files for all workers", _FIRST_SAVED, _NOT_OURS)
         for name in (checkpoints.STATE, checkpoints.DELETE)
+    ),
+    Patch(
+        checkpoints.MANAGEMENT,
+        checkpoints.FILES,
+        "a folder such as `lr[1]` is no pattern for `lr1`: the last checkpoint is found, and only old ones are deleted",
+        _FIRST_SAVED,
+        "holds for all checkpoints",
     ),
     Patch(
         checkpoints.HANDLER,

@@ -23,10 +23,15 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from replica_engine._tf import checkpoints
+
 TEMPORARY = "_temp"
 """What the name of the folder has behind the prefix, as with TensorFlow."""
 
-_DATA = re.compile(r"\.data-\d{5}-of-(\d{5})$")
+DATA = ".data-?????-of-?????"
+"""What the names of data files have behind the prefix."""
+
+_NUMBER = re.compile(r"\.data-\d{5}-of-(\d{5})$")
 _HEADER = re.compile(rb"\0\0.\x08([\x80-\xff]*[\0-\x7f])", re.DOTALL)  # sizes of the first key and value; the value
 
 
@@ -81,7 +86,7 @@ def commit(bundles: Sequence[str], path: str) -> None:
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=list(bundles), destination_prefix=merged, delete_old_dirs=False
         )
-    data = sorted(tf.io.gfile.glob(merged + ".data-?????-of-?????"))
+    data = checkpoints.matching(merged + DATA)
     for file in [*data, merged + ".index"]:
         _to_disk(file)
     for file in data:
@@ -89,7 +94,7 @@ def commit(bundles: Sequence[str], path: str) -> None:
     _to_disk(os.path.dirname(path))  # the data files before the index that needs them
     tf.io.gfile.rename(merged + ".index", path + ".index", overwrite=True)
     _to_disk(os.path.dirname(path))
-    for file in tf.io.gfile.glob(path + ".data-?????-of-?????"):
+    for file in checkpoints.matching(path + DATA):
         if _number(file) != len(data):
             tf.io.gfile.remove(file)
     tf.io.gfile.rmtree(path + TEMPORARY)
@@ -116,7 +121,7 @@ def _number_of(path: str) -> int | None:
 
 
 def _number(file: str) -> int:
-    found = _DATA.search(file)
+    found = _NUMBER.search(file)
     assert found is not None, "the pattern of the files is narrower"
     return int(found[1])
 

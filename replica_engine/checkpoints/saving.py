@@ -8,6 +8,7 @@ same checkpoint, or with an error on each.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import os
 import re
@@ -18,8 +19,9 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from replica_engine._tf import checkpoints
-from replica_engine.checkpoints import bundle, owners, parts, snapshot, writer
+from replica_engine.checkpoints import aliases, bundle, owners, parts, snapshot, writer
 from replica_engine.errors import CheckpointError, ReplicaEngineError
+from replica_engine.process import folders, scoped
 
 
 class Turn(Protocol):
@@ -50,7 +52,7 @@ class Turn(Protocol):
 class Team(Protocol):
     """The workers that save together, as one of them sees them."""
 
-    def taking_turns(self, what: str, path: Any) -> AbstractContextManager[Turn]:
+    def taking_turns(self, what: str, path: Any, given: str | None = None) -> AbstractContextManager[Turn]:
         """A context manager around a save: all workers meet before and after it."""
 
 
@@ -77,6 +79,8 @@ class Saves:
     """Implements `_tf.checkpoints.Saves`."""
 
     concerns = staticmethod(owners.concerns)
+    absolute = staticmethod(folders.absolute)
+    readable = staticmethod(aliases.readable)
     reading = staticmethod(parts.reading)
 
     def save(
@@ -92,9 +96,10 @@ class Saves:
         Raises:
             CheckpointError: it could not be written, or the asynchronous save before it could not.
         """
+        given, path = _given.get() or path, folders.absolute(path)
         with writer.alone():
             team: Team | None = owners.team_of(saved)
-            with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path) as turn:
+            with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path, given) as turn:
                 with snapshot.taking(turn.together, asynchronous) as taken:
                     try:
                         _begin(path, turn)
@@ -124,6 +129,17 @@ class Saves:
     def wait(self, raises: bool) -> None:
         """Waits for the asynchronous save."""
         writer.wait() if raises else writer.join()
+
+
+_given: contextvars.ContextVar[str | None] = contextvars.ContextVar("replica_engine_given_path", default=None)
+
+
+def as_given(path: str) -> AbstractContextManager[str]:
+    """Inside, the path of a checkpoint is what the user gave at a time at which the program had perhaps another folder.
+
+    Workers compare what they were given: a relative path may lead to a shared folder that machines have at two places.
+    """
+    return scoped.variable(_given, path)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from typing import Any
 from replica_engine.diagnostics.flight_record import SyncPointRecord, as_json, lasts
 from replica_engine.errors import ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.threads import note_sync_points, note_workers
+from replica_engine.process import folders
 from replica_engine.telemetry.watchdog import workers
 
 VARIABLE = "REPLICA_ENGINE_DUMP_DIR"
@@ -40,7 +41,7 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
     """
     if isinstance(error, ReplicaTimeoutError):
         note_workers(error, workers())
-    folder = os.environ.get(VARIABLE)
+    folder = folders.of_environment(os.environ.get(VARIABLE, ""))
     if run is None and not folder:
         return
     lines, path = [], None

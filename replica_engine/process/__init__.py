@@ -1,6 +1,7 @@
 """Functions that concern the whole process, not one run.
 
 - `devices`: several devices on a machine that has one.
+- `folders`: which folder a relative path is in.
 - `pool`: the size of TensorFlow's thread pool.
 - `shutdown`: the exit of the process in the middle of a run.
 - `freed_memory`: the limits of glibc's allocator.

@@ -62,16 +62,22 @@ class Saving:
         with self._meeting(what, path, by_all=False) as turn:
             yield turn.writes
 
-    def taking_turns(self, what: str, path: Any) -> contextlib.AbstractContextManager[Turn]:
-        """Like `saving`, for what all workers may write together: it yields what this one does."""
-        return self._meeting(what, path, by_all=True)
+    def taking_turns(self, what: str, path: Any, given: str | None = None) -> contextlib.AbstractContextManager[Turn]:
+        """Like `saving`, for what all workers may write together: it yields what this one does.
+
+        Args:
+            what: what is saved, in words.
+            path: where this worker is to save it.
+            given: the path as the user gave it, if that is another one.
+        """
+        return self._meeting(what, path, True, given)
 
     @contextlib.contextmanager
-    def _meeting(self, what: str, path: Any, by_all: bool) -> Iterator[Turn]:
+    def _meeting(self, what: str, path: Any, by_all: bool, given: str | None = None) -> Iterator[Turn]:
         if _inside.get():  # Keras backs a model up by saving its weights, and the path is chosen already
             yield Turn(self, "", writes=True, together=False)
             return
-        ours, key = _place(path), f"{SAVING} {what}: path {next(_numbers)} "
+        ours, key = _place(path, given), f"{SAVING} {what}: path {next(_numbers)} "
         if self.is_chief or by_all:
             self._member.put(f"{key}{self._member.worker}", ours)
         self._meet(f"{SAVING} {what}", True)
@@ -140,10 +146,10 @@ class Turn:
         return self._saving.exchange(what, value) if self._key else [value]
 
 
-def _place(path: Any) -> list[str]:
+def _place(path: Any, given: str | None) -> list[str]:
     """A path as it was given, and from the root."""
-    given = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
-    return [given, os.path.abspath(given)]
+    path = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else str(path)
+    return [given or path, os.path.abspath(path)]
 
 
 def _is_same(ours: list[str], theirs: list[str]) -> bool:

@@ -125,7 +125,7 @@ class timeline:
     writes its own file: `run.worker-1.json` for `run.json` on worker 1.
 
     Args:
-        path: the path of the file. Its folder must exist.
+        path: the path of the file. Its folder must exist. A relative path is in the current folder of this call.
 
     Raises:
         OSError: the file cannot be written. This is checked before the block begins.
@@ -143,13 +143,16 @@ class timeline:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = os.fspath(path)
+        self._path = os.fspath(path)  # which workers compare
+        self._folder = "" if os.path.isabs(self._path) else os.getcwd()
         self._recorder: Recorder | None = None
         self._shared: Shared | None = None
 
     def __enter__(self) -> timeline:
         if not _shared or _shared[-1].writes:
-            with open(self._path, "a"):  # fails now, not at the end of a long run, if the file cannot be written
+            with open(
+                self._file(self._path), "a"
+            ):  # fails now, not at the end of a long run, if the file cannot be written
                 pass
         if _shared:
             self._shared = _shared[-1]
@@ -164,30 +167,33 @@ class timeline:
         _change(lambda recorders: tuple(each for each in recorders if each is not recorder))
         ended = now()
         if self._shared is None:
-            write(self._path, recorder.spans, recorder.began, ended, recorder.dropped)
+            write(self._file(self._path), recorder.spans, recorder.began, ended, recorder.dropped)
             return
         path, spans, lacks, clock_errors = self._shared.end(self._path, recorder.spans, waits=error is None)
         if path is None:
             return
         began = min([recorder.began, *(span.begin for span in spans)])
         try:
-            write(path, spans, began, ended, recorder.dropped, lacks, clock_errors)
+            write(self._file(path), spans, began, ended, recorder.dropped, lacks, clock_errors)
         except OSError as reason:
             if path == self._path:
                 raise
             LOGGER.warning("The timeline of this worker could not be written: %s", reason)  # not checked before
+
+    def _file(self, path: str) -> str:
+        return os.path.join(self._folder, path)
 
     def __repr__(self) -> str:
         return f"timeline({self._path!r})"
 
     def _repr_html_(self) -> str:
         """The picture, and the slowest replica in words, for notebooks, once the block is over."""
-        if self._recorder is not None or not os.path.exists(self._path):
+        if self._recorder is not None or not os.path.exists(self._file(self._path)):
             return html.plain(f"timeline({self._path!r}): nothing is recorded yet")
         from replica_engine.telemetry.report import picture, spans, steps  # only to show it
 
         try:
-            recorded = spans.read(self._path)
+            recorded = spans.read(self._file(self._path))
         except (ValueError, OSError) as error:  # empty or of another program; a notebook shows no other cell for that
             return html.plain(f"timeline({self._path!r}): {error}")
         return picture.as_svg(recorded) + html.plain("\n".join(steps.summary(recorded)))

@@ -57,6 +57,7 @@ _NORMAL = (
     (r"(?:/[\w.+-]+)+/replica_engine-\d+-\d+\.json", "/tmp/runs/replica_engine-1234-0.json"),
     (r"(?:/[\w.+-]+)+/(replica_engine_\w+)-[0-9a-f]{64}", r"/tmp/programs/\1-0123abcd"),
     (r"(?:/[\w.+-]+)+/([\w-]+\.(?:py|so))", r"\1"),
+    (r"(?:/[\w.+-]+)+/test_\w+\d/", "/home/me/"),  # pytest's tmp_path
     (r"\bfor [\d.]+(?:e-\d+)? s\b", "for N s"),
     (r"\bsync point in [\d.]+ s:", "sync point in N s:"),
     (r"\([\w.-]+, pid \d+\)", "(node-a, pid N)"),

@@ -234,6 +234,17 @@ def test_a_worker_knows_the_chiefs_path(tmp_path, monkeypatch):
     assert not writes(str(tmp_path / "model.keras"), tmp_path / "model.keras")
     assert not writes("model.keras", os.fsencode(tmp_path / "model.keras"))
     assert writes("model.keras", "workertemp_1/model.keras")
+
+    def is_together(chiefs, own):
+        """Paths of a training that has changed its folder, as they were given."""
+        values.clear()
+        with chief.taking_turns("a checkpoint", tmp_path / "a" / chiefs, chiefs):
+            pass
+        with other.taking_turns("a checkpoint", tmp_path / "b" / own, own) as turn:
+            return not turn.writes
+
+    assert is_together("backups/variables", "backups/variables")
+    assert not is_together("backups/variables", "backups of worker 1/variables")
     assert not writes("gs://bucket/model", "gs://bucket/model")
     assert writes("gs://bucket/model", "gs://bucket/own")
 

@@ -18,6 +18,7 @@ from jax._src import compilation_cache, lru_cache
 from replica_engine import TPUStrategy, xla
 from replica_engine.pjrt import cache_folder, executable
 from replica_engine.pjrt.cache_folder import CacheFolder
+from replica_engine.process import folders
 from replica_engine.xla.stages import saved_programs
 
 X = [[tf.constant([1.0, 2.0])], [tf.constant([3.0, 4.0])]]
@@ -172,9 +173,7 @@ class TestPaths:
     def _here(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        saved_programs._absolute_at_first.cache_clear()
-        yield
-        saved_programs._absolute_at_first.cache_clear()
+        monkeypatch.setattr(folders, "_BEGAN_IN", str(tmp_path))
 
     def choose(self, path, variable, monkeypatch):
         saved_programs._chosen.clear()
@@ -197,9 +196,11 @@ class TestPaths:
 
     def test_the_current_folder_may_change(self, tmp_path, monkeypatch, variable):
         self.choose("programs", variable, monkeypatch)
-        compiled(double)
         (tmp_path / "elsewhere").mkdir()
-        monkeypatch.chdir(tmp_path / "elsewhere")
+        monkeypatch.chdir(tmp_path / "elsewhere")  # before the first program, as programs that hydra starts do
+        compiled(double)
+        assert list((tmp_path / "programs").glob("*-cache"))
+        monkeypatch.chdir(tmp_path)
         assert compiled(double)[1] == (0, 1)
 
 

@@ -14,6 +14,8 @@ import re
 import shutil
 from pathlib import Path
 
+from replica_engine.process.folders import absolute
+
 _NAME = re.compile(r"backup-(\d+)-(\d+)")
 _HALF = ".half"
 
@@ -24,10 +26,15 @@ class BackupFolder:
     Args:
         directory: the folder. It is made when the first checkpoint is written.
         keep: how many complete checkpoints stay.
+
+    Attributes:
+        given: the folder as the user gave it.
+        path: the folder from the root: a training may change its folder.
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int):
-        self.path = Path(directory)
+        self.given = os.fspath(directory)
+        self.path = Path(absolute(self.given))
         self._keep = keep
 
     def last(self) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from replica_engine._tf.keras import fitting
+from replica_engine.checkpoints import saving
 from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief, positive_int
@@ -27,7 +28,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     It works with `replicate_model`, with models of a strategy's scope on one worker and several, and with plain models.
 
     Args:
-        directory: the folder of the backups, on a file system. Several workers give the same one.
+        directory: the folder of the backups, on a file system. Several workers give the same one. A relative one is in
+            the current folder of this call, also if the training changes it.
         save_freq: "epoch", or an int: a backup every so many batches.
         keep: how many backups stay.
         asynchronous: whether training goes on while a backup is written. An error of writing is raised by the next
@@ -78,6 +80,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "delete": delete_checkpoint,
             "signals": tuple(signals),
         }
+        saving.install()  # which reads folders whose names TensorFlow takes for patterns
         fitting.watch(_begin, steps_of, fit)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -101,7 +101,7 @@ def _state(each: Any) -> dict[str, Any]:
         state["own"] = each.get_state()
     if isinstance(each, callbacks.CSVLogger) and each.csv_file is not None and not each.csv_file.closed:
         each.csv_file.flush()
-        state["length"] = os.path.getsize(each.filename)
+        state["length"] = os.fstat(each.csv_file.fileno()).st_size  # by its name it may be in another folder now
         state["append_header"] = not state["length"]
     return state
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -253,7 +254,8 @@ class Training:
         if self._asynchronous:
             _thread.writes = weakref.ref(self._variables)
             options.experimental_write_callbacks = [lambda path: self._folder.finish(half)]
-        self._variables.write(half, options)
+        with saving.as_given(os.path.join(self._folder.given, half.name)):
+            self._variables.write(half, options)
         if not self._asynchronous:
             self._folder.finish(half)
 

@@ -34,6 +34,7 @@ from replica_engine.pjrt.cache_folder import CacheFolder
 from replica_engine.pjrt.executable import Executable, circumstances
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
+from replica_engine.process import folders
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.program import BodyProgram
@@ -184,12 +185,9 @@ def _absolute(path: str) -> str:
     return path if not path or "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
-_absolute_at_first = functools.cache(_absolute)
-
-
 def _named_by_environment() -> str | None:
     path = next(filter(None, map(os.environ.get, _VARIABLES)), None)
-    return _absolute_at_first(path) if path else None
+    return folders.of_environment(os.path.expanduser(path)) if path else None
 
 
 _opened = functools.cache(CacheFolder)
