@@ -55,7 +55,8 @@ def console() -> None:
         try:
             app.run(_run, flags_parser=_parse_for_console)
         finally:
-            sys.stdout.flush()  # Python itself would do so at exit, and print a traceback if nobody reads
+            if sys.stdout is not None:  # `>&-`
+                sys.stdout.flush()  # Python itself would do so at exit, and print a traceback if nobody reads
     except BrokenPipeError:
         if not _is_unread():
             raise

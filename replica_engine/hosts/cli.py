@@ -17,7 +17,8 @@ Starts N processes of a script on this machine, as the workers of one job, and w
 
 Each line that a worker prints has its name before it. When a worker fails, the others get ten seconds to raise by
 themselves, and then are ended. What failed first is printed last. Ctrl-C, SIGTERM and SIGHUP go to all workers, which
-have --grace seconds to save and end.
+have --grace seconds to save and end. If an output is closed, or its disk is full, the job goes on, and the other output
+tells so; a pipe that nobody reads any more ends it.
 
 With --workers MIN:MAX, a worker that fails, and fails again in its first step or before after all were started again,
 is left out of the next start, as long as MIN are left. SIGUSR1 to this launcher says that those are back: the workers

@@ -8,7 +8,8 @@ What it guarantees:
 - Each worker is in a session of its own. Ending a worker ends its process group, so nothing that it started stays.
 - The first failure decides: the others get ten seconds to raise by themselves, then SIGTERM, then SIGKILL.
 - Ctrl-C, SIGTERM and SIGHUP are passed on to all, which get the `grace` of the plan to save; a second one kills.
-- The exit status is that of the first failure, and what failed first is printed last.
+- The exit status is that of the first failure, and what failed first is printed last. An output that is closed or
+  full ends no worker (`output`); a pipe that nobody reads ends all.
 - Each start has the workers that `slots` says. SIGUSR1 brings those back that it leaves out: all get SIGTERM, on which
   a training saves after its step, and start again.
 
@@ -26,7 +27,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -40,6 +40,7 @@ from replica_engine.hosts.coordinator import Coordinator
 from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.job import Limits
 from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT
+from replica_engine.hosts.output import Output, outputs
 from replica_engine.hosts.slots import AT_ONCE, Slots
 
 RESTART = "REPLICA_ENGINE_RESTART"
@@ -101,19 +102,17 @@ class LaunchPlan:
         return variables
 
 
-def launch(plan: LaunchPlan, out: IO[bytes] | None = None, err: IO[bytes] | None = None) -> int:
+def launch(plan: LaunchPlan) -> int:
     """Runs all workers to their end; to be called on the main thread.
 
     Args:
         plan: what to launch.
-        out: where the workers' standard output goes; None is this process' own.
-        err: where their standard error and the messages of the launcher go; None is this process' own.
 
     Returns:
         The exit status: 0 if all workers ended well, 128 plus the number of a signal that ended this launcher or the
         first worker that failed, otherwise the exit status of that worker.
     """
-    out, err = out or sys.stdout.buffer, err or sys.stderr.buffer
+    out, err = outputs(_NAME)
     slots = Slots(plan.fewest or plan.workers, plan.workers)
     restarts = 0
     with _signals() as woken:
@@ -140,6 +139,9 @@ def launch(plan: LaunchPlan, out: IO[bytes] | None = None, err: IO[bytes] | None
                 _say(err, f"{again} workers start. When it is back: kill -USR1 {os.getpid()}")
             else:
                 _say(err, f"{again}: all workers start again")
+    for each in (out, err):
+        with contextlib.suppress(BrokenPipeError):
+            each.end()
     return status
 
 
@@ -166,7 +168,7 @@ class _Worker:
 class _Stream:
     """Passes the lines of one of a worker's outputs on, each with the worker's name before it."""
 
-    def __init__(self, worker: _Worker, source: IO[bytes], target: IO[bytes]):
+    def __init__(self, worker: _Worker, source: IO[bytes], target: Output):
         self.worker = worker
         self.source = source
         self._target = target
@@ -183,13 +185,10 @@ class _Stream:
         if len(self._rest) > _LONGEST_LINE or not data:
             lines += [self._rest] if self._rest else []
             self._rest = b""
-        for line in lines:
-            # A progress bar writes over its line; what would be seen in the end is printed.
-            line = line.rstrip(b"\r").rpartition(b"\r")[2]
-            self.worker.tail.append(line)
-            self._target.write(b"[worker %d] %s\n" % (self.worker.index, line))
-        if lines:
-            self._target.flush()
+        # A progress bar writes over its line; what would be seen in the end is printed.
+        lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        self.worker.tail.extend(lines)
+        self._target.write(b"".join(b"[worker %d] %s\n" % (self.worker.index, line) for line in lines))
         return bool(data)
 
     def drain(self) -> None:
@@ -219,8 +218,8 @@ class _Attempt:
         start: int,
         is_last: bool,
         woken: socket.socket,
-        out: IO[bytes],
-        err: IO[bytes],
+        out: Output,
+        err: Output,
     ):
         self._plan = plan
         self._slots = slots
@@ -294,8 +293,8 @@ class _Attempt:
             if isinstance(key.data, _Stream):
                 try:
                     more = key.data.pass_on()
-                except BrokenPipeError:
-                    self._nobody_reads()
+                except BrokenPipeError:  # `replica-engine launch ... | head`: what they print goes nowhere
+                    self._pass_signal(signal.SIGPIPE)
                     continue
                 if not more:
                     selector.unregister(key.fileobj)
@@ -307,17 +306,6 @@ class _Attempt:
                         self._pass_signal(number)
                     elif number == signal.SIGUSR1:
                         self._stop_for_more()
-
-    def _nobody_reads(self) -> None:
-        """Ends the workers, because what they print goes nowhere: `replica-engine launch ... | head`."""
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        for target in (self._out, self._err):
-            try:
-                target.flush()
-            except BrokenPipeError:
-                os.dup2(nothing, target.fileno())  # or Python's own flush at exit fails too
-        os.close(nothing)
-        self._pass_signal(signal.SIGPIPE)
 
     def _pass_signal(self, number: int) -> None:
         again, now = self.signalled is not None, time.monotonic()
@@ -351,7 +339,7 @@ class _Attempt:
                     try:
                         key.data.drain()
                     except BrokenPipeError:
-                        self._nobody_reads()
+                        self._pass_signal(signal.SIGPIPE)
             status = worker.process.returncode
             coordinator.exited(worker.index, status)
             if status and self._first is None:
@@ -442,9 +430,9 @@ def _shell_status(status: int) -> int:
     return 128 - status if status < 0 else status
 
 
-def _say(err: IO[bytes], text: str) -> None:
-    err.write(f"{_NAME}: {text}\n".encode())
-    err.flush()
+def _say(err: Output, text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # what is said to nobody ends nothing
+        err.write(f"{_NAME}: {text}\n".encode())
 
 
 @contextlib.contextmanager

@@ -1,12 +1,16 @@
 """`replica-engine launch`, as users call it: what it prints, how it ends, and that nothing stays behind."""
 
+import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
 
 import pytest
 from helpers.jobs import LONG, Ending
+
+from replica_engine.hosts import output
 
 JOINS = """
 import os, signal, subprocess, sys
@@ -354,6 +358,63 @@ def test_nobody_reads_what_is_printed(script):
     assert process.stderr.read() == "replica-engine launch: ended by SIGPIPE; all workers have ended\n"
     assert process.wait(LONG) == 128 + signal.SIGPIPE
     process.stderr.close()
+
+
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize(
+    ("change", "shown", "told"),
+    [
+        (">&-", "err", "standard output cannot be written: it is closed. The workers go on."),
+        (">/dev/full", "err", "standard output cannot be written: No space left on device. The workers go on."),
+        ("2>&-", "out", "standard error cannot be written: it is closed. The workers go on."),
+        ("2>/dev/full", "out", "standard error cannot be written: No space left on device. The workers go on."),
+        ("<&- >&- 2>/dev/full", "", ""),
+        (">/dev/full 2>&-", "", ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_ends_no_job(script, tmp_path, change, shown, told, status):
+    """The workers come to their end, the status is the job's, and the other output tells what was lost."""
+    path = script(
+        "import os, sys\n"
+        "for text in ('first', 'second'):\n"
+        "    print(text, 'out', flush=True)\n"
+        "    print(text, 'err', file=sys.stderr, flush=True)\n"
+        f"open({str(tmp_path)!r} + '/ended', 'a').write('ended ')\n"
+        f"sys.exit({status})"
+    )
+    program = f"exec {shlex.join(command('--workers', '1', path))} {change}"
+    ended = subprocess.run(["sh", "-c", program], capture_output=True, text=True, timeout=LONG, check=False)
+    assert ended.returncode == status
+    assert (tmp_path / "ended").read_text() == "ended "
+    text = ended.stdout + ended.stderr
+    if told:
+        assert f"[worker 0] first {shown}\n" in text
+        assert f"[worker 0] second {shown}\n" in text
+        assert text.count(told) == 1
+        assert "could not be written to standard" in text
+    else:
+        assert text == ""
+
+
+def test_a_disk_that_has_room_again_gets_whole_lines(monkeypatch):
+    """A line that was cut ends, and none is written twice."""
+    seen, room = [], [3, 100]
+
+    def write(descriptor, data):
+        seen.append(bytes(data[: room[0]]))
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(len(data), room[0])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(output.os, "write", write)
+    out = output.Output(1, "standard output", "launch")
+    out.write(b"abcdef\n")
+    out.write(b"lost\n")
+    room[0] = room.pop()
+    out.write(b"whole\n")
+    assert b"".join(seen) == b"abc\nwhole\n"
 
 
 @pytest.mark.parametrize(
