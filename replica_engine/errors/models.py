@@ -82,6 +82,49 @@ class BackupError(ReplicaEngineError, ValueError):
             "folder to begin from the first epoch."
         )
 
+    @classmethod
+    def of_other_trained(cls, folder: str, path: str, is_trained: bool) -> BackupError:
+        """Another layer was frozen when the backup was written."""
+        there, here = ("frozen", "trained") if is_trained else ("trained", "frozen")
+        return cls(
+            f"The backup in {folder} is one of a training in which {path} was {there}, and here it is {here}: what the "
+            "optimizer keeps of each weight would be read into others. Set `trainable` of the layers as in the program "
+            "that saved it, or delete the folder to begin from the first epoch."
+        )
+
+    @classmethod
+    def of_fewer_batches(cls, batch: int, found: int, had: int | None) -> BackupError:
+        """The epoch has ended before the place of the backup."""
+        before = "" if had is None else f", and had {had}"
+        return cls(
+            f"The backup was written after batch {batch} of an epoch, and the epoch has {found} batches now{before}. "
+            "The place in the data is counted in batches: train with the batch size and the data of the program that "
+            "saved it, or delete the folder to begin from the first epoch."
+        )
+
+
+def warn_other_batches(batch: int, had: int, now: int, is_smaller: bool | None) -> str:
+    """The warning that the place of a backup is another place in the data now.
+
+    Args:
+        batch: the place, in batches.
+        had: how many samples a batch had, or batches an epoch.
+        now: how many it has now.
+        is_smaller: whether batches are smaller now; None if `had` and `now` count the batches of an epoch.
+    """
+    what = f"an epoch has {now} batches" if is_smaller is None else f"a batch has {count_of(now, 'sample')}"
+    lost = {
+        True: "samples that were trained are trained again",
+        False: "samples are left out that were not trained",
+        None: "samples may be trained again or left out",
+    }[is_smaller]
+    return warning(
+        "warn_other_batches",
+        f"The training goes on after batch {batch} of the epoch, and {what} now, and had {had}. The place in the "
+        f"data is counted in batches: in this epoch, {lost}; later epochs are whole. Train with the batch size and the "
+        "data of the program that saved it.",
+    )
+
 
 def warn_uneven_rest(rows: int, size: int) -> str:
     """The warning that the last batch of `fit` gives replicas unequal shares, in a strategy's scope."""

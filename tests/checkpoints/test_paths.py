@@ -1,4 +1,4 @@
-"""A path is a path: no name of a checkpoint is a pattern for others, and a program that changes its folder moves none."""
+"""A path is a path: no name is a pattern for other checkpoints, and no later change of the folder moves one."""
 
 import json
 import os

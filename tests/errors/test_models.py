@@ -1,5 +1,7 @@
 """Keras models that cannot be replicated, batches that cannot be shared out, optimizers out of place."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from replica_engine.errors import BackupError, BatchError, LogError, OptimizerEr
 from replica_engine.errors.models import (
     note_sparse_inputs,
     warn_metric_not_a_sum,
+    warn_other_batches,
     warn_uneven_evaluation,
     warn_uneven_rest,
 )
@@ -186,6 +189,48 @@ def test_a_backup_of_another_model(monkeypatch, tmp_path):
         backup = BackupAndRestore("backup", delete_checkpoint=False)
         x, y = np.ones((4, 3)), np.ones((4, units))
         model.fit(x, y, verbose=0, shuffle=False, callbacks=[backup])
+
+
+class Ends(keras.callbacks.Callback):
+    """Ends a training after its sixth batch, as a lost machine does."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 5:
+            raise InterruptedError
+
+
+def train_with_backup(folder, batch_size=4, is_lost=False, is_frozen=False):
+    """Trains a net of two layers for an epoch of 48 samples."""
+    layers = [keras.Input((3,)), keras.layers.Dense(3, name="base"), keras.layers.Dense(2, name="head")]
+    model = keras.Sequential(layers, name="net")
+    model.layers[0].trainable = not is_frozen
+    model.compile("adam", "mse")
+    backup = BackupAndRestore(folder, save_freq=1, asynchronous=False)
+    callbacks = [Ends(), backup] if is_lost else [backup]
+    x, y = np.ones((48, 3)), np.ones((48, 2))
+    with contextlib.suppress(InterruptedError):
+        model.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False, callbacks=callbacks)
+
+
+@shows(BackupError.of_fewer_batches)
+def test_a_backup_behind_the_end_of_the_epoch(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    train_with_backup("backup", batch_size=4, is_lost=True)
+    train_with_backup("backup", batch_size=16)
+
+
+@shows(warn_other_batches)
+def test_a_backup_of_larger_batches(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    train_with_backup("backup", batch_size=4, is_lost=True)
+    train_with_backup("backup", batch_size=2)
+
+
+@shows(BackupError.of_other_trained)
+def test_a_backup_of_a_frozen_layer(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    train_with_backup("backup", is_frozen=True, is_lost=True)
+    train_with_backup("backup")
 
 
 class Counts(keras.callbacks.Callback):

@@ -102,6 +102,15 @@ def spec_of(epoch_iterator: Any) -> Any:
     return epoch_iterator._distributed_dataset.element_spec
 
 
+def rows_of(epoch_iterator: Any) -> int | None:
+    """How many samples a batch has; None if that is not known."""
+    adapter = epoch_iterator.data_adapter
+    if not is_of_dataset(epoch_iterator):
+        return adapter.batch_size
+    shape = getattr(tf.nest.flatten(adapter._dataset.element_spec)[0], "shape", None)
+    return shape[0] if shape is not None and shape.rank else None
+
+
 def begin_at(model: Any, epoch: int | None) -> None:
     """Lets the `fit` that has just begun continue with an epoch; None lets later ones begin with their own."""
     model._initial_epoch = epoch

@@ -10,6 +10,8 @@ beginning. Python's and NumPy's random numbers then start from where they were w
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,10 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import fitting
 from replica_engine.checkpoints.training import random_state
+from replica_engine.errors import BackupError
+from replica_engine.errors.models import warn_other_batches
+
+_logger = logging.getLogger("replica_engine")
 
 _FILE = "-data"
 _AHEAD = 100  # batches, more than what lies between a `shuffle` and the training
@@ -104,6 +110,8 @@ class Place:
             "random": self._random,
             "steps_seen": source._steps_seen,
             "batches": source._num_batches,
+            "rows": fitting.rows_of(source),
+            "steps": source.steps_per_execution,
             "has_current": source._current_iterator is not None,
         }
 
@@ -151,11 +159,16 @@ class Place:
                 of the part of one worker, so batches are skipped otherwise.
         """
         source, batch = self._source, saved["batch"]
+        per = source.steps_per_execution
+        if batch:
+            batch = self._checked(saved)
         source._num_batches = source._num_batches or saved["batches"]
         goes_on = source.steps_per_epoch is not None and saved["has_current"]  # with one iterator over epochs
         file = Path(f"{path}{_FILE}")
         has_file = saved["saved"] and is_same_size and file.with_name(f"{file.name}.index").exists()
         has_file = has_file and not self._may_have_ended(saved)
+        if batch:
+            self._warn_of_other_batches(saved, has_file)
         before, last = random_state.captured(), None
         if fitting.is_of_dataset(source):
             for _ in range(saved["made"] - bool(batch or goes_on) - has_file):
@@ -165,17 +178,50 @@ class Place:
         if goes_on:
             source._current_iterator = iter(source._get_iterator())
             source._steps_seen = saved["steps_seen"] - batch
-        executions = -(-batch // source.steps_per_execution)
-        for _ in range(executions):
+        is_between = batch % per > 0  # two executions: the process before had another number of steps in each
+        if is_between:
+            source.steps_per_execution = 1
+        for _ in range(-(-batch // source.steps_per_execution)):
             *_, self._iterator = next(steps)
         if has_file:
             current = self._iterator if batch else source._current_iterator or last or iter(source._get_iterator())
             tf.train.Checkpoint(iterator=fitting.saveable(current)).read(str(file)).assert_consumed()
         elif batch or goes_on:
-            skip(self._iterator if batch else source._current_iterator, saved["taken"], self._say)
+            skip(self._iterator if batch else source._current_iterator, saved["taken"], self._say, _steps(saved) - 1)
         self._made, self._taken, self._random = saved["made"], saved["taken"], saved["random"]
         random_state.restore(before)
-        return self.counted(steps)
+        return self.counted(_together(source, steps, per) if is_between else steps)
+
+    def _checked(self, saved: dict[str, Any]) -> int:
+        """The batch after which a process goes on in the epoch.
+
+        Raises:
+            BackupError: the epoch has no such batch now, or would end at another one than the epochs after it.
+        """
+        source, batch = self._source, saved["batch"]
+        total, per = source.num_batches, source.steps_per_execution
+        if total is None:
+            return batch
+        if batch >= total + _steps(saved):  # the last execution of an epoch may count batches that are not there
+            raise BackupError.of_fewer_batches(batch, total, saved["batches"])
+        if source.steps_per_epoch is not None and batch - (batch - total) // per * per > -(-total // per) * per:
+            raise BackupError(
+                f"The backup was written after batch {batch} of an epoch of {total} batches (steps_per_epoch), and "
+                f"{per} steps at once (steps_per_execution) do not end where the epoch ends: batches of the next "
+                "epoch would be trained in this one. Give compile() the steps_per_execution of the program that saved "
+                f"it, {_steps(saved)}, or one that divides {total - batch}."
+            )
+        return min(batch, total)
+
+    def _warn_of_other_batches(self, saved: dict[str, Any], has_file: bool) -> None:
+        """Warns if the place in batches is another place in the data than it was; the state of an iterator is none."""
+        source, batch, had = self._source, saved["batch"], saved.get("rows")
+        rows, total = fitting.rows_of(source), source.data_adapter.num_batches
+        if None not in (rows, had) and rows != had:
+            if rows > had or not has_file:
+                _logger.warning(warn_other_batches(batch, had, rows, rows < had))
+        elif None not in (total, saved["batches"]) and source.steps_per_epoch is None and total != saved["batches"]:
+            _logger.warning(warn_other_batches(batch, saved["batches"], total, None))
 
     def _may_have_ended(self, saved: dict[str, Any]) -> bool:
         """Whether `shuffle` may have given its last element, and its order of the next epoch would be another one.
@@ -188,19 +234,44 @@ class Place:
         return saved["made"] == 1 and saved["batch"] > 0 and (batches is None or batches - saved["batch"] <= _AHEAD)
 
 
-def skip(iterator: Any, batches: int, say: Callable[[str], None]) -> None:
+def _steps(saved: dict[str, Any]) -> int:
+    """How many steps the process that saved a place made at once."""
+    return int(saved.get("steps", 1))
+
+
+def _together(source: Any, steps: Iterator[Step], count: int) -> Iterator[Step]:
+    """The steps that are left of an epoch, so many at once; Keras' generator gives single ones."""
+    try:
+        for first, _, iterator in steps:
+            yield first, first + count - 1, iterator
+            for _ in itertools.islice(steps, count - 1):
+                pass
+    finally:
+        source.steps_per_execution = count
+
+
+def skip(iterator: Any, batches: int, say: Callable[[str], None], uncertain: int = 0) -> None:
     """Takes batches and throws them away.
 
     Args:
         iterator: where they are taken from.
         batches: how many.
         say: prints a line for the user.
+        uncertain: how many of them may not be there, because several steps at once count some that no data was left for.
+
+    Raises:
+        BackupError: the data ends before.
     """
     if batches:
         say(f"resuming: skipping batches of the data that were taken already: {batches}")
     told = time.monotonic()
     for number in range(batches):
-        next(iterator)
+        try:
+            next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if number < batches - uncertain:
+                raise BackupError.of_fewer_batches(batches, number, None) from None
+            return
         if time.monotonic() - told > _EVERY:
             told = time.monotonic()
             say(f"resuming: {number + 1} of {batches} batches skipped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,9 +16,12 @@ from replica_engine.checkpoints.training.folder import in_words
 from replica_engine.checkpoints.training.preemption import Preemption, status_of
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief
+from replica_engine.errors.models import warn_other_batches
 from replica_engine.keras.backup.data import skip
 from replica_engine.keras.backup.variables import Variables
 from replica_engine.keras.model import is_replicated
+
+_logger = logging.getLogger("replica_engine")
 
 
 class TrainingState(tf.train.experimental.PythonState):
@@ -77,6 +81,7 @@ class TrainingState(tf.train.experimental.PythonState):
         if self._saving is not None:
             owners.belong(self._saving, self)
         self._made = 0  # iterators of all epochs
+        self._batches: int | None = None  # of an epoch; None if that is not known
         self._restored: dict[str, Any] | None = None
         self._preemption = Preemption(signals, None if self._saving is None else self._saving.exchange)
 
@@ -90,6 +95,11 @@ class TrainingState(tf.train.experimental.PythonState):
             Each batch; `batch` counts it. At the end, `epoch` counts the epoch, and `batch` is 0.
         """
         restored, self._restored = self._restored, None
+        before, self._batches = self._batches, _batches_of(dataset)
+        if restored is not None and self.batch and None not in (before, self._batches) and before != self._batches:
+            assert before is not None
+            assert self._batches is not None
+            _logger.warning(warn_other_batches(self.batch, before, self._batches, None))
         if restored is not None:
             for _ in range(restored["made"] - bool(self.batch) - self._made):
                 iter(dataset)  # each iterator gets another order of `shuffle`
@@ -136,6 +146,7 @@ class TrainingState(tf.train.experimental.PythonState):
             "epoch": self.epoch,
             "batch": self.batch,
             "made": self._made,
+            "batches": self._batches,
             "values": self.values,
             "random": random_state.captured(self._strategy),
             "seeds": [] if self._variables is None else self._variables.seeds(),
@@ -153,6 +164,7 @@ class TrainingState(tf.train.experimental.PythonState):
         worker = 0 if self._saving is None else self._saving.worker
         state = plain.loads(states[worker if worker < len(states) else 0])
         self.epoch, self.batch, self.values = state["epoch"], state["batch"], state["values"]
+        self._batches = state.get("batches")
         self._restored = state
         self._continue(state)
 
@@ -163,3 +175,10 @@ class TrainingState(tf.train.experimental.PythonState):
             self._variables.give_seeds(state["seeds"])
             if state["size"] == self._size:
                 self._variables.give_replicas(state["replicas"])
+
+
+def _batches_of(dataset: Any) -> int | None:
+    """How many batches an epoch has; None if that is not known."""
+    found = getattr(dataset, "cardinality", None)
+    count = found() if callable(found) else found
+    return None if count is None or int(count) < 0 else int(count)

@@ -112,6 +112,7 @@ class Training:
             return
         self._from = self._folder.path / name
         state = self._read()
+        self._variables.check_trained(self._from, state["built"], state.get("trainable"))
         with self._scope():
             self._variables.build_optimizers(state["built"])
         self._restore(state, metrics=False)
@@ -237,6 +238,7 @@ class Training:
             "stopped": bool(self._model.stop_training),
             "variables": self._variables.describe(),
             "built": self._variables.trained(),
+            "trainable": self._variables.trainable(),
             "replicas": self._variables.of_replicas(),
             "random": random_state.captured(self.strategy),
             "callbacks": states.captured(self._callbacks),

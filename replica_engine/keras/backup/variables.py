@@ -6,7 +6,7 @@ Their names are kept beside them for messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,35 @@ class Variables:
             own = [id(each) for each in keras_model.trained_by(one)] if one.built else []
             found.append([numbers[each] for each in own] if own and numbers.keys() >= set(own) else None)
         return found
+
+    def trainable(self) -> list[int]:
+        """The numbers of the model's variables that are not frozen now."""
+        own = {id(variable) for variable in self._model.trainable_variables}
+        return [number for number, variable in enumerate(self._model.variables) if id(variable) in own]
+
+    def check_trained(self, folder: Path, trained: list[list[int] | None], trainable: list[int] | None) -> None:
+        """Compares what the optimizers of a backup were built for with what is trained here.
+
+        Args:
+            folder: the folder of the backup.
+            trained: what `trained` returned when it was written.
+            trainable: what `trainable` returned then.
+
+        Raises:
+            BackupError: an optimizer here was built for other variables, or the first step would find some of which
+                the backup has no state, since they were frozen.
+        """
+        for there, here in zip(trained, self.trained(), strict=False):
+            differ = set(there) ^ set(here) if there is not None and here is not None else ()
+            self._refuse(folder, differ, here or ())
+        if trainable is not None and None not in trained:
+            known = set(trainable).union(*(each for each in trained if each is not None))
+            self._refuse(folder, set(self.trainable()) - known, self.trainable())
+
+    def _refuse(self, folder: Path, numbers: Collection[int], here: Collection[int]) -> None:
+        if numbers:
+            first = min(numbers)
+            raise BackupError.of_other_trained(str(folder), self._model.variables[first].path, first in here)
 
     def build_optimizers(self, trained: list[list[int] | None]) -> None:
         """Builds optimizers that the first step would build, so that a backup can be read into their variables.
