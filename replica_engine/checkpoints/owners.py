@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.keras import files
+from replica_engine.errors import ReplicaValueError
 
 
 def concerns(saved: Any) -> bool:
@@ -17,9 +19,32 @@ def concerns(saved: Any) -> bool:
     tracked = parts(saved)
     if any(getattr(type(part), "_saves_at_once", False) for part in tracked):
         return True
-    variables = (getattr(part, "_value", part) for part in tracked)  # TensorFlow's in Keras' variables
-    strategies = (each.distribute_strategy for each in variables if isinstance(each, distribute.DistributedVariable))
+    strategies = (each.distribute_strategy for each in _distributed(tracked))
     return any(hasattr(strategy.extended, "compiles") for strategy in strategies) or team_of(saved) is not None
+
+
+def check_values(saved: Any) -> None:
+    """Looks for variables of which no value can be saved.
+
+    Raises:
+        ReplicaValueError: replicas have different values of one, and nothing says which of them is the variable's.
+    """
+    for each in _distributed(parts(saved)):
+        if isinstance(each, distribute.SyncOnReadVariable) and each.aggregation == tf.VariableAggregation.NONE:
+            raise ReplicaValueError(
+                f"The variable {each.name!r} has a value on each replica (synchronization ON_READ), and its "
+                "aggregation NONE does not say which one a checkpoint has. Make it with aggregation=tf.VariableAggregation.SUM, "
+                "MEAN or ONLY_FIRST_REPLICA, or leave it out of the checkpoint."
+            )
+
+
+def _distributed(tracked: list[Any]) -> Iterator[Any]:
+    """The distributed variables among objects: themselves, and TensorFlow's in Keras' variables."""
+    for part in tracked:
+        # A distributed variable reads its value, and adds up its replicas, to answer for an attribute that it lacks.
+        own = part if isinstance(part, distribute.DistributedVariable) else getattr(part, "_value", part)
+        if isinstance(own, distribute.DistributedVariable):
+            yield own
 
 
 def belong(team: Any, *models: Any) -> None:

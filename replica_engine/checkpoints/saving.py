@@ -95,7 +95,9 @@ class Saves:
 
         Raises:
             CheckpointError: it could not be written, or the asynchronous save before it could not.
+            ReplicaValueError: a variable has no value that can be saved.
         """
+        owners.check_values(saved)
         given, path = _given.get() or path, folders.absolute(path)
         with writer.alone():
             team: Team | None = owners.team_of(saved)

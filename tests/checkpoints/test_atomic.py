@@ -6,11 +6,13 @@ import resource
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.versions import HAS_XLA
 
 import replica_engine
 from replica_engine.checkpoints import bundle
-from replica_engine.errors import CheckpointError
+from replica_engine.errors import CheckpointError, ReplicaValueError
 
+ASYNCHRONOUS = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
 CALLS = ("SaveV2", "MergeV2Checkpoints", "rename", "remove", "rmtree", "fsync")
 
 
@@ -158,3 +160,37 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path):
     tf.io.gfile.rmtree(str(tmp_path / "checkpoints"))
     weight.assign(tf.ones([8, 4]))
     assert found(manager.save()) == 1.0
+
+
+STRATEGIES = {
+    "threads": lambda: replica_engine.MirroredStrategy(["CPU:0", "CPU:1"]),
+    **({"compiled": lambda: replica_engine.TPUStrategy(num_cores=2)} if HAS_XLA else {}),
+}
+
+
+@pytest.mark.parametrize("how", ["write", "save", "manager", "asynchronous"])
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_variable_of_which_no_value_can_be_saved(kind, how, tmp_path):
+    """It is named, also in an attribute of an object, and can be restored, as under tf.distribute."""
+    on_read = {"synchronization": tf.VariableSynchronization.ON_READ}
+    with STRATEGIES[kind]().scope():
+        seen = tf.Variable([1.0, 2.0], name="seen", **on_read)
+        total = tf.Variable([3.0, 4.0], aggregation=tf.VariableAggregation.SUM, **on_read)
+    module = tf.Module()
+    module.seen = seen
+    checkpoint = tf.train.Checkpoint(module=module, total=total)
+    save = {
+        "write": lambda: checkpoint.write(tmp_path / "ckpt"),
+        "save": lambda: checkpoint.save(tmp_path / "ckpt"),
+        "manager": lambda: tf.train.CheckpointManager(checkpoint, tmp_path, max_to_keep=1).save(),
+        "asynchronous": lambda: checkpoint.write(tmp_path / "ckpt", ASYNCHRONOUS),
+    }[how]
+    with pytest.raises(ReplicaValueError, match=r"'seen:0' has a value on each replica .* aggregation NONE"):
+        save()
+    assert os.listdir(tmp_path) == []
+    plain = tf.Module()
+    plain.seen = tf.Variable([5.0, 6.0])
+    path = tf.train.Checkpoint(module=plain).write(str(tmp_path / "plain"))
+    tf.train.Checkpoint(module=module).read(path).assert_consumed()
+    assert [each.numpy().tolist() for each in seen.values] == [[5.0, 6.0]] * 2
+    tf.train.Checkpoint(total=total).write(tmp_path / "others")

@@ -454,3 +454,39 @@ def test_a_preemption_is_no_failure_and_uses_up_no_restart(script):
     at_once = launch("--workers", "2", "--max-restarts", "1", script(JOINS + SAVES), "0")
     assert at_once.returncode == 143  # a program that always ends so must not be started forever
     assert at_once.stdout.count("start") == 4
+
+
+LOST = """
+import os, signal
+import tensorflow as tf, replica_engine
+
+strategy = replica_engine.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    seen = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
+
+
+def ends():
+    if os.environ["REPLICA_ENGINE_PROCESS_ID"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+value = strategy.run(lambda: tf.ones([1]))
+ends()
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["strategy.reduce('SUM', value, axis=None)", "strategy.gather(value, axis=0)", "print(seen.numpy())"],
+)
+def test_of_the_loss_of_a_worker_only_the_users_frames_are_printed(script, call):
+    """Calls outside of a run and of a function, whose frames TensorFlow leaves in."""
+    ended = launch("--workers", "2", script(LOST + call))
+    assert ended.returncode == 128 + signal.SIGKILL
+    lines = [line.removeprefix("[worker 0] ") for line in ended.stderr.splitlines() if line.startswith("[worker 0] ")]
+    begin = lines.index("Traceback (most recent call last):")
+    (end,) = (number for number, line in enumerate(lines) if line.startswith("replica_engine.errors.WorkerLostError"))
+    frames = [line for line in lines[begin:end] if line.startswith("  File ")]
+    assert len(frames) == 1, "\n".join(lines[begin:end])
+    assert "script.py" in frames[0]
+    assert lines[begin + 2].strip() == call

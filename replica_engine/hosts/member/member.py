@@ -67,6 +67,7 @@ class Member(Channel):
         heartbeat: the limit of the job, in seconds.
         failed: an event that is set when the job has failed.
         reached: the host under which the other workers reach the machine of worker 0; "" before all have joined.
+        shorten: leaves only the frames of the user in the traceback of an error of this library that ends the process.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Member(Channel):
         self._beat = self._batch = time.monotonic()  # when the next ones are due
         self._in_step: Callable[[], bool] = lambda: False
         self._hook: Callable[..., Any] | None = None
+        self.shorten: Callable[[ReplicaEngineError], ReplicaEngineError] = lambda error: error
         for message in early:
             self._take(message)
         _members.add(self)
@@ -352,6 +354,8 @@ class Member(Channel):
                 note_uncaught(error)
                 self.tell_exception(error)
                 self.close()
+                if isinstance(error, ReplicaEngineError):
+                    trace = self.shorten(error).__traceback__
                 if self._launched_by_us and before is sys.__excepthook__ and print_place(error, trace):
                     return
             before(kind, error, trace)

@@ -217,10 +217,10 @@ class Place:
         """Warns if the place in batches is another place in the data than it was; the state of an iterator is none."""
         source, batch, had = self._source, saved["batch"], saved.get("rows")
         rows, total = fitting.rows_of(source), source.data_adapter.num_batches
-        if None not in (rows, had) and rows != had:
-            if rows > had or not has_file:
+        if rows is not None and had is not None:
+            if rows > had or (rows < had and not has_file):
                 _logger.warning(warn_other_batches(batch, had, rows, rows < had))
-        elif None not in (total, saved["batches"]) and source.steps_per_epoch is None and total != saved["batches"]:
+        elif source.steps_per_epoch is None and None not in (total, saved["batches"]) and total != saved["batches"]:
             _logger.warning(warn_other_batches(batch, saved["batches"], total, None))
 
     def _may_have_ended(self, saved: dict[str, Any]) -> bool:
@@ -257,7 +257,7 @@ def skip(iterator: Any, batches: int, say: Callable[[str], None], uncertain: int
         iterator: where they are taken from.
         batches: how many.
         say: prints a line for the user.
-        uncertain: how many of them may not be there, because several steps at once count some that no data was left for.
+        uncertain: how many of them may not be there: several steps at once count some that no data was left for.
 
     Raises:
         BackupError: the data ends before.

@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from replica_engine import hosts
 from replica_engine._tf import collectives, thread_state, versions
+from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
 from replica_engine.hosts.addresses import check_free, held_address
 from replica_engine.hosts.cluster import COORDINATOR, split_address
@@ -79,6 +80,7 @@ class StrategyJob:
             self.held.close()
         collectives.explain_failures(self._explain)
         collectives.on_left(self._tell_given_up)
+        self.member.shorten = shortened  # TensorFlow's frames around a collective that has ended
         self.member.tell_whether_in_step(collectives.running)
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
