@@ -33,8 +33,8 @@ def check_values(saved: Any) -> None:
         if isinstance(each, distribute.SyncOnReadVariable) and each.aggregation == tf.VariableAggregation.NONE:
             raise ReplicaValueError(
                 f"The variable {each.name!r} has a value on each replica (synchronization ON_READ), and its "
-                "aggregation NONE does not say which one a checkpoint has. Make it with aggregation=tf.VariableAggregation.SUM, "
-                "MEAN or ONLY_FIRST_REPLICA, or leave it out of the checkpoint."
+                "aggregation NONE does not say which one a checkpoint has. Make it with "
+                "aggregation=tf.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or leave it out of the checkpoint."
             )
 
 
