@@ -8,7 +8,8 @@ both is the same sum. To an optimizer it is not: Keras does not add up the rows 
 In a graph the ops behind the indices tell. Indices that depend on constants only are the same on all replicas. Indices
 that depend on lengths too (`arange(shape(x)[1])`) are the same as far as they reach. All others may depend on the
 samples, or on how many there are. A table that is looked up in both ways has the rows of both, one behind the other,
-and each part is reduced in its way.
+and each part is reduced in its way. So is one lookup of both kinds of indices, one behind the other, as those of
+`tf.nn.sampled_softmax_loss` are: the labels of the samples, and the classes that stand for all others.
 
 Eager tensors do not tell what they were made of. Rows of eager tensors are added up if each replica has the same run of
 two or more consecutive indices, as positions are.
@@ -26,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
-from replica_engine._tf.graphs import subgraphs
+from replica_engine._tf.graphs import host_ops, subgraphs
 
 _OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 _UNKNOWN = ("Stateless", "Xla", "PyFunc", "EagerPyFunc")
@@ -34,6 +35,15 @@ _UNKNOWN = ("Stateless", "Xla", "PyFunc", "EagerPyFunc")
 
 _REPEATING = ("BroadcastTo", "Tile", "Fill", "ZerosLike", "OnesLike", "Pack")
 """Ops that repeat a value as often as there are samples, if they repeat it for each."""
+
+_PASSING = ("Identity", "Reshape", "ExpandDims", "Squeeze", "EnsureShape", "StopGradient", "PreventGradient")
+"""Ops that leave the elements of a tensor, and their order, as they are."""
+
+_BY_ELEMENT = frozenset(
+    "Cast Add AddV2 Sub Mul FloorDiv FloorMod Neg Abs Maximum Minimum ClipByValue Select SelectV2 Less LessEqual "
+    "Greater GreaterEqual Equal NotEqual LogicalAnd LogicalOr LogicalNot BitwiseAnd RightShift LeftShift".split()
+)
+"""Ops that compute each element of indices from the elements at its place, as Keras does for negative indices."""
 
 _FEW = 8
 """Elements of a short constant."""
@@ -56,6 +66,8 @@ class Origin(NamedTuple):
 
 
 _marks: weakref.WeakKeyDictionary[Any, dict[str, Origin | None]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, dict[str, list[str]]] = weakref.WeakKeyDictionary()
+"""For each graph the names of the parts of joined indices: marks of these parts must be found again."""
 
 
 def origin(tensor: Any, of_variables: bool = False) -> Origin | None:
@@ -148,15 +160,20 @@ def mark(tensor: tf.Tensor, known: Origin | None) -> None:
 
 
 def pieces(rows: tf.IndexedSlices) -> list[tf.IndexedSlices]:
-    """The rows of each lookup of a table, where a gradient has those of several; in a graph."""
+    """The rows of each lookup of a table, where a gradient has those of several; in a graph.
+
+    A lookup of indices that were joined counts as several, if not all of these depend on the samples.
+    """
     indices, values = rows.indices, rows.values
     if not tf.is_symbolic_tensor(indices) or values.shape.rank is None:
         return [rows]
     while indices.op.type == "Identity":
         indices = indices.op.inputs[0]
-    if indices.op.type != "ConcatV2" or indices.graph is not tf.compat.v1.get_default_graph():
+    if indices.graph is not tf.compat.v1.get_default_graph() or indices.name in _marks.get(indices.graph, {}):
         return [rows]
-    parts = list(indices.op.inputs)[:-1]
+    parts = list(indices.op.inputs)[:-1] if indices.op.type == "ConcatV2" else _indices_joined(indices)
+    if len(parts) < 2:
+        return [rows]
     sizes = [tf.size(part) if part.shape[0] is None else part.shape[0] for part in parts]
     split = tf.split(values, tf.stack(sizes), num=len(parts))
     found = []
@@ -164,6 +181,71 @@ def pieces(rows: tf.IndexedSlices) -> list[tf.IndexedSlices]:
         own.set_shape([size if isinstance(size, int) else None, *values.shape[1:]])
         found += pieces(tf.IndexedSlices(own, part, rows.dense_shape))
     return found
+
+
+def _indices_joined(indices: tf.Tensor) -> list[tf.Tensor]:
+    """The parts of the indices of one lookup, each flat; an empty list if all parts depend on the samples, or none.
+
+    The ops between the parts and the lookup are applied to each part, so that `origin` can follow them.
+    """
+    if origin(indices) is not None:
+        return []
+    source = _concatenation(indices)
+    if source is None or all(origin(part) is None for part in source.inputs[:-1]):
+        return []
+    made = _made.setdefault(indices.graph, {})
+    if indices.name not in made:
+        parts = [_applied(indices, {id(source): tf.reshape(part, [-1])}) for part in source.inputs[:-1]]
+        made[indices.name] = [part.name for part in parts]
+    return [indices.graph.get_tensor_by_name(name) for name in made[indices.name]]
+
+
+def _concatenation(tensor: tf.Tensor) -> tf.Operation | None:
+    """The op that joins the parts of a tensor along the first dimension, if there is one; see `_indices_joined`."""
+    found: set[tf.Operation] = set()
+    pending, seen = [tensor], set()
+    while pending:
+        each = pending.pop()
+        op = each.op
+        if id(op) in seen:
+            continue
+        seen.add(id(op))
+        if _is_passing(op):
+            pending.append(op.inputs[0])
+        elif op.type in _BY_ELEMENT:
+            several = [one for one in op.inputs if one.shape.rank != 0]
+            if any(one.shape.rank is None or list(one.shape) != list(op.outputs[0].shape) for one in several):
+                return None  # it is repeated along a dimension
+            pending += several
+        elif op.type == "ConcatV2" and tf.get_static_value(op.inputs[-1]) == 0:
+            found.add(op)
+        else:
+            return None
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_passing(op: tf.Operation) -> bool:
+    """Whether an op leaves all elements in their order: also one that only adds dimensions, as `x[:, None]` does."""
+    if op.type != "StridedSlice":
+        return op.type in _PASSING
+    begin, end, new, ellipsis = (op.get_attr(f"{name}_mask") for name in ("begin", "end", "new_axis", "ellipsis"))
+    strides = tf.get_static_value(op.inputs[3])
+    return strides is not None and all(
+        (new | ellipsis | begin & end) >> place & 1 and stride == 1 for place, stride in enumerate(strides)
+    )
+
+
+def _applied(tensor: tf.Tensor, known: dict[int, tf.Tensor]) -> tf.Tensor:
+    """What a tensor would be if an op returned something else: `known` has the results of ops, by id."""
+    op = tensor.op
+    if tensor.shape.rank == 0:
+        return tensor
+    if id(op) not in known:
+        if _is_passing(op):
+            known[id(op)] = _applied(op.inputs[0], known)
+        else:
+            known[id(op)] = host_ops.apply_op(op, [_applied(each, known) for each in op.inputs]).outputs[0]
+    return known[id(op)]
 
 
 def joined(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:

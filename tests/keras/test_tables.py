@@ -128,6 +128,66 @@ class Placed(layers.Layer):
         return x + ops.squeeze(self.table(ops.arange(6)), -1)
 
 
+OTHERS = RANDOM.permutation(12)[:7]  # classes that stand for all others, the same for all samples
+
+
+class Joined(layers.Layer):
+    """Looks up indices of the samples and constant ones at once."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(12, 6), initializer=keras.initializers.RandomNormal(seed=4))
+        self.bias = self.add_weight(shape=(12,), initializer="zeros")
+
+    def call(self, words):
+        hidden = ops.cast(words, "float32") / 12
+        if self.how in ("sampled_softmax_loss", "nce_loss"):
+            labels = tf.cast(words[:, :1], tf.int64)
+            others = tf.constant(OTHERS, tf.int64), tf.fill(tf.shape(labels), 0.5), tf.fill([7], 0.5)
+            loss = getattr(tf.nn, self.how)(self.table, self.bias, labels, hidden, 7, 12, sampled_values=others)
+            return loss[:, None]
+        first, second = words[:, 0], words[:, 1]
+        count = ops.shape(words)[0]
+        if self.how == "negative":
+            own, shared = tf.split(self.rows(tf.concat([first - 12, OTHERS], 0)), [count, 7])
+        elif self.how == "first":
+            joined = tf.minimum(tf.concat([OTHERS, first], 0)[:, None] + 1, 11)
+            shared, own = tf.split(self.rows(tf.squeeze(joined, 1)), [7, count])
+        else:
+            joined = tf.concat([OTHERS, tf.concat([second, OTHERS[:3], first], 0)], 0)
+            shared, own, more, last = tf.split(self.rows(joined), [7, count, 3, count])
+            shared, own = tf.concat([shared, more], 0), own * last
+        return ops.sum(own * hidden, -1, keepdims=True) + ops.mean(shared)
+
+    def rows(self, indices):
+        return ops.take(self.table, indices, axis=0)
+
+
+def joined_model(how, optimizer):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), Joined(how)])
+    model.compile(optimizer(), "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "optimizer"),
+    [
+        ("sampled_softmax_loss", 8, lambda: keras.optimizers.Adagrad(0.1)),
+        ("sampled_softmax_loss", 7, lambda: keras.optimizers.SGD(0.1, clipnorm=0.1)),
+        ("nce_loss", 8, lambda: keras.optimizers.Adam(0.05)),
+        ("negative", 8, lambda: keras.optimizers.Adam(0.05, clipnorm=0.1)),
+        ("first", 7, lambda: keras.optimizers.Adagrad(0.1)),
+        ("nested", 8, lambda: keras.optimizers.RMSprop(0.05)),
+    ],
+)
+def test_of_one_lookup_of_both_kinds_of_indices(trains_alike, how, size, optimizer):
+    trains_alike(lambda: joined_model(how, optimizer), 2, WORDS, SCORES, batch_size=size, epochs=2)
+
+
 @pytest.mark.parametrize("rows", [6, 8])
 def test_of_as_many_positions_as_a_shard_has_samples(both, alike, rows):
     def trained(scope):

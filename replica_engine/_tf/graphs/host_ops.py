@@ -99,6 +99,16 @@ def _register_xla_kernels() -> None:
 
 def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation]) -> tf.Operation:
     """Copies an op with other inputs into the current graph, under the same name if that name is free."""
+    copied = apply_op(op, inputs, control_inputs)
+    for old, new in zip(op.outputs, copied.outputs, strict=True):
+        keep_shape(old, new)
+    return copied
+
+
+def apply_op(
+    op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation] = ()
+) -> tf.Operation:
+    """Copies an op into the current graph, with inputs that may have other shapes."""
     graph = variables.graph()
     for attribute in subgraphs.FUNCTION_ATTRIBUTES.get(op.type, ()):
         value = op.get_attr(attribute)
@@ -107,7 +117,7 @@ def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Seque
     # Colocation ("_class") refers to ops of the original graph, which do not exist in this one.
     attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
     with tf.control_dependencies(list(control_inputs)), tf.name_scope(""):
-        copied = graph._create_op_internal(
+        return graph._create_op_internal(
             op.type,
             list(inputs),
             [output.dtype for output in op.outputs],
@@ -116,9 +126,6 @@ def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Seque
             op_def=op.op_def,
             compute_device=False,
         )
-    for old, new in zip(op.outputs, copied.outputs, strict=True):
-        keep_shape(old, new)
-    return copied
 
 
 def keep_shape(old: tf.Tensor, new: tf.Tensor) -> None:
