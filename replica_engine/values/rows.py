@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,9 +40,9 @@ _REPEATING = ("BroadcastTo", "Tile", "Fill", "ZerosLike", "OnesLike", "Pack")
 _PASSING = ("Identity", "Reshape", "ExpandDims", "Squeeze", "EnsureShape", "StopGradient", "PreventGradient")
 """Ops that leave the elements of a tensor, and their order, as they are."""
 
-_BY_ELEMENT = frozenset(
-    "Cast Add AddV2 Sub Mul FloorDiv FloorMod Neg Abs Maximum Minimum ClipByValue Select SelectV2 Less LessEqual "
-    "Greater GreaterEqual Equal NotEqual LogicalAnd LogicalOr LogicalNot BitwiseAnd RightShift LeftShift".split()
+_BY_ELEMENT = re.compile(
+    "Cast|Add(V2)?|Sub|Mul|Floor(Div|Mod)|Neg|Abs|Maximum|Minimum|ClipByValue|Select(V2)?|(Not)?Equal|"
+    "(Less|Greater)(Equal)?|Logical(And|Or|Not)"
 )
 """Ops that compute each element of indices from the elements at its place, as Keras does for negative indices."""
 
@@ -212,7 +213,7 @@ def _concatenation(tensor: tf.Tensor) -> tf.Operation | None:
         seen.add(id(op))
         if _is_passing(op):
             pending.append(op.inputs[0])
-        elif op.type in _BY_ELEMENT:
+        elif _BY_ELEMENT.fullmatch(op.type):
             several = [one for one in op.inputs if one.shape.rank != 0]
             if any(one.shape.rank is None or list(one.shape) != list(op.outputs[0].shape) for one in several):
                 return None  # it is repeated along a dimension

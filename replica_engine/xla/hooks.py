@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from replica_engine._tf.graphs import control_flow
+import tensorflow as tf
+
+from replica_engine._tf.graphs import control_flow, ragged
 from replica_engine.diagnostics.suspicions import note_addition
 
 
@@ -14,6 +16,9 @@ def install() -> None:
     control_flow.wrap(control_flow.BY_XLA["assign_add"], _add)
     control_flow.wrap(control_flow.BY_XLA["assign_sub"], _add)
     control_flow.wrap(control_flow.BY_XLA["custom_gradient"], _custom_gradient)
+    control_flow.wrap(control_flow.BY_XLA["ragged"], _make_ragged)
+    control_flow.wrap(control_flow.BY_XLA["repeat"], _repeat)
+    control_flow.wrap(control_flow.BY_XLA["repeat_rows"], _repeat)
 
 
 def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,3 +33,16 @@ def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args:
     if control_flow.in_body():
         control_flow.keep_by_graph(results)
     return results
+
+
+def _make_ragged(original: Callable[..., Any], self: tf.RaggedTensor, *args: Any, **kwargs: Any) -> None:
+    """The constructor of a ragged tensor."""
+    original(self, *args, **kwargs)
+    ragged.note_values(self)
+
+
+def _repeat(original: Callable[..., Any], data: Any, repeats: Any, axis: Any, name: str | None = None) -> Any:
+    """`tf.repeat`, which repeats what belongs to a row of a ragged tensor for each of its values."""
+    if control_flow.in_body() and axis == 0 and (rows := ragged.rows_of_values(repeats)) is not None:
+        return tf.gather(data, rows, name=name)
+    return original(data, repeats, axis, name)

@@ -44,6 +44,9 @@ from tensorflow.python.eager.record import record_operation as record_operation
 # gradient_registry: the gradients of If, Case and While ops, and of each tf.custom_gradient in a graph.
 from tensorflow.python.framework.ops import gradient_registry as _gradient_registry
 
+# repeat_with_axis: tf.repeat; ragged_util has it under another name.
+from tensorflow.python.ops import array_ops as _array_ops
+
 # cond_v2, indexed_case, while_loop: they make If, Case and While ops. _graph_mode_decorator: tf.custom_gradient in a
 # graph. _GradientsHelper: the gradient of ops, which the gradients of If and While call for their branches and bodies.
 from tensorflow.python.ops import cond_v2 as _cond_v2
@@ -59,6 +62,7 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 
 # _pfor_impl: tf.vectorized_map, and the jacobians of a tape.
 from tensorflow.python.ops.parallel_for import control_flow_ops as _parallel_for
+from tensorflow.python.ops.ragged import ragged_util as _ragged_util
 
 # ResourceVariable: a plain tf.Variable, or a component of a distributed one.
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable as _ResourceVariable
@@ -109,6 +113,9 @@ BY_XLA = {
     "watch_variable": Wrapped(
         tf.__internal__.FuncGraph, "watch_variable", "a graph that lists its variables does not use them"
     ),
+    "ragged": Wrapped(tf.RaggedTensor, "__init__", "how many values the rows of a ragged tensor have together"),
+    "repeat": Wrapped(_array_ops, "repeat_with_axis", "repeats something for each value of a row of a ragged tensor"),
+    "repeat_rows": Wrapped(_ragged_util, "repeat", "sums along the rows of a ragged tensor"),
 }
 """What compiled replicas need."""
 
