@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import tensorflow as tf
 
 from replica_engine._tf import eager
-from replica_engine._tf.graphs import autograph, replaced_ops, xla_ops
+from replica_engine._tf.graphs import autograph, made_ops, replaced_ops, xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall, LaunchRecord
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import Named
@@ -174,6 +174,7 @@ class Body:
             with (
                 xla_ops.xla_context(),
                 replaced_ops.intercepted(lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op)),
+                made_ops.seen(corrected_ops.CHANGED),
                 growing_arrays.fixed(arrays, final, self.moves_ops),
             ):
                 yield

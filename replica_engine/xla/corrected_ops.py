@@ -1,14 +1,16 @@
-"""Ops that TensorFlow lowers to XLA wrongly: other numbers than its own, or a result of another dtype.
+"""Ops that TensorFlow lowers to XLA wrongly: other numbers than its own, a result of another dtype, or not at all.
 
 Random ops are in `state/philox.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from replica_engine._tf.graphs import made_ops
 
 
 def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
@@ -46,3 +48,36 @@ def _resize_bilinear_grad(
         half_pixel_centers=half_pixel_centers,
     )
     return tf.cast(narrow, tf.float64)
+
+
+def _know_places(op: tf.Operation) -> None:
+    """Makes a new op that counts, `tf.math.bincount`, have as many places as `minlength` and `maxlength` both say.
+
+    TensorFlow computes the number of places from the largest value too, and XLA does not see that it changes nothing.
+    """
+    places = op.inputs[1]
+    least, most = _bounds(places)
+    if tf.get_static_value(places) is None and least is not None and least == most:
+        made_ops.set_input(op, 1, tf.constant(least, places.dtype))
+        of_rows = op.type == "DenseBincount" and op.inputs[0].shape.rank == 2
+        op.outputs[0].set_shape([*(op.inputs[0].shape[:1] if of_rows else ()), least])
+
+
+def _bounds(number: tf.Tensor) -> tuple[int | None, int | None]:
+    """The least and the largest value that an integer can have, as far as the ops behind it tell."""
+    known = tf.get_static_value(number)
+    if known is not None:
+        return int(known), int(known)
+    op = number.op
+    if op.type in ("Cast", "Identity"):
+        return _bounds(op.inputs[0])
+    if op.type not in ("Minimum", "Maximum"):
+        return None, None
+    least, most = ([end for end in ends if end is not None] for ends in zip(*map(_bounds, op.inputs), strict=True))
+    if op.type == "Minimum":
+        return (min(least) if len(least) == 2 else None), min(most, default=None)
+    return max(least, default=None), (max(most) if len(most) == 2 else None)
+
+
+CHANGED: Mapping[str, Callable[[tf.Operation], None]] = {"Bincount": _know_places, "DenseBincount": _know_places}
+"""How new ops of some types are changed, so that XLA compiles them."""

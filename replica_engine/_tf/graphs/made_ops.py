@@ -40,6 +40,11 @@ def set_flag(op: tf.Operation, name: str, value: bool) -> None:
     op._set_attr(name, tf.compat.v1.AttrValue(b=value))
 
 
+def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Changes an input of an op that nothing has used yet."""
+    op._update_input(index, tensor)
+
+
 def effects_wait(graph: tf.Graph, begin: int, awaited: tf.Operation) -> None:
     """Makes the ops with effects, from the `begin`-th of a graph on, wait for another op that was made before them.
 

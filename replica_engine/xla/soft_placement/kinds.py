@@ -36,11 +36,16 @@ _REFUSED = re.compile(
 )
 
 
+_COUNTING = ("Bincount", "DenseBincount")
+"""Ops that XLA compiles if it knows how many places to count in: the second input."""
+
 _known: dict[tuple, bool] = {}  # by op type and dtypes: a body has thousands of ops of few kinds
 
 
 def is_for_host(op: tf.Operation) -> bool:
     """Whether an op must run on the host, wherever its inputs come from."""
+    if op.type in _COUNTING and _is_of_data(op.inputs[1]):
+        return True
     key = (op.type, *[tensor.dtype for tensor in op.inputs], *[tensor.dtype for tensor in op.outputs])
     if tf.variant in key or tf.resource in key:  # not cached: the contents of a list or variable are in attributes
         return _is_for_host(op)
@@ -109,6 +114,23 @@ def needs_host(graph: Any) -> bool:
 def contains_host_op(op: tf.Operation) -> bool:
     """Whether an op must run on the host, or runs a function with an op that must."""
     return any(map(needs_host, subgraphs.functions_of(op))) if subgraphs.runs_functions(op) else is_for_host(op)
+
+
+def _is_of_data(tensor: tf.Tensor) -> bool:
+    """Whether a value depends on more than shapes and constants, so that XLA cannot know it."""
+    pending, seen = [tensor], set()
+    while pending:
+        each = pending.pop()
+        op = each.op
+        if id(each) in seen or op.type in KNOWN_TO_XLA:
+            continue
+        seen.add(id(each))
+        if op.type == "Placeholder":
+            outside = subgraphs.captured(each)
+            if outside is None or tf.is_symbolic_tensor(outside) or outside.dtype == tf.resource:
+                return True
+        pending += op.inputs
+    return False
 
 
 def _ops_of_functions(op: tf.Operation) -> list[tf.Operation]:
