@@ -112,8 +112,25 @@ def needs_host(graph: Any) -> bool:
 
 
 def contains_host_op(op: tf.Operation) -> bool:
-    """Whether an op must run on the host, or runs a function with an op that must."""
-    return any(map(needs_host, subgraphs.functions_of(op))) if subgraphs.runs_functions(op) else is_for_host(op)
+    """Whether an op must run on the host, or runs a function with an op that must, or that a copy would not have."""
+    if not subgraphs.runs_functions(op):
+        return is_for_host(op)
+    functions = subgraphs.functions_of(op)
+    return any(map(needs_host, functions)) or any(map(_has_unused, functions))
+
+
+def _has_unused(graph: Any) -> bool:
+    """Whether XLA would fail at an op of a branch, loop or call that nothing needs: it compiles all ops of these."""
+    needed = xla_ops.needed(graph)
+    return any(op.name not in needed and _fails(op) for op in graph.get_operations())
+
+
+def _fails(op: tf.Operation) -> bool:
+    if subgraphs.runs_functions(op):
+        return any(_fails(inner) for graph in subgraphs.functions_of(op) for inner in graph.get_operations())
+    if op.type in ("Placeholder", "NoOp"):
+        return False
+    return not host_ops.compiles(op) or any(_is_of_data(op.inputs[index]) for index in shape_inputs(op))
 
 
 def _is_of_data(tensor: tf.Tensor) -> bool:
@@ -127,8 +144,9 @@ def _is_of_data(tensor: tf.Tensor) -> bool:
         seen.add(id(each))
         if op.type == "Placeholder":
             outside = subgraphs.captured(each)
-            if outside is None or tf.is_symbolic_tensor(outside) or outside.dtype == tf.resource:
+            if outside is None or outside.dtype == tf.resource:
                 return True
+            pending += [outside] if tf.is_symbolic_tensor(outside) else []
         pending += op.inputs
     return False
 
