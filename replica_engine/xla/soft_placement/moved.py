@@ -79,11 +79,13 @@ class Inputs(NamedTuple):
     Attributes:
         specs: for each slot and captured tensor that is a parameter, the tensor of the graph and its spec.
         variables: for each variable, the tensor of the graph that is its handle, and the handle itself.
+        captured: for each captured tensor that is the same in every run, the tensor of the graph, and itself.
         on_host: for each tensor of the graph that no device can have, its shape and where the host has it.
     """
 
     specs: list[tuple[tf.Tensor, tf.TensorSpec]]
     variables: list[tuple[tf.Tensor, Any]]
+    captured: list[tuple[tf.Tensor, tf.Tensor]]
     on_host: list[tuple[tf.Tensor, tf.TensorShape, Source]]
 
 
@@ -121,6 +123,8 @@ def _move(
         values: dict[int, Value] = {}
         for (inside, _), placeholder in zip(inputs.specs, placeholders, strict=True):
             values[id(inside)] = Value.of(placeholder)
+        for inside, outside in inputs.captured:
+            values[id(inside)].captured = outside
         for inside, handle in inputs.variables:
             variables.graph().capture(handle)
             # The handle itself, which each graph captures: ops on a variable keep their order if all use one tensor.

@@ -109,7 +109,8 @@ class Rewriter:
         outputs = []
         for index, (tensor, shape) in enumerate(zip(op.outputs, self._shapes(op, inputs), strict=True)):
             value = Value(tensor.dtype, shape)
-            value.maker, value.from_host = (op, inputs, index), True
+            value.made_of(op, inputs, index)
+            value.from_host = True
             value.made_by = (op.type, user_line(op))
             value.tried_with = _tried_with(inputs)
             if unknown_shapes.is_worth_trying(op, inputs, value, self.tries_all):
@@ -225,7 +226,7 @@ class Frame:
         by_data = op.type in kinds.SHAPED_BY_DATA or any(value.depends_on_data for value in inputs)
         for index, (old, new) in enumerate(zip(op.outputs, copied.outputs, strict=True)):
             value = self._values[id(old)] = Value.of(new)
-            value.maker = op, list(inputs), index
+            value.made_of(op, list(inputs), index)
             value.tried_with = _tried_with(inputs)
             value.depends_on_data = by_data and not new.shape.is_fully_defined()
             value.from_host = op.type not in kinds.KNOWN_TO_XLA and any(each.from_host for each in inputs)

@@ -12,9 +12,12 @@ all of them is assumed to be fixed. If the assumption is wrong, the run raises a
 compared with the declared shape. Since guesses can be wrong, at first only ops are tried that pad to a shape that is
 given to them. All other ops are tried only if the body could not be lowered otherwise.
 
-Inputs are made up for the arguments of the body, for values that the devices make, and for the results of host ops that
-must not be tried, such as Python functions. The strings of a step in a device loop are of the last kind: a host call
-brings them.
+Inputs are made up for the arguments of the body, for values that the devices make of them, and for the results of host
+ops that must not be tried, such as Python functions. The strings of a step in a device loop are of the last kind: a
+host call brings them. What is known is never made up: constants, captured tensors, and what is computed from these.
+
+The kernel of an op that is not TensorFlow's may trust its inputs, such as the model of a tokenizer, and end the process
+if they make no sense. It gets made-up texts, and what TensorFlow makes of them, but no made-up numbers.
 
 The made-up inputs differ as much as possible, so that a dimension that depends on data comes out differently. Strings
 have different numbers of words and characters, with the usual separators between the words; numbers are all equal or
@@ -30,6 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, xla_ops
+from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.values import Value
 
 _TRIES = 3
@@ -61,7 +65,9 @@ class Samples:
     """Results of host ops for made-up inputs, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[Value, list[Any] | None] = {}
+        self._found: dict[Value, list[Any] | None] = {}
+        self._known: dict[Value, Any] = {}
+        self._invented: set[Value] = set()  # made-up numbers, and what was computed from them
         self._results: dict[tuple[tf.Operation, tuple[Value, ...]], list[list[Any]] | None] = {}
 
     def shape(self, value: Value) -> tf.TensorShape:
@@ -77,23 +83,55 @@ class Samples:
 
     def of(self, value: Value) -> list[Any] | None:
         """The value in each of the tries; None if it cannot be made up."""
+        if value not in self._found:
+            self._found[value] = None  # until it is found
+            self._found[value] = self._find(value)
+        return self._found[value]
+
+    def known(self, value: Value) -> Any:
+        """The value, if it is the same in every run; None if it is not, or cannot be computed."""
+        if not value.is_fixed:
+            return None
         if value not in self._known:
-            self._known[value] = None  # until it is found
-            self._known[value] = self._find(value)
+            self._known[value] = None
+            self._known[value] = self._compute(value)
         return self._known[value]
 
+    def _compute(self, value: Value) -> Any:
+        source = value.on_host()
+        if source is not None and source.kind == "fixed":
+            return source.what
+        if value.captured is not None or value.maker is None:
+            return value.captured
+        op, inputs, index = value.maker
+        if op.type in kinds.KNOWN_TO_XLA:
+            shape = inputs[index].shape
+            found = {"Size": shape.num_elements(), "Rank": shape.rank}.get(op.type, shape.as_list())
+            with tf.init_scope(), tf.device("CPU:0"):
+                return tf.constant(found, value.dtype)
+        if not host_ops.only_computes(op) or not host_ops.has_host_kernel(op):
+            return None
+        columns = [self.known(each) for each in inputs]
+        if any(column is None for column in columns):
+            return None
+        results = _run(op, [[column] for column in columns], tries=1)
+        return None if results is None else results[0][index]
+
     def _find(self, value: Value) -> list[Any] | None:
+        if (known := self.known(value)) is not None:
+            return [known] * _TRIES
         if value.maker is not None and value.from_host and host_ops.only_computes(value.maker[0]):
             op, inputs, index = value.maker
             results = self._try(op, inputs)
+            if not self._invented.isdisjoint(inputs):
+                self._invented.add(value)
             return None if results is None else [outputs[index] for outputs in results]
-        source = value.on_host()
-        if source is not None and source.kind == "fixed":
-            return [source.what] * _TRIES
         if not value.shape.is_fully_defined() or value.dtype in (tf.resource, tf.variant):
             return None
         if (value.shape.num_elements() or 0) > _LARGEST:
             return None
+        if value.dtype != tf.string:
+            self._invented.add(value)
         return [_made_up(value, number) for number in range(_TRIES)]
 
     def _try(self, op: tf.Operation, inputs: list[Value]) -> list[list[Any]] | None:
@@ -101,7 +139,8 @@ class Samples:
         if key not in self._results:
             self._results[key] = None
             columns = [self.of(value) for value in inputs]
-            if all(column is not None for column in columns):
+            trusts = not hasattr(tf.raw_ops, op.type) and not self._invented.isdisjoint(inputs)
+            if not trusts and all(column is not None for column in columns):
                 self._results[key] = _run(op, columns)
         return self._results[key]
 
@@ -122,11 +161,11 @@ def _declared(output: tf.Tensor) -> tf.TensorShape:
     return next((shape for shape in (output.shape, *ensured) if shape.is_fully_defined()), output.shape)
 
 
-def _run(op: tf.Operation, columns: list[Any]) -> list[list[Any]] | None:
+def _run(op: tf.Operation, columns: list[Any], tries: int = _TRIES) -> list[list[Any]] | None:
     run = host_ops.runner(op)
     try:
         with tf.init_scope(), tf.device("CPU:0"):
-            return [run([column[number] for column in columns]) for number in range(_TRIES)]
+            return [run([column[number] for column in columns]) for number in range(tries)]
     except Exception:  # the op does not accept such inputs: the shape is known only when the body runs
         return None
 

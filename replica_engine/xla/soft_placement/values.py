@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, xla_ops
+from replica_engine.xla.soft_placement.kinds import KNOWN_TO_XLA
 from replica_engine.xla.soft_placement.piece import Source
 
 
@@ -25,16 +26,20 @@ class Value:
         maker: the op that makes it, the inputs of that op, and the index among its outputs.
         made_by: the type of the host op that makes it, and the user's line, for messages.
         depends_on_data: whether the devices have it, in a shape that depends on data.
+        captured: the eager tensor that it is in every run, if it comes from outside of the body.
+        is_computed: whether it follows from constants, shapes and captured tensors.
         tried_with: "made-up values" if the shape was found by trying a host op with them (`unknown_shapes`), or comes
             from such a shape; otherwise "".
         pending: whether the op that makes it still waits to become part of a piece.
     """
 
     __slots__ = (
+        "captured",
         "constant",
         "depends_on_data",
         "dtype",
         "from_host",
+        "is_computed",
         "made_by",
         "maker",
         "pending",
@@ -60,6 +65,8 @@ class Value:
         self.maker: tuple[tf.Operation, list[Value], int] | None = None
         self.made_by: tuple[str, str] = ("", "")
         self.depends_on_data = False
+        self.captured: tf.Tensor | None = None
+        self.is_computed = False
         self.from_host = False
         self.pending = False
         self.tried_with = ""
@@ -68,6 +75,21 @@ class Value:
     def of(cls, tensor: tf.Tensor) -> Value:
         """The counterpart of a tensor that the devices have."""
         return cls(tensor.dtype, tensor.shape, tensor)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is the same in every run."""
+        is_stored = self.source is not None and self.source.kind == "fixed"
+        return is_stored or self.is_computed or self.constant is not None or self.captured is not None
+
+    def made_of(self, op: tf.Operation, inputs: list[Value], index: int) -> None:
+        """Notes the op that makes it."""
+        self.maker = op, inputs, index
+        if op.type in KNOWN_TO_XLA:
+            self.is_computed = all(each.shape.is_fully_defined() for each in inputs)
+        else:
+            is_xla = op.type.startswith("Xla")
+            self.is_computed = bool(inputs) and all(each.is_fixed for each in inputs) and not is_xla
 
     @property
     def fits_device(self) -> bool:

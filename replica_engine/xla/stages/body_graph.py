@@ -192,7 +192,13 @@ class BodyGraph:
             for index in sorted(self.host_slots)
         ]
         on_host += [(inside, inside.shape, self._source(outside)) for outside, inside in self._on_host]
-        inputs = soft_placement.Inputs(parameters, list(zip(self._variables, self.handles, strict=True)), on_host)
+        captured = [
+            (self._tensors[index], self.tensors[index])
+            for index in self.captured
+            if isinstance(self.tensors[index], tf.Tensor) and not tf.is_symbolic_tensor(self.tensors[index])
+        ]
+        variables = list(zip(self._variables, self.handles, strict=True))
+        inputs = soft_placement.Inputs(parameters, variables, captured, on_host)
         moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs, self._also_moved)
         if moved.pieces and not self._told:
             self._told = True
