@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.python.framework import random_seed as _random_seed
 
 from replica_engine._tf import checkpoints, collectives, distribute
-from replica_engine._tf.graphs import control_flow
+from replica_engine._tf.graphs import control_flow, row_updates
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import added_losses, files, fitting, layouts
 from replica_engine._tf.keras import hooks as keras_hooks
@@ -329,6 +329,7 @@ PATCHES += tuple(
     for table, since in (
         (control_flow.BY_BOTH, "import"),
         (control_flow.BY_XLA, _FIRST_COMPILED),
+        (row_updates.WRAPPED, _FIRST_COMPILED),
         (control_flow.BY_THREADS, _FIRST_THREADS),
     )
     for owner, name, why in table.values()

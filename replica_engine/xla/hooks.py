@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import control_flow, ragged
+from replica_engine._tf.graphs import control_flow, ragged, row_updates
 from replica_engine.diagnostics.suspicions import note_addition
 
 
@@ -19,6 +19,7 @@ def install() -> None:
     control_flow.wrap(control_flow.BY_XLA["ragged"], _make_ragged)
     control_flow.wrap(control_flow.BY_XLA["repeat"], _repeat)
     control_flow.wrap(control_flow.BY_XLA["repeat_rows"], _repeat)
+    row_updates.wrap()
 
 
 def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
