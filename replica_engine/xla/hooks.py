@@ -16,6 +16,7 @@ def install() -> None:
     control_flow.wrap(control_flow.BY_XLA["assign_add"], _add)
     control_flow.wrap(control_flow.BY_XLA["assign_sub"], _add)
     control_flow.wrap(control_flow.BY_XLA["custom_gradient"], _custom_gradient)
+    control_flow.wrap(control_flow.BY_XLA["binomial"], _binomial)
     control_flow.wrap(control_flow.BY_XLA["ragged"], _make_ragged)
     control_flow.wrap(control_flow.BY_XLA["repeat"], _repeat)
     control_flow.wrap(control_flow.BY_XLA["repeat_rows"], _repeat)
@@ -34,6 +35,24 @@ def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args:
     if control_flow.in_body():
         control_flow.keep_by_graph(results)
     return results
+
+
+def _binomial(
+    original: Callable[..., Any],
+    self: tf.random.Generator,
+    shape: Any,
+    counts: Any,
+    probs: Any,
+    dtype: tf.DType = tf.int32,
+    name: str | None = None,
+) -> tf.Tensor:
+    """`Generator.binomial`, whose op keeps its state on the devices and has a kernel on the host only.
+
+    The generator draws a seed on the devices. The host draws from it.
+    """
+    if not control_flow.in_body():
+        return original(self, shape, counts, probs, dtype, name)
+    return tf.random.stateless_binomial(shape, self.make_seeds(1)[:, 0], counts, probs, dtype, name)
 
 
 def _make_ragged(original: Callable[..., Any], self: tf.RaggedTensor, *args: Any, **kwargs: Any) -> None:

@@ -463,3 +463,25 @@ def test_layers_of_keras_drop_the_same_as_on_one_device(replicas):
     layer = keras.layers.Dropout(0.5)
     expected = [layer(tf.ones([100]), training=True).numpy().tolist() for _ in range(3)]
     assert dropped(replicas(1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "probs", "dtype"), [(6.0, 0.5, tf.int32), ([3.0, 9.0], 0.25, tf.float32), (5, [0.0, 1.0], tf.int64)]
+)
+def test_a_generator_draws_binomial_numbers_by_the_host(two, counts, probs, dtype):
+    """From a seed that the generator draws on the devices, so each replica and each call gets others."""
+    with two.strategy.scope():
+        generator = tf.random.Generator.from_seed(3)
+    shape = [400, 2]
+
+    def draw():
+        drawn = [generator.binomial(shape, tf.cast(counts, tf.float32), probs, dtype) for _ in range(2)]
+        return tf.stack([tf.cast(each, tf.float32) for each in drawn])
+
+    found = np.concatenate(two.each(two.strategy.run(draw)))  # two replicas, two draws each
+    mean = np.broadcast_to(np.multiply(counts, probs), [2])
+    np.testing.assert_allclose(found.mean(1), np.stack([mean] * 4), atol=0.5)
+    assert found.min() >= 0
+    assert (found <= counts).all()
+    if np.min(probs) > 0:
+        assert len({each.tobytes() for each in found}) == 4

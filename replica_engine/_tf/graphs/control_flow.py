@@ -113,6 +113,7 @@ BY_XLA = {
     "watch_variable": Wrapped(
         tf.__internal__.FuncGraph, "watch_variable", "a graph that lists its variables does not use them"
     ),
+    "binomial": Wrapped(tf.random.Generator, "binomial", "its op has neither a kernel of XLA nor a seed for the host"),
     "ragged": Wrapped(tf.RaggedTensor, "__init__", "how many values the rows of a ragged tensor have together"),
     "repeat": Wrapped(_array_ops, "repeat_with_axis", "repeats something for each value of a row of a ragged tensor"),
     "repeat_rows": Wrapped(_ragged_util, "repeat", "sums along the rows of a ragged tensor"),

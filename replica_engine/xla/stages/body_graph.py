@@ -80,6 +80,7 @@ class BodyGraph:
         self.key = arguments.key
         self.slots = specs
         self.slot_names = [slot.name for slot in arguments.slots]
+        self.is_sparse = [slot.is_sparse for slot in arguments.slots]
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
         self._is_plain = outputs.is_plain
@@ -211,6 +212,24 @@ class BodyGraph:
             return False
         self._also_moved.add(op)
         return True
+
+    def check_shape(self, index: int, name: str, spec: tf.TensorSpec) -> None:
+        """Raises LoweringError for a parameter, a slot or a captured tensor, whose shape is not known."""
+        if index in self.host_slots or spec.shape.is_fully_defined():
+            return
+        if index < len(self.slots) and self.is_sparse[index]:
+            raise LoweringError(
+                f"{name.partition(' (component')[0]} of `{self.name}` is a sparse tensor, and the devices need "
+                f"it{at(_used_at(self._slots[index]))}. Each batch may have another number of values in it, but XLA "
+                "compiles for fixed shapes. Make it dense: tf.sparse.to_dense(x). In place of "
+                "tf.nn.embedding_lookup_sparse, pad the ids of each row to one length, and write "
+                "tf.reduce_sum(tf.gather(table, ids) * mask[..., None], axis=1). MirroredStrategy runs the function "
+                "without changes."
+            )
+        raise LoweringError(
+            f"{name} of `{self.name}` has the shape {spec.shape}, but XLA compiles for fixed shapes. "
+            "Give it a fixed shape: dataset.batch(n, drop_remainder=True), tf.ensure_shape(x, ...), or pad it."
+        )
 
     def leave_no_sparse_on_host(self) -> bool:
         """Makes sparse arguments parameters: the devices need them. Returns whether any were to stay on the host."""

@@ -285,11 +285,7 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
     """
     names = [*traced.slot_names, *(f"The captured {tensor!r}" for tensor in traced.tensors)]
     for index, (name, spec) in enumerate(zip(names, [*slots, *tensors], strict=True)):
-        if index not in traced.host_slots and not spec.shape.is_fully_defined():
-            raise LoweringError(
-                f"{name} of `{traced.name}` has the shape {spec.shape}, but XLA compiles for fixed shapes. "
-                "Give it a fixed shape: dataset.batch(n, drop_remainder=True), tf.ensure_shape(x, ...), or pad it."
-            )
+        traced.check_shape(index, name, spec)
     specs = [spec for index, spec in enumerate(slots) if index not in traced.host_slots]
     specs += [tensors[index] for index in traced.captured]
     moved: soft_placement.MovedBody | None = None

@@ -1,0 +1,59 @@
+"""A sparse argument that the devices need: the error says so, and the function that it advises is right."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy
+from replica_engine.errors import LoweringError
+
+IDS = tf.sparse.from_dense([[1, 2, 0], [3, 0, 0]])
+
+
+@pytest.fixture(scope="module")
+def table():
+    return tf.Variable(tf.reshape(tf.range(20.0), [10, 2]))
+
+
+def looked_up(table, ids):
+    return tf.nn.safe_embedding_lookup_sparse(table, ids, combiner="sum")
+
+
+def gradient(table, ids):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(looked_up(table, ids) ** 2)
+    return tape.gradient(loss, table)
+
+
+BODIES = {
+    "looked up": looked_up,
+    "gradient": gradient,
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("in_function", [False, True])
+def test_the_text_says_sparse(table, name, in_function):
+    strategy = TPUStrategy(num_cores=2)
+
+    def run(ids):
+        return strategy.run(lambda each: BODIES[name](table, each), args=(ids,))
+
+    with pytest.raises(LoweringError, match=r"args\[0\] of `lambda` is a sparse tensor.*test_sparse_arguments.py:\d+"):
+        (tf.function(run) if in_function else run)(IDS)
+
+
+def test_what_it_advises():
+    table = tf.Variable(tf.reshape(tf.range(20.0), [10, 2]))
+
+    def of_padded(ids):
+        ids = tf.sparse.to_dense(ids)
+        mask = tf.cast(ids > 0, tf.float32)
+        with tf.GradientTape() as tape:
+            found = tf.reduce_sum(tf.gather(table, ids) * mask[..., None], axis=1)
+            loss = tf.reduce_sum(found**2)
+        return found, tf.convert_to_tensor(tape.gradient(loss, table))
+
+    found, slope = TPUStrategy(num_cores=1).run(of_padded, args=(IDS,))
+    np.testing.assert_allclose(found, looked_up(table, IDS))
+    np.testing.assert_allclose(slope, tf.convert_to_tensor(gradient(table, IDS)))
