@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
-from replica_engine._tf.graphs import host_ops, subgraphs
+from replica_engine._tf.graphs import subgraphs
 
 _OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 _UNKNOWN = ("Stateless", "Xla", "PyFunc", "EagerPyFunc")
@@ -245,7 +245,7 @@ def _applied(tensor: tf.Tensor, known: dict[int, tf.Tensor]) -> tf.Tensor:
         if _is_passing(op):
             known[id(op)] = _applied(op.inputs[0], known)
         else:
-            known[id(op)] = host_ops.apply_op(op, [_applied(each, known) for each in op.inputs]).outputs[0]
+            known[id(op)] = subgraphs.apply_op(op, [_applied(each, known) for each in op.inputs]).outputs[0]
     return known[id(op)]
 
 

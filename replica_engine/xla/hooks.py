@@ -20,7 +20,7 @@ def install() -> None:
     control_flow.wrap(control_flow.BY_XLA["ragged"], _make_ragged)
     control_flow.wrap(control_flow.BY_XLA["repeat"], _repeat)
     control_flow.wrap(control_flow.BY_XLA["repeat_rows"], _repeat)
-    row_updates.wrap()
+    control_flow.wrap(row_updates.WRAPPED["make_op"], row_updates.update_all)
 
 
 def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,6 @@ from tensorflow.python.framework import kernels as _kernels
 # tape_cache: the data from which the gradient of a tf.py_function is computed, by the same token.
 from tensorflow.python.ops import script_ops as _script_ops
 
-from replica_engine._tf import variables
 from replica_engine._tf.graphs import subgraphs, waiting, xla_ops
 
 _XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this device, for every platform
@@ -99,33 +98,10 @@ def _register_xla_kernels() -> None:
 
 def copy_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation]) -> tf.Operation:
     """Copies an op with other inputs into the current graph, under the same name if that name is free."""
-    copied = apply_op(op, inputs, control_inputs)
+    copied = subgraphs.apply_op(op, inputs, control_inputs)
     for old, new in zip(op.outputs, copied.outputs, strict=True):
         keep_shape(old, new)
     return copied
-
-
-def apply_op(
-    op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation] = ()
-) -> tf.Operation:
-    """Copies an op into the current graph, with inputs that may have other shapes."""
-    graph = variables.graph()
-    for attribute in subgraphs.FUNCTION_ATTRIBUTES.get(op.type, ()):
-        value = op.get_attr(attribute)
-        for each in value if isinstance(value, list) else [value]:
-            graph._add_function_recursive(op.graph._get_function(each.name))
-    # Colocation ("_class") refers to ops of the original graph, which do not exist in this one.
-    attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
-    with tf.control_dependencies(list(control_inputs)), tf.name_scope(""):
-        return graph._create_op_internal(
-            op.type,
-            list(inputs),
-            [output.dtype for output in op.outputs],
-            name=op.name,
-            attrs=attributes,
-            op_def=op.op_def,
-            compute_device=False,
-        )
 
 
 def keep_shape(old: tf.Tensor, new: tf.Tensor) -> None:

@@ -18,6 +18,8 @@ from tensorflow.python.eager import context as _context
 # from_func_graph: registers a part of a graph as a function under a name. call_flat: calls that function.
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 
+from replica_engine._tf import variables
+
 _numbers = itertools.count()
 
 FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {
@@ -90,6 +92,29 @@ def called(node: Any) -> Iterator[str]:
         for function in (attribute.func, *attribute.list.func):
             if function.name:
                 yield function.name
+
+
+def apply_op(
+    op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation] = ()
+) -> tf.Operation:
+    """Copies an op into the current graph, with inputs that may have other shapes."""
+    graph = variables.graph()
+    for attribute in FUNCTION_ATTRIBUTES.get(op.type, ()):
+        value = op.get_attr(attribute)
+        for each in value if isinstance(value, list) else [value]:
+            graph._add_function_recursive(op.graph._get_function(each.name))
+    # Colocation ("_class") refers to ops of the original graph, which do not exist in this one.
+    attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
+    with tf.control_dependencies(list(control_inputs)), tf.name_scope(""):
+        return graph._create_op_internal(
+            op.type,
+            list(inputs),
+            [output.dtype for output in op.outputs],
+            name=op.name,
+            attrs=attributes,
+            op_def=op.op_def,
+            compute_device=False,
+        )
 
 
 def definition(graph: Any, name: str) -> Any:
