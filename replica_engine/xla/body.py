@@ -173,7 +173,9 @@ class Body:
         try:
             with (
                 xla_ops.xla_context(),
-                replaced_ops.intercepted(lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op)),
+                replaced_ops.intercepted(
+                    lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op), corrected_ops.KINDS
+                ),
                 made_ops.seen(corrected_ops.CHANGED),
                 growing_arrays.fixed(arrays, final, self.moves_ops),
             ):

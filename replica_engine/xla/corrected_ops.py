@@ -1,6 +1,15 @@
-"""Ops that TensorFlow lowers to XLA wrongly: other numbers than its own, a result of another dtype, or not at all.
+"""Ops that TensorFlow lowers to XLA wrongly: other numbers than its own kernels', a result of another dtype, or not at all.
 
-Random ops are in `state/philox.py`.
+- `InTopK` of a target that is no class, or of a row with an infinity.
+- The gradients of `sqrt`, `rsqrt` and `reciprocal`: where nothing comes back to a result, TensorFlow's kernels give 0.
+  XLA multiplies that 0 by what is infinite at 0. And for complex numbers it leaves the conjugate out.
+- The gradients of activations: that of `selu` is another one at 0. A row of zeros, such as padding, is there.
+- The variance of `fused_batch_norm`: XLA subtracts the square of the mean from the mean of the squares, of which
+  nothing is left if the mean is large.
+- The gradient of resizing an image of float64 has another dtype.
+- `bincount` with limits that tell the number of places does not compile.
+
+A replacement has the gradient that TensorFlow gives the op. Random ops are in `state/philox.py`.
 """
 
 from __future__ import annotations
@@ -12,42 +21,125 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import made_ops
 
+_SELU_SCALE, _SELU_SCALE_ALPHA = 1.0507009873554804934193349852946, 1.7580993408473768599402175208123
+
 
 def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
     """TensorFlow's results of a new op, given its type, inputs and a getter of attributes; None if XLA's are right."""
-    if kind in ("InTopK", "InTopKV2"):
-        predictions, targets = inputs[:2]
-        return [_in_top_k(predictions, targets, inputs[2] if kind == "InTopKV2" else attribute("k"))]
-    if kind == "ResizeBilinearGrad" and attribute("T") == tf.float64:
-        gradient, image = inputs
-        return [_resize_bilinear_grad(gradient, image, attribute("align_corners"), attribute("half_pixel_centers"))]
-    return None
+    correct = _CORRECTED.get(kind)
+    return None if correct is None else correct(kind, inputs, attribute)
 
 
-def _in_top_k(predictions: tf.Tensor, targets: tf.Tensor, k: Any) -> tf.Tensor:
+def _in_top_k(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor]:
     """Whether each target is among the k largest predictions of its row: float32 [rows, classes], int [rows].
 
     XLA takes 0 for the prediction of a target outside the classes, such as a label of -1 that a loss ignores. For
     TensorFlow, such a target is never among them, and nothing is in a row that has an infinity or a NaN.
     """
+    predictions, targets = inputs[:2]
+    k = inputs[2] if kind == "InTopKV2" else attribute("k")
     classes = tf.range(tf.shape(predictions)[1], dtype=targets.dtype)
     own = tf.where(classes == targets[:, tf.newaxis], predictions, tf.zeros_like(predictions))
     larger = tf.math.count_nonzero(predictions > tf.reduce_sum(own, axis=1, keepdims=True), axis=1)
     is_class = (targets >= 0) & (targets < tf.shape(predictions, out_type=targets.dtype)[1])
-    return is_class & (larger < tf.cast(k, larger.dtype)) & tf.reduce_all(tf.math.is_finite(predictions), axis=1)
+    return [is_class & (larger < tf.cast(k, larger.dtype)) & tf.reduce_all(tf.math.is_finite(predictions), axis=1)]
 
 
-def _resize_bilinear_grad(
-    gradient: tf.Tensor, image: tf.Tensor, align_corners: bool, half_pixel_centers: bool
-) -> tf.Tensor:
+def _resize_bilinear_grad(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
     """The gradient of resizing a float64 image. Resizing gives float32, and XLA gives the gradient so as well."""
+    if attribute("T") != tf.float64:
+        return None
+    gradient, image = inputs
     narrow = tf.raw_ops.ResizeBilinearGrad(
         grads=gradient,
         original_image=tf.cast(image, tf.float32),
-        align_corners=align_corners,
-        half_pixel_centers=half_pixel_centers,
+        align_corners=attribute("align_corners"),
+        half_pixel_centers=attribute("half_pixel_centers"),
     )
-    return tf.cast(narrow, tf.float64)
+    return [tf.cast(narrow, tf.float64)]
+
+
+def _of_result(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor]:
+    """The gradient of a root or of a reciprocal, of the result and the upstream gradient."""
+    result, upstream = inputs
+    name = "ReciprocalGrad" if kind == "InvGrad" else kind
+    gradient = getattr(tf.raw_ops, name)(y=tf.math.conj(result), dy=upstream)
+    return [tf.where(upstream == 0, tf.zeros_like(gradient), gradient)]
+
+
+def _of_activation(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor]:
+    """The gradient of an activation, of the upstream gradient and the result."""
+    upstream, result = inputs
+    return [_ACTIVATIONS[kind](upstream, result)]
+
+
+def _kept_where(condition: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
+    """The upstream gradient, times 0 where a condition fails: what is infinite or NaN there becomes NaN.
+
+    XLA would turn a product with the condition as a number into a choice, and lose the NaN.
+    """
+    return tf.where(condition, upstream, upstream * 0)
+
+
+_ACTIVATIONS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "ReluGrad": lambda upstream, result: _kept_where(result > 0, upstream),
+    "Relu6Grad": lambda upstream, result: _kept_where((result > 0) & (result < 6), upstream),
+    "EluGrad": lambda upstream, result: tf.where(result < 0, upstream * (result + 1), upstream),
+    "SeluGrad": lambda upstream, result: tf.where(
+        result < 0, upstream * (result + _SELU_SCALE_ALPHA), upstream * _SELU_SCALE
+    ),
+}
+
+
+def _fused_batch_norm(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor]:
+    """A batch normalized: the result, the new mean and variance, and those that the gradient takes.
+
+    It is computed in the dtype of the mean, float32, as in TensorFlow's kernel: the variance is the mean of squares of
+    differences from the mean.
+    """
+    x, scale, offset, mean, variance = inputs
+    wide = tf.cast(x, scale.dtype)
+    channel = attribute("data_format").decode().index("C")
+    axes = [axis for axis in range(x.shape.rank) if axis != channel]
+    along = [1] * x.shape.rank
+    along[channel] = -1
+
+    def spread(of_channels: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(of_channels, along)
+
+    if attribute("is_training"):
+        own_mean = tf.reduce_mean(wide, axes)
+        centered = wide - spread(own_mean)
+        own_variance = tf.reduce_mean(tf.square(centered), axes)
+        count = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), scale.dtype)
+        unbiased = own_variance * (count / tf.maximum(count - 1, 1))
+        new = attribute("exponential_avg_factor")
+        results = (
+            [own_mean, unbiased]
+            if new == 1
+            else [(1 - new) * mean + new * own_mean, (1 - new) * variance + new * unbiased]
+        )
+    else:
+        own_mean, own_variance = mean, variance
+        centered = wide - spread(mean)
+        results = [mean, variance]
+    factor = tf.math.rsqrt(own_variance + attribute("epsilon")) * scale
+    y = tf.cast(centered * spread(factor) + spread(offset), x.dtype)
+    unused = [tf.zeros([], scale.dtype)] if kind == "FusedBatchNormV3" else []
+    return [y, *results, own_mean, own_variance, *unused]
+
+
+_CORRECTED: dict[str, Callable[..., list[tf.Tensor] | None]] = {
+    "InTopK": _in_top_k,
+    "InTopKV2": _in_top_k,
+    "ResizeBilinearGrad": _resize_bilinear_grad,
+    **dict.fromkeys(("SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"), _of_result),
+    **dict.fromkeys(_ACTIVATIONS, _of_activation),
+    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _fused_batch_norm),
+}
+
+KINDS = frozenset(_CORRECTED)
+"""The types of the ops that may have a replacement."""
 
 
 def _know_places(op: tf.Operation) -> None:

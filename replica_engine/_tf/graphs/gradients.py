@@ -7,6 +7,7 @@ the results for variables. Here a name is registered once, and a graph keeps its
 
 from __future__ import annotations
 
+import functools
 import itertools
 import uuid
 import weakref
@@ -17,6 +18,9 @@ import tensorflow as tf
 
 # record_operation: tells tapes the gradient of some tensors with respect to others.
 from tensorflow.python.eager import record as _record
+
+# gradient_registry: the functions that compute the gradients of TensorFlow's ops, by the type of the op.
+from tensorflow.python.framework import ops as _ops
 
 from replica_engine._tf.graphs.kept import keep
 
@@ -72,6 +76,28 @@ def differentiable(
     _gradients[number] = found
     _record.record_operation(_REGISTERED, known, [*results, *inputs], found)
     return known[: len(results)]
+
+
+class _InPlaceOf:
+    """An op as functions that compute gradients see it, with other results than its own."""
+
+    def __init__(self, op: tf.Operation, results: Sequence[tf.Tensor]):
+        self.type, self.inputs, self.get_attr = op.type, op.inputs, op.get_attr
+        self.outputs = list(results)
+
+
+def in_place_of(op: tf.Operation, results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Tensors equal to `results` with the gradient that TensorFlow gives the results of an op.
+
+    What computes `results` may have another gradient, since it chooses between values.
+    """
+    try:
+        compute = _ops.gradient_registry.lookup(op.type)
+    except LookupError:
+        compute = None
+    if compute is None:
+        return list(results)
+    return differentiable(results, op.inputs, functools.partial(compute, _InPlaceOf(op, results)))
 
 
 def _passed_on(results: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], registered: str) -> list[tf.Tensor]:

@@ -1,4 +1,4 @@
-"""Replaces ops, above all random ones, while they are added to a graph, and sets the global seed.
+"""Replaces ops, random ones and those of other numbers, while they are added to a graph, and sets the global seed.
 
 Checked on TensorFlow 2.21.0.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,10 +19,12 @@ from tensorflow.python.eager import context as _context
 # add_op_callback: calls a function for each new op; the function may return other results to use instead.
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
+from replica_engine._tf.graphs import gradients
+
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
 """Takes an op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""
 
-_KINDS = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated", "InTopK", "ResizeBilinearGrad")
+_RANDOM = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated")
 _ASIDE = "_replica_engine_set_aside"
 _ORIGINALS = "_replica_engine_originals"
 
@@ -34,14 +36,14 @@ def set_aside(graph: Any) -> frozenset[str]:
 
 def original(tensor: tf.Tensor) -> tf.Tensor | None:
     """The result of the user's op that `tensor` replaced; None if `tensor` replaced nothing."""
-    return getattr(tensor.graph, _ORIGINALS, {}).get(tensor.op.name)
+    return getattr(tensor.graph, _ORIGINALS, {}).get(tensor.name)
 
 
 def _set_aside(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
     setattr(graph, _ASIDE, {*getattr(graph, _ASIDE, ()), op.name})
     if not hasattr(graph, _ORIGINALS):
         setattr(graph, _ORIGINALS, {})
-    getattr(graph, _ORIGINALS).update((new.op.name, old) for new, old in zip(results, op.outputs, strict=True))
+    getattr(graph, _ORIGINALS).update((new.name, old) for new, old in zip(results, op.outputs, strict=True))
 
 
 def seeding() -> tuple[Any, int | None]:
@@ -86,20 +88,24 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def intercepted(replace: Replace) -> Iterator[None]:
-    """Calls `replace` for each op of the kinds that may be replaced, when it is made inside the block.
+def intercepted(replace: Replace, kinds: Container[str]) -> Iterator[None]:
+    """Calls `replace` for each random op and each op of one of some kinds, when it is made inside the block.
 
-    Not to be nested: TensorFlow takes the answer of the last callback, also if it is None.
+    The gradient of a replaced op is the one that TensorFlow gives its kind. Not to be nested: TensorFlow takes the
+    answer of the last callback, also if it is None.
     """
 
     def callback(
         op_type: str, inputs: Any, attributes: Any, outputs: Any, op_name: str | None = None, graph: Any = None
     ) -> list[tf.Tensor] | None:
-        if graph is None or not op_type.startswith(_KINDS):
+        if graph is None or not (op_type in kinds or op_type.startswith(_RANDOM)):
             return None
-        results = replace(op_type, inputs, outputs[0].op.get_attr)
-        if results is not None:
-            _set_aside(graph, outputs[0].op, results)
+        op = outputs[0].op
+        results = replace(op_type, inputs, op.get_attr)
+        if results is None:
+            return None
+        results = gradients.in_place_of(op, results)
+        _set_aside(graph, op, results)
         return results
 
     _op_callbacks.add_op_callback(callback)
