@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import distribute, variables
+from replica_engine._tf import distribute, reduction, variables
 from replica_engine._tf.keras import layouts
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import model as keras_model
@@ -309,10 +309,10 @@ def _first(values: list[tf.Tensor]) -> tf.Tensor:
 
 
 def _mean(values: list[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n(values) / len(values)
+    return reduction.total(values, len(values))
 
 
-_AGGREGATED = {tf.VariableAggregation.SUM: tf.add_n, tf.VariableAggregation.MEAN: _mean}
+_AGGREGATED = {tf.VariableAggregation.SUM: reduction.total, tf.VariableAggregation.MEAN: _mean}
 
 
 def _around(plain: Any, strategy: tf.distribute.Strategy, synchronization: Any, aggregation: Any) -> Any:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Parameters = dict[str, Any]
-"""Those of a marker: "groups" or "pairs" of replicas, axes, and the name of the reduction as "op"."""
+"""Those of a marker: "groups" or "pairs" of replicas, axes, the name of the reduction as "op", and as "divide_by" what
+its result is divided by."""
 
 
 class CollectiveForm(NamedTuple):

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
-from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, ir, make_ir_context
+from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir, make_ir_context
 
 PREFIX = "replica_engine."
 
-VERSION = 3
+VERSION = 4
 """Part of what a compiled program depends on. Raise it when a marker becomes another operation than before."""
 
 HOST_CALL = f"{PREFIX}host_call"
@@ -53,6 +53,9 @@ _WORK_SIZE = 4096
 def expand_markers(program: str, platform: str) -> Any:
     """The module of a program, with each marker replaced by the operation it stands for.
 
+    On CPU devices, sums over replicas of 16-bit floats are added in float32 and rounded once. XLA would round after
+    each addition.
+
     Args:
         program: the text of the module.
         platform: what it will run on.
@@ -75,7 +78,7 @@ def expand_markers(program: str, platform: str) -> Any:
             elif target(marker) == HOST_CALL:
                 _replace_host_call(marker, platform)
             else:
-                _replace(marker)
+                _replace(marker, platform)
         return module
 
 
@@ -113,6 +116,7 @@ def add_work(module: Any) -> None:
 
 
 _ALIAS = "mhlo.input_output_alias"
+_NARROW = ("f16", "bf16")
 
 
 def target(operation: Any) -> str:
@@ -146,22 +150,34 @@ def _replace_host_call(marker: Any, platform: str) -> None:
     marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI
 
 
-def _replace(marker: Any) -> None:
+def _replace(marker: Any, platform: str) -> None:
     name = target(marker).removeprefix(PREFIX)
     parameters = parameters_of(marker)
     attributes = {key: ir.Attribute.parse(text) for key, text in COLLECTIVES[name].attributes(parameters).items()}
+    (operand,), (result,) = marker.operands, marker.results
+    kind = ir.RankedTensorType(result.type)
+    is_wide = platform == "cpu" and parameters.get("op") == "Add" and str(kind.element_type) in _NARROW
     with ir.InsertionPoint(marker), marker.location:
+        if is_wide:
+            kind = ir.RankedTensorType.get(kind.shape, ir.F32Type.get())
+            wide = ir.RankedTensorType.get(ir.RankedTensorType(operand.type).shape, kind.element_type)
+            operand = hlo.convert(wide, operand)
         operation = ir.Operation.create(
             f"stablehlo.{name}",
-            results=[result.type for result in marker.results],
-            operands=list(marker.operands),
+            results=[kind],
+            operands=[operand],
             attributes=attributes,
             regions=1 if "op" in parameters else 0,
         )
         if "op" in parameters:
-            _fill_reduction(operation.regions[0], parameters["op"], ir.RankedTensorType(marker.results[0].type))
-    for old, new in zip(marker.results, operation.results, strict=True):
-        old.replace_all_uses_with(new)
+            _fill_reduction(operation.regions[0], parameters["op"], kind)
+        new = operation.results[0]
+        if (divisor := parameters.get("divide_by", 1)) != 1:
+            number = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, divisor))
+            new = hlo.divide(new, hlo.constant(number))
+        if is_wide:
+            new = hlo.convert(result.type, new)
+    result.replace_all_uses_with(new)
     marker.erase()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute
+from replica_engine._tf import distribute, reduction
 from replica_engine.diagnostics.misuse import check_outside_replicas
 from replica_engine.errors import ReplicaValueError, ScopeError
 from replica_engine.errors.base import brief
@@ -78,7 +78,18 @@ class Reductions:
         value = as_tensors(value, self.worker_devices)  # type: ignore[attr-defined]
         if self.adds_up_rows and are_rows(value):
             return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]  # type: ignore[attr-defined]
+        several_workers = self._in_multi_worker_mode()  # type: ignore[attr-defined]
+        if _is_narrow(value) and not several_workers and reduction.adds_on_one_device(value, destinations):
+            # TensorFlow would take an object of its own, which rounds after each addition.
+            return reduction.QuietReduction().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
+
+
+def _is_narrow(value: Any) -> bool:
+    """Whether each replica has a tensor of 16-bit floats of its own."""
+    if not isinstance(value, (distribute.PerReplica, distribute.DistributedVariable)) or distribute.is_mirrored(value):
+        return False
+    return reduction.is_narrow(value.values[0])
 
 
 def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:

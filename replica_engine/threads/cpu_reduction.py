@@ -1,7 +1,8 @@
 """All-reduces between CPU devices: the sum is computed once and given to every replica.
 
 CPU devices share one memory. So one sum needs fewer copies than a ring, has no op that blocks a thread of TensorFlow's
-pool until its peers arrive, and leaves replicas bitwise equal by construction.
+pool until its peers arrive, and leaves replicas bitwise equal by construction. Sums of float16 and bfloat16 are added
+in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute, eager
-from replica_engine._tf.reduction import QuietReduction
+from replica_engine._tf.reduction import QuietReduction, total
 
 MOST_BYTES = 1 << 16
 """Largest tensor, in bytes, that NumPy adds; above it TensorFlow's threads save more time than its ops cost."""
@@ -103,13 +104,11 @@ def _reduced_packed(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any], de
             parts = [value.values[replica] for value in values]
             packed.append(tf.concat([part if part.shape.rank == 1 else tf.reshape(part, flat) for part in parts], 0))
     with tf.device(devices[0]):
-        total = tf.add_n(packed)
-        if reduce_op == tf.distribute.ReduceOp.MEAN:
-            total = total / len(packed)
+        reduced = total(packed, len(packed) if reduce_op == tf.distribute.ReduceOp.MEAN else 1)
     columns = []
     for device in devices:
         with tf.device(device):
-            parts = tf.split(tf.identity(total), [shape.num_elements() for shape in shapes])
+            parts = tf.split(tf.identity(reduced), [shape.num_elements() for shape in shapes])
             columns.append(
                 [
                     part if shape.rank == 1 else tf.reshape(part, shape)
@@ -130,12 +129,12 @@ def _reduced_if_small(reduce_op: Any, value: Any, destinations: Any) -> Any:
     if reduce_op == tf.distribute.ReduceOp.MEAN and arrays[0].dtype.kind != "f":
         return None
     with np.errstate(all="ignore"):  # the user sees infinities without warnings, as always
-        total = _sum(arrays)
+        result = _sum(arrays)
         if reduce_op == tf.distribute.ReduceOp.MEAN:
-            total /= total.dtype.type(len(arrays))
-        if total.dtype.kind == "f":  # denormal numbers become zeros, as in TensorFlow's ops
-            np.multiply(total, 0, out=total, where=np.abs(total) < _NORMAL[total.dtype])
-    return distribute.Mirrored(eager.on_devices(total, devices))
+            result /= result.dtype.type(len(arrays))
+        if result.dtype.kind == "f":  # denormal numbers become zeros, as in TensorFlow's ops
+            np.multiply(result, 0, out=result, where=np.abs(result) < _NORMAL[result.dtype])
+    return distribute.Mirrored(eager.on_devices(result, devices))
 
 
 def _destinations(value: Any, destinations: Any) -> list[str]:
@@ -161,14 +160,14 @@ def _sum(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Adds in the order of TensorFlow's `add_n`: up to nine arrays one after the other, then the rest in eights."""
     first = len(arrays) % 8
     first = first + 8 if first < 2 else first
-    total = _one_after_the_other(arrays[:first])
+    result = _one_after_the_other(arrays[:first])
     for begin in range(first, len(arrays), 8):
-        total += _one_after_the_other(arrays[begin : begin + 8])
-    return total
+        result += _one_after_the_other(arrays[begin : begin + 8])
+    return result
 
 
 def _one_after_the_other(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    total = np.array(arrays[0])
+    result = np.array(arrays[0])
     for array in arrays[1:]:
-        total += array
-    return total
+        result += array
+    return result

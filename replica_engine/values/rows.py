@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, variables
+from replica_engine._tf import distribute, reduction, variables
 from replica_engine._tf.graphs import subgraphs
 
 _OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
@@ -368,11 +368,11 @@ def _moved(column: list[tf.IndexedSlices]) -> list[tf.IndexedSlices]:
     is_same = tf.reduce_all([tf.equal(rows.indices[:least], first) for rows in column], 0)
     heads = [rows.values[:least] for rows in column]
     flags = tf.reshape(is_same, [-1] + [1] * (heads[0].shape.rank - 1))
-    total = tf.add_n(heads)
+    sums = reduction.total(heads)
     found = []
     for replica, (rows, head) in enumerate(zip(column, heads, strict=True)):
         with tf.device(rows.values.device):
-            new = tf.where(flags, tf.zeros_like(head) if replica else total, head)
+            new = tf.where(flags, tf.zeros_like(head) if replica else sums, head)
             found.append(tf.IndexedSlices(tf.concat([new, rows.values[least:]], 0), rows.indices, rows.dense_shape))
     return found
 
@@ -388,7 +388,7 @@ def _compared(rows: tf.IndexedSlices, count: tf.Tensor, replicas: int) -> tf.Ind
         values = tf.reshape(tf.gather(rows.values, places), tf.concat([[replicas, count], shape], 0))
         is_same = is_whole & tf.reduce_all(tf.equal(indices, indices[:1]), 0)
         flags = tf.reshape(is_same, [-1] + [1] * (rows.values.shape.rank - 1))
-        added = tf.concat([tf.reduce_sum(values, 0, keepdims=True), tf.zeros_like(values[1:])], 0)
+        added = tf.concat([_summed(values)[tf.newaxis], tf.zeros_like(values[1:])], 0)
         new = tf.reshape(tf.where(flags, added, values), tf.concat([[most], shape], 0))
         new = tf.gather(new, tf.minimum(tf.range(total), most - 1))
         return tf.IndexedSlices(tf.where(is_whole, new, rows.values), rows.indices, rows.dense_shape)
@@ -403,8 +403,14 @@ def _folded(rows: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
     if (indices != range(indices[0, 0], indices[0, 0] + count)).any():
         return rows
     with tf.device(rows.values.device):
-        values = tf.reduce_sum(tf.reshape(rows.values, [replicas, count, *rows.values.shape[1:]]), 0)
+        values = _summed(tf.reshape(rows.values, [replicas, count, *rows.values.shape[1:]]))
         return tf.IndexedSlices(values, rows.indices[:count], rows.dense_shape)
+
+
+def _summed(values: tf.Tensor) -> tf.Tensor:
+    """The sum over the first dimension, the replicas; 16-bit floats are rounded once."""
+    wide = tf.cast(values, tf.float32) if reduction.is_narrow(values) else values
+    return tf.cast(tf.reduce_sum(wide, 0), values.dtype)
 
 
 def _like(value: Any, components: list[Any]) -> Any:

@@ -11,6 +11,9 @@ permutation is the reverse permutation.
 An operation with a gradient works on an identity of its operand: in a branch, a gradient cannot find again a tensor
 that was passed in from outside.
 
+Sums and means of float16 and bfloat16 are added in float32 on CPU devices, and rounded once. TPUs and GPUs get the
+collective of the narrow dtype: what a device adds with is its own, and a wider one would move twice as many bytes.
+
 `groups` divides the replicas: `[[0, 1], [2, 3]]` makes two sums, each over two replicas. Each replica must be in
 exactly one group. None makes one group of all replicas.
 """
@@ -36,6 +39,7 @@ from replica_engine.xla.soft_placement import kinds
 
 Groups = Sequence[Sequence[int]]
 _PREFIX = "replica_engine."
+_NARROW = (tf.float16, tf.bfloat16)  # a sum of a few has lost what a sum of floats still has
 
 
 @autograph.artifact
@@ -218,6 +222,14 @@ def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
     is_even = len({len(row) for row in rows}) == 1
     if is_even and len(rows[0]) == 1:  # XLA on CPU would copy the value
         return tf.identity(x)
+    if x.dtype.is_complex:
+        return _of_parts(_reduced_numbers(_parts(x), rows, op, is_even))
+    return _reduced_numbers(x, rows, op, is_even)
+
+
+def _reduced_numbers(x: tf.Tensor, rows: list[list[int]], op: str, is_even: bool) -> tf.Tensor:
+    if op == "Add" and x.dtype in _NARROW:
+        return _added(x, rows)
     if is_even and xla_ops.takes_all_reduce(x.dtype):
         return xla_ops.all_reduce(x, rows, op)
     if is_even and not x.shape.is_fully_defined():
@@ -225,13 +237,38 @@ def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
     return _emit("all_reduce", x, x.shape, groups=rows, op=op)
 
 
+def _parts(x: tf.Tensor) -> tf.Tensor:
+    """The real and the imaginary parts of complex numbers, one behind the other along a new first dimension.
+
+    A sum over replicas of complex constants ends the process inside XLA.
+    """
+    return tf.stack([tf.math.real(x), tf.math.imag(x)])
+
+
+def _of_parts(parts: tf.Tensor) -> tf.Tensor:
+    real, imag = tf.unstack(parts, num=2)
+    return tf.complex(real, imag)
+
+
+def _added(x: tf.Tensor, rows: list[list[int]], divide_by: int = 1) -> tf.Tensor:
+    """The sum of 16-bit floats, divided by a number, rounded once. TPUs and GPUs add them in their own way."""
+    if x.shape.is_fully_defined():
+        return _emit("all_reduce", x, x.shape, groups=rows, op="Add", divide_by=divide_by)
+    wide = _reduced_numbers(tf.cast(x, tf.float32), rows, "Add", len({len(row) for row in rows}) == 1)
+    return tf.cast(wide / divide_by, x.dtype)
+
+
 def _sum(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     return _differentiable(lambda x: (_reduced(x, rows, "Add"), lambda dy: _sum(dy, rows)), x)
 
 
 def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
-    total = _sum(x, rows)
     sizes = {len(row) for row in rows}
+    if x.dtype in _NARROW and len(sizes) > 1:
+        return tf.cast(_mean(tf.cast(x, tf.float32), rows), x.dtype)
+    if x.dtype in _NARROW and sizes != {1}:
+        return _differentiable(lambda x: (_narrow_mean(x, rows), lambda dy: _mean(dy, rows)), x)
+    total = _sum(x, rows)
     if len(sizes) == 1:
         count: Any = sizes.pop()
     else:
@@ -240,6 +277,11 @@ def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     if x.dtype.is_integer:
         return total // tf.cast(count, x.dtype)
     return total / tf.cast(count, x.dtype)
+
+
+def _narrow_mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
+    note_collective("all_reduce", here(), x)
+    return _added(x, rows, len(rows[0]))
 
 
 def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
@@ -299,6 +341,8 @@ def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     shape[axis] //= len(rows[0])
 
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        if x.dtype.is_complex:
+            return _of_parts(_scatter(_parts(x), axis + 1, rows)), lambda dy: _gather(dy, axis, rows)
         body = in_body()
         if body is not None and body.own < body.size and 0 not in shape:
             result = _scatter_by_exchange(x, axis, shape, rows)
@@ -312,7 +356,9 @@ def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
 def _scatter_by_exchange(x: tf.Tensor, axis: int, shape: list[int], rows: list[list[int]]) -> tf.Tensor:
     """A reduce-scatter over several workers: Gloo's gives up when one is 30 s late, and its all-to-all waits."""
     parts = _marker("all_to_all", x, x.shape, split_axis=axis, concat_axis=axis, groups=rows)
-    return tf.reduce_sum(tf.reshape(parts, [*shape[:axis], len(rows[0]), *shape[axis:]]), axis)
+    if x.dtype in _NARROW:
+        parts = tf.cast(parts, tf.float32)
+    return tf.cast(tf.reduce_sum(tf.reshape(parts, [*shape[:axis], len(rows[0]), *shape[axis:]]), axis), x.dtype)
 
 
 def _exchange(x: tf.Tensor, split: int, concat: int, rows: list[list[int]]) -> tf.Tensor:

@@ -15,7 +15,7 @@ from replica_engine.errors import CollectiveError
 from replica_engine.threads.cpu_reduction import FEWEST, MOST_BYTES, CpuReduction
 
 SHAPES = (*((), (0,), (3,), (2, 5)) * (FEWEST // 4), (MOST_BYTES // 4,), (MOST_BYTES // 4 + 1,))
-DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.bfloat16)
+DTYPES = (tf.float32, tf.float64, tf.int32, tf.int64)  # TensorFlow rounds 16-bit floats after each addition
 RANDOM = np.random.default_rng(0)
 
 
@@ -57,7 +57,7 @@ def test_they_are_bitwise_those_of_tensorflow_in_eager_mode(both, op, dtypes):
 
 
 @pytest.mark.parametrize("both", [2, 3], indirect=True)  # eight are traced one after the other
-@pytest.mark.parametrize(("op", "dtypes"), [("SUM", DTYPES[:4]), ("MEAN", (tf.float32, tf.float64))])
+@pytest.mark.parametrize(("op", "dtypes"), [("SUM", DTYPES), ("MEAN", (tf.float32, tf.float64))])
 def test_in_a_graph_they_are_those_of_eager_mode(both, op, dtypes):
     """But for the last bits, where TensorFlow makes a product of a quotient; its own differ in sums as well."""
     strategy, _ = both

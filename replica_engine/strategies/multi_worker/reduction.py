@@ -4,6 +4,9 @@ The replicas of a worker share one memory. So their values are added there, one 
 network, and each replica gets a copy of its result. With every replica in TensorFlow's ring, a worker of two replicas
 would send each value through its own loopback too. All replicas of all workers get the same bits, since each worker
 copies the one result of the collective.
+
+Values of float16 and bfloat16 travel as float32, and their sum is rounded once: a sum that each worker rounds would
+depend on how many replicas a worker has, and on the order of the workers.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.reduction import added, is_narrow
 
 PIECE = 8 << 20
 """Bytes of a piece, and of a pack of small values, unless the user's options say otherwise."""
@@ -62,6 +66,11 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
             totals = [_joined(part, value) for part, value in zip(parts, own, strict=True)]
             if reduce_op == tf.distribute.ReduceOp.MEAN:
                 totals = [_changed(total, lambda values: values / self._replicas) for total in totals]
+            firsts = [value.values[0] for value, _ in value_destination_pairs]
+            totals = [
+                tf.cast(total, first.dtype) if is_narrow(first) else total
+                for total, first in zip(totals, firsts, strict=True)
+            ]
         destinations = [each for _, each in value_destination_pairs]
         return [self.broadcast(total, each) for total, each in zip(totals, destinations, strict=True)]
 
@@ -74,9 +83,12 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """The sum of the replicas' values, on the current device: TensorFlow packs only values that say their device."""
+    """The sum of the replicas' values, on the current device: TensorFlow packs only values that say their device.
+
+    The sum of 16-bit floats is a float32.
+    """
     if not isinstance(values[0], tf.IndexedSlices):
-        return tf.add_n(values) if len(values) > 1 else tf.identity(values[0])
+        return added(values) if len(values) > 1 or is_narrow(values[0]) else tf.identity(values[0])
     rows, indices = (tf.concat([getattr(value, name) for value in values], 0) for name in ("values", "indices"))
     return tf.IndexedSlices(rows, indices, values[0].dense_shape)
 
