@@ -27,7 +27,7 @@ import numpy as np
 
 from replica_engine._version import __version__
 from replica_engine.hosts import Program
-from replica_engine.pjrt import cpu_rewrites, host_transfers
+from replica_engine.pjrt import conversions, cpu_rewrites, host_transfers
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import (
     APART,
@@ -160,6 +160,7 @@ class Executable:
             module = expand_markers(program, devices.platform)
             if cpu_rewrites.enabled():
                 cpu_rewrites.rewrite(module, devices.platform)
+            conversions.as_by_kernels(module, devices.platform)
             partition(module)
             if works_more:
                 add_work(module)
@@ -316,6 +317,7 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
         "the CPU": _cpu(),
         "the rewrites for CPU": str(cpu_rewrites.VERSION) if cpu_rewrites.enabled() else "off",
         "the forms of markers": str(MARKERS_VERSION),
+        "the forms of conversions": str(conversions.VERSION),
         "the version of jaxlib": JAXLIB_VERSION,
         "the version of replica_engine": __version__,
         "XLA_FLAGS": " ".join(sorted(flags)),

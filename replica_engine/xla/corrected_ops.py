@@ -8,12 +8,18 @@
   nothing is left if the mean is large.
 - The gradient of resizing an image of float64 has another dtype.
 - `bincount` with limits that tell the number of places does not compile.
+- The place of the largest or smallest element, of a row with a NaN: TensorFlow's kernels pass over a NaN.
+- `top_k`, and what sorts by it: XLA ranks a NaN by its sign, which says nothing: that of 0 / 0 is another one than that
+  of a constant. TensorFlow's rank depends on where the NaN stands in the row. Here a NaN is always the largest number,
+  but for `k=1`, where TensorFlow passes over it.
+- Places of a NaN among sorted numbers: TensorFlow's are behind all of them.
 
 A replacement has the gradient that TensorFlow gives the op. Random ops are in `state/philox.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -129,10 +135,64 @@ def _fused_batch_norm(kind: str, inputs: Sequence[Any], attribute: Callable[[str
     return [y, *results, own_mean, own_variance, *unused]
 
 
+def _of_extreme(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+    """The index of the largest or smallest element along a dimension: the first one, 0 if all are NaN."""
+    x, dimension = inputs
+    if not x.dtype.is_floating:
+        return None
+    find, none = (tf.raw_ops.ArgMax, -math.inf) if kind == "ArgMax" else (tf.raw_ops.ArgMin, math.inf)
+    return [find(input=_without_nan(x, none), dimension=dimension, output_type=attribute("output_type"))]
+
+
+def _top_k(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+    """The k largest elements of each row, and their indices."""
+    x = inputs[0]
+    k = inputs[1] if kind == "TopKV2" else attribute("k")
+    if not x.dtype.is_floating:
+        return None
+    passes_over = tf.get_static_value(k) == 1 and x.shape.rank is not None
+    values, indices = tf.raw_ops.TopKV2(
+        input=_without_nan(x, -math.inf if passes_over else math.nan),
+        k=k,
+        sorted=attribute("sorted"),
+        index_type=attribute("index_type") if kind == "TopKV2" else tf.int32,
+    )
+    if passes_over:  # a row may have nothing else
+        values = tf.gather(x, indices, batch_dims=x.shape.rank - 1)
+    return [values, indices]
+
+
+def _place(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+    """Where numbers lie among sorted ones, behind those that are equal: a NaN lies behind all."""
+    numbers, values = inputs
+    if not values.dtype.is_floating:
+        return None
+    kept = _without_nan(values, math.inf)
+    return [tf.raw_ops.UpperBound(sorted_inputs=numbers, values=kept, out_type=attribute("out_type"))]
+
+
+def _bucket(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+    """The number of boundaries up to a number: all for a NaN."""
+    if not inputs[0].dtype.is_floating:
+        return None
+    return [tf.raw_ops.Bucketize(input=_without_nan(inputs[0], math.inf), boundaries=attribute("boundaries"))]
+
+
+def _without_nan(x: tf.Tensor, value: float) -> tf.Tensor:
+    """A tensor with a value in the place of each NaN; a constant NaN has no sign bit."""
+    return tf.where(tf.math.is_nan(x), tf.constant(value, x.dtype), x)
+
+
 _CORRECTED: dict[str, Callable[..., list[tf.Tensor] | None]] = {
     "InTopK": _in_top_k,
     "InTopKV2": _in_top_k,
     "ResizeBilinearGrad": _resize_bilinear_grad,
+    "ArgMax": _of_extreme,
+    "ArgMin": _of_extreme,
+    "TopK": _top_k,
+    "TopKV2": _top_k,
+    "UpperBound": _place,
+    "Bucketize": _bucket,
     **dict.fromkeys(("SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"), _of_result),
     **dict.fromkeys(_ACTIVATIONS, _of_activation),
     **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _fused_batch_norm),

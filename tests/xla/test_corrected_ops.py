@@ -203,3 +203,88 @@ def test_other_forms_of_the_fused_batch_normalization():
 
     for one, right in zip(in_a_program(results, x), results(x), strict=True):
         np.testing.assert_allclose(one, right, rtol=1e-3, atol=1e-3)
+
+
+ROWS = [[np.nan, 1, 2, 3], [np.nan, 5, -np.inf, 5], [np.nan] * 4, [2, 1, 3, np.inf]]  # a NaN comes first
+ANYWHERE = [[1, np.nan, 3, -2], [3, 2, 1, np.nan], [np.inf, np.nan, -np.inf, 0], [1, 1, np.nan, np.nan], *ROWS]
+LIMITS = [-7.9, 300.0, 70000.0, 3e9, -3e9, 1e20, 2147483648.0, -2147483648.0, np.inf, -np.inf, np.nan]
+
+
+def computed(rows, dtype):
+    """Rows whose NaN are results of a program: 0 / 0, which has a sign bit on x86, and its opposite."""
+    x = np.array(rows)
+    is_nan = np.isnan(x)
+    return [tf.cast(np.where(is_nan, 0, x), dtype), tf.cast(np.where(is_nan, 0, 1), dtype)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_a_nan_has_the_place_that_it_has_on_one_device(dtype):
+    def places(a, b, c, d):
+        x, anywhere = a / b, c / d
+        opposite = -x
+        found = [tf.math.top_k(each, k) for each in (x, opposite, tf.abs(x)) for k in (1, 2, 4)]
+        found += [tf.sort(x), tf.argsort(x, direction="DESCENDING"), tf.math.top_k(anywhere[:2], 1)]
+        for each in (anywhere, tf.transpose(anywhere), -anywhere):
+            found += [tf.argmax(each, 1), tf.argmin(each, 1), tf.argmax(each, 0, tf.int32), tf.argmin(each[0])]
+        edges = tf.constant([[0, 1, 2, 3]] * len(ANYWHERE), x.dtype)
+        found += [tf.searchsorted(edges, anywhere, side) for side in ("left", "right")]
+        found.append(keras.ops.digitize(tf.cast(anywhere, tf.float32), [0.0, 1.0, 2.0]))
+        found.append(keras.metrics.sparse_categorical_accuracy([0, 0, 0, 0, 3, 1, 0, 3], anywhere))
+        found.append(tf.math.in_top_k([0, 0, 0, 0, 3, 1, 0, 3], tf.cast(anywhere, tf.float32), 2))
+        return tf.nest.flatten(found)
+
+    args = [*computed(ROWS, dtype), *computed(ANYWHERE, dtype)]
+    for size in (1, 2):
+        found = xla.replicate(places, [args] * size)[-1]
+        for index, (one, right) in enumerate(zip(found, places(*args), strict=True)):
+            one, right = (tf.cast(each, tf.float64) for each in (one, right))  # NumPy knows no NaN of bfloat16
+            np.testing.assert_array_equal(one, right, err_msg=f"result {index}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_rank_of_a_nan_does_not_depend_on_its_sign(dtype):
+    def ranked(a, b):
+        x = a / b
+        of_each_sign = [x, tf.where(tf.math.is_nan(x), -x, x), tf.where(tf.math.is_nan(x), tf.abs(x), x)]
+        return [(tf.math.top_k(each, 3), tf.sort(each), tf.argsort(each)) for each in of_each_sign]
+
+    first, *others = in_a_program(ranked, *computed(ANYWHERE, dtype))
+    for other in others:
+        for one, another in zip(tf.nest.flatten(first), tf.nest.flatten(other), strict=True):
+            np.testing.assert_array_equal(one, another)
+    assert np.isnan(first[0].values[:4, 0]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_a_factor_of_a_mask_keeps_a_nan(dtype):
+    """XLA makes a choice of it. So a masked loss would lose its NaN, and a maximum that of its gradient."""
+
+    def products(a, b):
+        x = a / b
+        mask = tf.cast(x > 1, x.dtype)
+        return [
+            x * mask,
+            mask * x,
+            tf.reduce_sum(x * mask) / tf.reduce_sum(mask),
+            gradient_of(lambda x: tf.reduce_max(x, 1))(x),
+            gradient_of(lambda x: tf.reduce_min(x))(x),
+            gradient_of(lambda x: tf.maximum(x, x[:, ::-1] * 2))(x),
+            gradient_of(lambda x: tf.where(x > 0, x, 0) * mask)(x),
+            gradient_of(lambda x: tf.math.segment_max(x, [0, 0, 1, 1, 2, 2, 2, 2]))(x),
+            gradient_of(lambda x: tf.clip_by_value(x, tf.cast(0, x.dtype), tf.cast(2, x.dtype)))(x),
+        ]
+
+    args = computed(ANYWHERE, dtype)
+    for index, (one, right) in enumerate(zip(in_a_program(products, *args), products(*args), strict=True)):
+        np.testing.assert_array_equal(tf.cast(one, tf.float64), tf.cast(right, tf.float64), err_msg=f"result {index}")
+
+
+@pytest.mark.parametrize("to", ["int32", "int64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_numbers_that_are_no_integers_become_what_tensorflow_makes_of_them(dtype, to):
+    def converted(x):
+        return [tf.cast(x, to), tf.cast(tf.round(x * 2), to), tf.saturate_cast(x, to)]
+
+    x = tf.cast(tf.constant(LIMITS * 2, tf.float64), dtype)
+    for one, right in zip(in_a_program(converted, x), converted(x), strict=True):
+        assert one.numpy().tolist() == right.numpy().tolist()

@@ -1,0 +1,76 @@
+"""Conversions between types of numbers, written so that XLA gives what TensorFlow's kernels give.
+
+- A truth value as a number. XLA turns a product with it into a choice between the other factor and 0, and so loses a
+  NaN or an infinity: the loss of a padded row that is NaN times a mask of 0 is NaN, and so is a part 0 / 0 of a
+  gradient. A choice between the constants 1 and 0 stays a factor.
+- A number that no integer holds as an int32 or int64: NaN, an infinity, one that is too large. XLA gives 0 or the
+  nearest integer, the kernels the least integer. Those are instructions of the processor; here they are of x86. To
+  narrower integers TensorFlow itself has several results, by the number of elements.
+
+Values whose sizes are not known are converted as XLA does it.
+"""
+
+from __future__ import annotations
+
+import platform as machine
+from typing import Any
+
+from replica_engine.pjrt.jaxlib import hlo, ir
+
+VERSION = 1
+"""Part of what a compiled program depends on. Raise it when a conversion becomes other operations."""
+
+_FLOATS = ("f16", "bf16", "f32", "f64")
+_BITS = {"i32": 32, "i64": 64}
+_IS_X86 = machine.machine().lower() in ("x86_64", "amd64")
+
+
+def as_by_kernels(module: Any, platform: str) -> None:
+    """Rewrites the conversions of a module for a platform, in place."""
+    found: list[Any] = []
+
+    def collect(operation: Any) -> Any:
+        if operation.name == "stablehlo.convert":
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(collect)
+        for operation in found:
+            (value,), (result,) = operation.operands, operation.results
+            kind = ir.RankedTensorType(result.type)
+            of, to = str(ir.RankedTensorType(value.type).element_type), str(kind.element_type)
+            if not kind.has_static_shape:
+                continue
+            with ir.InsertionPoint(operation), operation.location:
+                if of == "i1" and to in _FLOATS:
+                    result.replace_all_uses_with(hlo.select(value, _floats(kind, 1.0), _floats(kind, 0.0)))
+                    operation.erase()
+                elif of in _FLOATS and to in _BITS and platform == "cpu" and _IS_X86:
+                    _with_least(operation, value, kind, _BITS[to])
+
+
+def _with_least(operation: Any, value: Any, kind: Any, bits: int) -> None:
+    """Puts the least integer in the place of each number that is none of the integers of so many bits."""
+    floats = ir.RankedTensorType(value.type)
+    if str(floats.element_type) == "f16":  # its largest number is one of them
+        is_held = hlo.is_finite(value)
+    else:
+        limit = 2.0 ** (bits - 1)
+        is_held = hlo.and_(
+            _compare(value, _floats(floats, -limit), "GE"), _compare(value, _floats(floats, limit), "LT")
+        )
+    least = hlo.constant(
+        ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(kind.element_type, -(2 ** (bits - 1))))
+    )
+    converted = hlo.convert(kind, value)
+    operation.results[0].replace_all_uses_with(hlo.select(is_held, converted, least))
+    operation.erase()
+
+
+def _compare(left: Any, right: Any, direction: str) -> Any:
+    return hlo.compare(left, right, hlo.ComparisonDirectionAttr.get(direction))
+
+
+def _floats(kind: Any, value: float) -> Any:
+    return hlo.constant(ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, value)))
