@@ -9,6 +9,7 @@
 - `cache_folder`: compiled programs in a folder, for later processes.
 - `plans`: what a compiled program needs on its devices, and compiling for chips that are not there.
 - `abandoned`: programs that nothing waits for any more.
+- `conversions`: conversions between types of numbers, as TensorFlow's kernels make them.
 - `cpu_rewrites`: operations that XLA:CPU runs slowly, written another way.
 - `markers`: markers in a program, rewritten to collectives and host calls.
 

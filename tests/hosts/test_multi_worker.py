@@ -97,6 +97,19 @@ for name, fn in (("large", mean_of_large), ("large, traced", tf.function(mean_of
 found["worker"] = strategy.sync_points()[-1].worker
 
 
+def of_narrow_floats():  # rounded after each addition, the sums would be 2048 and 256
+    i = context().replica_id_in_sync_group
+    of_first = {"float16": 2048.0, "bfloat16": 256.0}
+    values = [tf.cast(tf.where(i == 0, large, 1.0), dtype) for dtype, large in of_first.items()]
+    return [context().all_reduce(op, value) for op in ("SUM", "MEAN") for value in values]
+
+
+for name, fn in (("narrow", of_narrow_floats), ("narrow, traced", tf.function(of_narrow_floats))):
+    found[name] = [
+        [float(each) for each in strategy.experimental_local_results(value)][:2] for value in strategy.run(fn)
+    ]
+
+
 for name, fn in (("mixed", of_two_kinds), ("traced", tf.function(of_two_kinds))):
     values = strategy.experimental_local_results(strategy.run(fn))[0]
     found[name] = [values[key].numpy().tolist() for key in sorted(values)]
@@ -134,6 +147,7 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
     assert first["ids"] == [0, 1, 2, 3]
     assert first["mixed"] == first["traced"] == [4, 2.0, [[1.0, 1.0]] * 4]
     assert first["tables"] == first["tables, traced"] == [[16.0] * 3 + [0.0] * 3, [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]]
+    assert first["narrow"] == first["narrow, traced"] == [[2052.0] * 2, [260.0] * 2, [513.0] * 2, [65.0] * 2]
     assert first["branches"] == [4.0, 3.0]
     assert first["large"] == first["large, traced"] == [True, True]
     assert (first["replicas"], first["seen"]) == (4, 192.0)
