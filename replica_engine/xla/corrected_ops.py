@@ -1,4 +1,4 @@
-"""Ops that TensorFlow lowers to XLA wrongly: other numbers than its own kernels', a result of another dtype, or not at all.
+"""Ops that TensorFlow lowers to XLA wrongly: other numbers than its kernels', a result of another dtype, or not at all.
 
 - `InTopK` of a target that is no class, or of a row with an infinity.
 - The gradients of `sqrt`, `rsqrt` and `reciprocal`: where nothing comes back to a result, TensorFlow's kernels give 0.
