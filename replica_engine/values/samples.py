@@ -90,7 +90,7 @@ def split(batch: Any, count: int) -> list[Any]:
     """An eager batch in `count` parts, in order; its number of samples is a multiple of `count`."""
     leaves = tf.nest.flatten(batch)
     columns = [_split(leaf, count) if has_rows(leaf) else [leaf] * count for leaf in leaves]
-    if type(batch) is tuple and len(leaves) == len(batch):
+    if type(batch) is tuple and list(map(id, leaves)) == list(map(id, batch)):  # each part is a leaf
         return list(zip(*columns, strict=True))
     return [tf.nest.pack_sequence_as(batch, part) for part in zip(*columns, strict=True)]
 

@@ -133,6 +133,49 @@ def test_a_list_of_inputs_and_of_outputs(trains_alike, alike):
     alike(model.predict([X, REAL], 9, verbose=0), [output.numpy() for output in alone([X, REAL])])
 
 
+LABELS = REAL[:8]
+STRUCTURES = {
+    "a dict of one input": ({"a": X[:8]}, LABELS),
+    "a tuple of one label": (X[:8], (LABELS,)),
+    "lists of one": ([X[:8]], [LABELS], [WEIGHTS[:8]]),
+    "dicts in dicts": ({"a": {"b": X[:8]}}, {"c": LABELS}, None),
+    "one part": ({"a": X[:8]},),
+    "as many tensors as parts": ({"a": X[:8], "b": REAL[:8]}, ()),
+}
+
+
+@pytest.mark.on("mirrored", "tpu")
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_a_batch_arrives_in_its_own_structure(alone_and_replicated, kind):
+    """Also where every part of it is a structure of one tensor, so that it has as many tensors as parts."""
+    batch = tf.nest.map_structure(lambda leaf: leaf if leaf is None else tf.constant(leaf), STRUCTURES[kind])
+    structures = []
+
+    class Noting(keras.Model):
+        def build(self, shape):
+            self.factor = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x):
+            return x
+
+        def test_step(self, data):
+            structures.append(tf.nest.map_structure(lambda leaf: None if leaf is None else leaf.shape[1:], data))
+            leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+            means = [tf.reduce_mean(leaf) for leaf in leaves]
+            return {"total": self.factor * tf.add_n([(n + 1) * mean for n, mean in enumerate(means)])}
+
+    def make():
+        model = Noting()
+        model.build(None)
+        model.compile()
+        return model
+
+    models = alone_and_replicated(make, 2)
+    expected, found = (model.evaluate(tf.data.Dataset.from_tensors(batch), verbose=0) for model in models)
+    assert structures[1:] == structures[:1] * len(structures[1:])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 REDUCTIONS = ("sum_over_batch_size", "mean_with_sample_weight", "sum")
 
 
