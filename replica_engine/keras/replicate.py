@@ -114,15 +114,12 @@ def _check(model: Any) -> None:
 
 
 def _check_inputs(model: keras.Model, replicas: int) -> None:
-    inputs = getattr(model, "inputs", None)
-    for tensor in keras.tree.flatten(inputs) if inputs else ():
-        size = tensor.shape[0] if isinstance(tensor, keras.KerasTensor) and tensor.shape else None
-        if size is not None and replicas > 1:
-            raise ReplicateError(
-                f"The input {tensor.name!r} has a fixed batch size of {size}, but each of {replicas} replicas "
-                f"would get {-(-size // replicas)} samples. Build the model with keras.Input(shape), without a "
-                "batch size."
-            )
+    for name, size in keras_model.input_sizes(model) if replicas > 1 else ():
+        raise ReplicateError(
+            f"The input {name!r} has a fixed batch size of {size}, but each of {replicas} replicas "
+            f"would get {-(-size // replicas)} samples. Build the model with keras.Input(shape), without a "
+            "batch size."
+        )
 
 
 def _number(replicas: Any) -> int | None:

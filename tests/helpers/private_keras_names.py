@@ -41,6 +41,8 @@ PRIVATE = (
     Private(keras.optimizers.LossScaleOptimizer, "_common_apply", "its update in cross-replica context"),
     Private(_model, "_distribute_strategy", "whether a model was built under a strategy"),
     Private(_model, "_flatten_layers", "all layers of a model, nested ones included"),
+    Private(_model, "_layers", "the input layer of a Sequential, which `layers` leaves out"),
+    Private(_model._layers[0], "_auto_config", "whether Keras made that layer from the first data"),
     Private(_model, "_symbolic_build", "making the variables of metrics and losses for the shapes of a batch"),
     Private(_model, "_compile_loss", "the loss of each output"),
     Private(_model, "_compile_metrics", "whether the metrics have been built"),

@@ -129,6 +129,89 @@ def test_a_batch_size_that_is_part_of_the_model_is_refused_for_more_than_one_rep
     assert np.isfinite(one.train_on_batch(np.zeros((6, 4)), np.zeros((6, 1))))
 
 
+def called():
+    model = keras.Sequential([layers.Dense(1)])
+    model(np.zeros((2, 4)))
+    return model
+
+
+def built():
+    model = keras.Sequential([layers.Dense(1)])
+    model.build((2, 4))
+    return model
+
+
+def trained():
+    model = keras.Sequential([layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.zeros((6, 4)), np.zeros((6, 1)), batch_size=3, verbose=0)
+    return model
+
+
+def longer():
+    model = called()
+    model.add(keras.Sequential([layers.Dense(1)]))
+    model(np.zeros((2, 4)))
+    return model
+
+
+def loaded(path):
+    called().save(path / "model.keras")
+    return keras.models.load_model(path / "model.keras")
+
+
+OF_DATA = {
+    "called": lambda _: called(),
+    "built": lambda _: built(),
+    "fit": lambda _: trained(),
+    "with a layer added": lambda _: longer(),
+    "in another one": lambda _: keras.Sequential([called(), layers.Dense(1)]),
+    "loaded": loaded,
+    "cloned": lambda _: keras.models.clone_model(called()),
+}
+
+
+@pytest.mark.on("mirrored")
+@pytest.mark.parametrize("kind", OF_DATA)
+def test_the_size_of_the_first_data_is_no_batch_size_of_the_model(both, kind, tmp_path):
+    model = OF_DATA[kind](tmp_path)
+    model(np.zeros((2, 4)))
+    replicated = replicate_model(model, strategy=both(2))
+    x = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
+    for size in (1, 3, 7):
+        found = replicated.predict(x, batch_size=size, verbose=0)
+        np.testing.assert_allclose(found, model(x).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def in_the_middle():
+    inputs = keras.Input((4,), batch_size=6)
+    model = keras.Sequential([keras.Model(inputs, layers.Dense(1)(inputs)), layers.Dense(1)])
+    model.build((6, 4))
+    return model
+
+
+def stateful():
+    model = keras.Sequential([layers.LSTM(1, stateful=True)])
+    model(np.zeros((6, 2, 4)))
+    return model
+
+
+GIVEN = {
+    "batch_shape": lambda: keras.Sequential([keras.Input(batch_shape=(6, 4)), layers.Dense(1)]),
+    "batch_size": lambda: keras.Sequential([keras.Input((4,), batch_size=6, dtype="float32"), layers.Dense(1)]),
+    "a layer": lambda: keras.Sequential([layers.InputLayer(batch_shape=(6, 4)), layers.Dense(1)]),
+    "of the first part": in_the_middle,
+    "of states": stateful,
+}
+
+
+@pytest.mark.on("mirrored")
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_batch_size_that_somebody_gave_is_one_of_the_model(both, kind):
+    with pytest.raises(ReplicateError, match=r"has a fixed batch size of 6.*2 replicas would get 3 samples"):
+        replicate_model(GIVEN[kind](), strategy=both(2))
+
+
 @pytest.mark.on("mirrored")
 def test_arrays_of_different_lengths_are_named_with_their_lengths(both):
     replicated = replicate_model(small(), strategy=both(2))

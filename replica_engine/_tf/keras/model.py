@@ -5,6 +5,7 @@ Checked on Keras 3.15.1. This module imports Keras, so only code that already ha
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -143,6 +144,37 @@ def unbuilt_layers(model: keras.Model) -> list[str]:
 def _calls_all(layer: keras.Layer) -> bool:
     keras_own = isinstance(layer, (keras.Sequential, _Functional)) or type(layer).__module__.startswith("keras.")
     return keras_own and type(layer) is not keras.Model
+
+
+def input_sizes(model: keras.Model) -> list[tuple[str, int]]:
+    """The inputs of a model for which somebody gave a batch size: the name and that size.
+
+    A Sequential without `keras.Input` gets an input of Keras' own from the first data that it sees. That input has the
+    size of those data, which nobody gave, and the model takes any other.
+    """
+    if isinstance(model, keras.Sequential) and any(getattr(layer, "stateful", False) for layer in layers_of(model)):
+        return _sizes(model)  # the size of the first data is that of its states
+    first = model.layers[0] if isinstance(model, keras.Sequential) and model.layers else None
+    if isinstance(first, keras.Model):  # Keras' own input takes the shape that this model has
+        return input_sizes(first)
+    return [] if first is not None and _is_input_of_data(model) else _sizes(model)
+
+
+def _sizes(model: keras.Model) -> list[tuple[str, int]]:
+    tensors = keras.tree.flatten(getattr(model, "inputs", None) or [])
+    shapes = [(tensor.name, tensor.shape) for tensor in tensors if isinstance(tensor, keras.KerasTensor)]
+    return [(name, shape[0]) for name, shape in shapes if shape and shape[0] is not None]
+
+
+def _is_input_of_data(model: keras.Sequential) -> bool:
+    """Whether Keras may have made the input of a Sequential itself: it names the dtype, and gives no name.
+
+    A saved or copied model does not tell who made it. Plain Keras takes any size there, and so do the replicas.
+    """
+    of_model = [layer for layer in model._layers if isinstance(layer, keras.layers.InputLayer)]
+    given = getattr(of_model[0], "_auto_config", None) if of_model else None
+    is_named = not of_model or re.fullmatch(r"input_layer(_\d+)?", of_model[0].name) is None
+    return given is not None and not is_named and given.config.get("dtype") is not None and not given.config["shape"]
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
