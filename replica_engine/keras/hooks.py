@@ -83,6 +83,15 @@ def needs_whole_batches(model: keras.Model) -> bool:
     return bool(_found) and any(id(metric) in _found for metric in keras_model.metrics_of(model))
 
 
+def overwrites_in_own_step(model: keras.Model) -> bool:
+    """Whether a step of the user's own trains variables that their gradients overwrite: it needs whole batches.
+
+    What float8 keeps of gradients is of the loss that the step has, which is there the mean over a shard.
+    """
+    is_own = not keras_trainer.has_keras_step(model, "train_step")
+    return is_own and any(map(keras_model.is_overwritten, model.trainable_variables))
+
+
 def has_own_metrics(model: keras.Model) -> bool:
     """Whether the model has metrics that are not Keras' own."""
     return bool(sums.own_metrics_of(model))
@@ -198,7 +207,11 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], 
             own(grads, trainable_variables)
             return
         if not has_weighted(optimizer):
-            grads = [_weighted(grad, share) for grad in grads]
+            known = trainable_variables or keras_model.trained_by(updated)
+            grads = [
+                grad if keras_model.is_overwritten(variable) else _weighted(grad, share)
+                for grad, variable in zip(grads, known, strict=False)
+            ]
         if share.whole:
             grads = of_whole_batch(grads)
         if share.deferred is not None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
-from replica_engine.keras.hooks import NotASum, has_own_metrics, needs_whole_batches
+from replica_engine.keras.hooks import NotASum, has_own_metrics, needs_whole_batches, overwrites_in_own_step
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import joined, run_step
 from replica_engine.values import samples
@@ -34,6 +34,7 @@ class OnThreads:
         self._functions: dict[Any, Any] = {}
         self._traced: set[Any] = set()
         self._is_undivided = False
+        self._is_whole = overwrites_in_own_step(model)
 
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last batch."""
@@ -50,7 +51,7 @@ class OnThreads:
     def _needs_whole_batches(self) -> bool:
         # An eager step cannot be given up when one of its metrics turns out not to be a sum.
         is_eager = self._model.run_eagerly
-        return needs_whole_batches(self._model) or (is_eager and has_own_metrics(self._model))
+        return self._is_whole or needs_whole_batches(self._model) or (is_eager and has_own_metrics(self._model))
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in the order of the samples."""

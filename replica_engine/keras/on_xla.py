@@ -27,7 +27,7 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import warning
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
-from replica_engine.keras.hooks import NotASum, needs_whole_batches
+from replica_engine.keras.hooks import NotASum, needs_whole_batches, overwrites_in_own_step
 from replica_engine.keras.shard import Longer, Shard
 from replica_engine.keras.steps import Logs, across_replicas, joined, run_step
 from replica_engine.pjrt.plans import rehearsal
@@ -64,6 +64,7 @@ class OnXla:
         # not wait for each other, but they do where XLA divides a replica over devices.
         several = self._size > 1 and strategy.extended.device_group.mesh is not None
         self._undivided = {"train_step", "test_step"} if several else set()
+        self._is_whole = overwrites_in_own_step(model)
         self._predicted: set[Any] = set()
         self._gives: dict[str, bool] = {}
         self._compiled: set[Any] = set()
@@ -85,7 +86,7 @@ class OnXla:
         logs: Any = None
         for total, same in itertools.groupby(batches, samples.count):
             data = list(same)
-            if len(data) > 1 and total % self._size == 0 and not needs_whole_batches(self._model):
+            if len(data) > 1 and total % self._size == 0 and not self._needs_whole_batches():
                 with contextlib.suppress(NotASum):
                     logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
                     continue
@@ -94,10 +95,13 @@ class OnXla:
         return logs
 
     def _single(self, name: str, data: Any, total: int) -> Any:
-        if not needs_whole_batches(self._model):
+        if not self._needs_whole_batches():
             with contextlib.suppress(NotASum):
                 return self._divided(name, data, total)
         return self._run(self._step_of_whole_batch, name, data, total)
+
+    def _needs_whole_batches(self) -> bool:
+        return self._is_whole or needs_whole_batches(self._model)
 
     def _divided(self, name: str, data: Any, total: int) -> Any:
         if total % self._size == 0:

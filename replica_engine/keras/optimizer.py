@@ -11,6 +11,10 @@ Gradients of embedding tables are rows with their indices, where a row that was 
 does not add up duplicate rows. Adam squares each duplicate, and clipping by norm takes the norm over all of them. So an
 optimizer treats a row that is split into two parts differently from the whole row, although both add the same to the
 table. Together, the replicas must therefore have the rows that one device has: each row once, and zeros elsewhere.
+
+What a variable is to be overwritten with (the scales of float8) is no gradient, and has no sum. It is the largest of
+the replicas' values: so Keras combines the values of several steps, and the largest absolute value in a batch is the
+largest of its shards.
 """
 
 from __future__ import annotations
@@ -59,11 +63,19 @@ def apply_across_replicas(
             "alone."
         )
     merge = _Merge(optimizer, apply, variables, reduction)
+    grads = _with_largest(grads, variables or keras_model.trained_by(optimizer))
     if any(map(keras_accumulation.accumulates, keras_model.with_inner_optimizers(optimizer))):
         if not optimizer.built:
             context.merge_call(merge.build)
         share = 1 if reduction == "sum" else context.num_replicas_in_sync
-        apply([_divided(grad, share) for grad in grads], variables)
+        known = variables or keras_model.trained_by(optimizer)
+        apply(
+            [
+                grad if keras_model.is_overwritten(variable) else _divided(grad, share)
+                for grad, variable in zip(grads, known, strict=True)
+            ],
+            variables,
+        )
         return
     context.merge_call(merge.run, args=(list(grads),))
 
@@ -142,6 +154,8 @@ class _Merge:
             self.build(strategy)
             variables = self._variables or keras_model.trained_by(optimizer)
             given = [index for index, grad in enumerate(grads) if grad is not None]
+            same = [index for index in given if keras_model.is_overwritten(variables[index])]  # on all replicas
+            given = [index for index in given if index not in same]
             pairs = [(grads[index], keras_model.underlying_or_itself(variables[index])) for index in given]
             reduced = strategy.extended.batch_reduce_to(self._op, pairs) if pairs else []
             if keras_model.touches_gradients(optimizer):
@@ -149,8 +163,26 @@ class _Merge:
             whole: list[Any] = [None] * len(grads)
             for index, grad in zip(given, reduced, strict=True):
                 whole[index] = grad
+            for index in same:
+                whole[index] = distribute.first_values(grads[index])
             with distribute.merged():
                 keras_model.apply_across(optimizer, self._apply, whole, self._variables)
+
+
+def _with_largest(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """The gradients, where those that overwrite their variable are the largest of all replicas, on each replica."""
+    places = [
+        place
+        for place, (grad, variable) in enumerate(zip(grads, variables, strict=False))
+        if grad is not None and keras_model.is_overwritten(variable)
+    ]
+    context = tf.distribute.get_replica_context()
+    found = list(grads)
+    if places and context.num_replicas_in_sync > 1:
+        all_values = context.all_gather([found[place][tf.newaxis] for place in places], axis=0)
+        for place, values in zip(places, all_values, strict=True):
+            found[place] = tf.reduce_max(values, 0)
+    return found
 
 
 def _if(condition: Any, value: tf.Tensor) -> tf.Tensor:

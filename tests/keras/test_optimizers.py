@@ -154,3 +154,75 @@ def test_a_learning_rate_that_is_set_counts_from_the_next_step(both):
     model.optimizer.learning_rate = 0.1
     replicated.train_on_batch(X[:9], Y[:9])
     assert not np.array_equal(model.get_weights()[0], before[0])
+
+
+class Stepwise(keras.Sequential):
+    """With a step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights))
+        return {"loss": loss}
+
+
+class Largest(keras.layers.Layer):
+    """Keeps the largest absolute value that it has seen, as the gradient of a variable; another is a constant."""
+
+    def build(self, shape):
+        options = {"shape": (), "initializer": "zeros", "overwrite_with_gradient": True}
+        self.seen, self.constant = self.add_weight(**options), self.add_weight(**options)
+
+    def call(self, x):
+        @tf.custom_gradient
+        def kept(x, seen, constant):
+            new = tf.maximum(seen, tf.reduce_max(tf.abs(x)))
+            return tf.identity(x), lambda upstream: (upstream, new, constant - 1.5)
+
+        return kept(x, self.seen.value, self.constant.value)
+
+
+def float8(kind=keras.Sequential, **options):
+    model = kind([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+    model.quantize("float8")
+    model.compile(keras.optimizers.SGD(0.01, **options), "mse")
+    return model
+
+
+def of_a_layer():
+    model = keras.Sequential([keras.Input((4,)), Largest(), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    return model
+
+
+OVERWRITTEN = {
+    "float8": (float8, 9),
+    "accumulated": (lambda: float8(gradient_accumulation_steps=2), 6),
+    "a step of one's own": (lambda: float8(Stepwise), 6),
+    "fewer than replicas": (float8, 2),
+    "a layer of one's own": (of_a_layer, 7),
+}
+
+
+@pytest.mark.on("mirrored", "tpu")
+@pytest.mark.parametrize("kind", OVERWRITTEN)
+def test_what_a_gradient_overwrites_is_as_on_one_device(both, batched, alike, kind):
+    """It is no sum over replicas: the scales of float8 grew with each step, and with the number of replicas."""
+    make, batch_size = OVERWRITTEN[kind]
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        models.append(make())
+    alone, replicated = models[0], replicate_model(models[1], strategy=both(3))  # Keras has no eager float8
+    x, y = X[: 2 * batch_size], Y[: 2 * batch_size]
+    expected, found = (
+        model.fit(batched(batch_size, x, y), epochs=2, shuffle=False, verbose=0).history
+        for model in (alone, replicated)
+    )
+    # A number near the middle of two numbers of float8 may become either.
+    alike(found, expected, rtol=1e-3, atol=1e-4)
+    alike(replicated.get_weights(), alone.get_weights(), rtol=1e-3, atol=1e-4)
+    scales = [variable for variable in replicated.variables if variable.overwrite_with_gradient]
+    alike([each.numpy() for each in scales], [v.numpy() for v in alone.variables if v.overwrite_with_gradient])
+    assert scales

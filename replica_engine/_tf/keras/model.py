@@ -216,6 +216,11 @@ def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any
         apply(grads, variables)
 
 
+def is_overwritten(variable: Any) -> bool:
+    """Whether an optimizer puts a variable's gradient in place of its value, as for the scales of float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
 def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer processes gradients before it passes each one to the variable's update."""
     return (
