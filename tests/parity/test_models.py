@@ -234,6 +234,57 @@ def test_half_precision_has_a_tolerance_of_its_own(on_threads):
     assert not on_threads(model, tolerance=1e-8).ok
 
 
+class Unpacking(keras.Model):
+    """Its steps take what `fit`, `evaluate` and `predict` give them, and nothing else."""
+
+    def __init__(self, unpack):
+        super().__init__(name="unpacking")
+        self.dense = layers.Dense(1, name="dense")
+        self.unpack = unpack
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        variables = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.test_step(data)["loss"]
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+    def test_step(self, data):
+        x, y, weights = self.unpack(data)
+        return {"loss": tf.reduce_mean(weights * (self(x, training=True) - y) ** 2)}
+
+    def predict_step(self, data):
+        return self(data[0] if isinstance(data, tuple) and len(data) > 1 else data)
+
+
+@pytest.mark.parametrize("given", ["x, y", "x", "x, y, weights", "a dataset"])
+def test_steps_of_ones_own_get_what_fit_gives(given):
+    """Not None for what is not there, as `train_on_batch` gives it, nor a tuple of one, as `predict_on_batch`."""
+
+    def unpack(data):
+        if given == "x":
+            return data, 0.0, 1.0
+        x, y, *weights = data
+        assert len(weights) == (given == "x, y, weights")
+        return x, y, weights[0][:, tf.newaxis] if weights else 1.0
+
+    keras.utils.set_random_seed(0)
+    model = Unpacking(unpack)
+    model(X[:2])
+    model.compile("sgd", run_eagerly=True)
+    data = {
+        "x, y": (X, Y),
+        "x": (X,),
+        "x, y, weights": (X, Y, np.arange(24, dtype="float32")),
+        "a dataset": (tf.data.Dataset.from_tensor_slices((X, Y)).batch(8),),
+    }[given]
+    report = check_parity(model, *data, steps=1, strategies="MirroredStrategy")
+    assert report.ok, str(report)
+
+
 def test_a_train_step_of_its_own_with_an_optimizer_that_it_builds(on_threads):
     class Own(keras.Model):
         def __init__(self):

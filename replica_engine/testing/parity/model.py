@@ -42,7 +42,13 @@ from replica_engine.testing.parity.comparison import (
     largest_of,
     tolerance,
 )
-from replica_engine.testing.parity.probes import LayerOutputs, is_callable, kept_gradients, without_random_layers
+from replica_engine.testing.parity.probes import (
+    LayerOutputs,
+    is_callable,
+    kept_gradients,
+    steps_as_in_fit,
+    without_random_layers,
+)
 from replica_engine.testing.parity.report import Cause, Difference, ParityReport
 from replica_engine.testing.parity.settings import Settings
 from replica_engine.testing.parity.state import Attributes, Values, named, put, seeded
@@ -191,7 +197,7 @@ class _ModelCheck(Check):
     def _part(self) -> Iterator[None]:
         """Inside the block, the model starts from its state at the start of the check, which is restored on leaving."""
         try:
-            with seeded(self.given.seed):
+            with seeded(self.given.seed), steps_as_in_fit(self._model):
                 # One device runs op by op: XLA would draw other random numbers and round differently.
                 self._model.jit_compile = False
                 yield

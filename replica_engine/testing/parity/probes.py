@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.testing.parity.state import named
 
 _NOTHING = object()
@@ -78,6 +79,24 @@ class LayerOutputs:
             return False
         sizes = {each.shape[0] for each in tf.nest.flatten(x) if isinstance(each, tf.Tensor) and each.shape.rank}
         return leaf.shape[0] in sizes if self._is_first else name in self.layers
+
+
+def steps_as_in_fit(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Inside the block, steps of the user's own get what `fit`, `evaluate` and `predict` give them.
+
+    The methods for one batch give (x, y, None) where `fit` gives (x, y), and (x,) where `predict` gives x.
+    """
+    names = ("train_step", "test_step", "predict_step")
+    own = [name for name in names if not keras_trainer.has_keras_step(model, name)]
+    return _put([(model, name, _as_in_fit(getattr(model, name))) for name in own])
+
+
+def _as_in_fit(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(step)
+    def repacked(data: Any) -> Any:
+        return step(keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(data)))
+
+    return repacked
 
 
 @contextlib.contextmanager
