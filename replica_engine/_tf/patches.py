@@ -21,7 +21,7 @@ from tensorflow.python.framework import random_seed as _random_seed
 from replica_engine._tf import checkpoints, collectives, distribute
 from replica_engine._tf.graphs import control_flow, row_updates
 from replica_engine._tf.keras import accumulation as keras_accumulation
-from replica_engine._tf.keras import added_losses, files, fitting, layouts
+from replica_engine._tf.keras import added_losses, files, fitting, layouts, normalization
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras.trainer import BUILD, COMPILES, EXCLUDED, FRAMES, METHOD, MODULE, REDUCE, TRAINER
@@ -275,6 +275,13 @@ PATCHES: tuple[Patch, ...] = (
         keras_accumulation.CHECK_FINITE,
         "an overflow on one replica counts for all; Keras asks replica 0 alone",
         _FIRST_VARIABLE,
+        _ELSEWHERE,
+    ),
+    Patch(
+        f"{normalization.MODULE}.{normalization.LAYER}",
+        normalization.MOMENTS,
+        "a synchronized normalization that gets a mask has the statistics of all replicas",
+        "the first `scope()` once Keras is imported",
         _ELSEWHERE,
     ),
     Patch(

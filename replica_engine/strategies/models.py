@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, patches
-from replica_engine._tf.keras import added_losses, layouts
+from replica_engine._tf.keras import added_losses, layouts, normalization
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import trainer as keras_trainer
@@ -26,7 +26,7 @@ from replica_engine.process.interrupts import held_off_once
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     """Makes `compile` work outside the scope, and `fit` and `evaluate` check the first batch and explain what fails.
 
-    On threads each replica has its own losses of layers.
+    On threads each replica has its own losses of layers. Synchronized normalizations are so with a mask too.
 
     Does nothing until Keras is imported, or a second time.
 
@@ -37,6 +37,7 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     keras_hooks.compile_in_scope(is_ours)
     patches.hide_frames(FOLDERS)
     keras_metrics.extend_variables()
+    normalization.synchronize_masked(is_ours)
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
 

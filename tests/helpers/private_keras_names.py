@@ -21,6 +21,8 @@ _accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
 _accumulating.build([keras.Variable(0.0)])
 _model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 _model.compile(_optimizer, "mse", metrics=["mae"])
+_normalization = keras.layers.BatchNormalization()
+_normalization.build((None, 1))
 _epochs = keras.src.backend.tensorflow.trainer.TFEpochIterator(
     tf.distribute.get_strategy(), np.zeros([1, 1]), np.zeros([1, 1])
 )
@@ -43,6 +45,7 @@ PRIVATE = (
     Private(_model, "_flatten_layers", "all layers of a model, nested ones included"),
     Private(_model, "_layers", "the input layer of a Sequential, which `layers` leaves out"),
     Private(_model._layers[0], "_auto_config", "whether Keras made that layer from the first data"),
+    Private(_normalization, "_reduction_axes", "the axes of the statistics of a normalization"),
     Private(_model, "_compute_loss", "making the variables of losses as a step does"),
     Private(_model, "_call_has_training_arg", "calling a model as Keras' steps do"),
     Private(_model, "_compile_loss", "the loss of each output"),

@@ -280,3 +280,71 @@ def test_losses_that_layers_added_can_be_read_after_a_run():
     strategy.run(lambda: model(X[:4]))
     assert len(model.losses) == 1
     assert float(model.losses[0]) > 0
+
+
+def synchronized(**options):
+    return layers.BatchNormalization(momentum=0.5, synchronized=True, **options)
+
+
+class WithMask(layers.Layer):
+    """Gives its normalization a mask of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = synchronized()
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training, mask=tf.reduce_sum(x, -1) > 0)
+
+
+MASKED = {
+    "Masking": lambda: [keras.Input((5, 2)), layers.Masking(0.0), synchronized()],
+    "Embedding": lambda: [keras.Input((5,), dtype="int32"), layers.Embedding(6, 3, mask_zero=True), synchronized()],
+    "a mask of one's own": lambda: [keras.Input((5, 2)), WithMask()],
+    "without scale": lambda: [keras.Input((5, 2)), layers.Masking(0.0), synchronized(scale=False, center=False)],
+    "two of them": lambda: [keras.Input((5, 2)), layers.Masking(0.0), synchronized(), layers.Dense(3), synchronized()],
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_a_synchronized_normalization_is_so_with_a_mask(trains_alike, kind):
+    """Also where replicas see unlike numbers of samples."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(14, 5, 2)).astype("float32")
+    x[:4] *= 5
+    x[4:8, 2:] = 0
+    if kind == "Embedding":
+        x = random.integers(0, 6, (14, 5)) * (np.arange(14)[:, None] > 6)
+        x[:, 0] = 1
+
+    def make():
+        model = keras.Sequential([*MASKED[kind](), layers.Dense(1), layers.GlobalAveragePooling1D()])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    trains_alike(make, 2, x, random.normal(size=(14, 1)).astype("float32"), batch_size=8)
+
+
+@pytest.mark.on("mirrored")
+def test_a_masked_normalization_in_a_scope(both, alike):
+    layer = synchronized()
+    layer.build((None, 3, 2))
+    x = np.random.default_rng(0).normal(size=(4, 3, 2)).astype("float32") * np.arange(1, 5)[:, None, None]
+    mask = np.arange(12).reshape(4, 3) % 5 > 0
+    expected = layer(x, training=True, mask=mask).numpy()
+    strategy = both(2)
+    with strategy.scope():
+        divided = synchronized()
+        divided.build((None, 3, 2))
+    parts = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(x[2 * context.replica_id_in_sync_group :][:2])
+    )
+    masks = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(mask[2 * context.replica_id_in_sync_group :][:2])
+    )
+    found = strategy.run(lambda x, mask: divided(x, training=True, mask=mask), args=(parts, masks))
+    alike(np.concatenate([each.numpy() for each in strategy.experimental_local_results(found)]), expected)
+    alike(divided.moving_variance.numpy(), layer.moving_variance.numpy())

@@ -1,0 +1,51 @@
+"""The statistics of a synchronized `BatchNormalization` that gets a mask, for the replicas of this library.
+
+Keras synchronizes the statistics of all samples, but computes those of masked samples on each replica for itself. Here
+the sums behind them are those of all replicas. Checked on Keras 3.15.1. This module does not import Keras.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.keras import hooks
+
+MODULE, LAYER, MOMENTS = "keras.src.layers.normalization.batch_normalization", "BatchNormalization", "_moments"
+"""The module and the class of the layer, and its method that returns the mean and the variance of what it gets."""
+
+
+def synchronize_masked(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
+    """Makes synchronized normalizations use the statistics of all replicas with a mask too.
+
+    Does nothing until Keras is imported, or a second time.
+
+    Args:
+        is_ours: whether a strategy is one of this library's.
+    """
+
+    def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+        context = tf.distribute.get_replica_context() if mask is not None and layer.synchronized else None
+        if context is None or context.num_replicas_in_sync == 1 or not is_ours(context.strategy):
+            return own(layer, inputs, mask)
+        return _of_all_replicas(context, inputs, mask, layer._reduction_axes)
+
+    hooks.wrap(getattr(sys.modules.get(MODULE), LAYER, None), MOMENTS, moments)
+
+
+def _of_all_replicas(context: Any, inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any]:
+    def over_samples(values: Any) -> Any:
+        return tf.reduce_sum(values, axes, keepdims=True)
+
+    seen = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+    zero = tf.zeros([], inputs.dtype)
+    sums = over_samples(tf.where(seen, inputs, zero)), over_samples(tf.cast(seen, inputs.dtype))
+    total, count = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
+    count += sys.modules["keras"].config.epsilon()  # as Keras does, for a batch of which nothing is seen
+    mean = total / count
+    squares = over_samples(tf.square(tf.where(seen, inputs - mean, zero)))
+    variance = context.all_reduce(tf.distribute.ReduceOp.SUM, squares) / count
+    return tf.squeeze(mean), tf.squeeze(variance)
