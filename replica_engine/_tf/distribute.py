@@ -94,6 +94,9 @@ __all__ = [
     "value_container",
 ]
 
+PACKAGE = "tensorflow.python.distribute."
+"""The start of the names of the modules that reduce, gather and broadcast values of replicas."""
+
 
 def specs_of_replicas(spec: tf.TypeSpec) -> list[tf.TypeSpec] | None:
     """The specs of each replica's value, of the spec of a distributed value; None for any other spec."""

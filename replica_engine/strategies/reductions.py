@@ -84,6 +84,12 @@ class Reductions:
             return reduction.QuietReduction().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
 
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """The hook of `broadcast_to`. TensorFlow's asks for the truth of the values of a tensor, not for its device."""
+        if isinstance(destinations, tf.Tensor):  # the value of an only replica
+            destinations = destinations.device or None
+        return super()._broadcast_to(tensor, destinations)  # type: ignore[misc]
+
 
 def _is_narrow(value: Any) -> bool:
     """Whether each replica has a tensor of 16-bit floats of its own."""

@@ -172,6 +172,42 @@ def test_the_gradient_of_all_gather_is_each_replicas_part_of_the_sum(strategy, r
     np.testing.assert_allclose(got, [[total * 10.0**i] for i in range(n)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("axis", [0, -1])
+def test_all_gather_of_booleans(strategy, run, local, per_replica, axis):
+    def fn(flags):
+        return context().all_gather({"flags": flags, "same": [tf.constant([[False, False]])]}, axis)
+
+    n = strategy.num_replicas_in_sync
+    flags = np.concatenate([[[True, i % 2 == 0]] for i in range(n)], axis).tolist()
+    same = np.concatenate([[[False, False]]] * n, axis).tolist()
+    gathered = run(fn, args=(per_replica(lambda i: [[True, i % 2 == 0]]),))
+    assert local(gathered) == [{"flags": flags, "same": [same]}] * n
+
+
+TO_DESTINATIONS = {
+    "reduce_to": lambda extended, x, flag: extended.reduce_to("SUM", x, flag),
+    "batch_reduce_to": lambda extended, x, flag: extended.batch_reduce_to("MEAN", [(x, flag), (x, x)])[0],
+    "reduce_to of one number": lambda extended, x, flag: extended.reduce_to("MEAN", 2.5, flag),
+    "broadcast_to": lambda extended, x, flag: extended.broadcast_to(tf.constant(2.5), flag),
+}
+
+
+@pytest.mark.parametrize("name", TO_DESTINATIONS)
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_the_destinations_may_be_booleans(strategy, run, local, name, shape):
+    """They stand for their devices: what they hold, also False alone, is not asked."""
+
+    def fn():
+        flag = tf.zeros(shape, tf.bool)
+        return context().merge_call(
+            lambda strategy, flag, x: TO_DESTINATIONS[name](strategy.extended, x, flag),
+            args=(flag, tf.constant(2.5)),
+        )
+
+    n = strategy.num_replicas_in_sync
+    assert local(run(fn)) == [2.5 * n if name == "reduce_to" else 2.5] * n
+
+
 def test_all_gather_refuses_indexed_slices(strategy):
     with pytest.raises(NotImplementedError, match="IndexedSlices"):
         strategy.run(lambda: context().all_gather(tf.IndexedSlices([[1.0]], [0], (1, 1)), axis=0))

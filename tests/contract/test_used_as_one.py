@@ -81,6 +81,8 @@ def test_the_truth_of_booleans_is_asked_of_one(strategy, per_replica):
     is_done = strategy.run(tf.math.equal, args=(per_replica(float), 0.0))
     with pytest.raises(ReplicaValueError, match=r"`if x` needs one value.*Write any\(strategy"):
         bool(is_done)
+    with pytest.raises(ReplicaValueError, match="needs one value"):  # TensorFlow asks for the program
+        tf.cond(is_done, lambda: 1, lambda: 2)
     assert any(strategy.experimental_local_results(is_done))
     assert not all(strategy.experimental_local_results(is_done))
 
