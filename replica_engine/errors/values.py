@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction
 
+_NUMBERS = (bool, int, float, complex)
+
 
 class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     """A value, or a structure of values, cannot be passed to replicas, reduced, or joined.
@@ -47,17 +49,18 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         return cls(f"{name} cannot become a tensor: {reason.rstrip('.')}. It is {brief(value)}.")
 
     @classmethod
-    def sum_of_one(cls, value: object, of_variable: bool) -> ReplicaValueError:
-        """The sum was requested of one value that all replicas share."""
+    def sum_of_one(cls, value: object, of_variable: bool, where: str = "") -> ReplicaValueError:
+        """The sum was requested of one value that all replicas share; a `value` that is a text describes it."""
         what = f"the variable {getattr(value, 'name', '')!r}" if of_variable else brief(value)
+        what = value if isinstance(value, str) else what
         own = (
-            "its value from the replicas: v.read_value()"
+            "the value that each replica reads: v.read_value()"
             if of_variable
-            else "a tensor from the replicas: tf.constant(x)"
+            else f"a tensor that each replica makes: tf.{'constant' if isinstance(value, _NUMBERS) else 'identity'}(x)"
         )
         return cls(
-            f"The sum over replicas of {what} is not defined: it is one value for all replicas, not one value "
-            f"for each. Read it directly, reduce it with MEAN, or return {own}."
+            f"The sum over replicas of {what}{at(where)} is not defined: it is one value for all replicas, not one "
+            f"value for each. Read it directly, reduce it with MEAN, or add up {own}."
         )
 
     @classmethod

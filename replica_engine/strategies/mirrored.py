@@ -14,7 +14,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import calls
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.reduction import QuietReduction
-from replica_engine.errors import DeviceError
+from replica_engine.errors import DeviceError, ReplicaValueError
 from replica_engine.errors.base import shown
 from replica_engine.errors.devices import warn_one_replica
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
@@ -64,8 +64,12 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
         """The hook that reduces many values at once, those of each dtype apart.
 
         TensorFlow refuses a batch that mixes int32 with other dtypes, and a batch of several int32 values. NCCL's and
-        other operations of TensorFlow fail at any mix of dtypes.
+        other operations of TensorFlow fail at any mix of dtypes. A value that all replicas share would count once.
         """
+        if reduce_op == tf.distribute.ReduceOp.SUM and len(self.worker_devices) > 1:
+            for value, _ in value_destination_pairs:
+                if not isinstance(value, distribute.DistributedValues):
+                    raise ReplicaValueError.sum_of_one(value, isinstance(value, tf.Variable))
         if self._sums_on_host():  # TensorFlow would first copy the options, once for each value
             return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, options)
         reduce = super()._batch_reduce_to

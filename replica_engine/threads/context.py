@@ -339,7 +339,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         with _detailed(self, "all_reduce", name):
             own = self._own(value) if isinstance(value, tf.Tensor) else tf.nest.map_structure(self._own, value)
             tensors = [own] if isinstance(own, tf.Tensor) else tf.nest.flatten(own)
-            if not tensors or not distribute.uses_merge_call(self._strategy):
+            if not tensors:
+                return own
+            if not distribute.uses_merge_call(self._strategy):
                 check_reducible(name, tensors, self.here)
                 return super().all_reduce(operation, own, options)
             if self._needs_gradient(tensors):
@@ -412,7 +414,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     def _all_gather(self, value: Any, axis: int, options: Any) -> Any:
         with _detailed(self, "all_gather", axis):
-            return super().all_gather(tf.nest.map_structure(self._own, value), axis, options)
+            own = tf.nest.map_structure(self._own, value)
+            return super().all_gather(own, axis, options) if tf.nest.flatten(own) else own
 
     @autograph.artifact
     def reduce_scatter(self, value: Any, axis: int = 0) -> Any:

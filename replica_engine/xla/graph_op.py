@@ -237,7 +237,12 @@ def _with_tensors(
     prepared: Prepared | None = None
     try:
         tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
-        prepared = prepare(*source.arguments(*tensors, size))
+        arguments, shapes = source.arguments(*tensors, size)
+        given, passed = (*args, *kwargs.values()), (*tensors[0], *tensors[1].values())
+        numbers = [new for old, new in zip(given, passed, strict=True) if new is not old]
+        for slot in arguments.slots:
+            slot.is_shared = slot.is_shared and not any(slot.values[0] is number for number in numbers)
+        prepared = prepare(arguments, shapes)
     except _OF_NO_BODY:
         raise
     except Exception:
@@ -270,6 +275,7 @@ def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments
     calls.choose(graph, None, run, supervise)  # first: errors of the trace are those of replicas too
     program = programs.trace(source, arguments, shapes)
     traced = program.traced
+    traced.sums.check(arguments)
     step = _Step(
         programs.devices, program, [len(slot.values) for slot in arguments.slots], host_functions.host_program()
     )

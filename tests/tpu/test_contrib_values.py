@@ -120,7 +120,8 @@ def test_the_container_of_a_value_unwraps_to_it(distribution):
 
 def test_group_is_done_when_all_towers_are(distribution):
     v, one = variable(distribution, 0.0, SUM), tf.constant(1.0)
-    assert distribution.group(distribution.call_for_each_tower(lambda: v.assign_add(one)), name="train") is None
+    added = distribution.call_for_each_tower(lambda: v.assign_add(tf.identity(one)))
+    assert distribution.group(added, name="train") is None
     assert v.numpy() == 2.0
     assert distribution.group(one) is one
 

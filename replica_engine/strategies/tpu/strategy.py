@@ -43,7 +43,7 @@ from replica_engine.strategies.validation import (
     check_updated,
 )
 from replica_engine.values.regroup import spread
-from replica_engine.xla import own_values
+from replica_engine.xla import own_values, shared_sums
 from replica_engine.xla.analysis.equal_values import is_equal_everywhere
 from replica_engine.xla.body import LaunchLimits, in_body
 from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf
@@ -212,6 +212,9 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         """The hook of `reduce` and `reduce_to`."""
         if in_body() is None or isinstance(value, (int, float)):
             return super()._reduce_to(reduce_op, value, destinations, options)
+        if reduce_op == tf.distribute.ReduceOp.SUM:
+            for leaf in tf.nest.flatten(value):
+                shared_sums.note(leaf)
         return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, _own(own_values.own_values(leaf))), value)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
@@ -357,11 +360,11 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
         >>> with strategy.scope():
         ...     total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
         >>> def fn(x):
-        ...     total.assign_add(x)
+        ...     total.assign_add(2 * x)
         ...     return tf.distribute.get_replica_context().all_reduce("SUM", x)
         >>> result = strategy.run(fn, args=(tf.constant(3.0),))
         >>> [float(each) for each in strategy.experimental_local_results(result)], float(total.numpy())
-        ([6.0, 6.0], 6.0)
+        ([6.0, 6.0], 12.0)
     """
 
     _collective_key_base = 0  # TensorFlow's extended class asks for a key; no collective of TensorFlow is used

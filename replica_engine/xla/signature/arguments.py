@@ -34,9 +34,10 @@ class Slot:
         dtype: the dtype of all values.
         shape: the most specific shape that fits all values; static in eager mode if all values have the same shape.
         is_sparse: whether it is a component of a sparse tensor.
+        is_shared: whether all replicas get the same tensor. A number counts as a value of each replica.
     """
 
-    __slots__ = ("dtype", "is_sparse", "name", "shape", "values")
+    __slots__ = ("dtype", "is_shared", "is_sparse", "name", "shape", "values")
 
     def __init__(self, name: str, values: list[Any]):
         self.name = name
@@ -44,6 +45,7 @@ class Slot:
         self.dtype: tf.DType = values[0].dtype
         self.shape: tf.TensorShape = values[0].shape
         self.is_sparse = False
+        self.is_shared = all(value is values[0] for value in values)
         for replica, value in enumerate(values[1:], start=1):
             if value.dtype != self.dtype:
                 raise ReplicaMismatchError(
@@ -173,7 +175,9 @@ class Arguments:
             return (lambda _: value), ById(value)
         number = self._numbers and isinstance(value, (int, float, complex)) and not isinstance(value, bool)
         if number or _is_array(value):
-            return self._add(name, [as_tensor(value, name)]), "tensor"
+            build = self._add(name, [as_tensor(value, name)])
+            self.slots[-1].is_shared = isinstance(value, tf.Tensor)
+            return build, "tensor"
         if isinstance(value, tf.__internal__.CompositeTensor):
             return self._open_composite(name, [value])
         self.constants.append((name, value))

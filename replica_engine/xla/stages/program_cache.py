@@ -130,8 +130,10 @@ class ProgramCache:
         used = None if source.reduce_retracing or function.sparse else source.used(function.hosts)
         recent = function.recent
         if used is not None and recent is not None and recent.serves(used, arguments, shapes, self.moves_ops):
+            recent.program.traced.sums.check(arguments)
             return recent.program
         program = self._find(source, arguments, shapes)
+        program.traced.sums.check(arguments)
         if used is not None and not function.sparse and _are_the_same(used, source.used(function.hosts)):
             recent = _Recent(used, arguments.key, shapes, self.moves_ops, program, function.hosts)
             function.recent, function.warm = recent, None

@@ -41,6 +41,7 @@ from replica_engine.xla.analysis.differences import Differences, Reason
 from replica_engine.xla.body import Body
 from replica_engine.xla.growing_arrays import Final, Seen
 from replica_engine.xla.host_calls.call import HostCalls
+from replica_engine.xla.shared_sums import SharedSums
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
@@ -64,6 +65,7 @@ class Traced(BodyGraph):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.added: dict[int, str] = {}  # see `additions_noted`
+        self.sums = SharedSums()
         self._lock = threading.Lock()
 
     def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
@@ -166,6 +168,7 @@ def _trace_once(
     outputs: list[Outputs] = []
     host_calls = HostCalls(body.size, body.order)
     collectives: list[CollectiveCall] = []
+    sums = SharedSums()
 
     def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         args, kwargs = arguments.rebuild(placeholders)
@@ -177,6 +180,7 @@ def _trace_once(
             enter(),
             _recorded(created),
             soft_placement.bound(arguments, placeholders),
+            sums.noted(placeholders),
         ):
             outputs.append(Outputs(converted(*args, **kwargs), source.returns_tensors))
         return outputs[-1].tensors
@@ -193,6 +197,7 @@ def _trace_once(
         kept = [variable for variable, _ in created]
         traced = Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, source.fn, kept)
         traced.added = added
+        traced.sums = sums
         return traced, created
     raise failure
 
