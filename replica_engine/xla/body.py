@@ -86,6 +86,9 @@ class RandomSource(Protocol):
     def replacement(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
         """The results of a new random op, drawn from this source; None if the op's own are right."""
 
+    def drawn_by_each(self, inputs: Sequence[Any], first: tf.Tensor, size: int) -> list[tf.Tensor] | None:
+        """What each of `size` replicas reads of a generator of the user's, if replica 0 reads `first`; None if that."""
+
     def owns(self, handle: tf.Tensor) -> bool:
         """Whether a handle belongs to the state of this source."""
 
@@ -174,7 +177,9 @@ class Body:
             with (
                 xla_ops.xla_context(),
                 replaced_ops.intercepted(
-                    lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op), corrected_ops.KINDS
+                    lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op),
+                    lambda inputs, first: self.random.drawn_by_each(inputs, first, self.size),
+                    corrected_ops.KINDS,
                 ),
                 made_ops.seen(corrected_ops.CHANGED),
                 growing_arrays.fixed(arrays, final, self.moves_ops),

@@ -24,6 +24,10 @@ from replica_engine._tf.graphs import gradients
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
 """Takes an op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""
 
+Draw = Callable[[Sequence[Any], tf.Tensor], list[tf.Tensor] | None]
+"""Takes the inputs and the result of an op that reads the state of a generator and moves it on; as `Replace`."""
+
+_DRAWS = "RngReadAndSkip"
 _RANDOM = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated")
 _ASIDE = "_replica_engine_set_aside"
 _ORIGINALS = "_replica_engine_originals"
@@ -88,16 +92,20 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def intercepted(replace: Replace, kinds: Container[str]) -> Iterator[None]:
+def intercepted(replace: Replace, draw: Draw, kinds: Container[str]) -> Iterator[None]:
     """Calls `replace` for each random op and each op of one of some kinds, when it is made inside the block.
 
-    The gradient of a replaced op is the one that TensorFlow gives its kind. Not to be nested: TensorFlow takes the
-    answer of the last callback, also if it is None.
+    The gradient of a replaced op is the one that TensorFlow gives its kind. An op that draws from a
+    `tf.random.Generator` runs in any case; `draw` may give another result in its place.
+
+    Not to be nested: TensorFlow takes the answer of the last callback, also if it is None.
     """
 
     def callback(
         op_type: str, inputs: Any, attributes: Any, outputs: Any, op_name: str | None = None, graph: Any = None
     ) -> list[tf.Tensor] | None:
+        if graph is not None and op_type == _DRAWS:
+            return draw(inputs, outputs[0])
         if graph is None or not (op_type in kinds or op_type.startswith(_RANDOM)):
             return None
         op = outputs[0].op

@@ -18,11 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import variables
-from replica_engine._tf.graphs import replaced_ops
+from replica_engine._tf.graphs import replaced_ops, subgraphs, xla_ops
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.values import seeds
 from replica_engine.xla.state import philox
-from replica_engine.xla.state.device_value import DeviceValue
+from replica_engine.xla.state.device_value import DeviceValue, home_of
 
 _MIX = 0xBF58476D1CE4E5B9  # not the step from replica to replica: an op's seed and a replica's key must not cancel out
 _keys_of_job = itertools.count()
@@ -108,6 +108,27 @@ class RandomState(DeviceValue):
         tf.raw_ops.AssignAddVariableOp(resource=handle, value=tf.constant([0, 1], tf.int64))
         own = tf.constant([_signed(attribute("seed2") * _MIX), 0], tf.int64)
         return [make(state + own, inputs, attribute)]
+
+    def drawn_by_each(self, inputs: Sequence[Any], first: tf.Tensor, size: int) -> list[tf.Tensor] | None:
+        """What each replica reads of the state of a `tf.random.Generator` of the user's; None if all read the same.
+
+        A generator of the scope has a state that TensorFlow divides among the replicas. Any other has one state for
+        all, and replica threads draw from it one after the other: so each replica gets the next part of its numbers.
+
+        Args:
+            inputs: the handle of the state, the algorithm, and how far a draw moves the state on.
+            first: the state before the first draw, which replica 0 reads.
+            size: the number of replicas.
+        """
+        handle = inputs[0]
+        while tf.is_symbolic_tensor(handle):
+            handle = subgraphs.captured(handle)
+        if size == 1 or self.spread is None or handle is None or home_of(handle) is not None:
+            return None
+        states = [first]
+        for _ in range(size - 1):
+            states.append(tf.raw_ops.RngReadAndSkip(resource=inputs[0], alg=inputs[1], delta=inputs[2]))
+        return [tf.gather(tf.stack(states), xla_ops.replica_id())]
 
 
 def _signed(number: int) -> int:
