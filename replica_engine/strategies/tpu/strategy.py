@@ -237,7 +237,11 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             return value.values
         if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
             return super()._local_results(value)
-        if not tf.is_tensor(value) or is_equal_everywhere(value):
+        if isinstance(value, tf.__internal__.CompositeTensor):  # such as the rows that a variable is updated with
+            columns = map(self._local_results, tf.nest.flatten(value, expand_composites=True))
+            rows = zip(*columns, strict=True)
+            return tuple(tf.nest.pack_sequence_as(value, row, expand_composites=True) for row in rows)
+        if not tf.is_symbolic_tensor(value) or is_equal_everywhere(value):
             return (value,) * self.device_group.replicas
         return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
 
