@@ -12,7 +12,6 @@ import errno
 import json
 import logging
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -22,13 +21,13 @@ from typing import Any
 
 from replica_engine.errors import ClusterConfigError
 from replica_engine.errors.hosts import tries_again
+from replica_engine.hosts import child_process
 from replica_engine.hosts.job import Limits
 
 LOGGER = logging.getLogger("replica_engine")
 
 PAUSE = 0.5  # seconds between attempts while an earlier run ends
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # not all systems have all
-_FOLDER = str(pathlib.Path(__file__).parents[2])  # that has the package
 
 started: list[subprocess.Popen[str]] = []
 """The child processes that this process has started. They are kept: Python warns of one that is freed while it runs."""
@@ -77,14 +76,13 @@ def child(module: str, settings: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ClusterConfigError: it cannot listen there.
     """
-    path = os.environ.get("PYTHONPATH", "")
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, *child_process.arguments(module)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": f"{_FOLDER}{os.pathsep}{path}" if path else _FOLDER},
+        env=child_process.environment(),
     )
     started.append(process)
     assert process.stdin is not None

@@ -24,6 +24,7 @@ from replica_engine.errors import (
     ReplicaMismatchError,
     ReplicaTimeoutError,
 )
+from replica_engine.hosts import child_process
 from replica_engine.pjrt import accelerators, executable
 from replica_engine.pjrt.markers import expand_markers
 from replica_engine.pjrt.plans import absent, chips
@@ -248,10 +249,10 @@ def test_without_the_compiler_the_error_names_the_extra(tpu, name, package):
     assert xla.counts().traces == traces
 
 
-def compiled_by(monkeypatch, program, name="v5e:2x4"):
+def compiled_by(monkeypatch, program, name="v5e:2x4", command=None):
     """What comes of a compile whose child process runs another program."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
-    monkeypatch.setattr(absent, "_COMMAND", ("-c", program))
+    monkeypatch.setattr(absent, "_COMMAND", command or ("-c", program))
     return xla.lower(lambda x: x + 1.0, [[tf.constant(1.0)]] * 8).compile(topology=name)
 
 
@@ -311,15 +312,16 @@ def test_a_program_that_the_chip_has_no_room_for(monkeypatch):
     assert (plan.fits, plan.memory.temporary, plan.memory.peak) == (False, None, None)
 
 
-def test_the_child_process_finds_the_library_and_has_no_flags_of_this_process(monkeypatch):
+def test_the_child_process_finds_the_library_and_has_no_flags_of_this_process(monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", "--xla_unknown=1")
-    program = (
-        "import json, os, sys, replica_engine; "
-        "said = str((os.environ.get('XLA_FLAGS'), os.environ['JAX_PLATFORMS'], replica_engine.__file__)); "
-        "open(sys.argv[1] + '/answer.json', 'w').write(json.dumps({'error': said}))"
+    (tmp_path / "asks.py").write_text(
+        "import json, os, sys, replica_engine\n"
+        "said = str((os.environ.get('XLA_FLAGS'), os.environ['JAX_PLATFORMS'], replica_engine.__file__))\n"
+        "open(sys.argv[1] + '/answer.json', 'w').write(json.dumps({'error': said}))\n"
     )
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ProgramError) as caught:
-        compiled_by(monkeypatch, program)
+        compiled_by(monkeypatch, None, command=child_process.arguments("asks"))
     assert str((None, "cpu", replica_engine.__file__)) in str(caught.value)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from replica_engine.errors import BackendMissingError, DeviceError, ProgramError, ReplicaTimeoutError
+from replica_engine.hosts import child_process
 from replica_engine.pjrt import conversions, cpu_rewrites, host_transfers
 from replica_engine.pjrt.accelerators import LIBTPU
 from replica_engine.pjrt.jaxlib import JAXLIB_VERSION
@@ -45,7 +46,7 @@ _GPU_OPTIONS = (("xla_gpu_autotune_level", "0"),)  # to measure kernels, XLA wou
 
 _TOO_MUCH = re.compile(r"RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", re.DOTALL)
 _SCALE = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_COMMAND = ("-m", "replica_engine.pjrt.plans.child")
+_COMMAND = child_process.arguments("replica_engine.pjrt.plans.child")
 _MOST_WORDS = 3000  # of a process that died
 
 
@@ -152,7 +153,7 @@ def _request(slice_: Slice) -> dict[str, Any]:
 
 def _run(folder: pathlib.Path, timeout: float | None) -> int | None:
     """Runs the child process. Returns its exit status, as `subprocess` has it; None if it took longer than allowed."""
-    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**child_process.environment(), **_ENVIRONMENT}
     environment.pop("XLA_FLAGS", None)  # those of this process are for its devices
     with open(folder / "words", "wb") as words:
         process = subprocess.Popen(
