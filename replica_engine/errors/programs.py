@@ -420,3 +420,25 @@ def unusable_cache_dir(folder: str, reason: str) -> str:
         "them again. Make room or make the folder writable, name another one with REPLICA_ENGINE_CACHE_DIR or "
         "replica_engine.xla.set_cache_dir, or turn the cache off with set_cache_dir(None).",
     )
+
+
+def untrusted_cache_dir(folder: str, reason: str, command: str, is_file: bool) -> str:
+    """The warning that other users can have written what is in the cache folder.
+
+    Args:
+        folder: the folder.
+        reason: whose it is, or who may write to it.
+        command: what makes it this user's own.
+        is_file: whether it is a file in the folder, rather than the folder or one around it.
+    """
+    what = f"Files in the cache folder {folder} are" if is_file else f"The cache folder {folder} is"
+    happens = (
+        "They are compiled again, and the files are replaced" if is_file else "Programs are compiled in each process"
+    )
+    return warning(
+        "untrusted_cache_dir",
+        f"{what} not used: {reason}. A program that is read runs what its file says, so the folder, its files and the "
+        "folders around it must belong to this user or to root, and nobody else may write to them. "
+        f"{happens}. Write\n    {command}\nor name another folder with REPLICA_ENGINE_CACHE_DIR or "
+        "replica_engine.xla.set_cache_dir. set_cache_dir(None) turns the cache off.",
+    )

@@ -8,6 +8,7 @@ process is, and tells every worker which other one is lost, missing or different
     slots         which workers start, when some are lost for good
     joining       `join`: takes this process into its job
     serve         the coordinator as a child process of worker 0
+    child_process how this library starts its own child processes
     coordinator   the sockets of the coordinator
     job           what the coordinator knows and decides
     strangers     connections that have not proved that they know the token

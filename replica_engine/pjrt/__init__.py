@@ -6,7 +6,7 @@
 - `workers`: the devices of all workers of a job, and `rendezvous`: the service by which their clients find each other.
 - `exchange`: small exchanges between workers, such as the chief's value of a variable.
 - `executable`: a program compiled for a group, and its launches.
-- `cache_folder`: compiled programs in a folder, for later processes.
+- `cache_folder`: compiled programs in a folder, for later processes; `trusted_paths`: who can have written them.
 - `plans`: what a compiled program needs on its devices, and compiling for chips that are not there.
 - `abandoned`: programs that nothing waits for any more.
 - `conversions`: conversions between types of numbers, as TensorFlow's kernels make them.

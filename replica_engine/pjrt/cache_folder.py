@@ -7,7 +7,8 @@ enough, since they write in place: another process could read half a file, and a
 file appears whole or not at all, and a broken one is replaced. `KEY-about` says what the program was compiled for, so
 that a later process can say why it has to compile again.
 
-Loading an executable runs what the file says. So a folder must be writable only for users who are trusted.
+Loading an executable runs what the file says. So a folder and a file are used only if nobody but this user and root
+can have written them (`trusted_paths`), and what is written here is for this user only, whatever the umask.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import time
 import zlib
 from collections.abc import Mapping
 
+from replica_engine.pjrt import trusted_paths
+
 UNLIMITED = -1
 
 _CACHE, _ATIME, _ABOUT = "-cache", "-atime", "-about"
@@ -28,14 +31,13 @@ _SECONDS = 4  # bytes before the executable
 _MOST_ABOUTS = 256
 _PARTIAL = ".partial"
 _PARTIAL_FOR = 3600.0  # seconds after which a partial file belongs to a process that was killed
-_PROC_STATUS = pathlib.Path("/proc/self/status")
 
 
 class CacheFolder:
     """A folder of executables, each under a key. Any number of processes may use it at the same time.
 
     Args:
-        path: the folder. It is made when the first program is written, for this user only.
+        path: the folder, as an absolute path. It is made when the first program is written, for this user only.
         limit: the most bytes that the executables may have together; those not used for longest are removed.
     """
 
@@ -48,14 +50,25 @@ class CacheFolder:
         """The file of a program."""
         return self.path / f"{key}{_CACHE}"
 
+    def check(self) -> None:
+        """Checks that nobody but this user and root can write to the folder, or can put another one in its place.
+
+        Raises:
+            UntrustedPathError: another user can.
+            OSError: there is no such folder, and none can be made.
+        """
+        trusted_paths.check(next(each for each in (self.path, *self.path.parents) if os.path.lexists(each)))
+
     def read(self, key: str) -> bytes | None:
         """The executable of a key; None if the folder has none.
 
         Raises:
             OSError: the file cannot be read.
+            UntrustedPathError: another user can change the file.
             ValueError: the file is broken.
         """
         try:
+            trusted_paths.check(self.file(key))
             packed = self.file(key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -79,8 +92,12 @@ class CacheFolder:
 
         Raises:
             OSError: the folder cannot be written.
+            UntrustedPathError: another user can write to the folder.
         """
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.check()
+        for each in (*reversed(self.path.parents), self.path):
+            if not each.exists():
+                each.mkdir(mode=0o700, exist_ok=True)  # `parents=True` would make the outer ones with the umask
         packed = zlib.compress(int(seconds).to_bytes(_SECONDS, "big") + executable, 1)
         if self._limit != UNLIMITED:
             if len(packed) > self._limit:
@@ -111,10 +128,9 @@ class CacheFolder:
     def _write(self, name: str, data: bytes) -> None:
         """Writes a file that other processes see whole or not at all."""
         self._tidy()
-        handle, partial = tempfile.mkstemp(suffix=_PARTIAL, dir=self.path)
+        handle, partial = tempfile.mkstemp(suffix=_PARTIAL, dir=self.path)  # for this user only
         try:
             with os.fdopen(handle, "wb") as file:
-                os.fchmod(handle, 0o666 & ~_umask())  # as `open` makes files: others may share the folder
                 file.write(data)
             os.replace(partial, self.path / name)
         except BaseException:
@@ -153,15 +169,6 @@ class CacheFolder:
         with contextlib.suppress(OSError):
             return int.from_bytes((self.path / f"{key}{_ATIME}").read_bytes(), "little")
         return 0
-
-
-def _umask() -> int:
-    """The umask. The system call for it also sets it, for all threads, so it is read from a file instead."""
-    with contextlib.suppress(OSError):
-        for line in _PROC_STATUS.read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o077  # without Linux's file: for this user only
 
 
 def _now() -> bytes:

@@ -14,7 +14,7 @@ from replica_engine.errors import (
     ProgramError,
     VariableCreationError,
 )
-from replica_engine.errors.programs import broken_cache_file, unusable_cache_dir
+from replica_engine.errors.programs import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.xla.stages import program_cache, saved_programs
 
@@ -165,6 +165,17 @@ def test_a_file_of_the_cache_folder_that_is_cut_short(tmp_path):
 @shows(unusable_cache_dir)
 def test_a_cache_folder_that_cannot_be_written():
     xla.set_cache_dir("/dev/null/programs")
+    xla.lower(lambda x: 2 * x, [[1.0], [2.0]]).compile()
+    xla.lower(lambda x: 3 * x, [[1.0], [2.0]]).compile()
+
+
+@pytest.mark.usefixtures("_own_cache")
+@shows(untrusted_cache_dir)
+def test_a_cache_folder_of_a_team(tmp_path):
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    folder.chmod(0o775)  # as with umask 002
+    xla.set_cache_dir(folder)
     xla.lower(lambda x: 2 * x, [[1.0], [2.0]]).compile()
     xla.lower(lambda x: 3 * x, [[1.0], [2.0]]).compile()
 

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import pathlib
+import subprocess
 import tempfile
 import textwrap
 import zlib
@@ -318,14 +319,125 @@ def test_readers_and_writers_at_the_same_time(folder):
     assert not list(folder.glob("*.partial"))
 
 
-@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
-def test_files_have_the_permissions_of_other_files(folder, umask):
+@pytest.mark.parametrize("umask", [0, 0o002, 0o022, 0o077])
+def test_files_are_for_this_user_only(folder, umask):
+    xla.set_cache_dir(folder / "a" / "b")
     before = os.umask(umask)
     try:
-        CacheFolder(folder).write("a", b"a program", 1.0, {})
+        compiled(double)
     finally:
         os.umask(before)
-    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
+    assert compiled(double)[1] == (0, 1)
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(files) >= 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert {each.stat().st_mode & 0o777 for each in (folder, folder / "a", folder / "a" / "b")} == {0o700}
+
+
+def given_away(path, monkeypatch):
+    """Lets a path belong to another user than this process seems to run as."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1, follow_symlinks=False)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+def link_to(folder, target):
+    folder.rmdir()
+    target.mkdir()
+    folder.symlink_to(target)
+    return target
+
+
+OPEN = {
+    "a team's folder": lambda folder, give: folder.chmod(0o775),
+    "everybody's folder": lambda folder, give: folder.chmod(0o777),
+    "everybody's, where each keeps its own": lambda folder, give: folder.chmod(0o1777),
+    "in everybody's folder": lambda folder, give: folder.parent.chmod(0o777),
+    "deep in a team's folder": lambda folder, give: folder.parent.parent.chmod(0o2775),
+    "a link to a team's folder": lambda folder, give: link_to(folder, folder.parent / "team").chmod(0o775),
+    "a link into everybody's folder": lambda folder, give: link_to(folder, folder.parent.parent / "x").parent.chmod(
+        0o777
+    ),
+    "another user's folder": lambda folder, give: give(folder),
+    "in another user's folder": lambda folder, give: give(folder.parent.parent),
+    "a link to another user's folder": lambda folder, give: give(link_to(folder, folder.parent / "theirs")),
+    "another user's link": lambda folder, give: (link_to(folder, folder.parent / "mine"), give(folder)),
+}
+
+
+def command_of(caplog):
+    """The command that the one warning says."""
+    (text,) = [each.message for each in caplog.records if "Write\n" in each.message]
+    return text.partition("Write\n    ")[2].partition("\n")[0]
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_a_folder_that_others_may_write_to_is_not_used_until_it_is_mended(tmp_path, monkeypatch, caplog, name):
+    folder = tmp_path / "the home" / "cache" / "programs"
+    folder.mkdir(parents=True)
+    xla.set_cache_dir(folder)
+    compiled(double)
+    (program,) = folder.glob("replica_engine_double-*-cache")
+    stored = program.read_bytes()
+    for file in folder.iterdir():
+        file.unlink()
+    OPEN[name](folder, lambda path: given_away(path, monkeypatch))
+    (folder / program.name).write_bytes(stored)  # what somebody else has put there
+    (folder / program.name).chmod(0o600)
+    assert compiled(double)[1] == (1, 0)
+    assert compiled(lambda x: 3 * x)[1] == (1, 0)
+    assert [file.name for file in folder.iterdir()] == [program.name]
+    assert levels(caplog).count("WARNING") == 1
+    command = command_of(caplog)
+    if os.geteuid() != 0 and command.startswith("chown"):
+        return  # only root may mend that
+    subprocess.run(command, shell=True, check=True)
+    assert compiled(double)[1] == (0, 1)
+    assert levels(caplog).count("WARNING") == 1
+
+
+def link_into_everybodys_folder(file):
+    elsewhere = file.parent.parent / "elsewhere"
+    elsewhere.mkdir()
+    file.rename(elsewhere / file.name)
+    file.symlink_to(elsewhere / file.name)
+    elsewhere.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda file, give: file.chmod(0o666),
+        lambda file, give: file.chmod(0o664),
+        lambda file, give: give(file),
+        lambda file, give: link_into_everybodys_folder(file),
+    ],
+    ids=["everybody's", "a team's", "another user's", "in everybody's folder"],
+)
+def test_a_file_that_others_may_write_to_is_replaced(folder, monkeypatch, caplog, change):
+    compiled(double)
+    programs = list(folder.glob("*-cache"))
+    assert len(programs) == 2  # the text and the program
+    change(programs[0], lambda path: given_away(path, monkeypatch))
+    before = xla.counts()
+    compiled(double)
+    made = xla.counts() - before
+    assert made.lowerings + made.compiles == 1
+    assert levels(caplog).count("WARNING") == 1
+    assert programs[0].name not in command_of(caplog) or "elsewhere" in command_of(caplog)
+    if os.geteuid() == os.getuid():
+        assert compiled(double)[1] == (0, 1)
+        assert programs[0].lstat().st_mode & 0o777 == 0o600
+    assert levels(caplog).count("WARNING") == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root")
+def test_a_folder_of_root_is_used(folder, monkeypatch, caplog):
+    compiled(double)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert compiled(double)[1] == (0, 1)
+    assert "WARNING" not in levels(caplog)
 
 
 def test_an_about_whose_program_is_gone_is_removed(folder):

@@ -8,7 +8,7 @@ the numbers of its host calls, and each process gives it its own functions. In a
 are kept: the workers compile together, so that their programs are compared.
 
 The folder only saves time, and nothing that is wrong with it may fail a program: what cannot be read is compiled and
-written again, and what cannot be written is not. Each is warned of once.
+written again, and what cannot be written is not. What other users can have written is not read. Each is warned of once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import re
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +30,12 @@ from replica_engine._tf.graphs import xla_ops
 from replica_engine._version import __version__
 from replica_engine.errors import InputsError
 from replica_engine.errors.base import warning
-from replica_engine.errors.programs import broken_cache_file, compiled_again, unusable_cache_dir
+from replica_engine.errors.programs import broken_cache_file, compiled_again, untrusted_cache_dir, unusable_cache_dir
 from replica_engine.pjrt.cache_folder import CacheFolder
 from replica_engine.pjrt.executable import Executable, circumstances
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
+from replica_engine.pjrt.trusted_paths import UntrustedPathError
 from replica_engine.process import folders
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.counts import count
@@ -55,12 +57,13 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
     """Keeps compiled programs in a folder, where later processes find them instead of compiling.
 
     Any number of processes may use a folder at the same time. jax's own cache may be in the same folder; the limit
-    `jax_compilation_cache_max_size` then holds for both. Loading a program runs what its file says, so the folder must
-    be writable only for users who are trusted.
+    `jax_compilation_cache_max_size` then holds for both. Loading a program runs what its file says. So the folder is
+    used only if it, the folders around it and the files in it belong to this user or to root, and nobody else may write
+    to them; otherwise a warning says which command changes that, and programs are compiled.
 
     Args:
-        path: the folder; it is made if it does not exist, and `~` is the home folder. An address (`gs://...`) is
-            warned of, and nothing is kept. None: no folder, also if the environment names one.
+        path: the folder; if it does not exist, it is made for this user only, and `~` is the home folder. An address
+            (`gs://...`) is warned of, and nothing is kept. None: no folder, also if the environment names one.
 
     Raises:
         InputsError: `path` is not a path.
@@ -177,7 +180,7 @@ def _folder() -> CacheFolder | None:
         )
         _warn(warning("remote_cache_dir", text))
         return None
-    return _opened(path, cache_limit()) if path else None
+    return _trusted(_opened(path, cache_limit())) if path else None
 
 
 def _absolute(path: str) -> str:
@@ -193,10 +196,24 @@ def _named_by_environment() -> str | None:
 _opened = functools.cache(CacheFolder)
 
 
+def _trusted(folder: CacheFolder) -> CacheFolder | None:
+    """The folder; None if another user could put programs into it, of which a warning is logged."""
+    try:
+        folder.check()
+    except UntrustedPathError as error:
+        _warn_of_others(folder, error)
+        return None
+    except OSError:  # what is to be read or written there will tell
+        pass
+    return folder
+
+
 def _read(folder: CacheFolder, key: str, make: Callable[[bytes], Made]) -> Made | None:
     try:
         data = folder.read(key)
         return None if data is None else make(data)
+    except UntrustedPathError as error:
+        _warn_of_others(folder, error)
     except OSError as error:
         _warn(unusable_cache_dir(str(folder.path), error.strerror or str(error)))
     except (ValueError, *RUNTIME_ERRORS) as error:
@@ -213,10 +230,20 @@ def _write(folder: CacheFolder, key: str, compiled: bytes | None, seconds: float
         _warn(unusable_cache_dir(str(folder.path), error.strerror or str(error)))
 
 
-def _warn(message: str) -> None:
+def _warn_of_others(folder: CacheFolder, error: UntrustedPathError) -> None:
+    """Warns once of a folder that other users can write to, or that has files which they can."""
+    beside = error.path.parent == folder.path
+    paths = shlex.quote(str(folder.path)) + "/*" if beside else shlex.quote(str(error.path))
+    _warn(
+        untrusted_cache_dir(str(folder.path), str(error), f"{error.command} {paths}", beside), f"{folder.path}{beside}"
+    )
+
+
+def _warn(message: str, once: str = "") -> None:
+    """Logs a warning, unless it was logged before, or one with the same `once`."""
     with _lock:
-        new = message not in _told
-        _told.add(message)
+        new = (once or message) not in _told
+        _told.add(once or message)
     if new:
         _logger.warning(message)
 
