@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, shown
+from replica_engine.errors.base import ReplicaEngineError, add_note, shown, warning
 from replica_engine.errors.timeouts import count_of
 
 TOKEN = "REPLICA_ENGINE_TOKEN"
@@ -396,6 +396,20 @@ def tries_again(reason: str, seconds: float) -> str:
     return (
         f"This worker cannot join its job: {reason.partition(chr(10))[0]} In case that is the job of an earlier run "
         f"and all workers are being started again, it tries again for {seconds:.3g} s."
+    )
+
+
+def runs_alone(name: str, value: str) -> str:
+    """The warning that this process is not told its place in a job, though a variable says that there are others."""
+    index = "$JOB_COMPLETION_INDEX" if name == "JOB_COMPLETION_INDEX" else "its index, from 0"
+    return warning(
+        "runs_alone",
+        f"{name} is {shown(value)}, as in a job of several processes, and nothing tells this process which of them it "
+        "is and how many there are. So it runs alone. For one job of all, set in each process "
+        f"REPLICA_ENGINE_PROCESS_ID ({index}), REPLICA_ENGINE_NUM_PROCESSES (their number) and "
+        "REPLICA_ENGINE_COORDINATOR (host:port on the machine of process 0), or start them with a launcher that "
+        "sets a place for each (docs/hosts/starting.md). If it is to run alone, REPLICA_ENGINE_PROCESS_ID=0 and "
+        "REPLICA_ENGINE_NUM_PROCESSES=1 say so.",
     )
 
 

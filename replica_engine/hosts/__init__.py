@@ -19,6 +19,7 @@ process is, and tells every worker which other one is lost, missing or different
     wire          messages, and the proof of the token
     addresses     the address under which the other workers reach this process
     cluster       which worker this process is, from environment variables
+    signs         signs of other processes, where no place is told
     schedulers    the coordinator's address in jobs of Slurm and Open MPI
 
 `replica_engine.errors.hosts` words what can go wrong; docs/many_hosts.md is the guide.

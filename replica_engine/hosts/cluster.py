@@ -6,19 +6,22 @@ own. `find_cluster` looks for them in a fixed order, and the first that is there
 1. `replica-engine launch`, or the same variables set by hand;
 2. `TF_CONFIG` (Kubernetes' TFJob, Ray Train, programs for tf.distribute);
 3. `KERAS_DISTRIBUTION_*`;
-4. torchrun, or the same variables set by hand;
-5. a step of Slurm;
-6. Open MPI.
+4. `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` (Kubeflow Trainer, programs for `jax.distributed`);
+5. torchrun, or the same variables set by hand;
+6. a step of Slurm;
+7. Open MPI.
 
 All processes of a job must come to the same coordinator address without talking to each other. So it is computed from
 what all of them are told. REPLICA_ENGINE_COORDINATOR says another address in each of the cases.
 
-Nothing is guessed: a variable that is set and wrong is a ClusterConfigError that names it.
+Nothing is guessed: a variable that is set and wrong is a ClusterConfigError that names it, and so is a place that is
+told in part. Where there are signs of other processes and no place, a warning says once that this process runs alone.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +29,10 @@ from typing import Any
 
 from replica_engine.errors import ClusterConfigError
 from replica_engine.errors.base import shown
-from replica_engine.hosts import schedulers
+from replica_engine.errors.hosts import runs_alone
+from replica_engine.hosts import schedulers, signs
+
+LOGGER = logging.getLogger("replica_engine")
 
 PROCESS_ID = "REPLICA_ENGINE_PROCESS_ID"
 NUM_PROCESSES = "REPLICA_ENGINE_NUM_PROCESSES"
@@ -35,6 +41,10 @@ COORDINATOR = "REPLICA_ENGINE_COORDINATOR"
 _TF_CONFIG = "TF_CONFIG"
 _ROLES = ("chief", "master", "worker")  # in the order of their indices; TFJob calls the chief Master too
 _KERAS = "KERAS_DISTRIBUTION_"
+_SLURM_ID = "SLURM_PROCID"
+
+
+_warned: list[str] = []  # the sign of other processes that this process has warned of
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,7 @@ def find_cluster(environ: Mapping[str, str] | None = None) -> Cluster:
         if cluster is not None:
             address = _given(environ) if cluster.num_processes > 1 else ""
             return replace(cluster, coordinator=_address(COORDINATOR, address)) if address else cluster
+    _warn_of_others(environ)
     return Cluster(0, 1, "", ("process 0",), "")
 
 
@@ -218,6 +229,17 @@ def _keras(environ: Mapping[str, str]) -> Cluster | None:
     return Cluster(index, size, addresses[0], _named("process", size), source)
 
 
+def _jax(environ: Mapping[str, str]) -> Cluster | None:
+    numbers, ids, coordinator = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"
+    if numbers not in environ and ids not in environ:
+        return None
+    size, index = _size_and_index(environ, numbers, ids)
+    if size == 1:
+        return Cluster(0, 1, "", ("process 0",), ids)
+    address = _given(environ) or _address(coordinator, _present(environ, coordinator, numbers, _ADDRESS))
+    return Cluster(index, size, address, _named("process", size), ids)
+
+
 def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
     if not {"RANK", "WORLD_SIZE"} <= set(environ):
         return None  # one of the two alone does not show who started the process
@@ -232,18 +254,27 @@ def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
-    # Outside of a step (in the batch script itself) there is one process, and these two are not set. mpirun in a job
-    # starts its daemons as a step: what the ranks inherit of Slurm is the place of their daemon, not their own.
-    if not {schedulers.STEP_NODES, schedulers.STEP_TASKS} <= set(environ) or "OMPI_COMM_WORLD_RANK" in environ:
+    # mpirun in a job starts its daemons as a step: what the ranks inherit of Slurm is the place of their daemon, not
+    # their own.
+    if "OMPI_COMM_WORLD_RANK" in environ:
         return None
-    size, index = _size_and_index(environ, schedulers.STEP_TASKS, "SLURM_PROCID")
+    # Outside of a step (in the batch script itself) there is one process, of index 0, and no variable of a step.
+    if not {schedulers.STEP_NODES, schedulers.STEP_TASKS} & set(environ):
+        if _number(environ.get(_SLURM_ID, "")) > 0:
+            raise ClusterConfigError.missing(schedulers.STEP_TASKS, _SLURM_ID, "the number of tasks of the step")
+        return None
+    size, index = _size_and_index(environ, schedulers.STEP_TASKS, _SLURM_ID)
     if size == 1:
         return Cluster(0, 1, "", ("task 0",), "Slurm")
-    return Cluster(index, size, _given(environ) or schedulers.slurm_address(environ), _named("task", size), "Slurm")
+    address = _given(environ)
+    if not address:
+        _present(environ, schedulers.STEP_NODES, schedulers.STEP_TASKS, "the nodes of the step, as Slurm writes them")
+        address = schedulers.slurm_address(environ)
+    return Cluster(index, size, address, _named("task", size), "Slurm")
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Cluster | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ:
+    if not {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} & set(environ):
         return None
     size, index = _size_and_index(environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if size == 1:
@@ -256,6 +287,7 @@ _READERS: tuple[Callable[[Mapping[str, str]], Cluster | None], ...] = (
     _ours,
     _tf_config,
     _keras,
+    _jax,
     _torchrun,
     _slurm,
     _open_mpi,
@@ -278,6 +310,19 @@ def _present(environ: Mapping[str, str], field: str, given: str, wanted: str) ->
     if not environ.get(field):
         raise ClusterConfigError.missing(field, given, wanted)
     return environ[field]
+
+
+def _warn_of_others(environ: Mapping[str, str]) -> None:
+    """Warns once where there are signs of a job of several processes, of which this one is not told its place."""
+    if _warned or (sign := signs.of_others(environ)) is None:
+        return
+    _warned.append(sign)
+    LOGGER.warning(runs_alone(sign, environ[sign]))
+
+
+def _number(text: str) -> int:
+    """A whole number that is given as text; -1 for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
 
 
 def _whole(field: str, value: object, least: int, most: int | None = None) -> int:

@@ -17,9 +17,9 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
-from replica_engine.errors.hosts import WorkerRow, slow_workers, tries_again
+from replica_engine.errors.hosts import WorkerRow, runs_alone, slow_workers, tries_again
 from replica_engine.errors.threads import note_workers
-from replica_engine.hosts import find_cluster, joining
+from replica_engine.hosts import cluster, find_cluster, joining
 from replica_engine.hosts.member.member import _members
 
 FOLLOWS = "member.failed.wait()"
@@ -208,3 +208,15 @@ def test_the_last_line_names_the_worker_and_the_cause(monkeypatch):
     assert (first, last) == (more, "worker 1 of 2 (node-a, pid 7) has raised ValueError: no file")
     monkeypatch.setenv("REPLICA_ENGINE_LAUNCHED", "1")
     assert WorkerLostError.raised(row, "ValueError: no file").__notes__ == [more]
+
+
+@pytest.fixture
+def _without_a_place(monkeypatch):
+    monkeypatch.setattr(cluster, "_warned", [])
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "2")
+
+
+@pytest.mark.usefixtures("_without_a_place")
+@shows(runs_alone)
+def test_a_process_of_an_indexed_job_of_kubernetes():
+    find_cluster()

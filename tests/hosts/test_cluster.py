@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica_engine.errors import ClusterConfigError
-from replica_engine.hosts import Cluster, find_cluster
+from replica_engine.hosts import Cluster, cluster, find_cluster, signs
 from replica_engine.hosts.cluster import join_address, split_address
 from replica_engine.hosts.schedulers import node_names
 
@@ -44,6 +44,13 @@ KERAS = {
     "KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1:1234,10.0.0.2:2345",
     "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
     "KERAS_DISTRIBUTION_PROCESS_ID": "1",
+}
+
+JAX = {  # as the runtime for JAX of Kubeflow Trainer sets them
+    "JAX_COORDINATOR_ADDRESS": "train-node-0-0.train:6666",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "1",
+    "JOB_COMPLETION_INDEX": "1",
 }
 
 TORCHRUN = {
@@ -152,6 +159,15 @@ def test_keras(addresses):
     assert (found.process_id, found.num_processes, found.coordinator) == (1, 2, "10.0.0.1:1234")
 
 
+def test_jax():
+    found = find_cluster(JAX)
+    assert (found.process_id, found.num_processes, found.coordinator) == (1, 2, "train-node-0-0.train:6666")
+    assert found.source == "JAX_PROCESS_ID"
+    assert find_cluster({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}).num_processes == 1
+    by_hand = {**JAX, "JAX_COORDINATOR_ADDRESS": "", "REPLICA_ENGINE_COORDINATOR": "node-a:4000"}
+    assert find_cluster(by_hand).coordinator == "node-a:4000"
+
+
 def test_torchrun():
     """It listens at MASTER_PORT itself."""
     found = find_cluster(TORCHRUN)
@@ -201,22 +217,23 @@ def test_mpirun_in_a_job_of_slurm_counts_its_own_ranks():
 
 
 def test_the_order():
-    every = {**OPEN_MPI, **TORCHRUN, **KERAS, **TFJOB, **OURS}
+    every = {**OPEN_MPI, **TORCHRUN, **JAX, **KERAS, **TFJOB, **OURS}
     found = []
-    for launcher in (OURS, TFJOB, KERAS, TORCHRUN, OPEN_MPI):
+    for launcher in (OURS, TFJOB, KERAS, JAX, TORCHRUN, OPEN_MPI):
         found.append(find_cluster(every).source)
         every = {name: value for name, value in every.items() if name not in launcher}
     assert found == [
         "REPLICA_ENGINE_PROCESS_ID",
         "TF_CONFIG",
         "KERAS_DISTRIBUTION_PROCESS_ID",
+        "JAX_PROCESS_ID",
         "torchrun",
         "Open MPI",
     ]
     assert find_cluster({**SLURM, **TORCHRUN}).source == "torchrun"
 
 
-@pytest.mark.parametrize("launcher", [TFJOB, RAY_TRAIN, KERAS, TORCHRUN, SLURM, OPEN_MPI])
+@pytest.mark.parametrize("launcher", [TFJOB, RAY_TRAIN, KERAS, JAX, TORCHRUN, SLURM, OPEN_MPI])
 def test_the_users_address_counts_with_each_launcher(launcher):
     assert find_cluster({**launcher, "REPLICA_ENGINE_COORDINATOR": "[::1]:4000"}).coordinator == "[::1]:4000"
 
@@ -295,6 +312,26 @@ WRONG = {
     ),
     "no master": ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR", "the name of the host of rank 0"),
     "no port": ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT", "from 1 to 65534"),
+    "jax's number": ({"JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES", "is missing, but JAX_PROCESS_ID is set"),
+    "jax's index": ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID", "is missing, but JAX_NUM_PROCESSES is set"),
+    "jax's index too high": ({**JAX, "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID", "there are 2"),
+    "jax's address": ({**JAX, "JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS", "is missing"),
+    "jax's address without a port": ({**JAX, "JAX_COORDINATOR_ADDRESS": "a"}, "JAX_COORDINATOR_ADDRESS", '"host:port"'),
+    "no nodes of Slurm": ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST", "is missing"),
+    "two tasks of Slurm": (
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
+        "SLURM_STEP_NODELIST",
+        "missing, but SLURM_STEP_NUM_TASKS is set",
+    ),
+    "no index of Slurm": ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID", "is missing"),
+    "no tasks of Slurm": (
+        {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "0"},
+        "SLURM_STEP_NUM_TASKS",
+        "missing, but SLURM_PROCID is set",
+    ),
+    "no step of Slurm": ({**SLURM_BATCH_SCRIPT, "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS", "is missing"),
+    "no index of Open MPI": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK", "is missing"),
+    "no number of Open MPI": ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE", "is missing"),
     "Slurm's nodes": ({**SLURM, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST", "as Slurm writes it"),
     "Slurm's index": ({**SLURM, "SLURM_PROCID": "4"}, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS says that there are 4"),
     "Open MPI's index": ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK", "whole number"),
@@ -308,6 +345,65 @@ def test_what_is_wrong_is_named(environ, field, text):
     assert caught.value.field == field
     assert str(caught.value).startswith(field)
     assert text in str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_warned(monkeypatch):
+    monkeypatch.setattr(cluster, "_warned", [])
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"JOB_COMPLETION_INDEX": "0"},
+        {"JOB_COMPLETION_INDEX": "3"},
+        {"TPU_WORKER_HOSTNAMES": "t1v-n-0,t1v-n-1", "TPU_WORKER_ID": "0"},
+        {"JAX_COORDINATOR_ADDRESS": "node-a:1234"},
+        {"KERAS_DISTRIBUTION_JOB_ADDRESSES": "node-a:1234"},
+        {"REPLICA_ENGINE_COORDINATOR": "node-a:1234"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0", "MASTER_ADDR": "node-a"},
+        {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"},
+        {"TF_CONFIG": '{"task": {"type": "worker", "index": 1}}'},
+        {"PMI_SIZE": "4", "PMI_RANK": "0"},
+        {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"},
+    ],
+    ids=lambda environ: next(iter(environ)),
+)
+def test_one_of_several_without_a_place_is_warned_of_once(environ, caplog):
+    for _ in range(2):
+        assert find_cluster(environ).num_processes == 1
+    (record,) = caplog.records
+    name = next(iter(environ))
+    assert record.message.startswith(f"{name} is ")
+    assert "So it runs alone" in record.message
+    alone = {"REPLICA_ENGINE_PROCESS_ID": "0", "REPLICA_ENGINE_NUM_PROCESSES": "1"}
+    cluster._warned.clear()
+    assert find_cluster({**environ, **alone}).num_processes == 1
+    assert len(caplog.records) == 1, "as the text says, these end it"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        SLURM_BATCH_SCRIPT,
+        OURS,
+        JAX,
+        TORCHRUN,
+        {**SLURM, "PMI_SIZE": "4", "PMI_RANK": "3"},
+        {"TPU_WORKER_HOSTNAMES": "localhost"},
+        {"WORLD_SIZE": "1"},
+        {"RANK": "general"},
+        {"MASTER_ADDR": "localhost"},
+        {"TF_CONFIG": '{"cluster": {}, "task": {"type": "chief", "index": 0}}'},
+        {"SM_HOSTS": '["algo-1"]'},
+        {"JOB_COMPLETION_INDEX": ""},
+    ],
+)
+def test_one_process_or_one_that_knows_its_place_is_not_warned_of(environ, caplog):
+    find_cluster(environ)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -392,7 +488,7 @@ def test_any_tf_config_is_a_cluster_or_the_users_error(value):
         assert 0 <= found.process_id < found.num_processes == len(found.tasks)
 
 
-NAMES = sorted({"REPLICA_ENGINE_COORDINATOR", *OURS, *TFJOB, *KERAS, *TORCHRUN, *SLURM, *OPEN_MPI})
+NAMES = sorted({*OURS, *TFJOB, *KERAS, *JAX, *TORCHRUN, *SLURM, *OPEN_MPI, *signs._SIGNS})
 VALUES = st.sampled_from(["", "0", "1", "2", "-1", "x", "a:1", "a:1,b:2", "n[1-2]", "1e9", "٣", "{}", "True"])
 
 

@@ -160,7 +160,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
     Args:
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` with the addresses of all workers. None
             reads the cluster from the environment: the variables of `replica-engine launch`, TF_CONFIG, Keras,
-            torchrun, Slurm or Open MPI, in this order.
+            jax, torchrun, Slurm or Open MPI, in this order.
         communication_options: `tf.distribute.experimental.CommunicationOptions` for collectives.
         timeout: the seconds that a replica may take to reach its next sync point, that a merge function may take to
             return, and that other workers may take to come to a collective that is launched for the first time. None
