@@ -1,8 +1,9 @@
 """TensorFlow's collectives between processes: their server, their launches, and how they are ended.
 
 A worker of a job runs a gRPC server, at which the others fetch what they need for a collective. TensorFlow can also
-start a coordination service, with heartbeats of its own; it is left out here. It would end the process of a worker
-whose leader is lost, before the worker could say which one that was. Checked on TensorFlow 2.21.0.
+start a coordination service, with heartbeats of its own; it is left out here, since a job has heartbeats already, and one
+of two would end a step with a text that names nobody. Measured on TensorFlow 2.21.0: a worker whose leader is killed
+lives on, waiting or idle, and its collectives end with an UnavailableError about "the leader task".
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGrap
 
 EXECUTE = ("TFE_Py_Execute", "TFE_Py_ExecuteCancelable")
 
-Launched = Callable[[], None]
-"""Is called when a collective is about to be launched."""
+Launched = Callable[[], int | None]
+"""Is called when a collective is about to be launched. It returns the number of the collective; None leaves that to
+TensorFlow, which counts."""
 
 Describe = Callable[[str, tf.Tensor], Launched]
 """Takes the kind of a collective ("all_reduce") and its operand, where it is made: eagerly or in a graph."""
@@ -59,15 +61,17 @@ def note_launches(cross_device_ops: Any, describe: Describe) -> None:
         cross_device_ops: TensorFlow's `CollectiveAllReduce`.
         describe: returns a function to call whenever the collective is launched.
     """
-    first = cross_device_ops._launchers[0]
+    first, *others = cross_device_ops._launchers
     first.__class__ = _NotedLauncher
     first.describe = describe
+    first.has_own_keys = not others  # the numbers of all devices of a worker must be equal, and the others count
 
 
 class _NotedLauncher(_Launcher):
     """Describes each collective before it launches it."""
 
     describe: Describe
+    has_own_keys: bool
     _launched: Launched | None = None
 
     def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> Any:
@@ -86,9 +90,11 @@ class _NotedLauncher(_Launcher):
         while getattr(graph, "is_control_flow_graph", False):  # branches and loops cannot look up a value at each call
             graph = graph.outer_graph
         if launched is None or tf.executing_eagerly() or not graph.building_function:
-            if launched is not None:
-                launched()
-            return super()._next_instance_key()
+            key = None if launched is None else launched()
+            if key is None or not self.has_own_keys:
+                return super()._next_instance_key()
+            with tf.device("CPU:0"):
+                return tf.convert_to_tensor(key, tf.int32)
 
         def at_call() -> Any:
             self._launched = launched

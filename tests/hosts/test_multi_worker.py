@@ -362,7 +362,7 @@ def test_cluster_of_tf_config(programs, unused_ports):
         config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
         environment = {
             "TF_CONFIG": json.dumps(config),
-            "REPLICA_ENGINE_TOKEN": "a secret",
+            "REPLICA_ENGINE_TOKEN": "a secret of the job",
             "REPLICA_ENGINE_COORDINATOR": f"127.0.0.1:{ports[2]}",
             "LOCAL": "1",
         }
@@ -556,6 +556,91 @@ def test_another_order_is_found(programs, traced, later):
             assert "`all_reduce SUM, float32[4]` at program.py:" in error
             assert "`all_reduce MEAN, float32[4]` at program.py:" in error
             assert "in means, program" in error
+
+
+SWAPPED = """
+from replica_engine.strategies.multi_worker import launches
+
+launches._MOST_LAUNCHES = 2  # so that numbers of collectives come again
+strategy = KIND()
+
+
+def values(number, rows):
+    return strategy.experimental_distribute_values_from_function(lambda context: tf.fill([rows], number))
+
+
+def all_reduced(number):
+    return context().all_reduce("SUM", tf.constant(number))
+
+
+def all_reduced_too(number):
+    return context().all_reduce("SUM", tf.constant(number))
+
+
+def in_a_loop(number):
+    total = tf.constant(0.0)
+    for _ in tf.range(3):
+        total += context().all_reduce("SUM", tf.constant(number))
+    return total
+
+
+def in_another_loop(number):
+    total = tf.constant(0.0)
+    for _ in tf.range(3):
+        total += context().all_reduce("SUM", tf.constant(number))
+    return total
+
+
+first, second = {
+    "eager": (
+        lambda: strategy.reduce("SUM", values(1.0, 1), axis=None),
+        lambda: strategy.reduce("SUM", values(10.0, 1), axis=None),
+    ),
+    "sizes": (
+        lambda: strategy.reduce("SUM", values(1.0, 1), axis=None),
+        lambda: strategy.reduce("SUM", values(10.0, 4), axis=None),
+    ),
+    "kinds": (
+        lambda: strategy.reduce("MEAN", values(1.0, 4), axis=None),
+        lambda: strategy.gather(values(10.0, 4), axis=0),
+    ),
+    "functions": (
+        tf.function(lambda: strategy.run(all_reduced, args=(1.0,))),
+        tf.function(lambda: strategy.run(all_reduced_too, args=(10.0,))),
+    ),
+    "loops": (
+        tf.function(lambda: strategy.run(tf.function(in_a_loop), args=(1.0,))),
+        tf.function(lambda: strategy.run(tf.function(in_another_loop), args=(10.0,))),
+    ),
+}[os.environ["WHAT"]]
+for number in range(5):
+    print(json.dumps([float(tf.reduce_sum(each())) for each in (first, second)]), flush=True)
+for each in (second, first) if me else (first, second):
+    print("a number after the swap", float(tf.reduce_sum(each())), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "right"),
+    [
+        ("eager", [2.0, 20.0]),
+        ("sizes", [2.0, 80.0]),
+        ("kinds", [4.0, 80.0]),
+        ("functions", [2.0, 20.0]),
+        ("loops", [6.0, 60.0]),
+    ],
+)
+def test_swapped_launches_give_no_number(programs, what, right):
+    """Collectives that differ never meet, also when both were launched before."""
+    with job(join=LONGER) as made:
+        started = [
+            programs.start(HEAD + SWAPPED, env=made.environment(worker, LOCAL="1", WHAT=what)) for worker in range(2)
+        ]
+        for process in started:
+            out, error = process.communicate(timeout=LONGER)
+            assert [json.loads(line) for line in out.splitlines()] == [right] * 5
+            assert process.returncode
+            assert "ProgramDisagreementError: After" in error
 
 
 BATCHES = """

@@ -6,7 +6,9 @@ reduction, the dtype and the shape.
 
 - Before its first launch, a collective waits until the other workers are about to launch an equal one. So two workers
   that differ get ProgramDisagreementError, and no number.
-- Later launches are told without waiting. If they are in another order, the error comes about 0.1 s later.
+- Later launches are told without waiting. If they are in another order, the error comes about 0.1 s later. Until then
+  each side waits: the number of a collective says which collective it is and how often it was launched, so those that
+  differ never meet.
 
 The line is compared for sync points in replicas and for calls of `reduce`, without the folder of the file. It is not
 compared for variables that are read or made, since that may happen in lines of TensorFlow or Keras.
@@ -29,6 +31,9 @@ from replica_engine.diagnostics.user_frames import calling_location
 from replica_engine.engine import SyncPoint
 from replica_engine.errors import GraphModeError
 
+_FIRST_KEY, _MOST_PROGRAMS, _MOST_LAUNCHES = 1 << 30, 1 << 13, 1 << 17
+"""Numbers of collectives are below 2**31, and TensorFlow counts from 100: it makes variables with those numbers."""
+
 
 class Launches:
     """Tells the job what this worker launches.
@@ -43,6 +48,9 @@ class Launches:
         self._member = member
         self._timeout, self._warn_after = timeout, warn_after
         self._known: set[str] = set()
+        self._launches: dict[
+            str, tuple[int, int]
+        ] = {}  # by digest: which program this is, and how often it was launched
         self._point: SyncPoint | None = None
         self._new_run = False
         self._steps = 0
@@ -97,14 +105,27 @@ class Launches:
         program = hosts.Program(_digest(_ADDED_NUMBER.sub("", f"{kind} {body} {compared}")), body, where)
         place = str(self._point or (f"{what} at {where}" if where else what))
 
-        def launched() -> None:
+        def launched() -> int | None:
             self._steps += new_run
             self._member.progress(self._steps or None, place)
             self._wait_for_first(program)
             collectives.begun()
             self._member.launched(program)
+            return self._next_key(program.digest)
 
         return launched
+
+    def _next_key(self, digest: str) -> int | None:
+        """The number of the next launch of a collective, equal on all workers; None if there are too many programs.
+
+        All workers launch programs for the first time in the same order, since they wait for each other there. A number
+        comes again after many launches of the same program, when all workers have long left the first one.
+        """
+        program, count = self._launches.get(digest, (len(self._launches), 0))
+        self._launches[digest] = program, count + 1
+        if program >= _MOST_PROGRAMS:
+            return None
+        return _FIRST_KEY + program * _MOST_LAUNCHES + count % _MOST_LAUNCHES
 
     def launch(self, program: hosts.Program) -> None:
         """Tells the job of a launch; of the first one, waits until the others are there.
