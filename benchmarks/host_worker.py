@@ -275,7 +275,7 @@ def _cluster_of(index: int, addresses: list[str]) -> None:
     """Puts the cluster into the environment; the last address is the coordinator's."""
     task = {"cluster": {"worker": addresses[:-1]}, "task": {"type": "worker", "index": index}}
     os.environ["TF_CONFIG"] = json.dumps(task)
-    os.environ["REPLICA_ENGINE_TOKEN"] = "a benchmark"
+    os.environ["REPLICA_ENGINE_TOKEN"] = "the secret of a benchmark"
     os.environ["REPLICA_ENGINE_COORDINATOR"] = addresses[-1]
 
 

@@ -31,6 +31,9 @@ JOIN_TIMEOUT = "REPLICA_ENGINE_JOIN_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICA_ENGINE_HEARTBEAT_TIMEOUT"
 LISTEN = "REPLICA_ENGINE_LISTEN"
 
+SHORTEST_TOKEN = 16
+"""Characters that the token of a job has at least."""
+
 EARLIER_RUN = 45.0
 """Seconds to try again where an earlier run seems not to be over; its coordinator ends 30 seconds after a failure."""
 
@@ -76,6 +79,13 @@ def join(
             f"{TOKEN} is not set. The coordinator at {cluster.coordinator or '127.0.0.1'} takes only workers in that "
             f"know the job's token. Set it to the same secret text for all workers: export {TOKEN}=$(openssl rand -hex "
             "16), before the job starts. `replica-engine launch` makes one by itself.",
+        )
+    if len(token.strip()) < SHORTEST_TOKEN:
+        raise ClusterConfigError.about(
+            TOKEN,
+            f"{TOKEN} has {len(token.strip())} characters, and must have at least {SHORTEST_TOKEN}: who reaches the coordinator "
+            f"could guess a shorter one. Make one for all workers with export {TOKEN}=$(openssl rand -hex 16), or with "
+            'python -c "import secrets; print(secrets.token_hex(16))".',
         )
     address = cluster.coordinator
     launched = environ.get(LAUNCHED) == "1"  # the coordinator runs in the launcher, so worker 0 starts none

@@ -54,7 +54,7 @@ class Job:
 
     def __init__(self, size: int = 2, join: float = LONG, heartbeat: float = LONG, statuses: bool = False):
         self.size = size
-        self.token = "a secret"
+        self.token = "a secret of the job"
         self.limits = Limits(join, heartbeat)
         self.coordinator = Coordinator(size, self.token, limits=self.limits, knows_statuses=statuses)
         self._begin_with_the_first_worker()

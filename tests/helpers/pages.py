@@ -139,7 +139,7 @@ def _check(
         expected = after.text if after is not None and after.title == "Output" else None
         where = f"{page}:{block.line}"
         if block.language == "python" and WORKER.search(block.text):
-            done = programs.run(block.text, env={**os.environ, "REPLICA_ENGINE_TOKEN": "of the job"})
+            done = programs.run(block.text, env={**os.environ, "REPLICA_ENGINE_TOKEN": "the secret of the job"})
             seen = done.stdout
             assert done.returncode == 0, f"{where} fails:\n{done.stderr[-2000:]}"
         elif block.language == "python":

@@ -243,7 +243,7 @@ def test_all_is_compared_before_a_checkpoint():
 
 def test_another_token():
     with job() as made:
-        process = made.start(1, "", REPLICA_ENGINE_TOKEN="another secret")
+        process = made.start(1, "", REPLICA_ENGINE_TOKEN="the secret of another job")
         assert "ClusterConfigError: The coordinator at" in process.communicate(timeout=LONG)[1]
         made.start(1, "")
         assert made.join(0).size == 2, "the job goes on"
@@ -252,6 +252,19 @@ def test_another_token():
 def test_no_token():
     with job() as made, pytest.raises(ClusterConfigError, match="REPLICA_ENGINE_TOKEN is not set"):
         made.join(0, REPLICA_ENGINE_TOKEN="")
+
+
+@pytest.mark.parametrize("token", ["guess me", "secret-of-a-job", " " * 20, "a short one     \n"])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_token_that_could_be_guessed(worker, token):
+    with job() as made, pytest.raises(ClusterConfigError, match="must have at least 16: who reaches the") as caught:
+        made.join(worker, REPLICA_ENGINE_TOKEN=token)
+    assert not token.strip() or token.strip() not in str(caught.value)
+
+
+def test_a_token_of_sixteen_characters():
+    with job() as made, pytest.raises(ClusterConfigError, match="has another REPLICA_ENGINE_TOKEN"):
+        made.join(0, REPLICA_ENGINE_TOKEN="0123456789abcdef")
 
 
 def test_two_with_one_index():

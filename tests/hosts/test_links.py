@@ -133,7 +133,7 @@ def test_a_connection_that_breaks_fails_the_job_with_both_workers(programs, unus
         there = [f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1] if index else way.port}"]
         environment = {
             "TF_CONFIG": json.dumps({"cluster": {"worker": there}, "task": {"type": "worker", "index": index}}),
-            "REPLICA_ENGINE_TOKEN": "a secret",
+            "REPLICA_ENGINE_TOKEN": "a secret of the job",
             "REPLICA_ENGINE_COORDINATOR": f"127.0.0.1:{ports[2]}",
             "REPLICA_ENGINE_HEARTBEAT_TIMEOUT": str(LONGER),
             "LOCAL": "1",

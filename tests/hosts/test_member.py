@@ -317,7 +317,7 @@ def test_who_cannot_prove_anything_is_told_nothing(caplog):
     with job() as made:
         for line in (
             wire.encode(["hello", "b", "no proof", 0, 2, {}]),
-            wire.encode(["hello", "b", wire.proof("a secret", wire.MEMBER, "another", "b"), 0, 2, {}]),
+            wire.encode(["hello", "b", wire.proof(made.token, wire.MEMBER, "another", "b"), 0, 2, {}]),
             wire.encode(["beat", 1.0, []]),
             b"GET / HTTP/1.1\r\n",
             b"x" * (1 << 15),

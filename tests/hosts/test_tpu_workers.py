@@ -339,7 +339,7 @@ from replica_engine.pjrt import workers
 found["service"] = workers._joined[0].member.get(workers._SERVICE)["address"].rpartition(":")[0]
 parts["chief"] = [strategy.should_init, strategy.should_checkpoint, strategy.should_save_summary]
 """
-    listening = {"REPLICA_ENGINE_TOKEN": "a secret", "REPLICA_ENGINE_LISTEN": f"0.0.0.0:{unused_port}"}
+    listening = {"REPLICA_ENGINE_TOKEN": "a secret of the job", "REPLICA_ENGINE_LISTEN": f"0.0.0.0:{unused_port}"}
     started = [
         programs.start(
             TPU_HEAD + program + TPU_TAIL,

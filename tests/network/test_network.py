@@ -83,7 +83,7 @@ class Job:
             config = {"cluster": {"worker": [f"{each}:{port}" for each in addresses]}}
             environment = {
                 "TF_CONFIG": json.dumps({**config, "task": {"type": "worker", "index": host}}),
-                "REPLICA_ENGINE_TOKEN": f"secret of {port}",
+                "REPLICA_ENGINE_TOKEN": f"the secret of job {port}",
                 "REPLICA_ENGINE_HEARTBEAT_TIMEOUT": str(limit),
                 "AHEAD": str(host * ahead),
                 **more,
