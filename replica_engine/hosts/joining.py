@@ -83,9 +83,10 @@ def join(
     if len(token.strip()) < SHORTEST_TOKEN:
         raise ClusterConfigError.about(
             TOKEN,
-            f"{TOKEN} has {len(token.strip())} characters, and must have at least {SHORTEST_TOKEN}: who reaches the coordinator "
-            f"could guess a shorter one. Make one for all workers with export {TOKEN}=$(openssl rand -hex 16), or with "
-            'python -c "import secrets; print(secrets.token_hex(16))".',
+            f"{TOKEN} has {len(token.strip())} characters, and must have at least {SHORTEST_TOKEN}: who reaches the "
+            "coordinator could guess a shorter one. Make one for all workers with "
+            f"export {TOKEN}=$(openssl rand -hex 16), or with python -c "
+            '"import secrets; print(secrets.token_hex(16))".',
         )
     address = cluster.coordinator
     launched = environ.get(LAUNCHED) == "1"  # the coordinator runs in the launcher, so worker 0 starts none

@@ -151,7 +151,56 @@ def of_a_computed_id(x):
     return x
 
 
+def that_nothing_uses(x):
+    if replica_id() == 0:
+        total(x)
+    return x
+
+
+def that_nothing_uses_beside_a_result(x):
+    y = x
+    if replica_id() == 1:
+        y = 2.0 * x
+        xla.all_gather(x)
+    return y
+
+
+def in_a_loop_that_nothing_uses(x):
+    for _ in tf.range(replica_id()):
+        total(x)
+    return x
+
+
+def in_a_function_that_nothing_uses(x):
+    @tf.function
+    def inner(first):
+        if first:
+            tf.distribute.get_replica_context().all_reduce("MEAN", x)
+
+    inner(replica_id() == 0)
+    return x
+
+
+def whose_branch_nothing_uses(x):
+    tf.switch_case(xla.replica_id(), [lambda: x, lambda: total(x)])
+    return x
+
+
+def in_a_gradient_that_nothing_uses(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.cond(xla.replica_id() == 0, lambda: tf.reduce_sum(xla.all_gather(x) ** 2), lambda: 0.0)
+    tape.gradient(y, x)
+    return x
+
+
 APART = [
+    that_nothing_uses,
+    that_nothing_uses_beside_a_result,
+    in_a_loop_that_nothing_uses,
+    in_a_function_that_nothing_uses,
+    whose_branch_nothing_uses,
+    in_a_gradient_that_nothing_uses,
     if_statement,
     cond,
     switch_case,
@@ -285,7 +334,21 @@ def a_gradient_of_a_loop(x):
     return tape.gradient(y, x)
 
 
+def nothing_uses_it_and_the_data_decide(x):
+    if tf.reduce_sum(x) > 3.5:
+        total(x)
+    return x
+
+
+def nothing_uses_it_and_all_reach_it(x):
+    if replica_id() < 100:
+        total(x)
+    return x
+
+
 MEET = [
+    nothing_uses_it_and_the_data_decide,
+    nothing_uses_it_and_all_reach_it,
     equal_ids,
     a_reduced_value,
     a_gathered_value,

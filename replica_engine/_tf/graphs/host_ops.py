@@ -22,7 +22,7 @@ from tensorflow.python.framework import kernels as _kernels
 # tape_cache: the data from which the gradient of a tf.py_function is computed, by the same token.
 from tensorflow.python.ops import script_ops as _script_ops
 
-from replica_engine._tf.graphs import subgraphs, waiting, xla_ops
+from replica_engine._tf.graphs import replaced_ops, subgraphs, waiting, xla_ops
 
 _XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this device, for every platform
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
@@ -53,6 +53,15 @@ def needed_ops(graph: Any) -> list[tf.Operation]:
             if not waits[user]:
                 heapq.heappush(ready, (order[user], user))
     return sorted_ops
+
+
+def made_ops(graph: Any) -> list[tf.Operation]:
+    """The ops of a function graph in the order in which they were made, also those that nothing needs.
+
+    Ops in whose place others stand are left out.
+    """
+    aside = replaced_ops.set_aside(graph)
+    return [op for op in graph.get_operations() if op.name not in aside]
 
 
 def compiles(op: tf.Operation) -> bool:

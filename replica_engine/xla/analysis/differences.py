@@ -70,6 +70,7 @@ class Differences:
         of_input: the cause of an input of the graph, by its index. For a variable it is the cause of its value.
         first_own: by the index of a host call, the number of its first result that is data of the replica's own; None
             if it has no such result.
+        ops_of: the ops of a graph to look at, each after those that it depends on.
 
     Attributes:
         conditions: the causes of the condition of each branch and loop, by the id of its op.
@@ -79,12 +80,18 @@ class Differences:
         writers: by the index of a variable, the first op that writes a value to it that may differ.
     """
 
-    def __init__(self, graph: Any, of_input: Callable[[int], Reason], first_own: Callable[[int], int | None]):
+    def __init__(
+        self,
+        graph: Any,
+        of_input: Callable[[int], Reason],
+        first_own: Callable[[int], int | None],
+        ops_of: Callable[[Any], list[tf.Operation]] = host_ops.needed_ops,
+    ):
         self.conditions: dict[int, Reason] = {}
         self.added: set[int] = set()
         self.writers: dict[int, tf.Operation] = {}
         self._first_own = first_own
-        self._needed_ops = functools.cache(host_ops.needed_ops)
+        self._ops_of = functools.cache(ops_of)
         self.variables = {
             index: of_input(index) for index, each in enumerate(graph.inputs) if each.dtype == tf.resource
         }
@@ -103,7 +110,7 @@ class Differences:
         """Goes through a function graph; `around` is the cause of the conditions around it. Returns the results'."""
         # A function that was differentiated may have got more inputs and outputs since an op called it.
         known = {id(inside): value for inside, value in zip(graph.inputs, inputs, strict=False)}
-        for op in self._needed_ops(graph):
+        for op in self._ops_of(graph):
             if not op.outputs or id(op.outputs[0]) not in known:
                 given = [known.get(id(each), _UNKNOWN) for each in op.inputs]
                 known.update(zip(map(id, op.outputs), self._visit(op, given, around), strict=False))

@@ -4,6 +4,10 @@ The replicas that reach such a collective wait forever for those that do not. So
 are looked at while the body is traced. A condition that is equal on all replicas is never reported. One that is known
 to differ is an error. One that may differ is a warning if it depends on the replica id, or on values that each replica
 has of its own. Only results of the host are left out, since nothing is known about them.
+
+A collective whose result nothing needs is not in the program, so nobody waits in it. It is an error nevertheless where
+it is known that only some replicas reach it, as on replica threads: whether a result is used must not change what is
+right. No warning is given of one that perhaps not all replicas reach.
 """
 
 from __future__ import annotations
@@ -73,13 +77,15 @@ def check(
     Raises:
         CollectiveError: not all replicas reach a collective.
     """
-    inner = _Collectives()
+    inner = _Collectives(host_ops.made_ops)
     if size == 1 or not any(inner.of(op) for op in inner.in_control_flow(graph)):
         return []
-    causes = Differences(graph, of_input, first_own).conditions
+    causes = Differences(graph, of_input, first_own, host_ops.made_ops).conditions
     suspects = [op for op in inner.everywhere(graph) if causes.get(id(op)) and inner.of(op)]
     if not suspects:
         return []
+    needed = _Collectives(host_ops.needed_ops)
+    in_program = {id(op) for op in needed.everywhere(graph)}
     decisions = [_Decisions(inner, suspects, replica).of(graph) for replica in range(size)]
     found: list[Apart] = []
     seen: list[tf.Tensor] = []
@@ -91,9 +97,10 @@ def check(
             _check_known(op, taken, inner, names)
         condition = op.inputs[0]  # that of a branch also belongs to the gradient of the branch
         is_seen = not op.type.endswith("While") and any(condition is each for each in seen)
-        if unknown and causes[id(op)] & (Reason.REPLICA_ID | Reason.OWN_DATA) and not is_seen:
+        may_differ = unknown and causes[id(op)] & (Reason.REPLICA_ID | Reason.OWN_DATA)
+        if may_differ and id(op) in in_program and not is_seen:
             seen.append(condition)
-            found.append(_apart(op, inner.of(op)[0][1], causes[id(op)], names))
+            found.append(_apart(op, needed.of(op)[0][1], causes[id(op)], names))
     return list(dict.fromkeys(found))
 
 
@@ -198,21 +205,26 @@ class _Decisions:
 
 
 class _Collectives:
-    """The collectives in the functions of a body, each looked up once."""
+    """The collectives in the functions of a body, each looked up once.
 
-    def __init__(self) -> None:
+    Args:
+        ops_of: the ops of a graph to look at.
+    """
+
+    def __init__(self, ops_of: Callable[[Any], list[tf.Operation]]) -> None:
+        self._ops_of = functools.cache(ops_of)
         self.of = functools.cache(self._of)
         self.in_control_flow = functools.cache(self._in_control_flow)
 
     def _in_control_flow(self, graph: Any) -> list[tf.Operation]:
         """The branches, loops and calls of a graph with collectives in them."""
-        return [op for op in host_ops.needed_ops(graph) if subgraphs.runs_functions(op) and self.of(op)]
+        return [op for op in self._ops_of(graph) if subgraphs.runs_functions(op) and self.of(op)]
 
     def _of(self, op: tf.Operation) -> list[tuple[int, tf.Operation]]:
         """The collectives in the functions of a branch, loop or call, with the number of the function."""
         found = []
         for number, graph in enumerate(subgraphs.functions_of(op)):
-            for inner in host_ops.needed_ops(graph):
+            for inner in self._ops_of(graph):
                 if CollectiveOp.of(inner) is not None:
                     found.append((number, inner))
                 elif subgraphs.runs_functions(inner):
