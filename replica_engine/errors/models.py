@@ -163,6 +163,16 @@ def warn_uneven_evaluation(model: str, rows: int, size: int) -> str:
     )
 
 
+def warn_whole_steps(step: str, model: str, why: str, where: str, instead: str) -> str:
+    """The warning that every replica computes whole batches in a step of a model, because of one line."""
+    return warning(
+        "warn_whole_steps",
+        f"Every replica computes the whole batch in `{step}` of {model!r}, because {why}{at(where)}. The numbers are "
+        "those of one device, and the step takes as long as on one device: in parts of the batch the numbers would be "
+        f"others, or it is not known that they are the same.{' ' * bool(instead)}{instead}",
+    )
+
+
 def note_sparse_inputs(error: BaseException, inputs: Sequence[tuple[str, str, str]]) -> None:
     """Adds a note to an XLA error: which inputs of the model are sparse or ragged.
 

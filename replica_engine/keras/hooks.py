@@ -54,6 +54,18 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas, of_whole_batch
 from replica_engine.keras.shard import Shard, current_shard
+from replica_engine.keras.sums import (
+    NotASum,
+    average_loss,
+    called,
+    check_gradients,
+    check_sum,
+    in_metric,
+    like_sum,
+    note_gradients,
+    regularization,
+    summed,
+)
 from replica_engine.process.interrupts import held_off_once
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -66,14 +78,9 @@ _READING = ("save", "save_weights", "export", "get_weights")
 
 def extend_keras() -> None:
     """Makes Keras' losses and means treat the values of a shard as described above, once."""
-    keras_hooks.extend_losses(_reduce, _weight, _in_shard)
-
-
-class NotASum(BaseException):
-    """A step is given up while it is traced: its shards would not add up. The step of the whole batch takes its place.
-
-    No user sees it, and no `except Exception` on its way takes it for an error, neither of the user's nor of ours.
-    """
+    keras_hooks.extend_losses(_reduce, _weight, _in_shard, called)
+    keras_hooks.extend_averages(average_loss, regularization, _in_shard)
+    keras_hooks.note_gradients(note_gradients, _in_shard)
 
 
 def needs_whole_batches(model: keras.Model) -> bool:
@@ -206,6 +213,8 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], 
         if share is None:
             own(grads, trainable_variables)
             return
+        grads = list(grads)
+        check_gradients(grads, share)
         if not has_weighted(optimizer):
             known = trainable_variables or keras_model.trained_by(updated)
             grads = [
@@ -234,8 +243,14 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[A
         share = current_shard()
         if share is None:
             return own(loss)
+        is_number = not tf.is_tensor(loss)
+        loss = tf.convert_to_tensor(loss, dtype=keras.config.floatx() if is_number else None)
+        check_sum(loss, share)
+        return like_sum(of_shard(loss, own(loss), share), loss, share)
+
+    def of_shard(loss: Any, scaled: Any, share: Shard) -> Any:
         # The gradient of a vector is the gradient of its sum: such a loss is a sum over samples, not a mean.
-        is_sum, scaled = len(loss.shape) > 0, own(loss)
+        is_sum = len(loss.shape) > 0
         if has_weighted(optimizer):
             return scaled * (share.once(loss.dtype) if is_sum else share.weight(loss.dtype))
         if not is_sum:
@@ -283,12 +298,16 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
     own = metric.update_state
 
     def update_state(*args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)  # the first call may make variables
         share = current_shard()
-        if share is None or share.whole or share.replicas == 1 or sums.is_looking():
-            return result
-        updates = held_off_once().around(lambda: sums.updates_of(metric, own, args, kwargs, lambda: ""))
-        if any(update.kind != sums.SUM for update in updates):
+        for each in tf.nest.flatten((args, kwargs)):
+            check_sum(each, share)
+        with in_metric(metric) as calls:
+            result = own(*args, **kwargs)  # the first call may make variables
+            if share is None or share.whole or share.replicas == 1 or sums.is_looking():
+                return result
+            look = sums.adds_over_samples if calls[-1].has_sum else sums.only_adds
+            is_sum = held_off_once().around(lambda: look(metric, own, args, kwargs))
+        if not is_sum:
             with _lock:
                 if id(metric) not in _found:
                     _found[id(metric)] = metric
@@ -314,19 +333,26 @@ def _reduce(
     loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     share = current_shard()
     assert share is not None
-    if share.whole or share.replicas == 1 or len(values.shape) == 0:
+    if share.whole or share.replicas == 1 or _are_numbers(values):
         return loss
     if reduction == "sum":
-        return loss / share.weight(loss.dtype)
+        return summed(loss, share)
     if reduction not in _MEANS:
         return loss
     divisor = _divisor(sample_weight, mask, reduction, loss.dtype)
     return loss if divisor is None else loss * _correction(divisor, share)
 
 
+def _are_numbers(values: Any) -> bool:
+    """Whether losses are a number, or numbers that a function lists: they have no row for each sample."""
+    parts = values if isinstance(values, (list, tuple)) else [values]
+    return all(len(getattr(each, "shape", ())) == 0 for each in parts)
+
+
 def _weight(values: Any, sample_weight: Any) -> Any:
     share = current_shard()
     assert share is not None
+    check_sum(values, share)
     is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
     return share.fraction() if is_number else sample_weight
 

@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.keras.compiling import compiling
-from replica_engine.keras.hooks import NotASum, has_own_metrics, needs_whole_batches, overwrites_in_own_step
+from replica_engine.keras.hooks import has_own_metrics, needs_whole_batches, overwrites_in_own_step
 from replica_engine.keras.shard import Shard
-from replica_engine.keras.steps import joined, run_step
+from replica_engine.keras.steps import Undivided, joined, run_step
+from replica_engine.keras.variables import kept_unless_done
 from replica_engine.values import samples
 from replica_engine.values.regroup import select
 
@@ -35,6 +36,8 @@ class OnThreads:
         self._traced: set[Any] = set()
         self._is_undivided = False
         self._is_whole = overwrites_in_own_step(model)
+        self._whole_steps = Undivided(model)
+        self._tried: set[str] = set()
 
     def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
         """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last batch."""
@@ -43,8 +46,12 @@ class OnThreads:
         return logs
 
     def _step(self, name: str, batch: Any) -> Any:
-        if samples.count(batch) >= self._size and not self._needs_whole_batches():
-            with contextlib.suppress(NotASum):
+        is_whole = name in self._whole_steps or self._needs_whole_batches()
+        if samples.count(batch) >= self._size and not is_whole:
+            # An eager step may have changed variables before it is given up, which its graph would not have done.
+            is_first = self._model.run_eagerly and name not in self._tried
+            self._tried.add(name)
+            with self._whole_steps.noted(name), kept_unless_done(self._model) if is_first else contextlib.nullcontext():
                 return self._call(self._shared, name, batch)
         return self._call(self._whole, name, batch)
 

@@ -10,7 +10,6 @@ return gradients of an unknown number of table rows, as with text: XLA needs equ
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -27,9 +26,9 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import warning
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
-from replica_engine.keras.hooks import NotASum, needs_whole_batches, overwrites_in_own_step
+from replica_engine.keras.hooks import needs_whole_batches, overwrites_in_own_step
 from replica_engine.keras.shard import Longer, Shard
-from replica_engine.keras.steps import Logs, across_replicas, joined, run_step
+from replica_engine.keras.steps import Logs, Undivided, across_replicas, follow, joined, run_step
 from replica_engine.pjrt.plans import rehearsal
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import rows, samples
@@ -65,6 +64,7 @@ class OnXla:
         several = self._size > 1 and strategy.extended.device_group.mesh is not None
         self._undivided = {"train_step", "test_step"} if several else set()
         self._is_whole = overwrites_in_own_step(model)
+        self._whole = Undivided(model)
         self._predicted: set[Any] = set()
         self._gives: dict[str, bool] = {}
         self._compiled: set[Any] = set()
@@ -86,8 +86,8 @@ class OnXla:
         logs: Any = None
         for total, same in itertools.groupby(batches, samples.count):
             data = list(same)
-            if len(data) > 1 and total % self._size == 0 and not self._needs_whole_batches():
-                with contextlib.suppress(NotASum):
+            if len(data) > 1 and total % self._size == 0 and not self._needs_whole_batches(name):
+                with self._whole.noted(name):
                     logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
                     continue
             for each in data:
@@ -95,13 +95,13 @@ class OnXla:
         return logs
 
     def _single(self, name: str, data: Any, total: int) -> Any:
-        if not self._needs_whole_batches():
-            with contextlib.suppress(NotASum):
+        if not self._needs_whole_batches(name):
+            with self._whole.noted(name):
                 return self._divided(name, data, total)
         return self._run(self._step_of_whole_batch, name, data, total)
 
-    def _needs_whole_batches(self) -> bool:
-        return self._is_whole or needs_whole_batches(self._model)
+    def _needs_whole_batches(self, name: str) -> bool:
+        return self._is_whole or name in self._whole or needs_whole_batches(self._model)
 
     def _divided(self, name: str, data: Any, total: int) -> Any:
         if total % self._size == 0:
@@ -285,6 +285,7 @@ class _Branch:
 
     def __init__(self, model: keras.Model, name: str, data: Any, share: Shard, larger: _Branch | None = None):
         self.share = share
+        self._model, self._name = model, name
         self._step: Callable[[Any], Any] = getattr(model, name)
         self._data = data
         self._larger = larger
@@ -295,6 +296,7 @@ class _Branch:
         data = samples.take(self._data, samples.count_in_graph(self._data) - self.share.rows, None)
         self._updates = self.share.deferred = []
         self.share.results.clear()
+        follow(self._model, self._name, data, self.share)
         with self.share.entered(), apart():
             self._logs = Logs(self._step(data), self.share)
         if len(self._updates) > 1:

@@ -40,6 +40,9 @@ class Shard:
         deferred: optimizer updates, with their gradients, that wait for the end of a branch; None where updates need
             not wait.
         longer: tells rows of tables apart that this number of samples leaves unclear; None where the ops must tell.
+        is_own: whether a method of the user's own uses the loss of `compile`: the step, or `compute_loss`.
+        sums: whether this step has a sum of losses whose use must be looked at.
+        gradients: the gradients that tapes have given in an eager step.
     """
 
     rows: Any
@@ -49,6 +52,9 @@ class Shard:
     results: list[tuple[Any, Any, str | None]] = dataclasses.field(default_factory=list)
     deferred: list[tuple[Any, list[Any], Any]] | None = None
     longer: Longer | None = None
+    is_own: bool = False
+    sums: bool = False
+    gradients: list[Any] = dataclasses.field(default_factory=list)
 
     def fraction(self, dtype: Any = "float32") -> Any:
         """The fraction of the batch that this replica has, as a scalar of `dtype`."""

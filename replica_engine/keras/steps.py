@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from replica_engine._tf.keras import metrics as keras_metrics
+from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LogError
+from replica_engine.errors.models import warn_whole_steps
 from replica_engine.keras.shard import Shard
-from replica_engine.values import late_weights, rows, samples
+from replica_engine.keras.sums import NotASum, check_sum
+from replica_engine.values import late_weights, linear, rows, samples
 from replica_engine.values.regroup import select
 
 
@@ -31,6 +38,7 @@ def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str
     counted = metric_variables(model)
     before = [tf.identity(variable.value) for variable in counted] if share.whole else []
     is_own = name == "train_step" and not keras_trainer.has_keras_step(model, name)
+    follow(model, name, data, share)
     with share.entered(), late_weights.weighted_late(share.fraction if is_own and not share.whole else None):
         logs = getattr(model, name)(data)
     for variable, value in zip(counted, before, strict=False):
@@ -38,6 +46,52 @@ def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str
         is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
         variable.assign(tf.where(is_first, variable.value, value))
     return across_replicas(model, Logs(logs, share), share.weight("float64"))
+
+
+def follow(model: keras.Model, name: str, data: Any, share: Shard) -> None:
+    """Says which tensors are the samples of a step, and whether a method of the user's own uses the loss of `compile`.
+
+    Called before a step of a shard, so that it can be seen what the step does to gradients and to sums of losses.
+    """
+    share.is_own = not (keras_trainer.has_keras_step(model, name) and keras_model.has_keras_loss(model))
+    linear.mark(tf.nest.flatten(data, expand_composites=True), linear.SAMPLES)
+
+
+class Undivided:
+    """The steps of a model that turned out to be of the whole batch, by their names.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        self._names: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    @contextlib.contextmanager
+    def noted(self, name: str) -> Iterator[None]:
+        """Inside, a step is tried; if it is given up, the block ends, and a warning says so once for each line."""
+        try:
+            yield
+        except NotASum as found:
+            if not found.why:
+                return  # a metric, which the hooks know
+            self._names.add(name)
+            key = name, found.why, found.where
+            with _lock:
+                told = _told.setdefault(self._model, set())
+                is_new = key not in told
+                told.add(key)
+            if is_new:
+                _logger.warning(warn_whole_steps(name, self._model.name, found.why, found.where, found.instead))
+
+
+_lock = threading.Lock()
+_told: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+_logger = logging.getLogger("replica_engine")
 
 
 class Logs:
@@ -66,6 +120,7 @@ class Logs:
             if found:
                 self.metrics[key] = found[-1]
             elif value is not None:
+                check_sum(value, share)
                 self.values[key] = _value(key, value, share)
         self.names = [key for key in flat if key in self.metrics or key in self.values]
 

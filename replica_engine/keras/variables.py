@@ -331,3 +331,20 @@ def _around(plain: Any, strategy: tf.distribute.Strategy, synchronization: Any, 
             synchronization=synchronization,
             aggregation=aggregation,
         )
+
+
+@contextlib.contextmanager
+def kept_unless_done(model: keras.Model) -> Iterator[None]:
+    """Gives all variables of a model their values again if the block does not come to its end."""
+    parts = [part for each in keras_model.variables_of(model) for part in _components(keras_model.underlying(each))]
+    values = [tf.identity(part.read_value()) for part in parts]
+    try:
+        yield
+    except BaseException:
+        for part, value in zip(parts, values, strict=True):
+            part.assign(value)
+        raise
+
+
+def _components(variable: Any) -> Any:
+    return variable.values if isinstance(variable, distribute.DistributedValues) else (variable,)

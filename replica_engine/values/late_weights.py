@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import control_flow
 from replica_engine.process import scoped
+from replica_engine.values import linear
 
 Weight = Callable[[tf.DType], tf.Tensor]
 """Takes a dtype, and returns the weight of the replica's gradients as a scalar."""
@@ -34,10 +35,15 @@ def weighted_late(weight: Weight | None) -> contextlib.AbstractContextManager[ob
 def reduced(value: Any, reduce: Callable[[Any], Any]) -> Any:
     """What a reduction over replicas makes of a structure of tensors, with the gradient described above."""
     weight = _weight.get()
-    if weight is None or not control_flow.has_tape():  # without a tape, as in an optimizer, it is work for nothing
+    if weight is None:
         return reduce(value)
-    before = tf.nest.map_structure(lambda leaf: _with_gradient_times(leaf, lambda dtype: 1 / weight(dtype)), value)
-    return tf.nest.map_structure(lambda leaf: _with_gradient_times(leaf, weight), reduce(before))
+    if control_flow.has_tape():  # without a tape, as in an optimizer, it is work for nothing
+        before = tf.nest.map_structure(lambda leaf: _with_gradient_times(leaf, lambda dtype: 1 / weight(dtype)), value)
+        result = tf.nest.map_structure(lambda leaf: _with_gradient_times(leaf, weight), reduce(before))
+    else:
+        result = reduce(value)
+    linear.mark(tf.nest.flatten(result), linear.COMMON)
+    return result
 
 
 def _with_gradient_times(leaf: Any, factor: Weight) -> Any:

@@ -33,6 +33,10 @@ from replica_engine._tf.keras.trainer import (
 from replica_engine.errors import InputsError
 
 LOSSES, METRICS = "keras.src.losses.loss", "keras.src.metrics.reduction_metrics"
+LOSS, COMPILED, COMPILED_LOSS = "Loss", "keras.src.trainers.compile_utils", "CompileLoss"
+"""The class of losses, and that of what `compile` makes of the losses of all outputs, with its module."""
+AVERAGES = "tensorflow.python.ops.nn_impl_distribute"
+AVERAGE_LOSS, REGULARIZATION = "compute_average_loss", "scale_regularization_loss"
 REDUCE_LOSSES = "reduce_weighted_values"
 SCALE_LOSSES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 SAMPLEWISE = "reduce_to_samplewise_values"
@@ -246,7 +250,10 @@ def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def extend_losses(
-    reduce: Callable[..., Any], sample_weight: Callable[[Any, Any], Any], in_shard: Callable[[], bool]
+    reduce: Callable[..., Any],
+    sample_weight: Callable[[Any, Any], Any],
+    in_shard: Callable[[], bool],
+    around_call: Callable[[Any], contextlib.AbstractContextManager[object]],
 ) -> None:
     """Makes Keras' losses and means treat the values of a shard in another way.
 
@@ -254,6 +261,7 @@ def extend_losses(
         reduce: reduces the losses of a shard; its first argument is Keras' own function.
         sample_weight: returns the weight that a `Mean` uses, from a value and the weight that was passed with it.
         in_shard: whether a shard is being computed; while it is, losses are not scaled for a strategy.
+        around_call: returns what is around the call of a loss, or of the losses of `compile`, in a shard.
     """
 
     def reduced(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -267,11 +275,61 @@ def extend_losses(
     def scaled(own: Callable[..., Any], value: Any) -> Any:
         return value if in_shard() else own(value)
 
+    def called(own: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if not in_shard():
+            return own(loss, *args, **kwargs)
+        with around_call(loss):
+            return own(loss, *args, **kwargs)
+
     losses = sys.modules.get(LOSSES)
     wrap(losses, REDUCE_LOSSES, reduced)
+    wrap(getattr(losses, LOSS, None), "__call__", called)
+    wrap(getattr(sys.modules.get(COMPILED), COMPILED_LOSS, None), "__call__", called)
     for name in SCALE_LOSSES:
         wrap(losses, name, scaled)
     wrap(sys.modules.get(METRICS), SAMPLEWISE, weighted)
+
+
+def extend_averages(
+    average: Callable[..., Any], regularization: Callable[..., Any], in_shard: Callable[[], bool]
+) -> None:
+    """Makes `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` compute something else in a shard.
+
+    Args:
+        average: takes TensorFlow's function and the arguments of the first.
+        regularization: takes those of the second.
+        in_shard: whether a shard is being computed.
+    """
+    for name, other in ((AVERAGE_LOSS, average), (REGULARIZATION, regularization)):
+
+        def scaled(own: Callable[..., Any], *args: Any, other: Any = other, **kwargs: Any) -> Any:
+            return other(own, *args, **kwargs) if in_shard() else own(*args, **kwargs)
+
+        for module in (sys.modules.get(AVERAGES), tf.nn, tf.compat.v2.nn, tf.compat.v1.nn):
+            wrap(module, name, scaled)
+
+
+def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[], bool]) -> None:
+    """Tells of each gradient that a tape or `tf.gradients` computes in a shard.
+
+    Args:
+        note: takes the targets, the sources and the gradients; a target before the gradients are made, with None.
+        in_shard: whether a shard is being computed.
+    """
+
+    def of_tape(own: Callable[..., Any], tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        return of_graph(functools.partial(own, tape), target, sources, *args, **kwargs)
+
+    def of_graph(own: Callable[..., Any], ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not in_shard():
+            return own(ys, xs, *args, **kwargs)
+        note(ys, xs, None)
+        gradients = own(ys, xs, *args, **kwargs)
+        note(ys, xs, gradients)
+        return gradients
+
+    wrap(tf.GradientTape, "gradient", of_tape)
+    wrap(tf, "gradients", of_graph)
 
 
 def _trainer() -> Any:

@@ -31,6 +31,9 @@ from keras.src.models.functional import Functional as _Functional
 # GLOBAL_CUSTOM_NAMES: and those of classes that users have registered.
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES as _custom_names
 
+# CompileLoss: what `compile` makes of the losses of all outputs.
+from keras.src.trainers.compile_utils import CompileLoss as _CompileLoss
+
 # Tracker: records the variables among an object's attributes.
 from keras.src.utils.tracking import Tracker as _Tracker
 
@@ -98,6 +101,21 @@ def flat_losses(model: keras.Model) -> list[tuple[str, Any, tuple]]:
 def _loss_name(flat: Any) -> str:
     function = getattr(flat.loss, "fn", None) or flat.loss
     return str(getattr(function, "__name__", None) or getattr(flat.loss, "name", None) or flat.name)
+
+
+def is_loss_of(compiled: Any, loss: Any) -> bool:
+    """Whether an object is what `compile` made of all losses, and another one is the loss of an output in it."""
+    return isinstance(compiled, _CompileLoss) and any(each.loss is loss for each in compiled._flat_losses or ())
+
+
+def has_keras_loss(model: keras.Model) -> bool:
+    """Whether a model adds its losses up as Keras does."""
+    return getattr(type(model).compute_loss, "__module__", "").partition(".")[0] == "keras"
+
+
+def is_masked(value: Any) -> bool:
+    """Whether a layer has put a mask on a tensor."""
+    return getattr(value, "_keras_mask", None) is not None
 
 
 def is_seed(variable: keras.Variable) -> bool:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf.graphs import function
+from replica_engine._tf.graphs import function, subgraphs
 
 SUM, OTHER, UNKNOWN = "sum", "other", "unknown"
 
@@ -70,6 +71,93 @@ def own_metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
 def is_looking() -> bool:
     """Whether this thread only looks at an update, of a metric that contains others."""
     return getattr(_thread, "is_looking", False)
+
+
+def only_adds(
+    metric: keras.metrics.Metric, update_state: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call of `update_state` adds to the variables of a metric, as far as a graph tells; see `updates_of`."""
+    return all(update.kind == SUM for update in updates_of(metric, update_state, args, kwargs, lambda: ""))
+
+
+def adds_over_samples(
+    metric: keras.metrics.Metric, update_state: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether what a call of `update_state` adds for a batch is what it adds for two parts of the batch.
+
+    The update is tried on numbers, since its ops do not show it: a sum, divided by the samples and multiplied by them
+    again, is a sum. False too if that cannot be tried. Takes the arguments of `updates_of`, as that function does.
+    """
+    kept = [(each, dict(vars(each))) for each in _with_inner(metric)]
+    found: list[bool] = []
+
+    def look() -> None:
+        try:
+            found.append(contextvars.copy_context().run(_adds_in_parts, metric, update_state, args, kwargs))
+        finally:
+            for each, attributes in kept:
+                vars(each).clear()
+                vars(each).update(attributes)
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(look,), name="replica_engine: metric")
+    thread.start()
+    thread.join()
+    return found == [True]
+
+
+def _adds_in_parts(metric: Any, update_state: Any, args: Any, kwargs: Any) -> bool:
+    _thread.is_looking = True  # the thread ends with this function
+    leaves = tf.nest.flatten((args, kwargs))
+    if any(getattr(each, "_keras_mask", None) is not None for each in leaves):
+        return False
+    graph = tf.__internal__.FuncGraph("metric")
+    try:
+        with graph.as_default(), function.inlined():
+            given = [_of_any_length(each) if tf.is_tensor(each) else each for each in leaves]
+            own = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in metric.variables]
+            with _Watching(list(zip(metric.variables, own, strict=True)), lambda: "") as scope:
+                new_args, new_kwargs = tf.nest.pack_sequence_as((args, kwargs), given)
+                update_state(*new_args, **new_kwargs)
+            new = [tf.convert_to_tensor(scope.get_current_value(each)) for each in metric.variables]
+    except Exception:  # such an update can only run for real
+        return False
+    ops = graph.get_operations()
+    inputs = [each for each in given if tf.is_tensor(each)] + own
+    captured = [(outside, inside) for outside, inside in graph.captures if not tf.is_symbolic_tensor(outside)]
+    if len(captured) < len(graph.captures) or any(op.type.startswith(_ASSIGNING) for op in ops):
+        return False
+    inputs += [inside for _, inside in captured]
+    state, outside = [np.zeros(each.shape, each.dtype.as_numpy_dtype) for each in own], [each for each, _ in captured]
+    inner = [op for op in ops if op.type != "Placeholder"]
+    random = np.random.default_rng(0)
+    parts = [[_numbers_like(each, rows, random) for each in given if tf.is_tensor(each)] for rows in (3, 2)]
+    whole = [np.concatenate(both) if both[0].ndim else both[0] for both in zip(*parts, strict=True)]
+    try:
+        one, two, both = (
+            [each.numpy() for each in subgraphs.run(graph, inner, inputs, _tensors([*part, *state], outside), new)]
+            for part in (*parts, whole)
+        )
+    except Exception:  # it takes other numbers only
+        return False
+    added = zip(one, two, both, strict=True)
+    return all(np.all(np.isfinite(c)) and np.allclose(a + b, c, rtol=1e-3, atol=1e-5) for a, b, c in added)
+
+
+def _of_any_length(tensor: Any) -> Any:
+    rank = tensor.shape.rank
+    return tf.compat.v1.placeholder(tensor.dtype, [None, *tensor.shape[1:]] if rank else tensor.shape)
+
+
+def _numbers_like(tensor: Any, rows: int, random: Any) -> Any:
+    """Numbers of the dtype of a tensor, for so many samples."""
+    shape = [rows, *(each or 2 for each in tensor.shape[1:])] if tensor.shape.rank else []
+    numbers = random.uniform(0.1, 0.9, shape) if tensor.dtype.is_floating else random.integers(0, 2, shape)
+    return np.asarray(numbers, tensor.dtype.as_numpy_dtype)
+
+
+def _tensors(values: list[Any], outside: list[Any]) -> list[Any]:
+    return [tf.convert_to_tensor(each) for each in values] + outside
 
 
 def updates_of(

@@ -1,0 +1,223 @@
+"""What a step of a shard may do to a sum of losses and to gradients, and what makes it a step of the whole batch.
+
+The sums of the shards are added up in the end, and so are their gradients. That gives the numbers of one device if what
+the step does to them in between is linear:
+
+- what reaches the reduction of a compiled loss is the step's loss. In a step of Keras nobody else sees it;
+- a sum of losses that another call makes, or that a method of the user's own gets, may be the loss itself. Or it is
+  divided by the samples that the step was given, in which case it is a mean. A shard has fewer samples than the batch,
+  so the two count differently. The ops from the sum to the loss, a metric or the logs show which it is;
+- a gradient that was clipped, normalized or rounded before the optimizer gets it is that of a shard.
+
+Where the ops do not show that the numbers are those of one device, the step is given up, and every replica computes the
+whole batch. An eager step has no ops: there such a sum, or another object than the gradient that a tape gave, is enough.
+
+A metric of the user's own has samples of a shard and adds up what it makes of them: there a sum is just a sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.keras import model as keras_model
+from replica_engine.diagnostics.op_lines import here, user_line
+from replica_engine.keras.shard import Shard, current_shard
+from replica_engine.process import scoped
+from replica_engine.values import linear
+
+_calls: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("replica_engine_losses", default=())
+
+
+class NotASum(BaseException):
+    """A step is given up while it is traced: its shards would not add up. The step of the whole batch takes its place.
+
+    No user sees it, and no `except Exception` on its way takes it for an error, neither of the user's nor of ours.
+
+    Attributes:
+        why: what the step does, for a warning; "" if a metric is the reason, which is told where it is found.
+        instead: what a divided step has there.
+        where: the user's line.
+    """
+
+    def __init__(self, why: str = "", instead: str = "", where: str = ""):
+        super().__init__(why)
+        self.why, self.instead, self.where = why, instead, where
+
+
+_WRITE_MEAN = (
+    "A loss with reduction='sum_over_batch_size', or tf.reduce_mean of what reduction=None returns, is a mean and is "
+    "computed in parts."
+)
+_WRITE_CLIP = (
+    "The optimizer does it to the gradient of the whole batch, in parts: clipnorm=, clipvalue= or global_clipnorm= of "
+    "the optimizer, or an optimizer class of your own that changes gradients in update_step."
+)
+
+
+def called(loss: Any) -> contextlib.AbstractContextManager[object]:
+    """Notes that a loss, or what `compile` made of several, is being called."""
+    return scoped.variable(_calls, (*_calls.get(), loss))
+
+
+def in_metric(metric: Any) -> contextlib.AbstractContextManager[object]:
+    """Notes that a metric of the user's own is being updated."""
+    return scoped.variable(_calls, (*_calls.get(), _InMetric(metric)))
+
+
+class _InMetric:
+    """Stands for a metric among the calls.
+
+    Attributes:
+        has_sum: whether it has called a loss that is a sum.
+    """
+
+    def __init__(self, metric: Any):
+        self.metric = metric
+        self.has_sum = False
+
+
+def metric_of_sums() -> Any:
+    """The innermost metric of the user's own that is being updated, in which `has_sum` may be set; None outside."""
+    return next((each for each in reversed(_calls.get()) if isinstance(each, _InMetric)), None)
+
+
+def summed(loss: Any, share: Shard) -> Any:
+    """A sum of losses over the samples of a shard, as a part of the step's loss, which counts by its samples.
+
+    Raises:
+        NotASum: the step is eager, and may use the sum in any way.
+    """
+    metric = metric_of_sums()
+    if metric is not None:
+        metric.has_sum = True
+        return loss
+    calls = _calls.get()
+    value = loss / share.weight(loss.dtype)
+    if share.is_own or len(calls) != 2 or not keras_model.is_loss_of(*calls):
+        if not tf.is_symbolic_tensor(value):
+            raise NotASum("a loss with reduction='sum' is called", _WRITE_MEAN, here())
+        share.sums = True
+        linear.mark([value], linear.SUMS)
+    return value
+
+
+def check_sum(value: Any, share: Shard | None) -> None:
+    """Looks at a value that counts as a mean over the samples of a shard.
+
+    Raises:
+        NotASum: it was made of a sum of losses in a way that may depend on the number of samples.
+    """
+    if share is None or not share.sums or share.whole or not tf.is_symbolic_tensor(value):
+        return
+    ways = linear.Ways(linear.SUMS, of_lengths=True, rows=share.rows)
+    if ways.to(value) == linear.OTHER:
+        line = user_line(ways.bent) if ways.bent is not None else ""
+        raise NotASum(
+            "a sum of losses (reduction='sum') is used in a way that may depend on the number of samples",
+            _WRITE_MEAN,
+            line or here(),
+        )
+
+
+def like_sum(new: Any, old: Any, share: Shard) -> Any:
+    """A value that this library has made of a checked one: it counts as that one does."""
+    if share.sums and linear.Ways(linear.SUMS).to(old) == linear.LINEAR:
+        linear.mark([new], linear.SUMS)
+    return new
+
+
+def note_gradients(targets: Any, sources: Any, gradients: Any) -> None:
+    """Called in a shard before a tape makes gradients, with None, and with them afterwards."""
+    share = current_shard()
+    if share is None or share.whole or share.replicas == 1:
+        return
+    flat = [each for each in tf.nest.flatten(targets) if isinstance(each, tf.Tensor)]
+    if gradients is None:
+        for each in flat:
+            check_sum(each, share)
+            _check_gradient(each, share, "the gradient of a loss that depends on gradients of the weights is taken", "")
+        return
+    of_inputs = linear.Ways(linear.GRADIENTS)
+    found = [
+        gradient
+        for source, gradient in zip(_leaves(sources), _leaves(gradients), strict=False)
+        if gradient is not None and of_inputs.to(source) == linear.APART  # else that of samples: each has its own
+    ]
+    linear.mark(found, linear.GRADIENTS)
+    if tf.executing_eagerly():
+        share.gradients += _leaves(gradients)
+
+
+def check_gradients(gradients: Sequence[Any], share: Shard) -> None:
+    """Looks at the gradients that an optimizer gets in a shard.
+
+    Raises:
+        NotASum: they were changed on the way from the tape, and not in a linear way, as far as is known.
+    """
+    if share.whole or share.replicas == 1:
+        return
+    if tf.executing_eagerly():
+        known = {id(each) for each in share.gradients}
+        if known and any(each is not None and id(each) not in known for each in gradients):
+            raise NotASum("gradients are changed in an eager step", _WRITE_CLIP, here())
+        return
+    for gradient in gradients:
+        _check_gradient(
+            gradient, share, "gradients are changed before the optimizer gets them, not linearly", _WRITE_CLIP
+        )
+
+
+def _check_gradient(value: Any, share: Shard, why: str, instead: str) -> None:
+    ways = linear.Ways(linear.GRADIENTS, of_lengths=share.sums, rows=share.rows)
+    if ways.to(value) == linear.OTHER:
+        kind, line = ("", "") if ways.bent is None else (f" (by the op {ways.bent.type})", user_line(ways.bent))
+        raise NotASum(f"{why}{kind}", instead, line or here())
+
+
+def average_loss(own: Any, per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
+    """What `tf.nn.compute_average_loss` is in a shard: there, one device has one replica and the whole batch.
+
+    Raises:
+        NotASum: the size of the batch may be that of the shard.
+    """
+    share = current_shard()
+    assert share is not None
+    per_example_loss = tf.convert_to_tensor(per_example_loss)
+    if global_batch_size is None:
+        size = None if per_example_loss.shape.rank == 0 else tf.shape(per_example_loss)[0]
+        return own(per_example_loss, sample_weight, size)
+    value = own(per_example_loss, sample_weight, global_batch_size)
+    if share.whole or share.replicas == 1 or metric_of_sums() is not None:
+        return value
+    if not _is_of_all(global_batch_size, share):
+        raise NotASum("tf.nn.compute_average_loss gets a batch size that may be that of a part", "", here())
+    value = value / share.weight(value.dtype)
+    if tf.is_symbolic_tensor(value):
+        share.sums = True
+        linear.mark([value], linear.SUMS)
+    return value
+
+
+def _is_of_all(size: Any, share: Shard) -> bool:
+    """Whether a size of a batch is known to be the same for a shard as for the batch."""
+    if linear.Ways(linear.SUMS, of_lengths=True).to(size) != linear.APART:
+        return False
+    number, own, total = (tf.get_static_value(tf.convert_to_tensor(each)) for each in (size, share.rows, share.total))
+    if number is None or own is None:
+        return own is None
+    return bool(number % own) or (total is not None and number == total)
+
+
+def regularization(own: Any, regularization_loss: Any) -> Any:
+    """What `tf.nn.scale_regularization_loss` is in a shard: the weight of the shard divides it already."""
+    return tf.reduce_sum(regularization_loss)
+
+
+def _leaves(structure: Any) -> list[Any]:
+    """The leaves of a structure of sources or gradients; rows of a table are one."""
+    return list(tf.nest.flatten(structure))

@@ -1,0 +1,225 @@
+"""What becomes of a tensor on its way to another one in a graph: whether the way is linear.
+
+A replica computes a part of a batch, and its gradients, or its sum of losses, are added to those of other replicas at
+the end. What happens to them before that gives the same numbers after the sum if it is linear: `f(a) + f(b)` is
+`f(a + b)`. A gradient that is clipped, normalized or rounded does not.
+
+`mark` says which tensors to follow and which are the samples. The ops of the graph say the rest. What an op does that
+this module does not know counts as not linear: then a step is slower than it could be, and never wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine._tf.graphs import subgraphs
+
+APART, OF_BATCH, LINEAR, OTHER = range(4)
+"""What a tensor has to do with those that are followed: nothing, and nothing with the samples either; it depends on the
+samples; it is linear in those that are followed; it depends on them in another way."""
+
+SAMPLES, GRADIENTS, SUMS, COMMON = "samples", "gradients", "sums", "common"
+"""The kinds of marks: samples that a replica was given; gradients of weights; sums over its samples; what replicas have
+brought together, so that all have the same."""
+
+_LINEAR_IN: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        ("Identity", "IdentityN", "StopGradient", "PreventGradient", "CheckNumerics", "CheckNumericsV2"), ()
+    ),
+    **dict.fromkeys(("Neg", "Add", "AddV2", "AddN", "Sub", "Pack", "Unpack", "ConcatV2", "Real", "Imag", "Conj"), ()),
+    **dict.fromkeys(("TensorListSetItem", "TensorListPushBack", "TensorListConcatV2", "TensorListStack"), ()),
+    **dict.fromkeys(("TensorListGetItem", "TensorListPopBack", "TensorListFromTensor", "TensorListGather"), (0,)),
+    **dict.fromkeys(("Cast", "Reshape", "Transpose", "Squeeze", "ExpandDims", "EnsureShape", "Slice"), (0,)),
+    **dict.fromkeys(("StridedSlice", "Sum", "Mean", "BroadcastTo", "Tile", "Pad", "ReverseV2", "Roll"), (0,)),
+    **dict.fromkeys(("Gather", "GatherV2", "GatherNd", "UnsortedSegmentSum", "SegmentSum", "SplitV", "Cumsum"), (0,)),
+    **dict.fromkeys(("MatrixBandPart", "MatrixDiagV3", "MatrixDiagPartV3", "Diag", "DiagPart"), (0,)),
+    **dict.fromkeys(("Split", "ScatterNd"), (1,)),
+    **dict.fromkeys(("TensorScatterAdd", "TensorScatterSub", "TensorScatterUpdate"), (0, 2)),
+}
+"""For each type of op that is linear in several inputs together, which these are; () are all."""
+
+_PRODUCTS = frozenset(
+    {"Mul", "MulNoNan", "MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D"}
+)
+_QUOTIENTS = frozenset({"RealDiv", "Div", "DivNoNan"})
+_CHOICES = frozenset({"Select", "SelectV2"})
+_LENGTHS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
+_OF_SHAPES = _LENGTHS | {"ZerosLike", "OnesLike"}
+_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
+_LOOPS = frozenset({"While", "StatelessWhile"})
+
+_FEW = 8
+"""Elements of a short constant."""
+
+_marks: weakref.WeakKeyDictionary[Any, dict[str, set[str]]] = weakref.WeakKeyDictionary()
+
+
+def mark(tensors: Iterable[Any], kind: str) -> None:
+    """Marks tensors of a graph, the values of rows of tables among them; eager tensors are left out."""
+    for tensor in tensors:
+        tensor = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+        if tf.is_symbolic_tensor(tensor):
+            _marks.setdefault(tensor.graph, {}).setdefault(tensor.name, set()).add(kind)
+
+
+class Ways:
+    """The ways from marked tensors to others.
+
+    Args:
+        followed: the kind of the tensors that are followed, `GRADIENTS` or `SUMS`.
+        of_lengths: whether a factor that depends on the number of samples counts as one that depends on samples.
+        rows: the number of samples, if the graph was made for one number; a factor may then be a constant that was made
+            of it.
+
+    Attributes:
+        bent: the op at which a way stopped being linear; None if there is none so far.
+    """
+
+    def __init__(self, followed: str, of_lengths: bool = False, rows: Any = None):
+        self.bent: tf.Operation | None = None
+        self._followed = followed
+        self._of_lengths = of_lengths
+        self._rows = rows if of_lengths and isinstance(rows, int) else None
+        self._known: dict[Any, dict[str, list[int]]] = {}
+
+    def to(self, tensor: Any) -> int:
+        """What a tensor has to do with those that are followed; an eager tensor nothing."""
+        tensor = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+        if not tf.is_symbolic_tensor(tensor):
+            return APART
+        return self._to([tensor], self._known.setdefault(tensor.graph, {}), {})[0]
+
+    def _to(self, tensors: Sequence[Any], known: dict[str, list[int]], given: dict[str, int]) -> list[int]:
+        """The same for tensors of one graph.
+
+        Args:
+            tensors: the tensors.
+            known: what is known of the outputs of ops, by the names of the ops.
+            given: what is known of the arguments of the graph, by their names.
+        """
+        pending = [tensor.op for tensor in tensors if self._marked(tensor) is None]
+        while pending:
+            op = pending[-1]
+            if op.name in known:
+                pending.pop()
+                continue
+            unknown = [each.op for each in op.inputs if self._marked(each) is None and each.op.name not in known]
+            if unknown:
+                pending += unknown
+                continue
+            known[op.name] = self._outputs(op, [self._seen(each, known) for each in op.inputs], given)
+        return [self._seen(tensor, known) for tensor in tensors]
+
+    def _seen(self, tensor: Any, known: dict[str, list[int]]) -> int:
+        marked = self._marked(tensor)
+        return known[tensor.op.name][tensor.value_index] if marked is None else marked
+
+    def _marked(self, tensor: Any) -> int | None:
+        kinds = _marks.get(tensor.graph, {}).get(tensor.name, ())
+        if self._followed in kinds:
+            return LINEAR
+        if COMMON in kinds and self._followed == GRADIENTS:
+            return APART
+        return OF_BATCH if SAMPLES in kinds else None
+
+    def _outputs(self, op: tf.Operation, inputs: list[int], given: dict[str, int]) -> list[int]:
+        count = len(op.outputs)
+        if op.type == "Placeholder":
+            if op.name in given:
+                return [given[op.name]]
+            outside = subgraphs.captured(op.outputs[0])
+            return [APART if outside is None else self.to(outside)]
+        if subgraphs.runs_functions(op):
+            found = self._of_functions(op, inputs)
+            if found is not None:
+                return found
+        worst = max(inputs, default=APART)
+        if op.type in _OF_SHAPES:
+            return [OF_BATCH if self._of_lengths and worst and op.type in _LENGTHS else APART] * count
+        if worst == LINEAR and not self._is_linear(op, inputs):
+            worst = self._bends(op)
+        return [worst] * count
+
+    def _bends(self, op: tf.Operation) -> int:
+        self.bent = self.bent or op
+        return OTHER
+
+    def _is_linear(self, op: tf.Operation, inputs: list[int]) -> bool:
+        """Whether an op of which some inputs are linear is linear in them."""
+        if op.type in _CHOICES:
+            return inputs[0] == APART
+        if op.type in _QUOTIENTS:
+            return self._is_factor(op.inputs[1], inputs[1])
+        if op.type in _PRODUCTS:
+            factors = [(each, kind) for each, kind in zip(op.inputs, inputs, strict=True) if kind != LINEAR]
+            return len(factors) == len(inputs) - 1 and all(self._is_factor(*each) for each in factors)
+        if op.type == "Cast" and not (op.outputs[0].dtype.is_floating or op.outputs[0].dtype.is_complex):
+            return False  # it rounds
+        places = _LINEAR_IN.get(op.type)
+        if places is None:
+            return False
+        return not places or all(kind != LINEAR or place in places for place, kind in enumerate(inputs))
+
+    def _is_factor(self, tensor: Any, kind: int) -> bool:
+        """Whether what is multiplied by a tensor stays linear, on a part of the samples as on all."""
+        return kind == APART and not (self._rows and any(map(self._is_of_rows, _numbers(tensor))))
+
+    def _is_of_rows(self, number: float) -> bool:
+        """Whether a constant may have been made of the number of samples: a multiple of it, or one over a multiple."""
+        assert self._rows is not None
+        if not math.isfinite(number) or number == 0:
+            return False
+        times = [number / self._rows, 1 / (number * self._rows)]
+        return any(abs(each) > 0.5 and abs(each - round(each)) < 1e-4 for each in times)
+
+    def _of_functions(self, op: tf.Operation, inputs: list[int]) -> list[int] | None:
+        """The same for the outputs of a branch, loop or call; None if its graphs are not known."""
+        graphs = subgraphs.functions_of(op)
+        if not graphs:
+            return None
+        if op.type in _CALLS:
+            return self._through(graphs[0], inputs)
+        if op.type in _BRANCHES:
+            branches = [self._through(graph, inputs[1:]) for graph in graphs]
+            found = [max(kinds) for kinds in zip(*branches, strict=True)]
+            if inputs[0] != APART and max(found, default=APART) >= LINEAR:
+                return [self._bends(op)] * len(found)
+            return [max(each, inputs[0]) for each in found]
+        if op.type not in _LOOPS:
+            return None
+        condition, body = graphs
+        while (after := [max(both) for both in zip(inputs, self._through(body, inputs), strict=True)]) != inputs:
+            inputs = after
+        ends = self._through(condition, inputs)
+        if ends[0] >= LINEAR:
+            return [self._bends(op)] * len(inputs)
+        # A list has what each turn of the loop made, as `tf.map_fn` does for each sample: a list of what is the
+        # samples' own is no worse than the samples.
+        kinds = zip(inputs, op.outputs, strict=True)
+        return [LINEAR if kind == OTHER and each.dtype == tf.variant else kind for kind, each in kinds]
+
+    def _through(self, graph: Any, inputs: list[int]) -> list[int]:
+        given = {inner.op.name: kind for inner, kind in zip(graph.inputs, inputs, strict=True)}
+        return self._to(graph.outputs, {}, given)
+
+
+def _numbers(tensor: Any) -> list[float]:
+    """The numbers in the short constants that a tensor depends on, in its graph."""
+    found: list[float] = []
+    pending, seen = [tensor.op], set()
+    while pending:
+        op = pending.pop()
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        pending += [each.op for each in op.inputs]
+        if op.type == "Const" and (op.outputs[0].dtype.is_floating or op.outputs[0].dtype.is_integer):
+            if (op.outputs[0].shape.num_elements() or _FEW + 1) <= _FEW:
+                found += [float(each) for each in tf.make_ndarray(op.get_attr("value")).ravel()]
+    return found
