@@ -301,11 +301,11 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
         share = current_shard()
         for each in tf.nest.flatten((args, kwargs)):
             check_sum(each, share)
-        with in_metric(metric) as calls:
+        with in_metric(metric) as update:
             result = own(*args, **kwargs)  # the first call may make variables
             if share is None or share.whole or share.replicas == 1 or sums.is_looking():
                 return result
-            look = sums.adds_over_samples if calls[-1].has_sum else sums.only_adds
+            look = sums.adds_over_samples if update.has_sum else sums.only_adds
             is_sum = held_off_once().around(lambda: look(metric, own, args, kwargs))
         if not is_sum:
             with _lock:

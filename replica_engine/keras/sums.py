@@ -10,7 +10,7 @@ the step does to them in between is linear:
 - a gradient that was clipped, normalized or rounded before the optimizer gets it is that of a shard.
 
 Where the ops do not show that the numbers are those of one device, the step is given up, and every replica computes the
-whole batch. An eager step has no ops: there such a sum, or another object than the gradient that a tape gave, is enough.
+whole batch. An eager step has no ops. There such a sum is enough, and so is another object than the gradient of a tape.
 
 A metric of the user's own has samples of a shard and adds up what it makes of them: there a sum is just a sum.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -64,9 +64,12 @@ def called(loss: Any) -> contextlib.AbstractContextManager[object]:
     return scoped.variable(_calls, (*_calls.get(), loss))
 
 
-def in_metric(metric: Any) -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def in_metric(metric: Any) -> Iterator[_InMetric]:
     """Notes that a metric of the user's own is being updated."""
-    return scoped.variable(_calls, (*_calls.get(), _InMetric(metric)))
+    found = _InMetric(metric)
+    with scoped.variable(_calls, (*_calls.get(), found)):
+        yield found
 
 
 class _InMetric:

@@ -219,7 +219,8 @@ def _numbers(tensor: Any) -> list[float]:
             continue
         seen.add(op.name)
         pending += [each.op for each in op.inputs]
-        if op.type == "Const" and (op.outputs[0].dtype.is_floating or op.outputs[0].dtype.is_integer):
-            if (op.outputs[0].shape.num_elements() or _FEW + 1) <= _FEW:
-                found += [float(each) for each in tf.make_ndarray(op.get_attr("value")).ravel()]
+        if op.type != "Const" or (op.outputs[0].shape.num_elements() or _FEW + 1) > _FEW:
+            continue
+        if op.outputs[0].dtype.is_floating or op.outputs[0].dtype.is_integer:
+            found += [float(each) for each in tf.make_ndarray(op.get_attr("value")).ravel()]
     return found
