@@ -17,10 +17,12 @@ from replica_engine.keras.choice import choose
 from replica_engine.keras.hooks import extend_keras
 from replica_engine.keras.model import is_replicated, replicated
 from replica_engine.strategies.backend import has_backend
+from replica_engine.strategies.validation import names_keywords
 
 _logger = logging.getLogger("replica_engine")
 
 
+@names_keywords("replicate_model")
 def replicate_model(
     model: keras.Model, replicas: int | None = None, strategy: tf.distribute.Strategy | None = None
 ) -> keras.Model:

@@ -38,8 +38,10 @@ from replica_engine.strategies.validation import (
     check_call,
     checked_reduction,
     misspelt,
+    names_keywords,
     not_gathered,
     not_reduced,
+    note_arguments,
 )
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, install, short_name, sync_points
 
@@ -174,6 +176,7 @@ class OnBackend:
         try:
             return self._run(fn, args, kwargs, options)
         except Exception as error:
+            note_arguments(error, fn, args, kwargs)
             raise shortened(explained(error))
         except KeyboardInterrupt as interrupt:
             raise shortened(as_raised(interrupt))
@@ -219,6 +222,7 @@ class OnBackend:
         return self.reduce(reduction.upper(), values, axis=None)
 
     @autograph.artifact
+    @names_keywords("strategy.reduce")
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like `tf.distribute.Strategy.reduce`; accepts Python numbers as tensors.
 
@@ -234,6 +238,7 @@ class OnBackend:
             raise not_reduced(error, value, axis)
 
     @autograph.artifact
+    @names_keywords("strategy.gather")
     def gather(self, value: Any, axis: int) -> Any:
         """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
 

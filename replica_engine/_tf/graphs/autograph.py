@@ -31,6 +31,9 @@ from tensorflow.python.autograph.impl import conversion as _conversion
 # below are gone when an exception has left the converted function.
 from tensorflow.python.autograph.impl.api import _TRANSPILER as _transpiler
 
+# _attach_error_metadata: asks an exception for its text; its frame shows which exception that was.
+from tensorflow.python.autograph.impl.api import _attach_error_metadata
+
 # `tf.autograph.experimental.do_not_convert` on library code would also switch AutoGraph off for the user's function
 # that this code calls. An artifact itself is not converted, but the functions that it calls are.
 from tensorflow.python.autograph.impl.api import autograph_artifact as _artifact
@@ -199,6 +202,8 @@ def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
         is_internal: whether a file does not belong to the user.
     """
     original: Any = error
+    while (failed := _whose_text_failed(original)) is not None:
+        original = failed
     while _is_copy(original) and isinstance(original.__context__, Exception):
         original = original.__context__
     _name_as_written(original)
@@ -214,6 +219,14 @@ def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
     with contextlib.suppress(Exception):  # AutoGraph will change an exception that takes no attributes
         original.ag_pass_through = True
     return original
+
+
+def _whose_text_failed(error: BaseException) -> BaseException | None:
+    """The exception that AutoGraph could not describe, if `error` is what its `__str__` raised then; else None."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is _attach_error_metadata.__code__:
+            return frame.f_locals["e"]
+    return None
 
 
 def _name_as_written(error: BaseException) -> None:

@@ -16,6 +16,7 @@ from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief, positive_int
 from replica_engine.keras.backup import states
 from replica_engine.keras.backup.training import Training, begun, fit, steps_of, wait_for_last
+from replica_engine.strategies.validation import names_keywords
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -55,6 +56,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         2
     """
 
+    @names_keywords("BackupAndRestore")
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -13,7 +13,7 @@ from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
 from replica_engine.strategies.tpu.variable_table import Layouts
-from replica_engine.strategies.validation import check_call
+from replica_engine.strategies.validation import check_call, names_keywords
 from replica_engine.xla.signature.stand_ins import with_values
 
 
@@ -23,6 +23,7 @@ class Planning:
     extended: Any
 
     @autograph.artifact
+    @names_keywords("strategy.plan")
     def plan(
         self,
         fn: Callable[..., Any],

@@ -41,6 +41,7 @@ from replica_engine.strategies.validation import (
     check_flags,
     check_seconds,
     check_updated,
+    names_keywords,
 )
 from replica_engine.values.regroup import spread
 from replica_engine.xla import own_values, shared_sums
@@ -373,6 +374,7 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
 
     _collective_key_base = 0  # TensorFlow's extended class asks for a key; no collective of TensorFlow is used
 
+    @names_keywords("TPUStrategy")
     def __init__(
         self,
         tpu_cluster_resolver: PjrtClusterResolver | None = None,
@@ -445,6 +447,7 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
         return extended.call_for_each_replica(fn, args, kwargs or {})
 
     @autograph.artifact
+    @names_keywords("strategy.run_steps")
     def run_steps(
         self,
         fn: Callable[..., Any],
@@ -509,6 +512,7 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
             raise shortened(as_raised(interrupt))
 
     @autograph.artifact
+    @names_keywords("strategy.reduce")
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like every strategy; works in steps of `run_steps`. Takes Python numbers."""
         context = tf.distribute.get_replica_context()
