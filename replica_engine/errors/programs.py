@@ -192,6 +192,13 @@ class LoweringError(ReplicaEngineError, ValueError):
     @classmethod
     def unsupported_op(cls, fn: str, op: str, where: str) -> LoweringError:
         """XLA has no lowering for an op."""
+        if op.startswith("Debug"):  # no op of the user
+            return cls(
+                f"tf.debugging.enable_check_numerics, or another tool of tf.debugging, has added {op} to "
+                f"`{fn}`{at(where)}, and XLA cannot compile it. Call tf.debugging.disable_check_numerics() before the "
+                "function is traced; or leave soft_placement on, with which check_numerics works under TPUStrategy; "
+                "or use MirroredStrategy."
+            )
         return cls(
             f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. Run it on the host: in the middle of the body "
             "with xla.outside_compilation(fn, ...), or before the run, or use MirroredStrategy."

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 # global_seed, _rng: the values that tf.random.set_seed set. It makes a new generator each time, even for an equal seed.
 # _seed: the seed itself, to restore it without clearing TensorFlow's caches of kernels.
+# op_callbacks, invoking_op_callbacks: the callbacks of this thread, and whether one runs, in which none is called.
 from tensorflow.python.eager import context as _context
 
 # add_op_callback: calls a function for each new op; the function may return other results to use instead.
@@ -98,26 +99,49 @@ def intercepted(replace: Replace, draw: Draw, kinds: Container[str]) -> Iterator
     The gradient of a replaced op is the one that TensorFlow gives its kind. An op that draws from a
     `tf.random.Generator` runs in any case; `draw` may give another result in its place.
 
-    Not to be nested: TensorFlow takes the answer of the last callback, also if it is None.
+    Not to be nested. TensorFlow keeps callbacks in a set, and gives each the answer of the one before, also if it is
+    None, with which `tf.debugging.enable_check_numerics` fails. So this callback calls those of others, with what
+    replaces an op: what is set aside must not be checked, since it does not run.
     """
+    context = _context.context()
+    others = [*context.op_callbacks]
 
     def callback(
         op_type: str, inputs: Any, attributes: Any, outputs: Any, op_name: str | None = None, graph: Any = None
     ) -> list[tf.Tensor] | None:
+        replaced = None
         if graph is not None and op_type == _DRAWS:
-            return draw(inputs, outputs[0])
-        if graph is None or not (op_type in kinds or op_type.startswith(_RANDOM)):
-            return None
-        op = outputs[0].op
-        results = replace(op_type, inputs, op.get_attr)
-        if results is None:
-            return None
-        results = gradients.in_place_of(op, results)
-        _set_aside(graph, op, results)
-        return results
+            replaced = draw(inputs, outputs[0])
+        elif graph is not None and (op_type in kinds or op_type.startswith(_RANDOM)):
+            op = outputs[0].op
+            replaced = replace(op_type, inputs, op.get_attr)
+            if replaced is not None:
+                replaced = gradients.in_place_of(op, replaced)
+                _set_aside(graph, op, replaced)
+        if not others:
+            return replaced
+        outputs = replaced or outputs
+        for other in others:
+            outputs = other(op_type, inputs, attributes, outputs, op_name=op_name, graph=graph) or outputs
+        return outputs
 
     _op_callbacks.add_op_callback(callback)
+    for each in others:
+        _op_callbacks.remove_op_callback(each)
     try:
         yield
     finally:
+        for each in others:
+            _op_callbacks.add_op_callback(each)
         _op_callbacks.remove_op_callback(callback)
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside the block, no callback of `tf.debugging` sees the ops that are made: they are not the user's."""
+    context = _context.context()
+    before, context.invoking_op_callbacks = context.invoking_op_callbacks, True
+    try:
+        yield
+    finally:
+        context.invoking_op_callbacks = before

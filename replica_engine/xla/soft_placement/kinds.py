@@ -13,6 +13,8 @@ from replica_engine.pjrt.markers import HOST_CALL
 CHECKS = ("Assert", "CheckNumerics", "CheckNumericsV2")
 """Ops that only raise. XLA compiles them to nothing."""
 
+_THREE_SLOTS = 8  # REDUCE_INF_NAN_THREE_SLOTS, a mode of DebugNumericSummaryV2
+
 SHAPED_BY_DATA = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "DynamicPartition")
 """Ops that XLA compiles, with results whose shape is known only when they run. The host cannot get such results."""
 
@@ -78,6 +80,11 @@ def may_move(op: tf.Operation) -> bool:
 def shape_inputs(op: tf.Operation) -> tuple[int, ...]:
     """The inputs of an op that XLA must know when it compiles, for ops that often get them from strings."""
     return _SHAPES.get(op.type, ())
+
+
+def is_numerics_summary(op: tf.Operation) -> bool:
+    """Whether an op says for `tf.debugging.enable_check_numerics` what is not finite in the result of another op."""
+    return op.type == "DebugNumericSummaryV2" and op.get_attr("tensor_debug_mode") == _THREE_SLOTS
 
 
 def is_host_resource(handle: tf.Tensor) -> bool:

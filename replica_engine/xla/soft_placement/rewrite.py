@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
@@ -198,6 +199,8 @@ class Frame:
                 self._enter(op, functions, inputs)
             else:
                 self._copy(op, inputs)
+        elif kinds.is_numerics_summary(op) and stuck is None:
+            self._values[id(op.outputs[0])] = Value.of(_what_is_not_finite(self.on_devices(inputs[0])))
         elif op.type in kinds.CHECKS and stuck is None and not self._pending.in_condition:
             self._check(op, inputs)
         elif (
@@ -420,6 +423,15 @@ class Frame:
 def _tried_with(inputs: Sequence[Value]) -> str:
     """What the shape of an op's result was found with, if the shapes of its inputs were."""
     return next((value.tried_with for value in inputs if value.tried_with), "")
+
+
+def _what_is_not_finite(x: tf.Tensor) -> tf.Tensor:
+    """What DebugNumericSummaryV2 computes: -inf, inf and nan, each only if an element of `x` is that, and 0 else.
+
+    XLA has no kernel for the op. On the devices, the checked result need not leave them, whatever its shape is.
+    """
+    found = [x == -np.inf, x == np.inf, tf.math.is_nan(x)]
+    return tf.where([tf.reduce_any(each) for each in found], tf.constant([-np.inf, np.inf, np.nan]), 0.0)
 
 
 def _alias(op: tf.Operation, value: Value, number: int) -> Waiting:

@@ -1,0 +1,157 @@
+"""`tf.debugging.enable_check_numerics` under TPUStrategy: finite steps pass, and others name the op and the line."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy
+from replica_engine.errors import LoweringError
+from replica_engine.keras import replicate_model
+
+
+@pytest.fixture(autouse=True)
+def checks():
+    tf.debugging.enable_check_numerics()
+    yield
+    tf.debugging.disable_check_numerics()
+
+
+@tf.function
+def inner(x):
+    return tf.math.log(x)
+
+
+def in_loop(x):
+    for _ in tf.range(2):
+        x = tf.math.log(x) + 1.0
+    return x
+
+
+def in_branch(x):
+    if tf.reduce_all(x < 100.0):
+        return tf.sqrt(x)
+    return x
+
+
+def in_condition(x):
+    while tf.reduce_sum(tf.math.log(x)) > 1.0:
+        x = x - 1.0
+    return x
+
+
+def gradient(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_sum(tf.sqrt(x))
+    return tape.gradient(loss, x)
+
+
+def of_unknown_length(x):
+    return tf.reduce_sum(tf.math.log(tf.boolean_mask(x, x < 100.0)))
+
+
+def beside_random(x):
+    return tf.nn.dropout(tf.sqrt(x), 0.5) + tf.random.normal(x.shape)
+
+
+def over_replicas(x):
+    return tf.distribute.get_replica_context().all_reduce("SUM", tf.math.log(x))
+
+
+def beside_strings(x):
+    return tf.strings.length(tf.strings.as_string(x)), tf.math.log(x)
+
+
+FUNCTIONS = [
+    (lambda x: tf.math.log(x), [1.0, 2.0], [1.0, -1.0], "Log"),
+    (lambda x: 1.0 / x, [1.0, 2.0], [1.0, 0.0], "RealDiv"),
+    (lambda x: tf.exp(x), [1.0, 2.0], [1.0, 1000.0], "Exp"),
+    (inner, [1.0, 2.0], [1.0, -2.0], "Log"),
+    (in_loop, [2.0, 3.0], [2.0, -1.0], "Log"),
+    (in_branch, [1.0, 2.0], [1.0, -1.0], "Sqrt"),
+    (in_condition, [3.0, 4.0], [2.0, -1.0], "Log"),
+    (gradient, [1.0, 4.0], [1.0, 0.0], "SqrtGrad|RealDiv|Mul"),
+    (of_unknown_length, [1.0, 200.0], [1.0, -1.0], "Log"),
+    (beside_random, [1.0, 2.0], [1.0, -1.0], "Sqrt"),
+    (over_replicas, [1.0, 2.0], [1.0, -1.0], "Log"),
+    (beside_strings, [1.0, 2.0], [1.0, -1.0], "Log"),
+]
+
+
+@pytest.mark.parametrize(("fn", "finite", "bad", "op"), FUNCTIONS)
+def test_the_verdict_is_that_of_one_device(fn, finite, bad, op):
+    strategy = TPUStrategy(num_cores=2)
+
+    def run(x):
+        return strategy.run(fn, args=(x,))
+
+    run(tf.constant(finite))
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=f"Detected Infinity or NaN in output 0 of.*({op})"
+    ) as found:
+        run(tf.constant(bad))
+    assert "test_check_numerics.py" in str(found.value)
+
+
+def test_in_a_function():
+    strategy = TPUStrategy(num_cores=2)
+    run = tf.function(lambda x: strategy.run(tf.math.log, args=(x,)))
+    run(tf.constant([1.0]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"Detected Infinity or NaN in output 0 of.*Log"):
+        run(tf.constant([-1.0]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_all_floating_dtypes(dtype):
+    strategy = TPUStrategy(num_cores=2)
+    strategy.run(tf.math.log, args=(tf.constant([1.0], dtype),))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Detected Infinity or NaN"):
+        strategy.run(tf.math.log, args=(tf.constant([-1.0], dtype),))
+
+
+def test_one_replica_alone():
+    strategy = TPUStrategy(num_cores=3)
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(float(1 - context.replica_id_in_sync_group))
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match='output 0 of graph op "Log"'):
+        strategy.run(tf.math.log, args=(values,))
+
+
+def test_a_device_loop():
+    strategy = TPUStrategy(num_cores=2)
+    data = tf.data.Dataset.from_tensor_slices([1.0, 2.0, -1.0])
+
+    def step(context, x):
+        context.set_last_step_output("log", tf.math.log(x), "SUM")
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match='output 0 of graph op "Log"'):
+        strategy.run_steps(step, iter(strategy.experimental_distribute_dataset(data.repeat(2).batch(2))), 3)
+
+
+def test_without_soft_placement_the_error_says_what_added_the_op():
+    with pytest.raises(LoweringError, match=r"enable_check_numerics.*disable_check_numerics\(\)"):
+        TPUStrategy(num_cores=2, soft_placement=False).run(tf.math.log, args=(tf.constant([1.0]),))
+
+
+@pytest.mark.parametrize(("layers", "kind"), [(["dropout"], "scope"), (["dropout", "tanh"], "replicated")])
+def test_fit(layers, kind):
+    strategy = TPUStrategy(num_cores=2)
+    x = np.linspace(0.1, 1.0, 24, dtype="float32").reshape(8, 3)
+
+    def build():
+        made = {"dropout": keras.layers.Dropout(0.3), "tanh": keras.layers.Activation("tanh")}
+        middle = [made[name] for name in layers]
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1), *middle])
+        model.compile("sgd", "mse")
+        return model
+
+    if kind == "scope":
+        with strategy.scope():
+            model = build()
+    else:
+        model = replicate_model(build(), strategy=strategy)
+    assert np.isfinite(model.fit(x, x[:, :1], verbose=0).history["loss"]).all()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Detected Infinity or NaN"):
+        model.fit(x * np.inf, x[:, :1], verbose=0)
