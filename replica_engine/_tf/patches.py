@@ -18,7 +18,7 @@ import tensorflow as tf
 # get_seed: the pair of seeds of a random op, from the global seed and that of the op.
 from tensorflow.python.framework import random_seed as _random_seed
 
-from replica_engine._tf import checkpoints, collectives, distribute
+from replica_engine._tf import checkpoints, collectives, distribute, own_attributes
 from replica_engine._tf.graphs import control_flow, row_updates
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import added_losses, files, fitting, layouts, normalization
@@ -68,6 +68,7 @@ _FIRST_BACKUP = "the first `replica_engine.keras.BackupAndRestore`"
 _SHARDS = "passes on to Keras outside the steps of a replicated model"
 _OPTIMIZER = f"{keras_accumulation.MODULE}.{keras_accumulation.OPTIMIZER}"
 _LOSS_SCALE = f"{keras_accumulation.LOSS_SCALE_MODULE}.{keras_accumulation.LOSS_SCALE}"
+_KERAS_TRACKABLE = f"{own_attributes.KERAS_MODULE}.{own_attributes.KERAS_TRACKABLE}"
 _FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
 _FIRST_DIVIDED = "the first `TPUStrategy(distribution=...)`"
 _ELSEWHERE = "passes on to Keras outside the replicas of this library's strategies"
@@ -126,6 +127,23 @@ PATCHES: tuple[Patch, ...] = (
         "each replica on a thread has its own list of the losses that layers add",
         "the first `scope()` once Keras is imported",
         "outside replicas, the list of the layer, as before",
+    ),
+    *(
+        Patch(
+            owner,
+            own_attributes.SET,
+            "each replica on a thread has its own value of an attribute that a step sets",
+            since,
+            "passes on to the original outside the replicas of this library's threads. Where a replica sets an "
+            "attribute, the class gets a descriptor of its name, which stays",
+        )
+        for owner, since in (
+            (own_attributes.TRACKABLE, _FIRST_THREADS),
+            (
+                f"{own_attributes.KERAS_MODULE}.{own_attributes.KERAS_TRACKABLE}",
+                "the first `scope()` once Keras is imported",
+            ),
+        )
     ),
     Patch(
         f"{keras_metrics.MODULE}.{keras_metrics.VARIABLE}",

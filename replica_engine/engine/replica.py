@@ -231,6 +231,11 @@ class Replica:
         return self._run.coordinator
 
     @property
+    def run(self) -> tuple[SyncRecord, int]:
+        """The run: the record that all runs of a strategy have in common, and the number of this one among them."""
+        return self._run.record, self._run.number
+
+    @property
     def given_up(self) -> bool:
         """Whether the run was given up, so that waiting is useless."""
         return self._run.given_up

@@ -21,12 +21,14 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import BatchError, DistributionError
 from replica_engine.errors.models import warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
 from replica_engine.process.interrupts import held_off_once
+from replica_engine.threads.call import keep_attributes
 
 
 def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     """Makes `compile` work outside the scope, and `fit` and `evaluate` check the first batch and explain what fails.
 
-    On threads each replica has its own losses of layers. Synchronized normalizations are so with a mask too.
+    On threads each replica has its own losses of layers, and its own attributes that a step sets. Synchronized
+    normalizations are so with a mask too.
 
     Does nothing until Keras is imported, or a second time.
 
@@ -38,6 +40,7 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     patches.hide_frames(FOLDERS)
     keras_metrics.extend_variables()
     normalization.synchronize_masked(is_ours)
+    keep_attributes()
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, quick_scopes, thread_state
+from replica_engine._tf import distribute, own_attributes, quick_scopes, thread_state
 from replica_engine._tf.graphs import autograph, calls, control_flow, function, made_ops, marks
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
@@ -29,7 +29,7 @@ from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.traced_calls import supervise
 from replica_engine.diagnostics.traced_places import TracedRun
 from replica_engine.diagnostics.user_frames import identity
-from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint
+from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint, current_replica
 from replica_engine.errors import ScopeError
 from replica_engine.errors.base import add_note
 from replica_engine.process import shutdown
@@ -412,3 +412,15 @@ def install() -> None:
     """Puts what replica threads need around TensorFlow's functions, once: the first strategy that has them does so."""
     hooks.install()
     random_numbers.install()
+    keep_attributes()
+
+
+def keep_attributes() -> None:
+    """Gives each replica its own values of the attributes that a step sets; for Keras, once it is imported."""
+    own_attributes.for_each_replica(_place)
+
+
+def _place() -> own_attributes.Place | None:
+    """Where this thread is, if it runs a replica."""
+    replica = current_replica()
+    return None if replica is None else own_attributes.Place(*replica.run, replica.index)
