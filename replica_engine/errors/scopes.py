@@ -79,8 +79,9 @@ def warn_shared_variable(name: str, where: str) -> str:
         "warn_shared_variable",
         f"The plain variable {name!r} is written by more than one replica{at(where)}. It was made outside "
         "`strategy.scope()`, so all replicas share it, and each write comes on top of the others or replaces them. "
-        "Make it, or the Keras metric or layer that has it, under the scope. Replicas that write the same value, such "
-        "as an all-reduced gradient, need no more. If each writes its own, such as a number of samples, say what "
+        "Make it, or the Keras metric or layer that has it, under the scope. With `replicate_model`, keep the metric, "
+        "layer or seed generator in an attribute of the model instead. Replicas that write the same value, such as an "
+        "all-reduced gradient, need no more. If each writes its own, such as a number of samples, say what "
         "becomes of them:\n"
         "    with strategy.scope():\n"
         "        v = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)",
