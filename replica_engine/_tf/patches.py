@@ -66,6 +66,7 @@ _NOT_FAILED = "passes on to TensorFlow for all other errors"
 _REPLICATED = "the first `replicate_model`"
 _FIRST_BACKUP = "the first `replica_engine.keras.BackupAndRestore`"
 _SHARDS = "passes on to Keras outside the steps of a replicated model"
+_NOT_SHARDS = "passes on to TensorFlow outside the steps of a replicated model"
 _OPTIMIZER = f"{keras_accumulation.MODULE}.{keras_accumulation.OPTIMIZER}"
 _LOSS_SCALE = f"{keras_accumulation.LOSS_SCALE_MODULE}.{keras_accumulation.LOSS_SCALE}"
 _KERAS_TRACKABLE = f"{own_attributes.KERAS_MODULE}.{own_attributes.KERAS_TRACKABLE}"
@@ -272,6 +273,22 @@ PATCHES: tuple[Patch, ...] = (
     *(
         Patch(keras_hooks.LOSSES, name, "the losses of shards are scaled once", _REPLICATED, _SHARDS)
         for name in keras_hooks.SCALE_LOSSES
+    ),
+    *(
+        Patch(owner, "__call__", "whether a sum of losses is that of `compile` or of another call", _REPLICATED, _SHARDS)
+        for owner in (
+            f"{keras_hooks.LOSSES}.{keras_hooks.LOSS}",
+            f"{keras_hooks.COMPILED}.{keras_hooks.COMPILED_LOSS}",
+        )
+    ),
+    *(
+        Patch(owner, name, "in a shard, one device has one replica and the whole batch", _REPLICATED, _NOT_SHARDS)
+        for owner in (keras_hooks.AVERAGES, "tensorflow.nn")
+        for name in (keras_hooks.AVERAGE_LOSS, keras_hooks.REGULARIZATION)
+    ),
+    *(
+        Patch(owner, name, "gradients that a step changes are known", _REPLICATED, _NOT_SHARDS)
+        for owner, name in (("tensorflow.GradientTape", "gradient"), ("tensorflow", "gradients"))
     ),
     Patch(keras_hooks.METRICS, keras_hooks.SAMPLEWISE, "means over shards count by samples", _REPLICATED, _SHARDS),
     Patch(
