@@ -275,7 +275,9 @@ PATCHES: tuple[Patch, ...] = (
         for name in keras_hooks.SCALE_LOSSES
     ),
     *(
-        Patch(owner, "__call__", "whether a sum of losses is that of `compile` or of another call", _REPLICATED, _SHARDS)
+        Patch(
+            owner, "__call__", "whether a sum of losses is that of `compile` or of another call", _REPLICATED, _SHARDS
+        )
         for owner in (
             f"{keras_hooks.LOSSES}.{keras_hooks.LOSS}",
             f"{keras_hooks.COMPILED}.{keras_hooks.COMPILED_LOSS}",

@@ -16,6 +16,7 @@ from replica_engine.errors.models import (
     warn_other_batches,
     warn_uneven_evaluation,
     warn_uneven_rest,
+    warn_whole_steps,
 )
 from replica_engine.keras import BackupAndRestore, CrossReplicaOptimizer, on_xla, replicate_model
 
@@ -94,6 +95,26 @@ def test_batches_of_many_sizes():
     replicated = replicate_model(model, strategy=TPUStrategy(num_cores=2))
     for size in (2, 8):
         replicated.predict_on_batch(np.ones([size, 4], "float32"))
+
+
+class Clipping(Returning):
+    """Clips its gradients before the optimizer gets them."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(data[0]) - data[1]) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients = [tf.clip_by_norm(each, 1.0) for each in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@shows(warn_whole_steps)
+def test_a_step_that_clips_its_gradients():
+    model = Clipping(None)
+    model.compile("sgd")
+    replicated = replicate_model(model, strategy=MirroredStrategy(["CPU:0", "CPU:1"]))
+    replicated.train_on_batch(np.ones([8, 3], "float32"), np.ones([8, 2], "float32"))
 
 
 @shows(note_sparse_inputs)

@@ -151,7 +151,7 @@ CHANGES = {
     "in a branch": lambda gradient, loss: tf.cond(tf.norm(gradient) > 0.1, lambda: gradient / 2, lambda: gradient),
     "in a function": lambda gradient, loss: tf.function(lambda each: tf.clip_by_norm(each, 0.3))(gradient),
 }
-WHOLE |= {
+CHANGED = {
     name: {
         "loss_of": mean,
         "changed": lambda gradients, weights, loss, x, change=change: [change(each, loss) for each in gradients],
@@ -167,7 +167,7 @@ def made(options):
     return model
 
 
-def of_warnings(caplog, model):
+def of_warnings(caplog):
     return [each.getMessage() for each in caplog.records if "Every replica computes" in each.getMessage()]
 
 
@@ -179,19 +179,40 @@ def test_a_step_whose_parts_add_up_is_computed_in_parts(alone_and_replicated, ba
     alike(found, expected)
     alike(replicated.dense.get_weights(), alone.dense.get_weights())
     assert float(replicated.rows.numpy()) == 4.0
-    assert of_warnings(caplog, replicated) == []
+    assert of_warnings(caplog) == []
+
+
+@pytest.fixture
+def is_whole(alone_and_replicated, batched, alike, caplog):
+    """`is_whole(options)`: trains as one device, on 8 of 8 samples on each replica, and has logged one warning."""
+
+    def is_whole(options):
+        alone, replicated = alone_and_replicated(lambda: made(options), 2)
+        expected, found = (each.fit(batched(8, X, Y), epochs=2, verbose=0).history for each in (alone, replicated))
+        alike(found, expected)
+        alike(replicated.dense.get_weights(), alone.dense.get_weights())
+        assert float(replicated.rows.numpy()) == 8.0
+        (text,) = of_warnings(caplog)
+        assert "`train_step`" in text
+        assert "test_sums_of_losses.py:" in text
+
+    return is_whole
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_step_that_needs_the_whole_batch_has_it_and_says_so_once(alone_and_replicated, batched, alike, caplog, name):
-    alone, replicated = alone_and_replicated(lambda: made(WHOLE[name]), 2)
-    expected, found = (each.fit(batched(8, X, Y), epochs=2, verbose=0).history for each in (alone, replicated))
-    alike(found, expected)
-    alike(replicated.dense.get_weights(), alone.dense.get_weights())
-    assert float(replicated.rows.numpy()) == 8.0
-    (text,) = of_warnings(caplog, replicated)
-    assert "`train_step`" in text
-    assert "test_sums_of_losses.py:" in text
+def test_a_step_that_needs_the_whole_batch_has_it_and_says_so_once(is_whole, name):
+    is_whole(WHOLE[name])
+
+
+@pytest.mark.on("mirrored")
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_step_that_changes_its_gradients_has_the_whole_batch(is_whole, name):
+    is_whole(CHANGED[name])
+
+
+@pytest.mark.on("tpu")
+def test_a_compiled_step_that_clips_its_gradients_has_the_whole_batch(is_whole):
+    is_whole(CHANGED["clip_by_norm"])
 
 
 class Halved(keras.losses.Loss):
@@ -248,7 +269,7 @@ def test_a_compiled_loss_that_sums_up_itself(alone_and_replicated, batched, alik
         return model
 
     models = alone_and_replicated(make, 2)
-    models[0].run_eagerly = False  # with it, Keras counts the losses of outputs by samples, and else by batches
+    models[0].run_eagerly = False  # an eager Keras counts the loss of an output by samples
     data = batched(8, X[:13], [Y[:13], Y[:13]])
     expected, found = (each.fit(data, validation_data=data, verbose=0).history for each in models)
     alike(found, expected)
@@ -332,7 +353,7 @@ def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name):
 
     def make():
         keras.utils.set_random_seed(1)
-        model = Eager(**{**IN_PARTS, **WHOLE}[name])
+        model = Eager(**(IN_PARTS | WHOLE | CHANGED)[name])
         model(X[:1])
         model.compile(keras.optimizers.SGD(0.05), SUM, run_eagerly=True)
         return model
