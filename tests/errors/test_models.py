@@ -97,23 +97,31 @@ def test_batches_of_many_sizes():
         replicated.predict_on_batch(np.ones([size, 4], "float32"))
 
 
-class Clipping(Returning):
-    """Clips its gradients before the optimizer gets them."""
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(data[0]) - data[1]) ** 2)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        gradients = [tf.clip_by_norm(each, 1.0) for each in gradients]
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
 @shows(warn_whole_steps)
 def test_a_step_that_clips_its_gradients():
-    model = Clipping(None)
+    class Clipping(keras.Model):
+        def __init__(self):
+            super().__init__(name="clipping")
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            weights = self.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            clipped, _ = tf.clip_by_global_norm(gradients, 1.0)
+            self.optimizer.apply(clipped, weights)
+            return {"loss": loss}
+
+    model = Clipping()
+    model(np.ones([1, 3], "float32"))
     model.compile("sgd")
-    replicated = replicate_model(model, strategy=MirroredStrategy(["CPU:0", "CPU:1"]))
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    replicated = replicate_model(model, strategy=strategy)
     replicated.train_on_batch(np.ones([8, 3], "float32"), np.ones([8, 2], "float32"))
 
 
