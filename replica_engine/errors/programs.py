@@ -8,6 +8,13 @@ from typing import Any
 
 from replica_engine.errors.base import ReplicaEngineError, at, byte_size, meant_reduction, shown, warning
 
+# What to write in place of a lookup whose number of rows is that of the different ids.
+ROWS_OF_UNIQUE = (
+    "The number of different ids, which tf.unique and tf.nn.embedding_lookup_sparse find, depends on data. Look up "
+    "every id instead: tf.reduce_sum(tf.gather(table, ids), axis=1) for a ragged tensor. Make a sparse one dense with "
+    "tf.sparse.to_dense, and write tf.reduce_sum(tf.gather(table, ids) * mask[..., None], axis=1)."
+)
+
 WRITTEN_BEYOND_ITS_SIZE = (
     "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program do not "
     "grow. Pass the largest size: tf.TensorArray(dtype, size=n). Index and size:"
@@ -221,11 +228,14 @@ class LoweringError(ReplicaEngineError, ValueError):
         """An op that only the devices can run needs a value that cannot leave the host."""
         value = f"a value of dtype {described}" if is_dtype else f"a value of the unknown shape {described}"
         made = f", made by {made_by}{at(made_at)}" if made_by else ""
-        advice = (
-            "Convert the value to numbers first."
-            if is_dtype
-            else "Give the value a static shape first: pad it, or, if you know the shape, call tf.ensure_shape(x, ...)."
-        )
+        if is_dtype:
+            advice = "Convert the value to numbers first."
+        elif made_by == "Unique":
+            advice = ROWS_OF_UNIQUE
+        else:
+            advice = (
+                "Give the value a static shape first: pad it, or, if you know the shape, call tf.ensure_shape(x, ...)."
+            )
         return cls(
             f"In `{fn}`, {op}{at(where)} runs on the devices and needs {value}, which cannot leave the host{made}. "
             f"{advice}"

@@ -1,4 +1,4 @@
-"""A sparse argument that the devices need: the error says so, and the function that it advises is right."""
+"""Lookups of sparse and ragged ids: the error says what depends on data, and the function that it advises is right."""
 
 import numpy as np
 import pytest
@@ -57,3 +57,52 @@ def test_what_it_advises():
     found, slope = TPUStrategy(num_cores=1).run(of_padded, args=(IDS,))
     np.testing.assert_allclose(found, looked_up(table, IDS))
     np.testing.assert_allclose(slope, tf.convert_to_tensor(gradient(table, IDS)))
+
+
+RAGGED = tf.ragged.constant([[1, 2], [3]], dtype=tf.int64)
+LOOKUPS = {
+    "ragged": (tf.nn.embedding_lookup_sparse, RAGGED),
+    "ragged, safe": (tf.nn.safe_embedding_lookup_sparse, RAGGED),
+    "sparse": (tf.nn.embedding_lookup_sparse, IDS),
+    "sparse in the body": (
+        lambda table, ids, weights, combiner: tf.nn.embedding_lookup_sparse(
+            table, tf.sparse.from_dense(ids), weights, combiner=combiner
+        ),
+        tf.sparse.to_dense(IDS),
+    ),
+    "sparse in the body, safe": (
+        lambda table, ids, weights, combiner: tf.nn.safe_embedding_lookup_sparse(
+            table, tf.sparse.from_dense(ids), weights, combiner=combiner
+        ),
+        tf.sparse.to_dense(IDS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_the_text_says_what_to_look_up(table, name):
+    look_up, ids = LOOKUPS[name]
+
+    def slope(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(look_up(table, ids, None, combiner="sum") ** 2)
+        return tf.convert_to_tensor(tape.gradient(loss, table))
+
+    pattern = (
+        r"(?s)test_sparse_arguments.py:\d+.*number of different ids.*tf.gather\(table, ids\), axis=1\) for a ragged"
+    )
+    with pytest.raises(LoweringError, match=pattern):
+        TPUStrategy(num_cores=1).run(slope, args=(ids,))
+
+
+@pytest.mark.parametrize("rows", [[[1, 2], [3]], [[4, 4, 5], [], [1]], [[], [9]]])
+def test_what_it_advises_for_ragged_ids(table, rows):
+    ids = tf.ragged.constant(rows, dtype=tf.int64)
+
+    def slope(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.reduce_sum(tf.gather(table, ids), axis=1) ** 2)
+        return tf.convert_to_tensor(tape.gradient(loss, table))
+
+    found = TPUStrategy(num_cores=1).run(slope, args=(ids,))
+    np.testing.assert_allclose(found, tf.convert_to_tensor(gradient(table, ids.to_sparse())))

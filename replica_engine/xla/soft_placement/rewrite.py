@@ -24,6 +24,7 @@ from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
 from replica_engine.errors.base import at
+from replica_engine.errors.programs import ROWS_OF_UNIQUE
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.soft_placement import kinds, unknown_shapes
 from replica_engine.xla.soft_placement.pending import Pending, Waiting
@@ -251,11 +252,12 @@ class Frame:
         if value.dtype == tf.variant or value.depends_on_data:
             maker = value.maker[0] if value.maker is not None else tensor.op
             if maker.type == "Placeholder" or maker in self._rewriter.moved or not kinds.may_move(maker):
+                by_ids = any(each.op.type == "Unique" for each in maker.inputs)
                 raise LoweringError(
                     f"In `{self._rewriter.name}`, {op.type}{at(user_line(op))} runs on the host and needs a result "
                     f"of {maker.type}{at(user_line(maker))} whose shape depends on data, or which is a list of "
                     "tensors. Such a result cannot leave the devices. Give it a static shape: use a mask, or pad "
-                    "the values to a fixed size."
+                    f"the values to a fixed size.{' ' + ROWS_OF_UNIQUE if by_ids else ''}"
                 )
             raise MoveToHost(maker)
 
