@@ -149,10 +149,6 @@ class TestWhatXlaCannotCompile:
 
         refused(body, LoweringError, f"{__file__}:{make.__code__.co_firstlineno} in a lambda")
 
-    def test_sums_of_ragged_rows(self, refused):
-        rows = tf.ragged.constant([[1.0, 2.0], [3.0]])
-        refused(lambda x: tf.reduce_sum(x, axis=1), LoweringError, f"{__file__}:", " in a lambda", inputs=[[rows]] * 2)
-
     def test_ops_of_one_name_in_two_functions(self, refused):
         """The name of an op is not enough to find its line."""
 

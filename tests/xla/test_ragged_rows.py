@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import TPUStrategy
+from replica_engine import TPUStrategy, xla
 
 ROWS = tf.ragged.constant([[1.0, 2.0], [3.0], [], [4.0, 5.0, 6.0], []])
 NESTED = tf.ragged.constant([[[1.0, 2.0], [3.0]], [], [[4.0, 5.0, 6.0], []]])
@@ -78,3 +78,16 @@ def test_of_gradients(compiled):
 
     rows = ROWS[:2]
     np.testing.assert_allclose(compiled.run(gradient, args=(TABLE, rows)), gradient(TABLE, rows), rtol=1e-6)
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+@pytest.mark.parametrize("rows", [[[1.0, 2.0], [3.0]], [[], [4.0]], [[1.0], [2.0, 3.0, 4.0]]])
+def test_of_replicate(rows, in_function):
+    rows = tf.ragged.constant(rows, dtype=tf.float32)
+
+    def run():
+        return xla.replicate(lambda x: tf.reduce_sum(x, axis=1), [[rows], [rows * 2.0]])
+
+    first, second = tf.function(run)() if in_function else run()
+    np.testing.assert_allclose(first, tf.reduce_sum(rows, axis=1))
+    np.testing.assert_allclose(second, tf.reduce_sum(rows, axis=1) * 2.0)
