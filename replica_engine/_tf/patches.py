@@ -375,6 +375,7 @@ PATCHES += tuple(
         (control_flow.BY_XLA, _FIRST_COMPILED),
         (row_updates.WRAPPED, _FIRST_COMPILED),
         (control_flow.BY_THREADS, _FIRST_THREADS),
+        (control_flow.BY_KERAS, _REPLICATED),
     )
     for owner, name, why in table.values()
 )

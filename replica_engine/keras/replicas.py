@@ -25,14 +25,17 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.graphs import control_flow
 from replica_engine._tf.host_datasets import end_apart
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.engine import current_replica
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
-from replica_engine.keras.variables import ReplicatedVariables
+from replica_engine.keras.variables import ReplicatedVariables, used_by
+from replica_engine.process import scoped
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import models
 from replica_engine.strategies.backend import compiles
@@ -44,8 +47,36 @@ _lock = threading.RLock()
 _inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
 
 
+_thread = threading.local()
+
 _STEPS = {"fit": "train_step", "evaluate": "test_step"}
 """By method of a model, the step that it runs on each batch of its iterator."""
+
+
+def extend_functions() -> None:
+    """Makes functions that were traced before see the weights of a replicated model at the moment of their call."""
+    control_flow.wrap(control_flow.BY_KERAS["call_flat"], _called)
+
+
+def _at_work() -> contextlib.AbstractContextManager[object]:
+    """Inside, functions that this thread calls are those of steps and of this library."""
+    return scoped.attribute(_thread, "is_at_work", True)
+
+
+def _called(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a traced function. Outside the methods of replicated models, and in their steps, there is no more."""
+    if (
+        not _inside
+        or getattr(_thread, "is_at_work", False)
+        or not tf.executing_eagerly()
+        or current_replica() is not None
+    ):
+        return original(function, *args, **kwargs)
+    me = threading.get_ident()
+    with _lock:
+        is_between_steps = any(replicas._thread == me for replicas in _inside.values())
+    with used_by(function, is_between_steps, _at_work):
+        return original(function, *args, **kwargs)
 
 
 class Replicas:
@@ -245,7 +276,12 @@ class Replicas:
                 break
         batches = [batch for batch in batches if samples.count(batch)]
         with timeline.span(self._calling, name, "launch", {"batches": len(batches)}):
-            logs = self._ready(batches[0]).step(name, batches) if batches else self._model.get_metrics_result()
+            if batches:
+                steps = self._ready(batches[0])
+                with _at_work():
+                    logs = steps.step(name, batches)
+            else:
+                logs = self._model.get_metrics_result()
         if failed is not None:
             raise failed
         return logs
@@ -265,10 +301,11 @@ class Replicas:
 
     def _predict(self, batch: Any) -> Any:
         total = samples.count(batch)
-        if total:
-            return self._ready(None).predict(batch)
-        outputs = self._ready(None).predict(samples.blank(batch))
-        return samples.take(outputs, 0, 0)
+        steps = self._ready(None)
+        with _at_work():
+            if total:
+                return steps.predict(batch)
+            return samples.take(steps.predict(samples.blank(batch)), 0, 0)
 
     def _ready(self, batch: Any) -> Any:
         """The object that runs steps, with all variables shared; a new object if the model has changed."""

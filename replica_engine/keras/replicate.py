@@ -16,6 +16,7 @@ from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras.choice import choose
 from replica_engine.keras.hooks import extend_keras
 from replica_engine.keras.model import is_replicated, replicated
+from replica_engine.keras.replicas import extend_functions
 from replica_engine.strategies.backend import has_backend
 from replica_engine.strategies.validation import names_keywords
 
@@ -82,6 +83,7 @@ def replicate_model(
     _check_inputs(model, present)
     patches.hide_frames(FOLDERS)
     extend_keras()
+    extend_functions()
     twin = replicated(model, strategy)
     if strategy.extended.saving is not None:
         strategy.leave_files_to_chief(model, twin)

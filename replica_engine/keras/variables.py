@@ -5,6 +5,8 @@ model works as always. While a replicated method runs, it holds a distributed va
 that plain variable:
 
 - on entering, the values of the plain variables go to all replicas, so that changes of the original take effect;
+- a `tf.function` that was traced before has captured the plain variable. When it is called between two steps, the plain
+  variable first gets the value that entering would find after leaving; what the function writes goes to all replicas;
 - on leaving, the replicas' separate values are combined in the plain variables. Metrics are added up, and so are the
   gradients that an optimizer accumulates. Weights that a step assigns, such as the moving statistics of a batch
   normalization, are averaged over replicas. Seeds keep the value of replica 0. Trained weights and the optimizer's
@@ -14,6 +16,7 @@ that plain variable:
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,12 +24,14 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute, reduction, variables
+from replica_engine._tf.graphs import captures
 from replica_engine._tf.keras import layouts
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.strategies.backend import backend_of
 from replica_engine.values.seeds import seed_of
 
+_SHARED = "_replica_engine_shared"  # on a handle: the `_Shared` of its variable, and whether it is the plain one
 _WORTH_A_GRAPH = 8  # calls that take about as long as one trace
 
 
@@ -179,6 +184,11 @@ class _Shared:
         backend = backend_of(strategy)
         self.host_side = backend.host_side_of(self.plain) if self._is_component and backend is not None else None
 
+        self._this = weakref.ref(self)
+        for component in self._components:
+            if component is not self.plain:
+                setattr(variables.raw_handle(component), _SHARED, (self._this, False))
+
     def is_of(self, value: Any) -> bool:
         """Whether `value` is one of these two variables."""
         return value is self.plain or value is self._distributed
@@ -204,10 +214,12 @@ class _Shared:
             keras_model.contain(self.plain, self._distributed)
         if self.host_side is not None:
             self.host_side.attach()
+        setattr(variables.raw_handle(self.plain), _SHARED, (self._this, True))
         keras_model.put_underneath(self._variable, self._distributed)
 
     def put_plain(self) -> None:
         """Puts the plain variable back."""
+        vars(variables.raw_handle(self.plain)).pop(_SHARED, None)
         keras_model.contain(self.plain, None)
         if self.host_side is not None:
             self.host_side.release()
@@ -232,6 +244,28 @@ class _Shared:
                     other.assign(tf.zeros_like(value))
                 else:
                     other.assign(value)
+
+    def before_use(self, writes: bool, is_between_steps: bool) -> None:
+        """Brings the plain variable up to date, before a function uses it that knows nothing of the replicas.
+
+        Args:
+            writes: whether the function may write to it.
+            is_between_steps: whether no step runs; else what replicas have for themselves is left alone.
+        """
+        if is_between_steps:
+            self.reconcile()
+            if self.on_read and len(self._components) > 1:
+                self.gather()
+                self.spread()
+        if not self._is_component:
+            self.gather()
+        elif self.host_side is not None:
+            self.host_side.used(writes)
+
+    def after_write(self, is_between_steps: bool) -> None:
+        """Gives what such a function may have written to all replicas."""
+        if is_between_steps or not self.on_read:
+            self.spread()
 
     def gather(self) -> None:
         """Combines the values of the replicas in the plain variable."""
@@ -281,6 +315,38 @@ def _with_all(shared: dict[int, _Shared], do: Callable[[_Shared], None]) -> Call
         (graph or each)()
 
     return with_all
+
+
+@contextlib.contextmanager
+def used_by(function: Any, is_between_steps: bool, at_work: Callable[[], Any]) -> Iterator[None]:
+    """Around a call of a traced function: the plain variables that it has captured are as those of one device.
+
+    A function that has captured a variable of a replica was traced while the model had them, and knows what to do.
+
+    Args:
+        function: the function, as `captures.of` takes it.
+        is_between_steps: whether no step of the model runs.
+        at_work: a context for what is done with variables here.
+    """
+    found: dict[int, tuple[_Shared, bool]] = {}
+    knows = set()
+    for (reference, is_plain), writes in captures.marked(function, _SHARED):
+        if (shared := reference()) is not None:
+            if is_plain:
+                found[id(shared)] = shared, writes()
+            else:
+                knows.add(id(shared))
+    used = [each for key, each in found.items() if key not in knows]
+    with at_work():
+        for shared, writes in used:
+            shared.before_use(writes, is_between_steps)
+    try:
+        yield
+    finally:
+        with at_work():
+            for shared, writes in used:
+                if writes:
+                    shared.after_write(is_between_steps)
 
 
 def _put_all_plain(shared: Iterable[_Shared]) -> None:

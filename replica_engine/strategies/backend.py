@@ -80,6 +80,9 @@ class HostSide(Protocol):
     def attach(self) -> None:
         """Makes the variable show the value on the devices, and makes writes to the variable reach the devices."""
 
+    def used(self, writes: bool) -> None:
+        """Called before something uses the variable's handle unnoticed; `writes` tells whether it may write."""
+
     def release(self) -> None:
         """Makes the variable a plain one again, with the newest value; does nothing if it is one."""
 

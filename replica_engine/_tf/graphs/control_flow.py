@@ -74,7 +74,7 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed as var
 from tensorflow.python.util import traceback_utils as _tracebacks
 
 from replica_engine._tf import batches
-from replica_engine._tf.graphs import function
+from replica_engine._tf.graphs import captures, function
 from replica_engine._tf.graphs.kept import keep
 
 _Function: Any = tf.__internal__.function.Function
@@ -119,6 +119,15 @@ BY_XLA = {
     "repeat_rows": Wrapped(_ragged_util, "repeat", "sums along the rows of a ragged tensor"),
 }
 """What compiled replicas need."""
+
+BY_KERAS = {
+    "call_flat": Wrapped(
+        captures.OWNER,
+        captures.NAME,
+        "a function that was traced before, called in a callback, has the weights of then",
+    ),
+}
+"""What `replicate_model` wraps."""
 
 BY_THREADS = {
     "cond": Wrapped(_cond_v2, "cond_v2", "merge calls in tf.cond, and in `if` on a tensor"),

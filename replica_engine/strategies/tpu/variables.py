@@ -131,6 +131,10 @@ class _HostSide:
         if not isinstance(self._variable, HostVariable):
             HostVariable.adopt(self._variable, self._device_value, self._replica)
 
+    def used(self, writes: bool) -> None:
+        if isinstance(self._variable, HostVariable):
+            HostVariable.used(self._variable, writes)
+
     def release(self) -> None:
         if isinstance(self._variable, HostVariable):
             HostVariable.release(self._variable)

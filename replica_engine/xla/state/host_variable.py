@@ -104,6 +104,16 @@ class HostVariable(variables.ResourceVariable):
         component.__class__ = variables.ResourceVariable
         del component._replica_engine
 
+    @classmethod
+    def used(cls, component: Any, writes: bool) -> None:
+        """Called before a function runs that has captured the handle of what was a plain variable then."""
+        component._check_access()
+        device_value, _ = component._replica_engine
+        if writes:
+            device_value.host_is_to_write()
+        else:
+            device_value.host_reads()
+
     @property
     def variables(self) -> list[HostVariable]:
         """The variable, once for each device of its replica, as TensorFlow's variables of several logical devices."""
