@@ -330,10 +330,10 @@ def used_by(function: Any, is_between_steps: bool, at_work: Callable[[], Any]) -
     """
     found: dict[int, tuple[_Shared, bool]] = {}
     knows = set()
-    for (reference, is_plain), writes in captures.marked(function, _SHARED):
+    for (reference, is_plain), may_write in captures.marked(function, _SHARED):
         if (shared := reference()) is not None:
             if is_plain:
-                found[id(shared)] = shared, writes()
+                found[id(shared)] = shared, may_write()
             else:
                 knows.add(id(shared))
     used = [each for key, each in found.items() if key not in knows]
