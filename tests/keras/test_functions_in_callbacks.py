@@ -35,7 +35,7 @@ def on(request):
 
 
 def make(strategy=None, norm=False):
-    layers = [keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)]
+    layers = [keras.layers.Dense(1, kernel_initializer="ones" if norm else "zeros", use_bias=False)]
     # Synchronized: the moving statistics are those of one device.
     layers = [keras.layers.BatchNormalization(momentum=0.5, synchronized=True), *layers] if norm else layers
     model = keras.Sequential([keras.Input((1,)), *layers])
