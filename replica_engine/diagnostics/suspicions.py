@@ -172,7 +172,8 @@ def _leaves(values: Iterable[Any]) -> list[Any]:
     """The arguments of a run, and the parts of those that are tuples, lists and dicts."""
     leaves: list[Any] = []
     for value in values:
-        leaves += value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
+        parts = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
+        leaves.extend(parts)  # `+=` would let a named tuple that TensorFlow has wrapped add itself
     return leaves
 
 
