@@ -7,6 +7,7 @@ from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 _INSTALLED = """
     import pkgutil
+    import sys
     import tensorflow as tf
     import replica_engine
     from replica_engine._tf.patches import PATCHES
@@ -25,7 +26,8 @@ _INSTALLED = """
     strategy.run(step)
     found = set()
     for patch in PATCHES:
-        replaced = getattr(pkgutil.resolve_name(patch.owner.rpartition(".")[0]), patch.owner.rpartition(".")[2], None)
+        module, _, owner = patch.owner.rpartition(".")
+        replaced = getattr(pkgutil.resolve_name(module), owner, None) if module else sys.modules[owner]
         each = getattr(replaced, patch.name, None)
         while each is not None:
             found.add(getattr(getattr(each, "_replica_engine_around", None), "__module__", ""))

@@ -198,18 +198,14 @@ class LoweringError(ReplicaEngineError, ValueError):
 
     @classmethod
     def unsupported_op(cls, fn: str, op: str, where: str) -> LoweringError:
-        """XLA has no lowering for an op."""
-        if op.startswith("Debug"):  # no op of the user
-            return cls(
-                f"tf.debugging.enable_check_numerics, or another tool of tf.debugging, has added {op} to "
-                f"`{fn}`{at(where)}, and XLA cannot compile it. Call tf.debugging.disable_check_numerics() before the "
-                "function is traced; or leave soft_placement on, with which check_numerics works under TPUStrategy; "
-                "or use MirroredStrategy."
-            )
-        return cls(
-            f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. Run it on the host: in the middle of the body "
-            "with xla.outside_compilation(fn, ...), or before the run, or use MirroredStrategy."
+        """XLA has no lowering for an op, which the user wrote, or a tool of `tf.debugging` added."""
+        instead = (
+            "A tool of tf.debugging has added it: call tf.debugging.disable_check_numerics() before the function is "
+            "traced, or leave soft_placement on, with which enable_check_numerics works under TPUStrategy"
+            if op.startswith("Debug")
+            else "Run it on the host: in the middle of the body with xla.outside_compilation(fn, ...), or before the run"
         )
+        return cls(f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. {instead}, or use MirroredStrategy.")
 
     @classmethod
     def diverges(cls, fn: str, where: str) -> LoweringError:
