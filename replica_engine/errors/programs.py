@@ -199,13 +199,12 @@ class LoweringError(ReplicaEngineError, ValueError):
     @classmethod
     def unsupported_op(cls, fn: str, op: str, where: str) -> LoweringError:
         """XLA has no lowering for an op, which the user wrote, or a tool of `tf.debugging` added."""
-        instead = (
-            "A tool of tf.debugging has added it: call tf.debugging.disable_check_numerics() before the function is "
-            "traced, or leave soft_placement on, with which enable_check_numerics works under TPUStrategy"
-            if op.startswith("Debug")
-            else "Run it on the host: in the middle of the body with xla.outside_compilation(fn, ...), or before the run"
+        return cls(
+            f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. Run it on the host: in the middle of the body "
+            "with xla.outside_compilation(fn, ...), or before the run, or use MirroredStrategy. If you did not write it, "
+            "tf.debugging.enable_check_numerics has added it: call tf.debugging.disable_check_numerics() before the "
+            "function is traced, or leave soft_placement on, with which it works under TPUStrategy."
         )
-        return cls(f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. {instead}, or use MirroredStrategy.")
 
     @classmethod
     def diverges(cls, fn: str, where: str) -> LoweringError:
