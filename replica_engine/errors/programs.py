@@ -201,8 +201,8 @@ class LoweringError(ReplicaEngineError, ValueError):
         """XLA has no lowering for an op, which the user wrote, or a tool of `tf.debugging` added."""
         return cls(
             f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. Run it on the host: in the middle of the body "
-            "with xla.outside_compilation(fn, ...), or before the run, or use MirroredStrategy. If you did not write it, "
-            "tf.debugging.enable_check_numerics has added it: call tf.debugging.disable_check_numerics() before the "
+            "with xla.outside_compilation(fn, ...), or before the run, or use MirroredStrategy. An op that you did not "
+            "write is of tf.debugging.enable_check_numerics: call tf.debugging.disable_check_numerics() before the "
             "function is traced, or leave soft_placement on, with which it works under TPUStrategy."
         )
 
