@@ -243,7 +243,7 @@ class TestChecks:
             return tf.debugging.check_numerics(tape.gradient(y, x), "backward")
 
         assert on_two(body, [0.0, 4.0]) == [0.0, 20.0]  # as on one device, where nothing comes back to the root of 0
-        with pytest.raises(tf.errors.InvalidArgumentError, match="in gradient|backward"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"in gradient|backward"):
             on_two(body, [-1.0, 4.0])
 
     def test_the_iteration_of_a_device_loop_is_said(self):
