@@ -198,12 +198,10 @@ class LoweringError(ReplicaEngineError, ValueError):
 
     @classmethod
     def unsupported_op(cls, fn: str, op: str, where: str) -> LoweringError:
-        """XLA has no lowering for an op, which the user wrote, or a tool of `tf.debugging` added."""
+        """XLA has no lowering for an op."""
         return cls(
             f"`{fn}` uses {op}{at(where)}, which XLA cannot compile. Run it on the host: in the middle of the body "
-            "with xla.outside_compilation(fn, ...), or before the run, or use MirroredStrategy. An op that you did not "
-            "write is of tf.debugging.enable_check_numerics: call tf.debugging.disable_check_numerics() before the "
-            "function is traced, or leave soft_placement on, with which it works under TPUStrategy."
+            "with xla.outside_compilation(fn, ...), or before the run, or use MirroredStrategy."
         )
 
     @classmethod

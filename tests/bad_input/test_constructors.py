@@ -69,7 +69,7 @@ class TestCompiled:
         attempt(xla.PjrtClusterResolver, platform)
 
 
-@pytest.mark.parametrize("devices", [3, ..., "CPU:0", [None], [["CPU:0"]], tf.constant(["CPU:0"])], ids=repr)
+@pytest.mark.parametrize("devices", [3, ..., "CPU:nought", [None], [["CPU:0"]], tf.constant(["CPU:0"])], ids=repr)
 def test_what_is_no_list_of_devices(devices):
     with pytest.raises(DeviceError, match="Not a device"):
         MirroredStrategy(devices)

@@ -46,6 +46,10 @@ def original(tensor: tf.Tensor) -> tf.Tensor | None:
 
 def _set_aside(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
     setattr(graph, _ASIDE, {*getattr(graph, _ASIDE, ()), op.name})
+    _note_originals(graph, op, results)
+
+
+def _note_originals(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
     if not hasattr(graph, _ORIGINALS):
         setattr(graph, _ORIGINALS, {})
     getattr(graph, _ORIGINALS).update((new.name, old) for new, old in zip(results, op.outputs, strict=True))
@@ -112,6 +116,8 @@ def intercepted(replace: Replace, draw: Draw, kinds: Container[str]) -> Iterator
         replaced = None
         if graph is not None and op_type == _DRAWS:
             replaced = draw(inputs, outputs[0])
+            if replaced is not None:  # the initial value of a variable is one for all, and draws once
+                _note_originals(graph, outputs[0].op, replaced)
         elif graph is not None and (op_type in kinds or op_type.startswith(_RANDOM)):
             op = outputs[0].op
             replaced = replace(op_type, inputs, op.get_attr)

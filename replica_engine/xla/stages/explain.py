@@ -60,7 +60,7 @@ def unreadable(traced: BodyGraph, names: list[str], message: str, moved: MovedBo
     if message:
         error = LoweringError.other(traced.name, message, where)
     else:
-        error = LoweringError.unsupported_op(traced.name, op.type if op is not None else "an op", where)
+        error = _unsupported(traced.name, op.type if op is not None else "an op", where)
     error.op_name = name
     return error
 
@@ -77,11 +77,22 @@ def undividable(traced: BodyGraph) -> LoweringError:
     )
 
 
+def _unsupported(name: str, op: str, where: str) -> LoweringError:
+    """The error for an op without a kernel of XLA; the user did not write the ops of `tf.debugging`."""
+    if not op.startswith("Debug"):
+        return LoweringError.unsupported_op(name, op, where)
+    return LoweringError(
+        f"tf.debugging.enable_check_numerics or another debugger has added {op} to `{name}`{at(where)}, and "
+        "XLA cannot compile it. Call tf.debugging.disable_check_numerics() before the function is traced; or leave "
+        "soft_placement on, with which check_numerics works under TPUStrategy; or use MirroredStrategy."
+    )
+
+
 def _explain(traced: BodyGraph, text: str, where: str) -> LoweringError:
     name = traced.name
     unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
     if "Detected unsupported operations" in text and unsupported:
-        return LoweringError.unsupported_op(name, unsupported.group(1), where)
+        return _unsupported(name, unsupported.group(1), where)
     if "compile-time constant" in text:
         return LoweringError.not_constant(name, unsupported.group(1) if unsupported else "an op", where)
     if "tensor list" in text.lower():
