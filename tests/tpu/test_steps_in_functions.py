@@ -321,10 +321,14 @@ def test_steps_of_two_strategies_in_one_function(two, counter, step, replicas):
     four = replicas(4)
     other = four.variable(0.0, SUM)
 
+    def add(x):
+        own = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, x.dtype)
+        other.assign_add(x + 0.0 * own)  # the sum of what all replicas share is refused
+
     @tf.function
     def program():
         step()
-        four.strategy.run(lambda x: other.assign_add(x), args=(counter * 1.0,))
+        four.strategy.run(add, args=(counter * 1.0,))
         step()
         return counter * 1.0, other * 1.0
 
