@@ -243,7 +243,8 @@ def test_of_the_sync_points_of_towers():
         return distribution.reduce(tf.VariableAggregation.SUM, x, None)  # in the merge function
 
     def tower(x):
-        return contrib.get_tower_context().merge_call(merge, x)
+        own = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, x.dtype)
+        return contrib.get_tower_context().merge_call(merge, x + own)
 
     strategy.call_for_each_tower(tower, tf.constant(1.0))
     assert places(strategy) == {f"{__file__}:{line_with('# in the merge function')} in merge"}

@@ -139,6 +139,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             return None
         if not distribute.is_outside_scopes():
             return None
+        if not isinstance(args, (list, tuple)):
+            return None  # nothing has checked them yet
         if programs is None and self.device_group.size > 1 and has_batch(args):
             return None  # `check_inputs` looks at each call then
         check_not_forked()
