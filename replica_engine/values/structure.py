@@ -18,7 +18,8 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -282,18 +283,43 @@ def open_level(value: Any, stop: Callable[[Any], bool] | None = None) -> tuple[L
 
 
 class ById:
-    """Compares by identity, and keeps the compared object alive."""
+    """Compares by identity, and does not keep the compared object alive, unless it is of a type without weak references.
 
-    __slots__ = ("value",)
+    What has died equals nothing else, also if a new object has its address.
+
+    Attributes:
+        value: a function that returns the object; None if it has died.
+    """
+
+    __slots__ = ("_hash", "value")
 
     def __init__(self, value: Any):
-        self.value = value
+        self._hash = id(value)
+        self.value: Callable[[], Any]
+        try:
+            self.value = weakref.ref(value)
+        except TypeError:
+            self.value = lambda: value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and other.value is self.value
+        if self is other:
+            return True
+        if not isinstance(other, ById) or other._hash != self._hash:
+            return False
+        # The same reference is of the same object. It may have died: a table must still find its entry to drop it.
+        return other.value is self.value or ((value := self.value()) is not None and other.value() is value)
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self._hash
+
+
+def by_id(key: Any) -> Iterator[ById]:
+    """All `ById` in a key, which is made of tuples."""
+    if isinstance(key, ById):
+        yield key
+    elif type(key) is tuple:
+        for part in key:
+            yield from by_id(part)
 
 
 def constant_key(value: Any, depth: int = 3) -> Any:

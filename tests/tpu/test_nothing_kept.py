@@ -1,7 +1,9 @@
 """What a step was traced with goes with its strategy: no graph and no object of this library stays behind."""
 
 import contextlib
+import functools
 import gc
+import weakref
 from collections import Counter
 
 import keras
@@ -126,3 +128,109 @@ def test_nothing_stays_behind_when_a_strategy_is_gone(name):
     with contextlib.suppress(AssertionError):  # what is left says more
         until(is_gone)
     assert left == []
+
+
+class Model(tf.Module):
+    def __init__(self):
+        self.w = tf.Variable([1.0, 2.0])
+        self.late = None
+
+    def __call__(self, x):
+        return tf.reduce_sum(self.w) * x
+
+    def step(self, x):
+        if self.late is None:
+            self.late = tf.Variable(2.0)
+        return self(x) * self.late
+
+    @tf.function
+    def compiled(self, x):
+        return self(x)
+
+
+def layer():
+    return keras.layers.Dense(1)
+
+
+def apply(model, x):
+    return model(x)
+
+
+def with_gradient(model, x):
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = model(x)
+        model.w.assign_sub(tape.gradient(loss, model.w))
+        return loss
+
+    return step, (x,)
+
+
+def in_nested_functions(model, x):
+    def inner(x):
+        return model(x)
+
+    return lambda x: inner(x) + 1.0, (x,)
+
+
+def with_a_host_call(model, x):
+    return lambda x: model(x) + xla.outside_compilation(tf.square, x), (x,)
+
+
+ONE, ROWS = tf.constant(1.0), tf.ones((2, 3))
+CALLS = {  # what makes a model, and what `run` is called with
+    "callable": (Model, lambda model: (model, (ONE,))),
+    "bound_method": (Model, lambda model: (model.step, (ONE,))),
+    "bound_function": (Model, lambda model: (model.compiled, (ONE,))),
+    "function": (Model, lambda model: (tf.function(model), (ONE,))),
+    "lambda": (Model, lambda model: (lambda x: model(x), (ONE,))),
+    "default": (Model, lambda model: (lambda x, model=model: model(x), (ONE,))),
+    "partial": (Model, lambda model: (functools.partial(apply, model), (ONE,))),
+    "partial_of_method": (Model, lambda model: (functools.partial(model.step, ONE), ())),
+    "argument": (Model, lambda model: (apply, (model, ONE))),
+    "in_an_argument": (Model, lambda model: (lambda models, x: models["a"](x), ({"a": model}, ONE))),
+    "keyword": (Model, lambda model: (apply, (), {"model": model, "x": ONE})),
+    "variable": (Model, lambda model: (lambda v: v * 2.0, (model.w,))),
+    "with_gradient": (Model, lambda model: with_gradient(model, ONE)),
+    "in_nested_functions": (Model, lambda model: in_nested_functions(model, ONE)),
+    "with_a_host_call": (Model, lambda model: with_a_host_call(model, ONE)),
+    "keras": (layer, lambda model: (model, (ROWS,))),
+    "keras_in_a_lambda": (layer, lambda model: (lambda x: model(x), (ROWS,))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_model_that_the_program_has_dropped_does_not_stay(name):
+    make, call = CALLS[name]
+    strategy = new_strategy()
+    models, used = [], []
+    for _ in range(3):
+        with strategy.scope():
+            model = make()
+        strategy.run(*call(model))
+        before = xla.counts()
+        strategy.run(*call(model))
+        if name != "function":  # a new one in each call
+            assert (xla.counts() - before).traces == 0  # the trace is found as long as the model is there
+        models.append(weakref.ref(model))
+        del model
+        gc.collect()
+        assert [each() for each in models] == [None] * len(models)
+        strategy.run(lambda: tf.constant(1.0))  # what has died goes with the next call
+        used.append(present())
+    left = {kind.__name__: count for kind, count in (used[2] - used[0]).items()}
+    left.pop("LaunchRecord", None)  # of the last launches
+    assert left == {}
+
+
+def test_what_has_died_is_not_found_for_a_new_object_at_its_place():
+    strategy = new_strategy()
+    found = []
+    for factor in range(40):  # CPython gives a new object the address of one that has just gone
+        with strategy.scope():
+            model = Model()
+        model.factor = float(factor)
+        result = strategy.run(lambda x, model=model: x * model.factor, (ONE,))
+        found.append(float(strategy.experimental_local_results(result)[1]))
+        del model, result
+    assert found == list(map(float, range(40)))

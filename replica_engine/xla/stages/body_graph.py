@@ -38,8 +38,12 @@ class BodyGraph:
 
     Attributes:
         name: the function's name.
-        fn: the function.
-        constants: what in its arguments is not a tensor, as pairs of path and value.
+        where: the file and the line of the function: "train.py:40"; "" if it has none. A body of the library has
+            `_replica_engine_where`: the line of the user that it works for.
+        is_users: whether it is the user's function, and not a body of the library.
+        stacked: the attribute of the function with this name; 0 if it has none.
+        result_axes: the attribute of the function with this name; None if it has none.
+        constants: what in its arguments is not a tensor, as pairs of path and words: the number, or the type.
         graph: the function graph. Its inputs are the slots of the arguments, captured tensors, and captured
             variables, in this order.
         body: the replicas it was traced for.
@@ -89,8 +93,15 @@ class BodyGraph:
         self.collectives = collectives
         self.apart: list[Apart] = []
         self.diverges = ""
-        self.fn = fn
-        self.constants = arguments.constants
+        # Not the function, nor what it closes over: a trace does not keep alive what it uses.
+        self.where: str = getattr(fn, "_replica_engine_where", "") or place_of(fn)
+        self.is_users = not hasattr(fn, "_replica_engine_where")
+        self.stacked: int = getattr(fn, "stacked", 0)
+        self.result_axes: Any = getattr(fn, "result_axes", None)
+        self.constants = [
+            (path, repr(value) if type(value) in (bool, int, float) else type(value).__qualname__)
+            for path, value in arguments.constants
+        ]
         self._created = created  # variables, which must live as long as the graph
         self.writer = arguments.summary_writer
         slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []
@@ -137,19 +148,6 @@ class BodyGraph:
     def donates(self) -> bool:
         """Whether a launch may overwrite the old values of variables; see `BodyProgram.donates`."""
         return not self.host_calls.can_fail and self.body.limits.timeout is None
-
-    @property
-    def where(self) -> str:
-        """The file and the line of the function: "train.py:40"; "" if it has none.
-
-        A body of the library has `_replica_engine_where`: the line of the user that it works for.
-        """
-        return getattr(self.fn, "_replica_engine_where", "") or place_of(self.fn)
-
-    @property
-    def is_users(self) -> bool:
-        """Whether it is the user's function, and not a body of the library."""
-        return not hasattr(self.fn, "_replica_engine_where")
 
     def replicas_results(self, columns: Sequence[results.Column]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""

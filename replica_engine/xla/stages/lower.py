@@ -358,11 +358,11 @@ def _layout(
     mesh = traced.body.mesh
     if mesh is None:
         return None
-    lead = getattr(traced.fn, "stacked", 0)
+    lead = traced.stacked
     batches = [mesh.of_batch(slot.shape, lead) for index, slot in enumerate(slots) if index not in traced.host_slots]
     variables = [axes_of(handle, mesh) for handle in traced.handles]
     divided: list[Axes]
-    if (chosen := getattr(traced.fn, "result_axes", None)) is not None:
+    if (chosen := traced.result_axes) is not None:
         divided = chosen
     elif traced.body.spans:  # each worker has what the body returned
         divided = [WHOLE] * returned

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import threading
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans.plan import Memory
-from replica_engine.values.structure import ById
+from replica_engine.values.structure import ById, by_id
 from replica_engine.xla.body import Body, LaunchLimits
 from replica_engine.xla.host_calls.call import CallOrder
 from replica_engine.xla.signature.arguments import Arguments, Shapes
@@ -42,7 +42,9 @@ MANY_TRACES = 8
 """The number of traces of one function after which the cache warns."""
 
 MOST_PROGRAMS = 256
-"""How many functions, traces of each, and executables a cache keeps: the most recently used."""
+"""How many functions, and traces of each, a cache keeps: the most recently used."""
+
+_MOST_UNUSED = 16  # executables that are kept for the next model of the same shapes when no trace uses them
 
 
 class ProgramCache:
@@ -92,7 +94,9 @@ class ProgramCache:
         )
         self._functions: LastUsed = LastUsed(most)
         self._call_host: LastUsed = LastUsed(most)
-        self._executables: LastUsed = LastUsed(most)
+        self._executables: weakref.WeakValueDictionary[Any, Executable] = weakref.WeakValueDictionary()
+        self._last_executables: deque[Executable] = deque(maxlen=min(most, _MOST_UNUSED))
+        self._died: deque[_Watch] = deque()
         self._most = most
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
@@ -126,6 +130,8 @@ class ProgramCache:
 
     def find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """The traced body for a call in eager mode."""
+        if self._died:
+            self._drop()
         function = self._function(source)
         used = None if source.reduce_retracing or function.sparse else source.used(function.hosts)
         recent = function.recent
@@ -134,8 +140,8 @@ class ProgramCache:
             return recent.program
         program = self._find(source, arguments, shapes)
         program.traced.sums.check(arguments)
-        if used is not None and not function.sparse and _are_the_same(used, source.used(function.hosts)):
-            recent = _Recent(used, arguments.key, shapes, self.moves_ops, program, function.hosts)
+        if used is not None and not function.sparse and _Used(used).are(source.used(function.hosts)):
+            recent = _Recent(_Used(used), arguments.key, shapes, self.moves_ops, program, function.hosts)
             function.recent, function.warm = recent, None
         return program
 
@@ -165,6 +171,8 @@ class ProgramCache:
         """
         if type(fn) is not FunctionType:
             return None
+        if self._died:
+            self._drop()
         function: _Function | None = self._functions.get(fn.__code__)
         if function is None or function.warm is None:
             return None
@@ -172,7 +180,7 @@ class ProgramCache:
         if function.recent is not recent or recent.moves_ops != self.moves_ops:
             return None
         slots = warm.values(args)
-        if slots is None or not _are_the_same(recent.used, used_objects(fn, recent.hosts)):
+        if slots is None or not recent.used.are(used_objects(fn, recent.hosts)):
             return None
         return recent.program, compiled, slots
 
@@ -192,12 +200,39 @@ class ProgramCache:
                     function.sparse[self.key(source), arguments.key] = sparse
                     shapes = self._of_any_size(source, arguments, shapes)
                     traced = self.trace(source, arguments, shapes)
-                function.traces[self._signature(source, arguments, shapes)] = traced
+                self._put(source, self._signature(source, arguments, shapes), traced)
             return traced
+
+    def _put(self, source: FunctionSpec, signature: Any, traced: TracedProgram) -> None:
+        """Files a trace until something that its signature names by identity has died."""
+        code = _code(source)
+        self._function(source).traces[signature] = traced
+        for value in [each.value() for each in by_id((code, signature))]:
+            with contextlib.suppress(TypeError):  # a type without weak references; `ById` keeps such objects alive
+                traced.watches.append(_Watch(value, self._died.append, code, signature))
+
+    def _drop(self) -> None:
+        """Drops the traces of objects that have died; in a later call, if another thread is at work on the cache."""
+        if not self._lock.acquire(blocking=False):  # a warm call never waits for a trace of another thread
+            return
+        dropped = []  # they go when the lock is free
+        try:
+            while self._died:
+                watch = self._died.popleft()
+                function: _Function | None = self._functions.get(watch.code)
+                if function is None:
+                    continue
+                dropped.append(traced := function.traces.pop(watch.signature, None))
+                if function.recent is not None and function.recent.program is traced:
+                    function.recent = function.warm = None
+                if any(each.value() is None for each in by_id(watch.code)):
+                    del self._functions[watch.code]
+        finally:
+            self._lock.release()
 
     def _function(self, source: FunctionSpec) -> _Function:
         """What is known of a function: found by its code, by the key that it comes with, or by what a partial calls."""
-        code = source.code if isinstance(source.code, CodeType) else source.declared or ById(source.code)
+        code = _code(source)
         found: _Function | None = self._functions.get(code)
         if found is None:
             with self._lock:
@@ -241,7 +276,7 @@ class ProgramCache:
     def keep(self, source: FunctionSpec, arguments: Arguments, traced: TracedProgram) -> None:
         """Files a trace under another key as well."""
         with self._lock:
-            self._function(source).traces[self._signature(source, arguments, ())] = traced
+            self._put(source, self._signature(source, arguments, ()), traced)
 
     def _signature(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Any:
         return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self.moves_ops)
@@ -271,7 +306,59 @@ class ProgramCache:
             executable: Executable | None = self._executables.get(key)
             if executable is None:
                 executable = self._executables[key] = lowered.executable(text, devices)
+                if owner is None:
+                    self._last_executables.append(executable)
             return executable
+
+
+def _code(source: FunctionSpec) -> Any:
+    return source.code if isinstance(source.code, CodeType) else source.declared or ById(source.code)
+
+
+class _Watch(weakref.ref):
+    """A weak reference that knows which trace uses its object.
+
+    It calls `append` of a deque when the object dies: the garbage collector may find that in any thread, under any
+    lock, so no Python may run then.
+    """
+
+    __slots__ = ("code", "signature")
+
+    def __new__(cls, value: Any, died: Callable[[Any], None], code: Any, signature: Any) -> _Watch:
+        return super().__new__(cls, value, died)
+
+    def __init__(self, value: Any, died: Callable[[Any], None], code: Any, signature: Any):
+        super().__init__(value, died)
+        self.code, self.signature = code, signature
+
+
+class _Used:
+    """The objects that a function uses, without keeping them alive where their types have weak references."""
+
+    __slots__ = ("_ids", "_kept", "_weak")
+
+    def __init__(self, objects: list[Any]):
+        self._ids = list(map(id, objects))
+        self._kept: list[Any] = []
+        self._weak: list[weakref.ref] = []
+        for value in objects:
+            try:
+                self._weak.append(weakref.ref(value))
+            except TypeError:
+                if type(value) is not CellType:  # a cell that counts is kept by the trace, which a host function is in
+                    self._kept.append(value)
+
+    def are(self, objects: list[Any] | None) -> bool:
+        """Whether these are the very same objects; tracing and other threads may bind names to others.
+
+        Equal addresses say so only while the objects from before are alive.
+        """
+        if objects is None or list(map(id, objects)) != self._ids:
+            return False
+        for ref in self._weak:  # not `in`, which would ask tensors whether they are equal
+            if ref() is None:
+                return False
+        return True
 
 
 class _Function:
@@ -302,7 +389,7 @@ class _Function:
 class _Recent(NamedTuple):
     """The last call of a function: a call with the very same objects need not be looked up by its key."""
 
-    used: list[Any]
+    used: _Used
     key: Any
     shapes: Shapes
     moves_ops: bool
@@ -312,16 +399,8 @@ class _Recent(NamedTuple):
     def serves(self, used: list[Any], arguments: Arguments, shapes: Shapes, moves_ops: bool) -> bool:
         """Whether the program is the one for a call."""
         return (
-            _are_the_same(used, self.used)
-            and arguments.key == self.key
-            and shapes == self.shapes
-            and moves_ops == self.moves_ops
+            self.used.are(used) and arguments.key == self.key and shapes == self.shapes and moves_ops == self.moves_ops
         )
-
-
-def _are_the_same(used: list[Any], before: list[Any] | None) -> bool:
-    """Whether a function uses the very same objects as before; tracing and other threads may bind names to others."""
-    return before is not None and len(used) == len(before) and all(map(operator.is_, used, before))
 
 
 class TracedProgram:
@@ -336,6 +415,7 @@ class TracedProgram:
         self.devices = programs.devices
         self.traced = traced
         self.executable = programs.executable
+        self.watches: list[Any] = []  # they live as long as the trace
         self._lowered: LastUsed = LastUsed(64)
         self._compiled: LastUsed = LastUsed(64)
 

@@ -253,8 +253,7 @@ def _taken(traced: BodyGraph, program: BodyProgram) -> dict[str, str]:
     rows = {"the number of replicas": str(program.body.size)}
     for name, slot in zip(program.slot_names, program.slots, strict=True):
         rows[name] = f"{slot.dtype.name} {slot.shape}"
-    for path, value in traced.constants:
-        rows[path] = repr(value) if type(value) in (bool, int, float) else type(value).__qualname__
+    rows.update(traced.constants)
     for index, tensor in enumerate(program.tensors):
         rows[f"the captured tensor {index}"] = f"{tensor.dtype.name} {tensor.shape}"
     for index, handle in enumerate(program.handles):
