@@ -283,9 +283,9 @@ def open_level(value: Any, stop: Callable[[Any], bool] | None = None) -> tuple[L
 
 
 class ById:
-    """Compares by identity, and does not keep the compared object alive, unless it is of a type without weak references.
+    """Compares by identity, and does not keep the compared object alive.
 
-    What has died equals nothing else, also if a new object has its address.
+    It does if the type has no weak references. What has died equals nothing else, also if a new object has its address.
 
     Attributes:
         value: a function that returns the object; None if it has died.

@@ -133,6 +133,18 @@ def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> 
     return _func_graph.func_graph_from_py_func(name, fn, tuple(specs), {})
 
 
+def leave_collections(graph: Any, variables: Sequence[Any]) -> None:
+    """Takes variables out of the collections of a function graph.
+
+    `tf.distribute` puts each distributed variable that it creates in a graph there. Function graphs share the lists with
+    the default graph of the thread, which lives as long as the thread.
+    """
+    created = set(map(id, variables))
+    for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES):
+        collection = graph.get_collection_ref(key)
+        collection[:] = [each for each in collection if id(each) not in created]
+
+
 def register(name: str, graph: Any) -> Any:
     """Registers the ops that a function graph's results and effects need as a function under a new name.
 

@@ -63,6 +63,7 @@ class BodyGraph:
         host_slots: the indices of the arguments that stay on the host; they are not parameters of the program.
         sparse_slots: the indices of components of sparse tensors whose values only host ops need.
         reads: the trainable variables that it uses.
+        late: the variables that the function created when it was traced for the first time.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class BodyGraph:
             for path, value in arguments.constants
         ]
         self._created = created  # variables, which must live as long as the graph
+        self.late: list[weakref.ref] = []
         self.writer = arguments.summary_writer
         slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []
         self.sparse_slots = frozenset(
@@ -148,6 +150,10 @@ class BodyGraph:
     def donates(self) -> bool:
         """Whether a launch may overwrite the old values of variables; see `BodyProgram.donates`."""
         return not self.host_calls.can_fail and self.body.limits.timeout is None
+
+    def forget(self) -> None:
+        """Called when something that the function uses has died: TensorFlow forgets the variables that it created."""
+        xla_ops.leave_collections(self.graph, [variable for ref in self.late if (variable := ref()) is not None])
 
     def replicas_results(self, columns: Sequence[results.Column]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""

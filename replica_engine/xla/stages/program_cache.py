@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import operator
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -229,6 +231,8 @@ class ProgramCache:
                     del self._functions[watch.code]
         finally:
             self._lock.release()
+        for traced in filter(None, dropped):
+            traced.traced.forget()
 
     def _function(self, source: FunctionSpec) -> _Function:
         """What is known of a function: found by its code, by the key that it comes with, or by what a partial calls."""
@@ -355,10 +359,7 @@ class _Used:
         """
         if objects is None or list(map(id, objects)) != self._ids:
             return False
-        for ref in self._weak:  # not `in`, which would ask tensors whether they are equal
-            if ref() is None:
-                return False
-        return True
+        return not any(map(operator.is_, [ref() for ref in self._weak], itertools.repeat(None)))
 
 
 class _Function:

@@ -13,6 +13,7 @@ import functools
 import logging
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -133,6 +134,7 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
                 "Create them once: before the run, under `with strategy.scope():`, or in the first run only, and keep "
                 "them in an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
             )
+    late = [weakref.ref(variable) for variable, _ in created]
     if seen.has_fixed and not seen.writes:
         array_sizes.check(traced.graph, seen)
     if seen.writes:
@@ -148,6 +150,7 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
             elif not body.moves_ops:
                 raise LoweringError.growing_array(seen.lines[0])
     _check_meetings(traced, arguments)
+    traced.late = late
     return traced
 
 
