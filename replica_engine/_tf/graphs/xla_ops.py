@@ -136,8 +136,8 @@ def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> 
 def leave_collections(graph: Any, variables: Sequence[Any]) -> None:
     """Takes variables out of the collections of a function graph.
 
-    `tf.distribute` puts each distributed variable that it creates in a graph there. Function graphs share the lists with
-    the default graph of the thread, which lives as long as the thread.
+    `tf.distribute` puts each distributed variable that it creates in a graph there. Function graphs share these lists
+    with the default graph of the thread, which lives as long as the thread.
     """
     created = set(map(id, variables))
     for key in (tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, tf.compat.v1.GraphKeys.TRAINABLE_VARIABLES):

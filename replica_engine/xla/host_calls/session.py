@@ -26,6 +26,7 @@ from replica_engine.errors.base import add_note, is_alike
 from replica_engine.errors.host_calls import note_host_failure
 from replica_engine.errors.threads import note_failed_alike
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.xla.host_calls.host_variables import HostVariables
 from replica_engine.xla.infeed import InputQueue
 
 _PATIENCE = 10_000  # host calls of a replica; they take about a second
@@ -122,6 +123,7 @@ class Session:
         wake: ends the wait for the program, if another thread than the waiting one launched it; None otherwise.
         arguments: values of the arguments that no device can have, by the index of the argument: one value, or one for
             each replica.
+        host_variables: the variables of the strategy that no device can have and that the program writes.
     """
 
     def __init__(self, devices: DeviceGroup, feed: InputQueue | None):
@@ -137,6 +139,7 @@ class Session:
         self.draw: Callable[[int, Call, float, float], None] | None = None
         self.wake: Callable[[], None] | None = None
         self.arguments: Mapping[int, Sequence[Any]] = {}
+        self.host_variables = HostVariables(size)
         self._inside: list[tuple[int, float] | None] = [None] * size  # each replica's call: its thread, since when
         self._last: list[Call | None] = [None] * size
         self._times: dict[tuple[int, int], int] = {}
@@ -306,6 +309,7 @@ class Session:
         self.has_ended = not self._is_stuck
         for kept in self.kept:
             kept.clear()
+        self.host_variables.clear()
         if self.failures:
             self._raise_first()
 

@@ -1,7 +1,7 @@
 """A piece: ops that run on the host in one call.
 
 A piece is a list of ops. Each op has the numbers of the registers that it takes its inputs from and puts its outputs
-into. The registers are filled from five kinds of `Source`. Values that a device can have come and go through the
+into. The registers are filled from six kinds of `Source`. Values that a device can have come and go through the
 program. Other values (strings, tables, tensors whose shape depends on data) stay on the host: a piece that makes such a
 value stores it under a number, once for each replica, and later pieces of the same launch find it there.
 """
@@ -45,7 +45,9 @@ class Source(NamedTuple):
 
     Attributes:
         kind: "operand" (the program passes it), "stored" (another piece left it), "argument" (an argument of the body
-            that no device can have), "fixed" (the same in every launch) or "writer" (of the caller's summaries).
+            that no device can have), "fixed" (the same in every launch), "variable" (a variable of the strategy that
+            no device can have and that the body writes: each replica has its own) or "writer" (of the caller's
+            summaries).
         what: the number of the operand, of the stored value or of the argument, or the fixed value itself.
     """
 
@@ -123,6 +125,9 @@ class Piece(HostCall):
             run = self.calls.run
             assert run is not None, "set before the launch"
             return tf.constant(run.argument(what, replica))
+        if kind == "variable":
+            assert self.calls.run is not None, "set before the launch"
+            return self.calls.run.host_variables.handle(what, replica)
         return thread_state.summary_state()[0] if kind == "writer" else what
 
     def unlike(self, result: int, given: str, wanted: str) -> HostResultError:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
+from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.diagnostics.op_lines import user_line
@@ -28,6 +28,7 @@ from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.outputs import Outputs
 from replica_engine.xla.soft_placement.piece import Source
 from replica_engine.xla.stages import results
+from replica_engine.xla.state.device_value import home_of
 
 _numbers = itertools.count()
 _logger = logging.getLogger("replica_engine")
@@ -122,11 +123,11 @@ class BodyGraph:
         self._on_host = [each for each in captures if self.moves and _stays_on_host(*each)]
         captures = [each for each in captures if not any(each is other for other in self._on_host)]
         data = [(outside, inside) for outside, inside in captures if inside.dtype != tf.resource]
-        variables = [(outside, inside) for outside, inside in captures if inside.dtype == tf.resource]
+        handles = [(outside, inside) for outside, inside in captures if inside.dtype == tf.resource]
         for outside, inside in captures:
             self._check_capture(outside, inside)
         for handle, where in host_calls.handles:
-            if any(handle is outside for outside, _ in variables):
+            if any(handle is outside for outside, _ in handles):
                 raise HostAccessError.variable(str(xla_ops.variable_name(handle)), where)
         for index, output in enumerate(self.outputs):
             if xla_ops.is_host_only(output.dtype) and not self.moves:
@@ -137,11 +138,11 @@ class BodyGraph:
                     "without changes."
                 )
         self.tensors = [outside for outside, _ in data]
-        self.handles = [outside for outside, _ in variables]
+        self.handles = [outside for outside, _ in handles]
         self.captured = list(range(len(self.tensors)))
         self._slots = list(graph.inputs[: len(self.slots)])
         self._tensors = [inside for _, inside in data]
-        self._variables = [inside for _, inside in variables]
+        self._variables = [inside for _, inside in handles]
         self._registered: Any = None
         self._told = False
         self._also_moved: set[tf.Operation] = set()
@@ -196,14 +197,14 @@ class BodyGraph:
             )
             for index in sorted(self.host_slots)
         ]
-        on_host += [(inside, inside.shape, self._source(outside)) for outside, inside in self._on_host]
+        on_host += [(inside, inside.shape, self._source(outside, inside)) for outside, inside in self._on_host]
         captured = [
             (self._tensors[index], self.tensors[index])
             for index in self.captured
             if isinstance(self.tensors[index], tf.Tensor) and not tf.is_symbolic_tensor(self.tensors[index])
         ]
-        variables = list(zip(self._variables, self.handles, strict=True))
-        inputs = soft_placement.Inputs(parameters, variables, captured, on_host)
+        handles = list(zip(self._variables, self.handles, strict=True))
+        inputs = soft_placement.Inputs(parameters, handles, captured, on_host)
         moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs, self._also_moved)
         if moved.pieces and not self._told:
             self._told = True
@@ -242,9 +243,11 @@ class BodyGraph:
         self.sparse_slots = frozenset()
         return found
 
-    def _source(self, outside: Any) -> Source:
+    def _source(self, outside: Any, inside: tf.Tensor) -> Source:
         if self.writer is not None and outside is self.writer:
             return Source("writer", None)
+        if inside.dtype == tf.resource and home_of(outside) is not None and variables.may_write(inside, set()):
+            return Source("variable", outside)
         return Source("fixed", outside)
 
     def bake_in(self) -> bool:

@@ -332,7 +332,7 @@ class _Watch(weakref.ref):
         return super().__new__(cls, value, died)
 
     def __init__(self, value: Any, died: Callable[[Any], None], code: Any, signature: Any):
-        super().__init__(value, died)
+        super().__init__(value, died)  # type: ignore[call-arg]
         self.code, self.signature = code, signature
 
 
