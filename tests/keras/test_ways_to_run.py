@@ -57,6 +57,90 @@ def test_it_runs_eagerly_or_compiled_by_keras(trains_with, option):
     trains_with(**{option: True})
 
 
+class Scaled(keras.Model):
+    """Its one weight; `look` sees what comes in."""
+
+    def __init__(self, look=lambda x: None, **options):
+        super().__init__()
+        self.look = look
+        self.factor = self.add_weight(shape=(), initializer="ones", **options)
+
+    def build(self, shape):
+        pass
+
+    def call(self, x):
+        self.look(x)
+        return x * self.factor
+
+
+def of_values(y, outputs):
+    return np.abs(np.asarray(y) - 2 * outputs.numpy()).mean(1)
+
+
+def refuses_nan(x):
+    assert not np.isnan(x.numpy()).any()
+
+
+def branches(x):
+    if tf.reduce_any(x > 100):
+        raise ValueError("too big")
+
+
+def squared(y, outputs):
+    return tf.reduce_mean((y.to_tensor() - 2 * outputs.to_tensor()) ** 2, 1)
+
+
+def rows_of(y, outputs):
+    return tf.cast(y.row_lengths() + outputs.row_lengths(), "float32")
+
+
+RAGGED = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0, 0.5], [5.0, 6.0]])
+SEES_VALUES = {  # the first calls make losses and metrics, as on one device: of what the model really gives
+    "a metric reads values": (X[:4], {"loss": "mse", "metrics": [of_values], "run_eagerly": True}, {}),
+    "a weighted metric": (X[:4], {"loss": "mse", "weighted_metrics": [of_values, "mae"], "run_eagerly": True}, {}),
+    "call reads values": (X[:4], {"loss": "mse", "run_eagerly": True}, {"look": refuses_nan}),
+    "call branches": (X[:4], {"loss": "mse", "metrics": ["mae"], "run_eagerly": True}, {"look": branches}),
+    "a regularizer": (X[:4], {"loss": "mse", "metrics": [of_values], "run_eagerly": True}, {"regularizer": "l2"}),
+    "late variables": (X[:4], {"loss": "mse", "metrics": ["r2_score", of_values], "run_eagerly": True}, {}),
+    "a ragged loss": (RAGGED, {"loss": squared}, {}),
+    "a ragged metric": (RAGGED, {"loss": squared, "metrics": [rows_of]}, {}),
+    "a ragged loss, eagerly": (RAGGED, {"loss": squared, "metrics": [rows_of], "run_eagerly": True}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", SEES_VALUES)
+def test_losses_metrics_and_call_see_what_they_see_on_one_device(both, alike, kind):
+    """In the first call too, in which Keras would make losses and metrics of dense symbols, under a strategy."""
+    data, options, of_model = SEES_VALUES[kind]
+    models = []
+    for _ in range(2):
+        model = Scaled(**of_model)
+        model(data)
+        model.compile(keras.optimizers.SGD(0.05), **options)
+        models.append(model)
+    alone, replicated = models[0], replicate_model(models[1], strategy=both(2))
+    alone.run_eagerly = True
+    for _ in range(2):
+        expected, found = (model.evaluate(data, data, verbose=0) for model in (alone, replicated))
+        alike(found, expected)
+        expected, found = (model.train_on_batch(data, data) for model in (alone, replicated))
+        alike(found, expected)
+    alike(replicated.get_weights(), alone.get_weights())
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["traced", "eager"])
+def test_what_call_raises_in_the_first_call_is_raised(both, is_eager):
+    def look(x):
+        if not isinstance(x, np.ndarray):
+            raise LookupError("nothing there")
+
+    model = Scaled(look)
+    model.build(None)
+    model.compile("sgd", "mse", run_eagerly=is_eager)
+    with pytest.raises(LookupError, match="nothing there"):
+        replicate_model(model, strategy=both(2)).train_on_batch(X[:4], X[:4])
+
+
 @pytest.mark.on("tpu")
 def test_a_model_can_be_made_eager_and_back(both, alike):
     keras.utils.set_random_seed(1)

@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 # REGISTERED_OBJS_TO_NAMES: the names under which Keras serializes its own classes.
 from keras.src.api_export import REGISTERED_OBJS_TO_NAMES as _public_names
+
+# compute_output_spec: calls a function in a graph that is thrown away, so that it makes variables and changes none.
+from keras.src.backend import compute_output_spec as _compute_output_spec
 
 # The trainer of models under TensorFlow; it has Keras' own step methods, which a model may override.
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
@@ -283,8 +287,46 @@ def is_built(model: keras.Model) -> bool:
 
 
 def build(model: keras.Model, batch: Any) -> None:
-    """Makes the variables of a model's loss, metrics and optimizer, from the shapes of a batch."""
-    model._symbolic_build(data_batch=batch)
+    """Makes the variables of a model's loss, metrics and optimizer, from a batch or its specs.
+
+    The loss and the metrics get what they get in a step: outputs with values if the model runs eagerly, otherwise those
+    of a graph, of the kind that the model gives (ragged or dense). Keras' own way to build knows dense symbols only.
+    Nothing that exists changes its value.
+    """
+    parts = [getattr(model, name, None) for name in ("_compile_metrics", "_compile_loss")]
+    if any(part is not None and not part.built for part in parts):
+        leaves = tf.nest.flatten(batch, expand_composites=True)
+        if model.run_eagerly and not any(isinstance(leaf, tf.TypeSpec) for leaf in leaves):
+            # A regularizer asks the scope for the value of its weight.
+            with keras.StatelessScope([(variable, variable.value) for variable in model.variables]):
+                _build_from(model, batch)
+        else:
+            _compute_output_spec(lambda: _build_from(model, _placeholders(batch)))
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _build_from(model: keras.Model, batch: Any) -> None:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    outputs = model(x, training=False) if model._call_has_training_arg else model(x)
+    metrics, losses = model._compile_metrics, model._compile_loss
+    if metrics is not None and not metrics.built:
+        model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+    if losses is not None and not losses.built:
+        model._compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
+
+
+def _placeholders(batch: Any) -> Any:
+    """Stands for a batch in a graph; a sparse tensor keeps the length of its rows, which its components lose."""
+
+    def placeholder(leaf: Any) -> Any:
+        if isinstance(leaf, (tf.SparseTensor, tf.SparseTensorSpec)):
+            return tf.compat.v1.sparse_placeholder(leaf.dtype, leaf.shape)
+        components = tf.nest.flatten(leaf, expand_composites=True)
+        tensors = [each if each is None else tf.compat.v1.placeholder(each.dtype, each.shape) for each in components]
+        return tf.nest.pack_sequence_as(leaf, tensors, expand_composites=True)
+
+    return tf.nest.map_structure(placeholder, batch)
 
 
 def state_of(model: keras.Model) -> Any:
