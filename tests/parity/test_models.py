@@ -69,6 +69,17 @@ def test_a_right_model_is_ok_and_left_as_it_was(kinds):
     assert model.optimizer.built
 
 
+def test_variables_that_it_makes_do_not_wait_for_their_values_afterwards(make, on_threads):
+    """Keras gives them when the program leaves its own outermost scope without state, as one was left before."""
+    with keras.StatelessScope():
+        pass
+    model = make(metrics=["mae"])
+    assert on_threads(model).ok
+    with keras.StatelessScope():
+        pass
+    model.evaluate(X, Y, verbose=0)
+
+
 def test_weights_that_were_trained_and_functions_that_were_traced_stay(make, on_threads):
     model = make(eager=False, optimizer=keras.optimizers.SGD(momentum=0.9))
     model.fit(tf.data.Dataset.from_tensors((X, Y)), verbose=0)

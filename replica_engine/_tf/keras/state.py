@@ -65,9 +65,12 @@ class seeded:
         self._seed = seed
 
     def __enter__(self) -> None:
-        # The name counters are dictionaries inside the state, so those are copied too.
+        # Name counters are dictionaries inside the state, and variables that wait for their values a list: both are
+        # changed in place, so both are copied. A variable that gets its value inside the block waits no more after it.
         state = _state()
-        self._before = {name: copy.copy(each) if isinstance(each, dict) else each for name, each in state.items()}
+        self._before = {
+            name: copy.copy(each) if isinstance(each, (dict, list)) else each for name, each in state.items()
+        }
         state[GLOBAL_SEED] = self._seed
         state.pop(GENERATOR, None)  # Keras makes a new one from the seed
 
