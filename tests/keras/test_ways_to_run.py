@@ -142,6 +142,19 @@ def test_what_call_raises_in_the_first_call_is_raised(both, is_eager):
 
 
 @pytest.mark.on("tpu")
+def test_a_variable_of_its_own_is_changed_once_a_step(both):
+    """Also in the first step of an eager model, in which its losses and metrics are made."""
+    model = Scaled(lambda x: model.steps.assign_add(1))
+    model.steps = tf.Variable(0)
+    model.build(None)
+    model.compile("sgd", "mse", metrics=["mae"], run_eagerly=True)
+    replicated = replicate_model(model, strategy=both(2))
+    for step in range(2):
+        replicated.train_on_batch(X[:4], X[:4])
+        assert model.steps.numpy() == step + 1
+
+
+@pytest.mark.on("tpu")
 def test_a_model_can_be_made_eager_and_back(both, alike):
     keras.utils.set_random_seed(1)
     model = classifier()

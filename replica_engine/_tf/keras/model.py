@@ -5,6 +5,7 @@ Checked on Keras 3.15.1. This module imports Keras, so only code that already ha
 
 from __future__ import annotations
 
+import contextlib
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -298,12 +299,32 @@ def build(model: keras.Model, batch: Any) -> None:
         leaves = tf.nest.flatten(batch, expand_composites=True)
         if model.run_eagerly and not any(isinstance(leaf, tf.TypeSpec) for leaf in leaves):
             # A regularizer asks the scope for the value of its weight.
-            with keras.StatelessScope([(variable, variable.value) for variable in model.variables]):
+            with (
+                keras.StatelessScope([(variable, variable.value) for variable in model.variables]),
+                _unchanged(own_variables(model)),
+            ):
                 _build_from(model, batch)
         else:
             _compute_output_spec(lambda: _build_from(model, _placeholders(batch)))
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def own_variables(model: keras.Model) -> list[tf.Variable]:
+    """The variables of TensorFlow among the attributes of a model and its layers, which Keras does not know."""
+    return [
+        each for layer in layers_of(model) for each in leaves(vars(layer).values(), 4) if isinstance(each, tf.Variable)
+    ]
+
+
+@contextlib.contextmanager
+def _unchanged(variables: Iterable[tf.Variable]) -> Iterator[None]:
+    before = [(variable, tf.identity(variable)) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def _build_from(model: keras.Model, batch: Any) -> None:

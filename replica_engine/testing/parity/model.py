@@ -222,8 +222,7 @@ class _ModelCheck(Check):
 
     def _variables(self) -> Iterator[Any]:
         yield from keras_model.variables_of(self._model)
-        for layer in keras_model.layers_of(self._model):  # and those that Keras does not know
-            yield from (each for each in keras_model.leaves(vars(layer).values(), 4) if isinstance(each, tf.Variable))
+        yield from keras_model.own_variables(self._model)
 
 
 def _logged(logs: Mapping[str, Any], where: str, step: int | None = None) -> Iterator[Numbers]:
