@@ -1,6 +1,6 @@
 """What the launcher prints, wherever it goes: an output that is closed, or a full disk behind it, ends no job.
 
-Lines that cannot be written are counted, and the other output tells of them. Every write is tried anew, since a disk
+Lines that cannot be written are counted, and the other output says how many. Every write is tried again, since a disk
 may have room again. Nothing is kept in a buffer, which could be neither written nor thrown away later. Only a pipe that
 nobody reads any more is the caller's matter: `BrokenPipeError`.
 """
