@@ -59,6 +59,7 @@ try:
     # make_cpu_client: a client with any number of CPU devices; jax's own client has the number that was set before
     # jax started.
     # hlo: the operations that programs consist of, to build them.
+    # passmanager, sdy: asking Shardy how it will divide a program.
     # Shape: what a client must be told of a value that it receives or sends.
     # ProfilerSession: what each device did in a program; `jax.profiler` writes files.
     # xla_client, _jax: compile for chips that are not there, and count the work of a program.
@@ -75,7 +76,8 @@ try:
         make_gloo_tcp_collectives,  # collectives between the CPU clients of several processes
     )
     from jaxlib._profiler import ProfilerSession
-    from jaxlib.mlir import ir
+    from jaxlib.mlir import ir, passmanager
+    from jaxlib.mlir.dialects import sdy
     from jaxlib.mlir.dialects import stablehlo as hlo
     from jaxlib.xla_client import CompileOptions, DeviceAssignment, Shape, make_cpu_client
 except ImportError as error:
@@ -241,6 +243,8 @@ __all__ = [
     "hardware_utils",
     "hlo",
     "ir",
+    "passmanager",
+    "sdy",
     "jax",
     "make_cpu_client",
     "make_gloo_tcp_collectives",

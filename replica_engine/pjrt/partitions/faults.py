@@ -1,139 +1,269 @@
-"""What XLA's partitioner divides wrongly, and how a program avoids it.
+"""What XLA's partitioner divides wrongly, as a table, and how a program avoids it.
 
-Checked on jaxlib 0.10.2:
-
-- The gradient of the kernel of a grouped convolution is a convolution with `batch_group_count`. Its sum over the batch
-  came out as often too large as there are devices in the axes of the mesh that do not divide the batch (in a program
-  of plain JAX too). It takes a mesh with two axes. Such a convolution becomes one of a part of the batch on each
-  device, and a sum over the devices.
-- A gather or a scatter whose operand is divided along an indexed dimension aborts the process at times, in a manual
-  computation with two other axes, which replicas of several devices are (spmd_partitioner_util.cc, "Check failed:
-  partition_group_list"). Such an operand is whole along the indexed dimensions. A table of embeddings would be too
-  large for that: one that is divided by rows, and not over the axis of the batch, works if it stays as it is.
+Checked on jaxlib 0.10.2. How the values of a program will be divided is asked of Shardy beforehand, so a program pays
+only for what it has. `FAULTS` says for each fault which operations have it, in which layouts, and what is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.partitions import ops
-from replica_engine.pjrt.partitions.layout import MESH, Axes, Layout, dimensions, names
+from replica_engine.pjrt.partitions import reductions
+from replica_engine.pjrt.partitions.indexed import Gather, Scatter
+from replica_engine.pjrt.partitions.layout import MESH, Layout, dimensions
+from replica_engine.pjrt.partitions.local import Devices, computed_locally
+from replica_engine.pjrt.partitions.propagation import Divided, Propagated, inline_calls, propagated
 
-_CONVOLUTION, _BATCH_GROUPS = "stablehlo.convolution", "batch_group_count"
-_GATHER, _SCATTER = "stablehlo.gather", "stablehlo.scatter"
+_ROUNDS = 4
+"""How often Shardy is asked again: what one fault needs whole may divide another operation in another way."""
 
 
-def avoid(module: Any, layout: Layout, channels: Iterator[int], arguments: Sequence[Any]) -> None:
+class Fault(NamedTuple):
+    """A fault of the partitioner.
+
+    Attributes:
+        operations: the names of the operations that have it.
+        holds: whether an operation has it, as it is divided.
+        mend: puts something else in its place, or constrains its values.
+    """
+
+    operations: tuple[str, ...]
+    holds: Callable[[Any, Propagated, Devices], bool]
+    mend: Callable[[Any, Propagated, Devices], None]
+
+
+def avoid(module: Any, layout: Layout, channels: Iterator[int]) -> None:
     """Replaces the operations of a module that the partitioner would divide wrongly.
 
     Args:
-        module: the module, whose collectives are already those of devices.
+        module: the module, with its layout, whose collectives are already those of devices.
         layout: how its values are divided.
         channels: numbers of channels that no other collective of the module has.
-        arguments: the types of the arguments of the body.
     """
-    if sum(size > 1 for _, size in layout.mesh.axes) < 2:
-        return
-    tables = _tables(layout, arguments)
-    convolutions, indexed = [], []
+    inline_calls(module)
+    devices = Devices(layout, channels)
+    names = {name for fault in FAULTS for name in fault.operations}
+    for _ in range(_ROUNDS):
+        suspects: list[Any] = []
 
-    def collect(operation: Any) -> Any:
-        if operation.name == _CONVOLUTION and ir.IntegerAttr(operation.attributes[_BATCH_GROUPS]).value > 1:
-            convolutions.append(operation)
-        elif operation.name in (_GATHER, _SCATTER) and layout.rows:
-            indexed.append(operation)
-        return ir.WalkResult.ADVANCE
+        def collect(operation: Any, suspects: list[Any] = suspects) -> Any:
+            if operation.name in names:
+                suspects.append(operation)
+            return ir.WalkResult.ADVANCE
 
-    module.operation.walk(collect)
-    for each in convolutions:
-        _sum_of_parts(each, layout, channels)
-    for each in indexed:
-        _index_whole(each, layout, tables)
+        module.operation.walk(collect)
+        if not suspects or not _mend(suspects, propagated(module, suspects), devices):
+            return
 
 
-def _sum_of_parts(convolution: Any, layout: Layout, channels: Iterator[int]) -> None:
+def _mend(suspects: list[Any], found: list[Propagated], devices: Devices) -> bool:
+    """Mends what is divided wrongly among some operations; whether there was any."""
+    mended = False
+    for operation, divided in zip(suspects, found, strict=True):
+        if not any(entry for value in (*divided.operands, *divided.results) for entry in value):
+            continue
+        for fault in FAULTS:
+            if operation.name in fault.operations and fault.holds(operation, divided, devices):
+                fault.mend(operation, divided, devices)
+                mended = True
+                break
+    return mended
+
+
+def _has_two_axes(devices: Devices) -> bool:
+    return sum(size > 1 for _, size in devices.layout.mesh.axes) > 1
+
+
+def _is_uneven(value: Any, divided: Divided, devices: Devices) -> bool:
+    shape = ir.RankedTensorType(value.type).shape
+    return not devices.is_whole_axes(divided) or any(
+        size % devices.count(names) for size, names in zip(shape, divided, strict=True)
+    )
+
+
+def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> bool:
+    is_gather = operation.name == "stablehlo.gather"
+    indexed = (
+        Gather(operation).indexed(divided.operands[0]) if is_gather else Scatter(operation).indexed(divided.results[0])
+    )
+    values = [
+        *zip(operation.operands, divided.operands, strict=True),
+        *zip(operation.results, divided.results, strict=True),
+    ]
+    if any(_is_uneven(value, each, devices) for value, each in values):
+        return True
+    if not indexed:
+        return False
+    return _has_two_axes(devices) or not (is_gather or Scatter(operation).adds)
+
+
+def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> None:
+    if operation.name == "stablehlo.gather":
+        gather = Gather(operation)
+        if gather.is_of_rows(divided.operands[0]) and _is_plain(divided, devices):
+            gather.compute_locally(divided, devices)
+        else:
+            _constrain(operation, divided, {0: gather.map, 1: range(8)}, {0: range(8)})
+    else:
+        scatter = Scatter(operation)
+        if scatter.is_single and scatter.is_of_rows(divided.results[0]) and _is_plain(divided, devices):
+            scatter.compute_locally(divided, devices)
+        else:
+            count = len(operation.results)
+            operands = {index: scatter.map for index in range(count)}
+            operands |= {index: range(8) for index in range(count, 2 * count + 1)}
+            _constrain(operation, divided, operands, {index: scatter.map for index in range(count)})
+
+
+def _is_plain(divided: Propagated, devices: Devices) -> bool:
+    return all(map(devices.is_whole_axes, (*divided.operands, *divided.results)))
+
+
+def _numbers(convolution: Any) -> Any:
+    return hlo.ConvDimensionNumbers(convolution.attributes["dimension_numbers"])
+
+
+def _sums_groups_of_batch(convolution: Any, divided: Propagated, devices: Devices) -> bool:
+    return _has_two_axes(devices) and ir.IntegerAttr(convolution.attributes["batch_group_count"]).value > 1
+
+
+def _sum_of_parts(convolution: Any, divided: Propagated, devices: Devices) -> None:
     """Lets each device convolve a part of what the convolution sums over, and adds up the results.
 
     That is a dimension of each operand: the features of the input, which are the batch of the layer. The convolution is
     made whole on each device if the dimension does not divide by the number of devices.
     """
-    numbers = hlo.ConvDimensionNumbers(convolution.attributes["dimension_numbers"])
+    numbers = _numbers(convolution)
     summed = (numbers.input_feature_dimension, numbers.kernel_input_feature_dimension)
-    input_ = ir.RankedTensorType(convolution.operands[0].type)
-    if input_.get_dim_size(summed[0]) % layout.mesh.size:
-        ops.wrap(convolution, layout)
-        return
-    ops.wrap(convolution, layout, summed)
-    uses = list(convolution.results[0].uses)
-    with ir.InsertionPoint.after(convolution), convolution.location:
-        total = _added_up(convolution.results[0], layout, channels)
-    for use in uses:
-        use.owner.operands[use.operand_number] = total
+    axes = tuple(name for name, _ in devices.layout.mesh.axes)
+    kinds = [ir.RankedTensorType(each.type) for each in convolution.operands]
+    if kinds[0].get_dim_size(summed[0]) % devices.layout.mesh.size:
+        axes = ()
+    inputs = [tuple(axes if each == place else () for each in range(kind.rank)) for kind, place in zip(kinds, summed)]
+
+    def build(parts: list[Any]) -> list[Any]:
+        made = _copy_with(convolution, parts, convolution.results[0].type)
+        return [devices.added_up(made, axes) if axes else made]
+
+    computed_locally(convolution, inputs, [((),) * kinds[0].rank], devices, build)
 
 
-def _tables(layout: Layout, arguments: Sequence[Any]) -> dict[tuple[int, ...], Axes]:
-    """The shapes and the axes of the arguments that are divided along their first dimension alone, as tables are."""
-    found = {}
-    for kind, axes in zip(arguments, layout.arguments, strict=True):
-        shape = tuple(ir.RankedTensorType(kind).shape)
-        first, *others = map(names, axes or (None,))
-        if first and layout.mesh.batch not in first and not any(others):
-            found[shape] = (axes[0], *[None] * (len(shape) - 1))
-    return found
+def _spatial(convolution: Any) -> tuple[list[int], list[int], list[int]]:
+    numbers = _numbers(convolution)
+    return (
+        list(numbers.input_spatial_dimensions),
+        list(numbers.kernel_spatial_dimensions),
+        list(numbers.output_spatial_dimensions),
+    )
 
 
-def _index_whole(operation: Any, layout: Layout, tables: dict[tuple[int, ...], Axes]) -> None:
-    """Makes what a gather or a scatter indexes whole along the indexed dimensions.
+def _is_divided_along_space(convolution: Any, divided: Propagated, devices: Devices) -> bool:
+    values = (*divided.operands, *divided.results)
+    return _has_two_axes(devices) and any(
+        each[place] for each, places in zip(values, _spatial(convolution), strict=True) for place in places
+    )
 
-    What has the shape of a table is divided as the table: it may be the table's gradient, which is as large.
-    """
-    if operation.name == _GATHER:
-        gathered = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
-        indexed, changed = gathered.start_index_map, list(operation.operands)[:1]
-    else:
-        scattered = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
-        indexed, changed = scattered.scattered_dims_to_operand_dims, list(operation.results)
-    kinds = [ir.RankedTensorType(each.type) for each in changed]
-    for index, kind in enumerate(kinds):
-        axes = tables.get(tuple(kind.shape)) if list(indexed) == [0] else None
-        open_ = ", ".join("{}" if each in indexed else "{?}" for each in range(kind.rank))
-        divided = dimensions(axes) if axes else f"[{open_}]"
-        if layout.mesh.batch and 0 in indexed:  # the indices are divided over this axis, so another dimension cannot be
-            divided += f', replicated={{"{layout.mesh.batch}"}}'
-        sharding = ir.Attribute.parse(f"#sdy.sharding<@{MESH}, {divided}>")
+
+def _convolve_whole_space(convolution: Any, divided: Propagated, devices: Devices) -> None:
+    input_, kernel, output = _spatial(convolution)
+    _constrain(convolution, divided, {0: input_, 1: kernel}, {0: output})
+
+
+def _cut_dimensions(operation: Any, divided: Propagated, devices: Devices) -> list[int]:
+    """The dimensions of which a slice at a place of the data is part, and which are divided into unequal parts."""
+    whole = ir.RankedTensorType(operation.operands[0].type).shape
+    update = operation.name == "stablehlo.dynamic_update_slice"
+    part = ir.RankedTensorType((operation.operands[1] if update else operation.results[0]).type).shape
+    values = [divided.operands[0], *divided.operands[1 : 1 + update], divided.results[0]]
+    return [
+        each
+        for each, (size, cut) in enumerate(zip(whole, part, strict=True))
+        if size != cut and any(size % devices.count(value[each]) for value in values)
+    ]
+
+
+def _cuts_uneven(operation: Any, divided: Propagated, devices: Devices) -> bool:
+    return not _is_plain(divided, devices) or bool(_cut_dimensions(operation, divided, devices))
+
+
+def _cut_whole(operation: Any, divided: Propagated, devices: Devices) -> None:
+    rank = ir.RankedTensorType(operation.operands[0].type).rank
+    places = _cut_dimensions(operation, divided, devices) if _is_plain(divided, devices) else range(rank)
+    operands: dict[int, Any] = {0: places}
+    if operation.name == "stablehlo.dynamic_update_slice":
+        operands[1] = places
+    _constrain(operation, divided, operands, {0: places})
+
+
+def _transforms_divided(operation: Any, divided: Propagated, devices: Devices) -> bool:
+    return True
+
+
+def _transform_locally(operation: Any, divided: Propagated, devices: Devices) -> None:
+    """Lets each device transform its rows, each whole."""
+    lengths = len(ir.DenseI64ArrayAttr(operation.attributes["fft_length"]))
+    kind = ir.RankedTensorType(operation.operands[0].type)
+    rows = [
+        names if each < kind.rank - lengths and devices.is_whole_axes((names,)) else ()
+        for each, names in enumerate(divided.operands[0])
+    ]
+    by = tuple(names if size % devices.count(names) == 0 else () for names, size in zip(rows, kind.shape, strict=True))
+
+    def build(parts: list[Any]) -> list[Any]:
+        whole = ir.RankedTensorType(operation.results[0].type)
+        shape = [size // devices.count(names) for size, names in zip(whole.shape, by, strict=True)]
+        return [_copy_with(operation, parts, ir.RankedTensorType.get(shape, whole.element_type))]
+
+    computed_locally(operation, [by], [by], devices, build)
+
+
+def _copy_with(operation: Any, operands: list[Any], kind: Any) -> Any:
+    """The same operation of other operands, at the current place."""
+    names = [each if isinstance(each, str) else each.name for each in operation.attributes]  # by the version of jaxlib
+    attributes = {name: operation.attributes[name] for name in names}
+    return ir.Operation.create(operation.name, results=[kind], operands=operands, attributes=attributes).results[0]
+
+
+def _constrain(operation: Any, divided: Propagated, operands: Mapping[int, Any], results: Mapping[int, Any]) -> None:
+    """Makes values of an operation whole along some dimensions; the other dimensions stay as they are divided."""
+    for index, whole in operands.items():
         with ir.InsertionPoint(operation), operation.location:
-            operation.operands[index] = _constrained(operation.operands[index], sharding)
-        if operation.name == _SCATTER:
-            result = operation.results[index]
-            uses = list(result.uses)
-            with ir.InsertionPoint.after(operation), operation.location:
-                made = _constrained(result, sharding)
-            for use in uses:
-                use.owner.operands[use.operand_number] = made
+            operation.operands[index] = _made_whole(operation.operands[index], divided.operands[index], whole)
+    for index, whole in results.items():
+        uses = list(operation.results[index].uses)
+        with ir.InsertionPoint.after(operation), operation.location:
+            made = _made_whole(operation.results[index], divided.results[index], whole)
+        for use in uses:
+            use.owner.operands[use.operand_number] = made
 
 
-def _constrained(value: Any, sharding: Any) -> Any:
+def _made_whole(value: Any, divided: Divided, whole: Any) -> Any:
+    entries = dimensions([] if each in whole else names for each, names in enumerate(divided))
     made = ir.Operation.create(
-        "sdy.sharding_constraint", results=[value.type], operands=[value], attributes={"sharding": sharding}
+        "sdy.sharding_constraint",
+        results=[value.type],
+        operands=[value],
+        attributes={"sharding": ir.Attribute.parse(f"#sdy.sharding<@{MESH}, {entries}>")},
     )
     return made.results[0]
 
 
-def _added_up(value: Any, layout: Layout, channels: Iterator[int]) -> Any:
-    """The sum of a value over the devices of a replica."""
-    scalar = ir.RankedTensorType.get([], ir.RankedTensorType(value.type).element_type)
-    total = ir.Operation.create(
-        "stablehlo.all_reduce",
-        results=[value.type],
-        operands=[value],
-        attributes={key: ir.Attribute.parse(text) for key, text in ops.within_replicas(layout, channels).items()},
-        regions=1,
-    )
-    location = ir.Location.current
-    block = total.regions[0].blocks.append(scalar, scalar, arg_locs=[location] * 2)
-    with ir.InsertionPoint(block):
-        both = ir.Operation.create("stablehlo.add", results=[scalar], operands=list(block.arguments))
-        ir.Operation.create("stablehlo.return", operands=list(both.results))
-    return total.results[0]
+FAULTS = (
+    # The gradient of the kernel of a grouped convolution came out as often too large as there are devices in the axes
+    # that do not divide the batch (in plain JAX too), on a mesh of two axes.
+    Fault(("stablehlo.convolution",), _sums_groups_of_batch, _sum_of_parts),
+    # A convolution of values that are divided along their length or height counts them several times, on a mesh of two
+    # axes. Each device has them whole along those dimensions, which costs their memory and a gather.
+    Fault(("stablehlo.convolution",), _is_divided_along_space, _convolve_whole_space),
+    # Rows that fill a batch up to equal parts are counted into row 0 by a scatter; a gather or scatter along a divided
+    # dimension ends the process at times, on a mesh of two axes; a scatter that sets elements sets some in each part.
+    Fault(("stablehlo.gather", "stablehlo.scatter"), _indexes_wrongly, _index_locally),
+    # The largest and the smallest of divided values drop NaN, and so does their place.
+    Fault(("stablehlo.reduce",), reductions.drops_nan, reductions.reduce_in_two_steps),
+    # A slice that would end beyond the last row of a dimension of unequal parts does so, into the rows that fill it up.
+    Fault(("stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"), _cuts_uneven, _cut_whole),
+    # A Fourier transform gathers all rows on every device, and along another dimension than the last it fails in the run.
+    Fault(("stablehlo.fft",), _transforms_divided, _transform_locally),
+)

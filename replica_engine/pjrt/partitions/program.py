@@ -32,9 +32,8 @@ def partition(module: Any) -> None:
     with module.context, ir.Location.unknown():
         channels = itertools.count(1)
         ops.convert(module, layout, channels)
-        main = _Main(module, layout)
-        faults.avoid(module, layout, channels, main.arguments)  # its collectives are not those of replicas
-        main.write()
+        _Main(module, layout).write()
+        faults.avoid(module, layout, channels)
 
 
 def of_one_replica(module: Any) -> None:

@@ -1,0 +1,229 @@
+"""Gathers and scatters of divided values: each device looks up, or changes, what it has itself.
+
+A device takes the indices of its own part for what they are and all others for none. After a gather the devices add
+their results up; all but one have nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.partitions.local import Devices, computed_locally, constant, integer, neutral
+from replica_engine.pjrt.partitions.propagation import Divided, Propagated
+
+_NONE: tuple[str, ...] = ()
+
+
+class Gather:
+    """What a gather does with the dimensions of its values."""
+
+    def __init__(self, operation: Any):
+        self.operation = operation
+        numbers = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
+        self.map = list(numbers.start_index_map)
+        self.offsets = list(numbers.offset_dims)
+        self.collapsed = list(numbers.collapsed_slice_dims)
+        self.vector = numbers.index_vector_dim
+        self.has_batches = bool(numbers.operand_batching_dims)
+        self.slices = list(ir.DenseI64ArrayAttr(operation.attributes["slice_sizes"]))
+        self.operand = ir.RankedTensorType(operation.operands[0].type)
+
+    def indexed(self, divided: Divided) -> list[int]:
+        """The dimensions of the operand that are indexed and divided."""
+        return [each for each in self.map if divided[each]]
+
+    def is_of_rows(self, divided: Divided) -> bool:
+        """Whether it takes single elements of the dimensions that are indexed and divided."""
+        return not self.has_batches and all(self.slices[each] == 1 for each in self.indexed(divided))
+
+    def compute_locally(self, propagated: Propagated, devices: Devices) -> None:
+        """Lets each device look up its own part."""
+        operand, indices = propagated.operands
+        indexed = self.indexed(operand)
+        along = tuple(name for each in indexed for name in operand[each])
+        kept = [each for each in range(self.operand.rank) if each not in self.collapsed]
+        inputs = [_NONE] * self.operand.rank
+        for each in indexed:
+            inputs[each] = operand[each]
+        result: list[tuple[str, ...]] = [_NONE] * ir.RankedTensorType(self.operation.results[0].type).rank
+        used = set(along)
+        for each in kept:
+            whole = each not in self.map and self.slices[each] == self.operand.get_dim_size(each)
+            if whole and _fits(self.operand.get_dim_size(each), operand[each], used, devices):
+                inputs[each] = result[self.offsets[kept.index(each)]] = operand[each]
+                used |= {*operand[each]}
+        places = [each for each in range(len(result)) if each not in self.offsets]  # of the indices in the result
+        shape = ir.RankedTensorType(self.operation.operands[1].type)
+        batch = [each for each in range(shape.rank) if each != self.vector]
+        of_indices = [_NONE] * shape.rank
+        for place, each in zip(places, batch, strict=True):
+            if _fits(shape.get_dim_size(each), indices[each], used, devices):
+                of_indices[each] = result[place] = indices[each]
+                used |= {*indices[each]}
+        slices = [
+            size // devices.count(inputs[each]) if each in kept and each not in indexed else size
+            for each, size in enumerate(self.slices)
+        ]
+
+        def build(parts: list[Any]) -> list[Any]:
+            table, numbers = parts
+            ends = [self.operand.get_dim_size(each) - self.slices[each] for each in self.map]
+            local, mine = _own(numbers, self.vector, self.map, ends, inputs, table, devices)
+            found = hlo.gather(table, local, self.operation.attributes["dimension_numbers"], slices)
+            kind = ir.RankedTensorType(found.type)
+            nothing = constant(neutral(kind.element_type), kind)
+            truth = ir.RankedTensorType.get(kind.shape, ir.IntegerType.get_signless(1))
+            seen = hlo.select(hlo.broadcast_in_dim(truth, mine, places), found, nothing)
+            return [devices.added_up(seen, along)]
+
+        computed_locally(self.operation, [tuple(inputs), tuple(of_indices)], [tuple(result)], devices, build)
+
+
+class Scatter:
+    """What a scatter does with the dimensions of its values."""
+
+    def __init__(self, operation: Any):
+        self.operation = operation
+        numbers = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
+        self.map = list(numbers.scattered_dims_to_operand_dims)
+        self.windows = list(numbers.update_window_dims)
+        self.inserted = list(numbers.inserted_window_dims)
+        self.vector = numbers.index_vector_dim
+        self.has_batches = bool(numbers.input_batching_dims)
+        self.operand, self.indices, self.updates = (ir.RankedTensorType(each.type) for each in operation.operands[:3])
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it changes one value."""
+        return len(self.operation.results) == 1
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds its updates, and so may add them in any order and in parts."""
+        block = self.operation.regions[0].blocks[0]
+        return [each.name for each in block.operations] == ["stablehlo.add", "stablehlo.return"]
+
+    def indexed(self, divided: Divided) -> list[int]:
+        """The dimensions of the operand that are indexed and divided."""
+        return [each for each in self.map if divided[each]]
+
+    def is_of_rows(self, divided: Divided) -> bool:
+        """Whether it changes single elements of the dimensions that are indexed and divided."""
+        return not self.has_batches and all(each in self.inserted for each in self.indexed(divided))
+
+    def compute_locally(self, propagated: Propagated, devices: Devices) -> None:
+        """Lets each device change its own part."""
+        operand, indices, updates = propagated.results[0], *propagated.operands[1:]
+        inputs = [_NONE] * self.operand.rank
+        for each in self.indexed(operand):
+            inputs[each] = operand[each]
+        used = {name for entry in inputs for name in entry}
+        of_updates = [_NONE] * self.updates.rank
+        kept = [each for each in range(self.operand.rank) if each not in self.inserted]
+        for place, each in zip(self.windows, kept, strict=True):
+            size = self.operand.get_dim_size(each)
+            whole = each not in self.map and self.updates.get_dim_size(place) == size
+            if whole and _fits(size, operand[each], used, devices):
+                inputs[each] = of_updates[place] = operand[each]
+                used |= {*operand[each]}
+        batch = [each for each in range(self.indices.rank) if each != self.vector]
+        places = [each for each in range(self.updates.rank) if each not in self.windows]
+        of_indices, summed = [_NONE] * self.indices.rank, _NONE
+        for place, each in zip(places, batch, strict=True):
+            names = updates[place] or indices[each]
+            if self.adds and _fits(self.indices.get_dim_size(each), names, used, devices):
+                of_indices[each] = of_updates[place] = names
+                summed += names
+                used |= {*names}
+
+        def build(parts: list[Any]) -> list[Any]:
+            table, numbers, rows = parts
+            local, _ = _own(numbers, self.vector, self.map, None, inputs, table, devices)
+            kind = ir.RankedTensorType(table.type)
+            # XLA takes a slice of a slice for one, though an index outside of the second is moved into that: so it
+            # must not see where the part comes from.
+            first = constant(neutral(kind.element_type), kind) if summed else hlo.optimization_barrier([table])
+            made = hlo.ScatterOp([kind], [first], local, [rows], self.operation.attributes["scatter_dimension_numbers"])
+            self.operation.regions[0].blocks[0].append_to(made.regions[0])
+            return [hlo.add(table, devices.added_up(made.results[0], summed)) if summed else made.results[0]]
+
+        divided = [tuple(inputs), tuple(of_indices), tuple(of_updates)]
+        computed_locally(self.operation, divided, [tuple(inputs)], devices, build)
+
+
+def _fits(size: int, names: tuple[str, ...], used: set[str], devices: Devices) -> bool:
+    """Whether a dimension can stay divided: into equal parts, over axes that no other dimension has."""
+    return not used & {*names} and size % devices.count(names) == 0
+
+
+def _own(
+    numbers: Any,
+    vector: int,
+    map_: list[int],
+    ends: list[int] | None,
+    inputs: list[tuple[str, ...]],
+    table: Any,
+    devices: Devices,
+) -> tuple[Any, Any]:
+    """The indices within a device's part of a table, and which of them lie there.
+
+    Args:
+        numbers: the indices.
+        vector: the dimension of them that has one entry for each indexed dimension.
+        map_: the indexed dimensions.
+        ends: the last index of each, to which larger ones are moved; None leaves them.
+        inputs: how the table is divided.
+        table: the part.
+        devices: of a replica.
+    """
+    kind = ir.RankedTensorType(numbers.type)
+    wide = "64" in str(kind.element_type) or "ui32" in str(kind.element_type)
+    element = ir.IntegerType.get_signless(64 if wide else 32)
+    same = ir.RankedTensorType.get(kind.shape, element)
+    row, one = (ir.RankedTensorType.get(shape, element) for shape in ([len(map_)], [1]))
+    scalar = ir.RankedTensorType.get([], element)
+    numbers = numbers if kind == same else hlo.convert(same, numbers)
+
+    def spread(entries: list[Any]) -> Any:
+        """A number for each indexed dimension, in the shape of the indices."""
+        if vector == kind.rank:
+            return hlo.broadcast_in_dim(same, entries[0], [])
+        entries = [hlo.reshape(one, each) for each in entries]
+        return hlo.broadcast_in_dim(same, entries[0] if len(entries) == 1 else _joined(row, entries), [vector])
+
+    def counted(values: list[int]) -> Any:
+        return spread([constant(each, scalar) for each in values])
+
+    if ends is not None:
+        numbers = hlo.clamp(counted([0] * len(map_)), numbers, counted(ends))
+    sizes = [ir.RankedTensorType(table.type).get_dim_size(each) for each in map_]
+    starts = []
+    for each, size in zip(map_, sizes, strict=True):
+        start = hlo.multiply(devices.place(inputs[each]), integer(size))
+        starts.append(start if str(element) == "i32" else hlo.convert(scalar, start))
+    local = hlo.subtract(numbers, spread(starts))
+    compare = "#stablehlo<comparison_direction {}>".format
+    inside = hlo.and_(
+        hlo.compare(local, counted([0] * len(map_)), ir.Attribute.parse(compare("GE"))),
+        hlo.compare(local, counted(sizes), ir.Attribute.parse(compare("LT"))),
+    )
+    return local, inside if vector == kind.rank else _all(inside, vector)
+
+
+def _joined(kind: Any, entries: list[Any]) -> Any:
+    return hlo.concatenate(entries, 0, results=[kind])
+
+
+def _all(truths: Any, dimension: int) -> Any:
+    """Whether all are true along a dimension."""
+    kind = ir.RankedTensorType(truths.type)
+    scalar = ir.RankedTensorType.get([], kind.element_type)
+    shape = [size for index, size in enumerate(kind.shape) if index != dimension]
+    made = hlo.ReduceOp(
+        [ir.RankedTensorType.get(shape, kind.element_type)], [truths], [constant("true", scalar)], [dimension]
+    )
+    block = made.regions[0].blocks.append(scalar, scalar, arg_locs=[ir.Location.current] * 2)
+    with ir.InsertionPoint(block):
+        hlo.return_([hlo.and_(*block.arguments)])
+    return made.results[0]

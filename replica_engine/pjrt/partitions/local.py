@@ -1,0 +1,182 @@
+"""Computations that each device makes with its own part of the values, in place of an operation of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.partitions.layout import MESH, Layout, dimensions, zero_of
+from replica_engine.pjrt.partitions.propagation import Divided
+
+
+class Devices:
+    """The devices of a replica, as a manual computation sees them.
+
+    Attributes:
+        layout: the layout of the program.
+        channels: numbers of channels that no other collective of the module has.
+    """
+
+    def __init__(self, layout: Layout, channels: Iterator[int]):
+        self.layout = layout
+        self.channels = channels
+        self._sizes = dict(layout.mesh.axes)
+
+    def count(self, axes: Sequence[str]) -> int:
+        """Into how many parts some axes divide a dimension."""
+        return math.prod(self._sizes[each] for each in axes)
+
+    def is_whole_axes(self, divided: Divided) -> bool:
+        """Whether no axis is divided itself, as Shardy does at times."""
+        return all(name in self._sizes for entry in divided for name in entry)
+
+    def place(self, axes: Sequence[str]) -> Any:
+        """Which part along some axes this device has, as an int32."""
+        number = hlo.convert(_tensor([], _bits(32)), hlo.partition_id())
+        names = list(self._sizes)
+        place = integer(0)
+        for axis in axes:
+            size = self._sizes[axis]
+            stride = math.prod(self._sizes[each] for each in names[names.index(axis) + 1 :])
+            along = hlo.remainder(hlo.divide(number, integer(stride)), integer(size))
+            place = hlo.add(hlo.multiply(place, integer(size)), along)
+        return place
+
+    def added_up(self, value: Any, axes: Sequence[str]) -> Any:
+        """The sum of a value over the devices along some axes; of truth values, whether any is true."""
+        kind = ir.RankedTensorType(value.type)
+        scalar = _tensor([], kind.element_type)
+        total = hlo.AllReduceOp([kind], [value], **self._groups(axes))
+        location = ir.Location.current
+        block = total.regions[0].blocks.append(scalar, scalar, arg_locs=[location] * 2)
+        with ir.InsertionPoint(block):
+            join = hlo.or_ if str(kind.element_type) == "i1" else hlo.add
+            hlo.return_([join(*block.arguments)])
+        return total.results[0]
+
+    def gathered(self, value: Any, axes: Sequence[str]) -> Any:
+        """The values of the devices along some axes, one after the other along a new first dimension."""
+        kind = ir.RankedTensorType(value.type)
+        row = hlo.reshape(_tensor([1, *kind.shape], kind.element_type), value)
+        rows = _tensor([self.count(axes), *kind.shape], kind.element_type)
+        return hlo.AllGatherOp([rows], [row], 0, **self._groups(axes)).results[0]
+
+    def _groups(self, axes: Sequence[str]) -> dict[str, Any]:
+        names = list(self._sizes)
+        ids = np.arange(self.layout.replicas * self.layout.mesh.size)
+        ids = ids.reshape(self.layout.replicas, *self._sizes.values())
+        others = [index + 1 for index, name in enumerate(names) if name not in axes]
+        order = [0, *others, *(names.index(each) + 1 for each in axes)]
+        groups = ids.transpose(order).reshape(-1, self.count(axes))
+        shape = "x".join(map(str, groups.shape))
+        return {
+            "replica_groups": ir.Attribute.parse(f"dense<{groups.tolist()}> : tensor<{shape}xi64>"),
+            "channel_handle": ir.Attribute.parse(
+                f"#stablehlo.channel_handle<handle = {next(self.channels)}, type = 1>"
+            ),
+            "use_global_device_ids": True,
+        }
+
+
+def computed_locally(
+    operation: Any,
+    inputs: Sequence[Divided],
+    outputs: Sequence[Divided],
+    devices: Devices,
+    build: Callable[[list[Any]], list[Any]],
+    fillings: Sequence[Any] = (),
+) -> None:
+    """Puts in place of an operation what each device makes with its parts of the operands.
+
+    Args:
+        operation: the operation, which is erased.
+        inputs: how its operands are divided.
+        outputs: how the results will be.
+        devices: of a replica.
+        build: gets the operands' parts and gives those of the results; called once, where the computation is built.
+        fillings: a scalar for each operand, with which it is filled up to equal parts; 0 where there is none.
+    """
+    axes = ", ".join(f'"{name}"' for name, _ in devices.layout.mesh.axes)
+    with ir.InsertionPoint(operation), operation.location:
+        given = []
+        for index, (value, divided) in enumerate(zip(operation.operands, inputs, strict=True)):
+            given.append(_filled_up(value, divided, devices, fillings[index] if index < len(fillings) else None))
+        kinds = [ir.RankedTensorType(each.type) for each in operation.results]
+        stored = [_tensor(_stored(each.shape, by, devices), each.element_type) for each, by in zip(kinds, outputs)]
+        outer = ir.Operation.create(
+            "sdy.manual_computation",
+            results=stored,
+            operands=given,
+            attributes={
+                "in_shardings": _shardings(inputs),
+                "out_shardings": _shardings(outputs),
+                "manual_axes": ir.Attribute.parse(f"#sdy<manual_axes{{{axes}}}>"),
+            },
+            regions=1,
+        )
+        parts = [_part(ir.RankedTensorType(each.type), by, devices) for each, by in zip(given, inputs, strict=True)]
+        block = outer.regions[0].blocks.append(*parts, arg_locs=[operation.location] * len(parts))
+        with ir.InsertionPoint(block):
+            ir.Operation.create("sdy.return", operands=build(list(block.arguments)))
+        for result, kind, made in zip(operation.results, kinds, outer.results, strict=True):
+            cut = made
+            if list(ir.RankedTensorType(made.type).shape) != list(kind.shape):
+                cut = hlo.slice(made, [0] * kind.rank, list(kind.shape), [1] * kind.rank)
+            result.replace_all_uses_with(cut)
+    operation.erase()
+
+
+def integer(value: int, kind: Any = None) -> Any:
+    """A scalar of a number; an int32 if no type is given."""
+    return constant(value, _tensor([], _bits(32) if kind is None else kind))
+
+
+def constant(value: Any, kind: Any) -> Any:
+    """A constant of one number."""
+    return hlo.constant(ir.Attribute.parse(f"dense<{value}> : {kind}"))
+
+
+def neutral(element: Any) -> str:
+    """What changes no sum if it is added, as MLIR writes it: a negative zero, which keeps the sign of the other zero."""
+    text = str(element)
+    if text.startswith("complex"):
+        return "(-0.0, -0.0)"
+    return "-0.0" if text.startswith(("f", "bf")) else zero_of(text)
+
+
+def _filled_up(value: Any, divided: Divided, devices: Devices, filling: Any) -> Any:
+    kind = ir.RankedTensorType(value.type)
+    stored = _stored(kind.shape, divided, devices)
+    if stored == list(kind.shape):
+        return value
+    none = [0] * kind.rank
+    if filling is None:
+        filling = constant(zero_of(str(kind.element_type)), _tensor([], kind.element_type))
+    return hlo.pad(value, filling, none, [now - was for now, was in zip(stored, kind.shape, strict=True)], none)
+
+
+def _stored(shape: Sequence[int], divided: Divided, devices: Devices) -> list[int]:
+    counts = map(devices.count, divided)
+    return [-(-size // count) * count for size, count in zip(shape, counts, strict=True)]
+
+
+def _part(kind: Any, divided: Divided, devices: Devices) -> Any:
+    counts = map(devices.count, divided)
+    return _tensor([size // count for size, count in zip(kind.shape, counts, strict=True)], kind.element_type)
+
+
+def _shardings(values: Sequence[Divided]) -> Any:
+    each = ", ".join(f"<@{MESH}, {dimensions(entry or None for entry in divided)}>" for divided in values)
+    return ir.Attribute.parse(f"#sdy.sharding_per_value<[{each}]>")
+
+
+def _tensor(shape: Sequence[int], element: Any) -> Any:
+    return ir.RankedTensorType.get(list(shape), element)
+
+
+def _bits(count: int) -> Any:
+    return ir.IntegerType.get_signless(count)

@@ -1,0 +1,159 @@
+"""How XLA will divide the values inside a program: what Shardy makes of the layouts of arguments and constraints.
+
+Shardy is asked before the compiler asks it, about a copy of the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from replica_engine.pjrt.jaxlib import ir, passmanager, sdy
+
+_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+_NUMBER = "replica_engine.number"
+_SHARDING = "sdy.sharding"
+
+Divided = tuple[tuple[str, ...], ...]
+"""For each dimension of a value the axes that divide it. A part of an axis is "name:(before)size"."""
+
+
+class Propagated(NamedTuple):
+    """How the operands and the results of an operation are divided."""
+
+    operands: tuple[Divided, ...]
+    results: tuple[Divided, ...]
+
+
+def propagated(module: Any, operations: Sequence[Any]) -> list[Propagated]:
+    """How some operations of a module will be divided. What is called from several places has all divisions in one."""
+    number = ir.IntegerType.get_signless(64)
+    for index, each in enumerate(operations):
+        each.attributes[_NUMBER] = ir.IntegerAttr.get(number, index)
+    copy = module.operation.clone()
+    for each in operations:
+        del each.attributes[_NUMBER]
+    passmanager.PassManager.parse(_PIPELINE).run(copy.operation)
+    found = [Propagated((), ()) for _ in operations]
+
+    def collect(operation: Any) -> Any:
+        if _NUMBER in operation.attributes:
+            index = ir.IntegerAttr(operation.attributes[_NUMBER]).value
+            now = Propagated(tuple(map(_of, operation.operands)), tuple(map(_of, operation.results)))
+            found[index] = _both(found[index], now)
+        return ir.WalkResult.ADVANCE
+
+    copy.operation.walk(collect)
+    return found
+
+
+def inline_calls(module: Any) -> None:
+    """Puts what the functions of a module do in place of their calls, so that Shardy sees who has which value.
+
+    XLA does so itself, before it asks Shardy.
+    """
+    while calls := _calls(module):
+        functions = {ir.StringAttr(each.attributes["sym_name"]).value: each for each in _functions(module)}
+        for call in calls:
+            function = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+            copy = function.operation.clone()
+            (block,) = copy.regions[0].blocks
+            for argument, value in zip(block.arguments, call.operands, strict=True):
+                argument.replace_all_uses_with(value)
+            *operations, end = block.operations
+            place = ir.InsertionPoint(call)
+            for each in operations:
+                place.insert(each.detach_from_parent())
+            for result, value in zip(call.results, end.operands, strict=True):
+                result.replace_all_uses_with(value)
+            call.erase()
+            copy.erase()
+    for each in _functions(module):
+        if ir.StringAttr(each.attributes["sym_name"]).value != "main":
+            each.erase()
+
+
+def _functions(module: Any) -> list[Any]:
+    return [each for each in module.body.operations if each.operation.name == "func.func"]
+
+
+def _calls(module: Any) -> list[Any]:
+    calls = []
+
+    def collect(operation: Any) -> Any:
+        if operation.name == "func.call":
+            calls.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    for each in _functions(module):
+        if ir.StringAttr(each.attributes["sym_name"]).value == "main":
+            each.operation.walk(collect)
+    return calls
+
+
+def _both(before: Propagated, now: Propagated) -> Propagated:
+    if before == Propagated((), ()):
+        return now
+    return Propagated(*(tuple(map(_joined, *each)) for each in zip(before, now, strict=True)))
+
+
+def _joined(one: Divided, other: Divided) -> Divided:
+    return tuple(first or second for first, second in zip(one, other, strict=True))
+
+
+def _of(value: Any) -> Divided:
+    rank = ir.RankedTensorType(value.type).rank
+    found = _of_result(value) if isinstance(value.owner, (ir.Operation, ir.OpView)) else _of_argument(value)
+    if found is None:
+        return ((),) * rank
+    entries = sdy.TensorShardingAttr(found).dimension_shardings
+    return tuple(tuple(map(_name, sdy.DimensionShardingAttr(each).axes)) for each in entries)
+
+
+def _of_result(value: Any) -> Any:
+    owner, index = value.owner, ir.OpResult(value).result_number
+    if owner.name == "sdy.manual_computation":
+        return _nth(owner.attributes["out_shardings"], index)
+    if "sharding" in owner.attributes:  # a constraint or another layout from here on
+        return owner.attributes["sharding"]
+    return _nth(owner.attributes[_SHARDING], index) if _SHARDING in owner.attributes else None
+
+
+def _of_argument(value: Any) -> Any:
+    argument = ir.BlockArgument(value)
+    owner, index = argument.owner.owner, argument.arg_number
+    if owner.name == "func.func":
+        given = (
+            ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[index]) if "arg_attrs" in owner.attributes else {}
+        )
+        return given[_SHARDING] if _SHARDING in given else None
+    if owner.name == "stablehlo.while" and _SHARDING in owner.attributes:
+        return _nth(owner.attributes[_SHARDING], index)
+    if owner.name == "sdy.manual_computation":
+        return _without_manual(owner, _nth(owner.attributes["in_shardings"], index))
+    return None
+
+
+def _without_manual(owner: Any, sharding: Any) -> Any:
+    manual = set(sdy.ManualAxesAttr(owner.attributes["manual_axes"]))  # names
+    whole = sdy.TensorShardingAttr(sharding)
+    entries = [
+        sdy.DimensionShardingAttr.get(
+            [axis for axis in map(sdy.AxisRefAttr, sdy.DimensionShardingAttr(each).axes) if axis.name not in manual],
+            is_closed=True,
+        )
+        for each in whole.dimension_shardings
+    ]
+    return sdy.TensorShardingAttr.get(whole.mesh_or_ref, entries)
+
+
+def _nth(shardings: Any, index: int) -> Any:
+    return sdy.TensorShardingPerValueAttr(shardings).shardings[index]
+
+
+def _name(axis: Any) -> str:
+    reference = sdy.AxisRefAttr(axis)
+    if reference.sub_axis_info is None:
+        return str(reference.name)
+    part = sdy.SubAxisInfoAttr(reference.sub_axis_info)
+    return f"{reference.name}:({part.pre_size}){part.size}"
