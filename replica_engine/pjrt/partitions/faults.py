@@ -112,9 +112,9 @@ def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> Non
             scatter.compute_locally(divided, devices)
         else:
             count = len(operation.results)
-            operands = {index: scatter.map for index in range(count)}
+            operands = dict.fromkeys(range(count), scatter.map)
             operands |= {index: range(8) for index in range(count, 2 * count + 1)}
-            _constrain(operation, divided, operands, {index: scatter.map for index in range(count)})
+            _constrain(operation, divided, operands, dict.fromkeys(range(count), scatter.map))
 
 
 def _is_plain(divided: Propagated, devices: Devices) -> bool:
@@ -141,7 +141,10 @@ def _sum_of_parts(convolution: Any, divided: Propagated, devices: Devices) -> No
     kinds = [ir.RankedTensorType(each.type) for each in convolution.operands]
     if kinds[0].get_dim_size(summed[0]) % devices.layout.mesh.size:
         axes = ()
-    inputs = [tuple(axes if each == place else () for each in range(kind.rank)) for kind, place in zip(kinds, summed)]
+    inputs = [
+        tuple(axes if each == place else () for each in range(kind.rank))
+        for kind, place in zip(kinds, summed, strict=True)
+    ]
 
     def build(parts: list[Any]) -> list[Any]:
         made = _copy_with(convolution, parts, convolution.results[0].type)
@@ -264,6 +267,6 @@ FAULTS = (
     Fault(("stablehlo.reduce",), reductions.drops_nan, reductions.reduce_in_two_steps),
     # A slice that would end beyond the last row of a dimension of unequal parts does so, into the rows that fill it up.
     Fault(("stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"), _cuts_uneven, _cut_whole),
-    # A Fourier transform gathers all rows on every device, and along another dimension than the last it fails in the run.
+    # A Fourier transform gathers all rows on every device; along another dimension than the last it fails in the run.
     Fault(("stablehlo.fft",), _transforms_divided, _transform_locally),
 )

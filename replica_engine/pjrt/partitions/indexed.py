@@ -69,12 +69,12 @@ class Gather:
         def build(parts: list[Any]) -> list[Any]:
             table, numbers = parts
             ends = [self.operand.get_dim_size(each) - self.slices[each] for each in self.map]
-            local, mine = _own(numbers, self.vector, self.map, ends, inputs, table, devices)
-            found = hlo.gather(table, local, self.operation.attributes["dimension_numbers"], slices)
+            own = _Own(numbers, self.vector, {each: inputs[each] for each in self.map}, table, devices, ends)
+            found = hlo.gather(table, own.indices, self.operation.attributes["dimension_numbers"], slices)
             kind = ir.RankedTensorType(found.type)
             nothing = constant(neutral(kind.element_type), kind)
             truth = ir.RankedTensorType.get(kind.shape, ir.IntegerType.get_signless(1))
-            seen = hlo.select(hlo.broadcast_in_dim(truth, mine, places), found, nothing)
+            seen = hlo.select(hlo.broadcast_in_dim(truth, own.are_here(), places), found, nothing)
             return [devices.added_up(seen, along)]
 
         computed_locally(self.operation, [tuple(inputs), tuple(of_indices)], [tuple(result)], devices, build)
@@ -139,12 +139,14 @@ class Scatter:
 
         def build(parts: list[Any]) -> list[Any]:
             table, numbers, rows = parts
-            local, _ = _own(numbers, self.vector, self.map, None, inputs, table, devices)
+            own = _Own(numbers, self.vector, {each: inputs[each] for each in self.map}, table, devices)
             kind = ir.RankedTensorType(table.type)
             # XLA takes a slice of a slice for one, though an index outside of the second is moved into that: so it
             # must not see where the part comes from.
             first = constant(neutral(kind.element_type), kind) if summed else hlo.optimization_barrier([table])
-            made = hlo.ScatterOp([kind], [first], local, [rows], self.operation.attributes["scatter_dimension_numbers"])
+            made = hlo.ScatterOp(
+                [kind], [first], own.indices, [rows], self.operation.attributes["scatter_dimension_numbers"]
+            )
             self.operation.regions[0].blocks[0].append_to(made.regions[0])
             return [hlo.add(table, devices.added_up(made.results[0], summed)) if summed else made.results[0]]
 
@@ -157,72 +159,78 @@ def _fits(size: int, names: tuple[str, ...], used: set[str], devices: Devices) -
     return not used & {*names} and size % devices.count(names) == 0
 
 
-def _own(
-    numbers: Any,
-    vector: int,
-    map_: list[int],
-    ends: list[int] | None,
-    inputs: list[tuple[str, ...]],
-    table: Any,
-    devices: Devices,
-) -> tuple[Any, Any]:
+class _Own:
     """The indices within a device's part of a table, and which of them lie there.
 
-    Args:
-        numbers: the indices.
-        vector: the dimension of them that has one entry for each indexed dimension.
-        map_: the indexed dimensions.
-        ends: the last index of each, to which larger ones are moved; None leaves them.
-        inputs: how the table is divided.
-        table: the part.
-        devices: of a replica.
+    Attributes:
+        indices: those within the part; outside of it they are too small or too large.
     """
-    kind = ir.RankedTensorType(numbers.type)
-    wide = "64" in str(kind.element_type) or "ui32" in str(kind.element_type)
-    element = ir.IntegerType.get_signless(64 if wide else 32)
-    same = ir.RankedTensorType.get(kind.shape, element)
-    row, one = (ir.RankedTensorType.get(shape, element) for shape in ([len(map_)], [1]))
-    scalar = ir.RankedTensorType.get([], element)
-    numbers = numbers if kind == same else hlo.convert(same, numbers)
 
-    def spread(entries: list[Any]) -> Any:
+    def __init__(
+        self,
+        given: Any,
+        vector: int,
+        inputs: dict[int, tuple[str, ...]],
+        table: Any,
+        devices: Devices,
+        ends: Any = None,
+    ):
+        """Takes the indices of the whole.
+
+        Args:
+            given: the indices.
+            vector: the dimension of them that has one entry for each indexed dimension.
+            inputs: the indexed dimensions, and how they are divided.
+            table: the device's part.
+            devices: of a replica.
+            ends: the last index of each dimension, to which larger ones are moved; None leaves them.
+        """
+        kind = ir.RankedTensorType(given.type)
+        wide = str(kind.element_type) in ("i64", "ui64", "ui32")
+        element = ir.IntegerType.get_signless(64 if wide else 32)
+        self._kind = ir.RankedTensorType.get(kind.shape, element)
+        self._scalar = ir.RankedTensorType.get([], element)
+        self._vector = vector
+        self._sizes = [ir.RankedTensorType(table.type).get_dim_size(each) for each in inputs]
+        if kind != self._kind:
+            given = hlo.convert(self._kind, given)
+        if ends is not None:
+            given = hlo.clamp(self._counted([0] * len(ends)), given, self._counted(ends))
+        starts = []
+        for names, size in zip(inputs.values(), self._sizes, strict=True):
+            start = hlo.multiply(devices.place(names), integer(size))
+            starts.append(hlo.convert(self._scalar, start) if wide else start)
+        self.indices = hlo.subtract(given, self._spread(starts))
+
+    def are_here(self) -> Any:
+        """A truth value for each index, without the dimension of the entries."""
+        compare = "#stablehlo<comparison_direction {}>".format
+        inside = hlo.and_(
+            hlo.compare(self.indices, self._counted([0] * len(self._sizes)), ir.Attribute.parse(compare("GE"))),
+            hlo.compare(self.indices, self._counted(self._sizes), ir.Attribute.parse(compare("LT"))),
+        )
+        return inside if self._vector == self._kind.rank else _all(inside, self._vector)
+
+    def _counted(self, numbers: list[int]) -> Any:
+        return self._spread([constant(each, self._scalar) for each in numbers])
+
+    def _spread(self, numbers: list[Any]) -> Any:
         """A number for each indexed dimension, in the shape of the indices."""
-        if vector == kind.rank:
-            return hlo.broadcast_in_dim(same, entries[0], [])
-        entries = [hlo.reshape(one, each) for each in entries]
-        return hlo.broadcast_in_dim(same, entries[0] if len(entries) == 1 else _joined(row, entries), [vector])
-
-    def counted(values: list[int]) -> Any:
-        return spread([constant(each, scalar) for each in values])
-
-    if ends is not None:
-        numbers = hlo.clamp(counted([0] * len(map_)), numbers, counted(ends))
-    sizes = [ir.RankedTensorType(table.type).get_dim_size(each) for each in map_]
-    starts = []
-    for each, size in zip(map_, sizes, strict=True):
-        start = hlo.multiply(devices.place(inputs[each]), integer(size))
-        starts.append(start if str(element) == "i32" else hlo.convert(scalar, start))
-    local = hlo.subtract(numbers, spread(starts))
-    compare = "#stablehlo<comparison_direction {}>".format
-    inside = hlo.and_(
-        hlo.compare(local, counted([0] * len(map_)), ir.Attribute.parse(compare("GE"))),
-        hlo.compare(local, counted(sizes), ir.Attribute.parse(compare("LT"))),
-    )
-    return local, inside if vector == kind.rank else _all(inside, vector)
-
-
-def _joined(kind: Any, entries: list[Any]) -> Any:
-    return hlo.concatenate(entries, 0, results=[kind])
+        if self._vector == self._kind.rank:
+            return hlo.broadcast_in_dim(self._kind, numbers[0], [])
+        one, row = (ir.RankedTensorType.get([size], self._scalar.element_type) for size in (1, len(numbers)))
+        entries = [hlo.reshape(one, each) for each in numbers]
+        joined = entries[0] if len(entries) == 1 else hlo.concatenate(entries, 0, results=[row])
+        return hlo.broadcast_in_dim(self._kind, joined, [self._vector])
 
 
 def _all(truths: Any, dimension: int) -> Any:
     """Whether all are true along a dimension."""
     kind = ir.RankedTensorType(truths.type)
     scalar = ir.RankedTensorType.get([], kind.element_type)
-    shape = [size for index, size in enumerate(kind.shape) if index != dimension]
-    made = hlo.ReduceOp(
-        [ir.RankedTensorType.get(shape, kind.element_type)], [truths], [constant("true", scalar)], [dimension]
-    )
+    left = [size for index, size in enumerate(kind.shape) if index != dimension]
+    result = ir.RankedTensorType.get(left, kind.element_type)
+    made = hlo.ReduceOp([result], [truths], [constant("true", scalar)], [dimension])
     block = made.regions[0].blocks.append(scalar, scalar, arg_locs=[ir.Location.current] * 2)
     with ir.InsertionPoint(block):
         hlo.return_([hlo.and_(*block.arguments)])

@@ -106,7 +106,10 @@ def computed_locally(
         for index, (value, divided) in enumerate(zip(operation.operands, inputs, strict=True)):
             given.append(_filled_up(value, divided, devices, fillings[index] if index < len(fillings) else None))
         kinds = [ir.RankedTensorType(each.type) for each in operation.results]
-        stored = [_tensor(_stored(each.shape, by, devices), each.element_type) for each, by in zip(kinds, outputs)]
+        stored = [
+            _tensor(_stored(each.shape, by, devices), each.element_type)
+            for each, by in zip(kinds, outputs, strict=True)
+        ]
         outer = ir.Operation.create(
             "sdy.manual_computation",
             results=stored,
@@ -141,7 +144,7 @@ def constant(value: Any, kind: Any) -> Any:
 
 
 def neutral(element: Any) -> str:
-    """What changes no sum if it is added, as MLIR writes it: a negative zero, which keeps the sign of the other zero."""
+    """What changes no sum if it is added, as MLIR writes it: a negative zero, which keeps the sign of another zero."""
     text = str(element)
     if text.startswith("complex"):
         return "(-0.0, -0.0)"

@@ -123,10 +123,10 @@ def _of_argument(value: Any) -> Any:
     argument = ir.BlockArgument(value)
     owner, index = argument.owner.owner, argument.arg_number
     if owner.name == "func.func":
-        given = (
-            ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[index]) if "arg_attrs" in owner.attributes else {}
-        )
-        return given[_SHARDING] if _SHARDING in given else None
+        if "arg_attrs" not in owner.attributes:
+            return None
+        given = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[index])
+        return given[_SHARDING] if _SHARDING in given else None  # noqa: SIM401 (it has no `get`)
     if owner.name == "stablehlo.while" and _SHARDING in owner.attributes:
         return _nth(owner.attributes[_SHARDING], index)
     if owner.name == "sdy.manual_computation":
