@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from replica_engine.pjrt.jaxlib import ir, passmanager, sdy
+from replica_engine.pjrt.jaxlib import DYNAMIC, ir, passmanager, sdy
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 _NUMBER = "replica_engine.number"
@@ -33,7 +33,12 @@ def propagated(module: Any, operations: Sequence[Any]) -> list[Propagated]:
     copy = module.operation.clone()
     for each in operations:
         del each.attributes[_NUMBER]
-    passmanager.PassManager.parse(_PIPELINE).run(copy.operation)
+    try:
+        passmanager.PassManager.parse(_PIPELINE).run(copy.operation)
+    except ir.MLIRError as error:
+        if DYNAMIC not in str(error):
+            raise
+        return [Propagated((), ()) for _ in operations]  # the compiler will refuse it too
     found = [Propagated((), ()) for _ in operations]
 
     def collect(operation: Any) -> Any:

@@ -1,0 +1,111 @@
+"""What XLA's partitioner divides wrongly: values and gradients are those of one device, in each layout and size."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import replica_engine
+from replica_engine import xla
+
+RANDOM = np.random.default_rng(0)
+
+
+def rows(x):
+    return tf.reshape(x, [-1, x.shape[-1]])
+
+
+def ids(i):
+    return tf.reshape(i, [-1])
+
+
+# Each takes values (batch, 6, 4), indices (batch, 6) below 10, a table (10, 4) and a kernel (4, 4).
+INDEXED = {
+    "lookup": lambda x, i, table, kernel: tf.gather(table, i),
+    "lookup of columns": lambda x, i, table, kernel: tf.gather(table, i % 4, axis=1),
+    "lookup of elements": lambda x, i, table, kernel: tf.gather_nd(table, tf.stack([i, i % 4], -1)),
+    "lookup of samples": lambda x, i, table, kernel: tf.gather(x, i[:, 0] % x.shape[0]),
+    "sums of segments": lambda x, i, table, kernel: tf.math.unsorted_segment_sum(rows(x), ids(i), 10),
+    "largest of segments": lambda x, i, table, kernel: tf.math.unsorted_segment_max(rows(x), ids(i), 10),
+    "one element set": lambda x, i, table, kernel: tf.tensor_scatter_nd_update(table, [[2]], x[0, :1]),
+    "counts": lambda x, i, table, kernel: tf.math.confusion_matrix(ids(i), ids(i)[::-1], 10, dtype=tf.float32),
+}
+OTHERS = {
+    "largest": lambda x, i, table, kernel: tf.reduce_max(x, [0, 1]),
+    "largest with NaN": lambda x, i, table, kernel: tf.reduce_max(x / (x - x[0, 0, 0]), [0, 1]),
+    "place of the largest": lambda x, i, table, kernel: tf.cast(tf.argmax(x, 1), "float32"),
+    "convolution": lambda x, i, table, kernel: tf.nn.conv1d(x, tf.stack([kernel, kernel / 2]), 1, "SAME"),
+    "in strides": lambda x, i, table, kernel: tf.nn.conv1d(x, tf.stack([kernel, kernel / 2]), 2, "SAME"),
+    "transform": lambda x, i, table, kernel: tf.abs(tf.signal.fft(tf.cast(x, "complex64"))),
+    "transform along time": lambda x, i, table, kernel: tf.signal.irfft(
+        tf.signal.rfft(tf.transpose(x, [0, 2, 1])) * 2.0
+    ),
+    "last rows set": lambda x, i, table, kernel: keras.ops.slice_update(
+        tf.stop_gradient(table), [9, 0], tf.stop_gradient(x[0, :2])
+    ),
+}
+LAYOUTS = [None, (None, "batch", None), ("batch", None, None), (None, "batch", "model"), ("batch", "model", None)]
+
+
+def on_one_axis():
+    return replica_engine.TPUStrategy(num_cores=4, cores_per_replica=4, distribution="fsdp")
+
+
+def on_two_axes(replicas=1):
+    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{index}" for index in range(4)])
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts["table"] = ("model", None)
+    distribution = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    return replica_engine.TPUStrategy(num_cores=4 * replicas, distribution=distribution)
+
+
+CASES = [
+    pytest.param(on_one_axis, INDEXED, None, 5, id="one axis-indexed-odd"),
+    pytest.param(on_one_axis, OTHERS, (None, "batch", None), 8, id="one axis-others-length"),
+    *(
+        pytest.param(on_two_axes, kinds, layout, batch, id=f"two axes-{name}-{layout}-{batch}")
+        for name, kinds in (("indexed", INDEXED), ("others", OTHERS))
+        for layout, batch in zip(LAYOUTS, (5, 8, 1, 8, 5), strict=True)
+    ),
+    pytest.param(lambda: on_two_axes(2), INDEXED, None, 5, id="replicas of two axes-indexed-odd"),
+    pytest.param(lambda: on_two_axes(2), OTHERS, (None, "model", None), 8, id="replicas of two axes-others-length"),
+]
+
+
+@pytest.mark.parametrize(("make", "kinds", "layout", "batch"), CASES)
+def test_values_and_gradients_are_those_of_one_device(make, kinds, layout, batch):
+    """All in one program, which lists what differs."""
+    values, table, kernel = (RANDOM.normal(size=shape).astype("float32") for shape in ((batch, 6, 4), (10, 4), (4, 4)))
+    indices = RANDOM.integers(0, 10, (batch, 6), dtype=np.int32)
+
+    def computed(x, i, *weights, lay_out=lambda x: x):
+        found = {}
+        for name, fn in kinds.items():
+            given = [x, *map(tf.convert_to_tensor, weights)]
+            with tf.GradientTape() as tape:
+                tape.watch(given)
+                value = fn(lay_out(given[0]), i, *given[1:])
+                total = tf.reduce_sum(tf.sin(value))
+            gradients = tape.gradient(total, given, unconnected_gradients="zero")
+            found[name] = [value, *map(tf.convert_to_tensor, gradients)]
+        return found
+
+    expected = computed(tf.constant(values), tf.constant(indices), table, kernel)
+    strategy = make()
+    with strategy.scope():
+        weights = tf.Variable(table, name="table"), tf.Variable(kernel, name="kernel")
+
+    def step(x, i):
+        return computed(x, i, *weights, lay_out=lambda x: xla.constrain(x, layout) if layout else x)
+
+    found = strategy.run(step, (tf.constant(values), tf.constant(indices)))
+    found = tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[-1].numpy(), found)
+    different = [
+        name
+        for name in kinds
+        if not all(
+            np.allclose(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+            for one, other in zip(expected[name], found[name], strict=True)
+        )
+    ]
+    assert not different
