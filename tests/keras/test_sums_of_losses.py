@@ -338,9 +338,10 @@ def test_a_metric_that_calls_a_sum_of_losses(alone_and_replicated, batched, alik
 
 
 @pytest.mark.on("mirrored")
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ["divided", "clip_by_norm", "a mean"])
-def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name):
-    """It has changed variables before it is given up, and they count once."""
+def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name, late):
+    """It has changed variables before it is given up, and they count once, also if it is another one than the first."""
 
     class Eager(Own):
         def __init__(self, **options):
@@ -349,11 +350,17 @@ def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name):
 
         def train_step(self, data):
             self.seen.update_state(size(data[0]))
+            if late and int(tf.convert_to_tensor(self.optimizer.iterations)) == 0:
+                self.loss_of, self.changed = mean, None
+            else:
+                self.loss_of, self.changed = options["loss_of"], options.get("changed")
             return super().train_step(data) | {"seen": self.seen.result()}
+
+    options = (IN_PARTS | WHOLE | CHANGED)[name]
 
     def make():
         keras.utils.set_random_seed(1)
-        model = Eager(**(IN_PARTS | WHOLE | CHANGED)[name])
+        model = Eager(**options)
         model(X[:1])
         model.compile(keras.optimizers.SGD(0.05), SUM, run_eagerly=True)
         return model
