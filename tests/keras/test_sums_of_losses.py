@@ -14,6 +14,7 @@ X[:4] *= 3  # so that the gradients of shards are of different sizes
 Y = RANDOM.normal(size=(16, 2)).astype("float32")
 SUM = keras.losses.MeanSquaredError(reduction="sum")
 MEAN = keras.losses.MeanSquaredError()
+AVERAGE, REGULARIZATION = tf.nn.compute_average_loss, tf.nn.scale_regularization_loss  # before the first model
 
 
 def size(x):
@@ -240,6 +241,11 @@ def of_known_size(y, outputs):
     return losses + tf.nn.scale_regularization_loss(tf.constant([0.5, 0.25]))
 
 
+def of_names_of_ones_own(y, outputs):
+    losses = AVERAGE(tf.reduce_mean((y - outputs) ** 2, 1), global_batch_size=8)
+    return losses + AVERAGE(tf.reduce_mean(outputs**2, 1)) + REGULARIZATION(tf.constant([0.5, 0.25]))
+
+
 def of_own_size(y, outputs):
     return tf.nn.compute_average_loss(tf.reduce_mean((y - outputs) ** 2, 1), global_batch_size=tf.shape(y)[0])
 
@@ -252,6 +258,7 @@ LOSSES = {
     "a sum": SUM,
     "an average": average,
     "of a known size": of_known_size,
+    "of names of one's own": of_names_of_ones_own,
     "of its own size": of_own_size,
     "a number": lambda y, outputs: 1.5,
     "numbers": lambda y, outputs: [1.0, 2.0, 3.0],
