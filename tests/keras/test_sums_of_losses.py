@@ -117,6 +117,16 @@ def of_two_losses(model, x, y):
     return {"loss": losses[0]}
 
 
+def of_two_updates(model, x, y):
+    """The second loss is one of weights that have a gradient in them, which is that of all replicas."""
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = mean(model, x, y)
+        weights = model.trainable_variables
+        model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+    return {"loss": loss}
+
+
 IN_PARTS = {
     "a mean": {"loss_of": mean},
     "a mean of Keras": {"loss_of": lambda model, x, y: MEAN(y, model(x))},
@@ -128,6 +138,7 @@ IN_PARTS = {
     "centered": {"loss_of": mean, "changed": centered},
     "each sample clipped": {"loss_of": mean, "step": of_each_sample},
     "two losses": {"loss_of": mean, "step": of_two_losses},
+    "two updates": {"loss_of": mean, "step": of_two_updates},
 }
 WHOLE = {
     "divided": {"loss_of": lambda model, x, y: SUM(y, model(x)) / size(x)},
@@ -299,6 +310,45 @@ def test_a_sum_of_losses_anywhere_else_in_a_model(trains_alike, kind):
         return model
 
     trains_alike(make, 2, X[:13], Y[:13], batch_size=8, validation_data=(X[:8], Y[:8]))
+
+
+class Accumulating(Own):
+    """Adds gradients up in variables of its own, and trains with what is in them."""
+
+    def __init__(self, change):
+        super().__init__(mean, self.added)
+        self.change = change
+        self.sums = [self.add_weight(shape=shape, initializer="zeros", trainable=False) for shape in ((4, 2), (2,))]
+
+    def added(self, gradients, weights, loss, x):
+        for one, gradient in zip(self.sums, gradients, strict=True):
+            one.assign(0.5 * one + gradient)
+        return self.change([tf.convert_to_tensor(each) for each in self.sums])
+
+
+ACCUMULATED = {
+    "as they are": lambda sums: [0.5 * each for each in sums],
+    "clipped": lambda sums: tf.clip_by_global_norm(sums, 0.3)[0],
+    "clipped in a branch": lambda sums: [
+        tf.cond(tf.reduce_sum(each) < 100.0, lambda each=each: tf.clip_by_norm(each, 0.3), lambda each=each: each)
+        for each in sums
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_gradients_that_a_step_adds_up_in_variables(alone_and_replicated, batched, alike, name):
+    def make():
+        model = Accumulating(ACCUMULATED[name])
+        model(X[:1])
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    alone, replicated = alone_and_replicated(make, 2)
+    for each in (alone, replicated):
+        each.fit(batched(8, X, Y), epochs=2, verbose=0)
+    alike(replicated.dense.get_weights(), alone.dense.get_weights())
+    assert float(replicated.rows.numpy()) == (4.0 if name == "as they are" else 8.0)
 
 
 class Summing(keras.metrics.Metric):
