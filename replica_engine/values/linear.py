@@ -8,7 +8,7 @@ the end. What happens to them before that gives the same numbers after the sum i
 this module does not know counts as not linear: then a step is slower than it could be, and never wrong.
 
 A gradient may also go through a variable: a step adds up those of several batches, and clips the sum. A variable that
-the graph has written a followed gradient to is one, where it is read; writes in branches, loops and calls are not seen.
+the graph has written a followed gradient to is one, where it is read; what a loop writes is not seen.
 """
 
 from __future__ import annotations
@@ -162,14 +162,28 @@ class Ways:
             handles.append(handle)
         if not self._looked_at.isdisjoint(map(id, handles)):
             return APART  # it is written to itself
-        written = [op.inputs[1] for each in handles for op in each.consumers() if op.type in _WRITES]
-        if not written:
-            return APART
         ways = Ways(self._followed, self._of_lengths, self._rows)  # another one: what it knows does not hold outside
         ways._looked_at = self._looked_at.union(map(id, handles))
-        found = max(map(ways.to, written))
+        found = max(ways._written(each, {}) for each in handles)
         self.bent = self.bent or ways.bent
         return found if found >= LINEAR else APART
+
+    def _written(self, handle: Any, given: dict[str, int]) -> int:
+        """The worst that is written to a variable in a graph, and in the branches and calls in it."""
+        known: dict[str, list[int]] = {} if given else self._known.setdefault(handle.graph, {})
+        found = APART
+        for op in handle.consumers():
+            if op.type in _WRITES:
+                found = max(found, *self._to([op.inputs[1]], known, given))
+            elif op.type in _CALLS | _BRANCHES:
+                outer = op.inputs if op.type in _CALLS else op.inputs[1:]
+                place = next(place for place, each in enumerate(outer) if each is handle)
+                for graph in subgraphs.functions_of(op):
+                    # A function that was differentiated may have got more inputs since an op called it.
+                    kinds = zip(graph.inputs, self._to(outer, known, given), strict=False)
+                    inner = {each.op.name: kind for each, kind in kinds}
+                    found = max(found, self._written(graph.inputs[place], inner))
+        return found
 
     def _bends(self, op: tf.Operation) -> int:
         self.bent = self.bent or op

@@ -315,14 +315,19 @@ def test_a_sum_of_losses_anywhere_else_in_a_model(trains_alike, kind):
 class Accumulating(Own):
     """Adds gradients up in variables of its own, and trains with what is in them."""
 
-    def __init__(self, change):
+    def __init__(self, change, around=lambda fn: fn):
         super().__init__(mean, self.added)
         self.change = change
+
+        def add_up(*gradients):
+            for one, gradient in zip(self.sums, gradients, strict=True):
+                one.assign(0.5 * one + gradient)
+
+        self.add_up = around(add_up)
         self.sums = [self.add_weight(shape=shape, initializer="zeros", trainable=False) for shape in ((4, 2), (2,))]
 
     def added(self, gradients, weights, loss, x):
-        for one, gradient in zip(self.sums, gradients, strict=True):
-            one.assign(0.5 * one + gradient)
+        self.add_up(*gradients)
         return self.change([tf.convert_to_tensor(each) for each in self.sums])
 
 
@@ -336,10 +341,24 @@ ACCUMULATED = {
 }
 
 
-@pytest.mark.parametrize("name", ACCUMULATED)
-def test_gradients_that_a_step_adds_up_in_variables(alone_and_replicated, batched, alike, name):
+def in_a_branch(add_up):
+    def added(*gradients):
+        def yes():
+            add_up(*gradients)
+            return 0
+
+        return tf.cond(tf.reduce_sum(gradients[0]) < 1e6, yes, lambda: 0)
+
+    return added
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [*((name, None) for name in ACCUMULATED), ("clipped", tf.function), ("clipped", in_a_branch)],
+)
+def test_gradients_that_a_step_adds_up_in_variables(alone_and_replicated, batched, alike, name, around):
     def make():
-        model = Accumulating(ACCUMULATED[name])
+        model = Accumulating(ACCUMULATED[name], around or (lambda fn: fn))
         model(X[:1])
         model.compile(keras.optimizers.SGD(0.05))
         return model
