@@ -6,6 +6,9 @@ the end. What happens to them before that gives the same numbers after the sum i
 
 `mark` says which tensors to follow and which are the samples. The ops of the graph say the rest. What an op does that
 this module does not know counts as not linear: then a step is slower than it could be, and never wrong.
+
+A gradient may also go through a variable: a step adds up those of several batches, and clips the sum. A variable that
+the graph has written a followed gradient to is one, where it is read; what a loop writes is not seen.
 """
 
 from __future__ import annotations
@@ -54,6 +57,9 @@ _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 _LOOPS = frozenset({"While", "StatelessWhile"})
 
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
+_WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+
 _FEW = 8
 """Elements of a short constant."""
 
@@ -87,6 +93,7 @@ class Ways:
         self._of_lengths = of_lengths
         self._rows = rows if of_lengths and isinstance(rows, int) else None
         self._known: dict[Any, dict[str, list[int]]] = {}
+        self._looked_at: frozenset[int] = frozenset()  # the ids of handles of variables
 
     def to(self, tensor: Any) -> int:
         """What a tensor has to do with those that are followed; an eager tensor nothing."""
@@ -140,11 +147,43 @@ class Ways:
             if found is not None:
                 return found
         worst = max(inputs, default=APART)
+        if op.type in _READS and self._followed == GRADIENTS:
+            return [max(worst, self._of_variable(op.inputs[0]))] * count
         if op.type in _OF_SHAPES:
             return [OF_BATCH if self._of_lengths and worst and op.type in _LENGTHS else APART] * count
         if worst == LINEAR and not self._is_linear(op, inputs):
             worst = self._bends(op)
         return [worst] * count
+
+    def _of_variable(self, handle: Any) -> int:
+        """The same for the value of a variable, by what has been written to it."""
+        handles = [handle]
+        while handle.op.type == "Placeholder" and tf.is_symbolic_tensor(handle := subgraphs.captured(handle)):
+            handles.append(handle)
+        if not self._looked_at.isdisjoint(map(id, handles)):
+            return APART  # it is written to itself
+        ways = Ways(self._followed, self._of_lengths, self._rows)  # another one: what it knows does not hold outside
+        ways._looked_at = self._looked_at.union(map(id, handles))
+        found = max(ways._written(each, {}) for each in handles)
+        self.bent = self.bent or ways.bent
+        return found if found >= LINEAR else APART
+
+    def _written(self, handle: Any, given: dict[str, int]) -> int:
+        """The worst that is written to a variable in a graph, and in the branches and calls in it."""
+        known: dict[str, list[int]] = {} if given else self._known.setdefault(handle.graph, {})
+        found = APART
+        for op in handle.consumers():
+            if op.type in _WRITES:
+                found = max(found, *self._to([op.inputs[1]], known, given))
+            elif op.type in _CALLS | _BRANCHES:
+                outer = op.inputs if op.type in _CALLS else op.inputs[1:]
+                place = next(place for place, each in enumerate(outer) if each is handle)
+                for graph in subgraphs.functions_of(op):
+                    # A function that was differentiated may have got more inputs since an op called it.
+                    kinds = zip(graph.inputs, self._to(outer, known, given), strict=False)
+                    inner = {each.op.name: kind for each, kind in kinds}
+                    found = max(found, self._written(graph.inputs[place], inner))
+        return found
 
     def _bends(self, op: tf.Operation) -> int:
         self.bent = self.bent or op
