@@ -53,6 +53,7 @@ _QUOTIENTS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _CHOICES = frozenset({"Select", "SelectV2"})
 _LENGTHS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _OF_SHAPES = _LENGTHS | {"ZerosLike", "OnesLike"}
+_ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 _LOOPS = frozenset({"While", "StatelessWhile"})
@@ -137,6 +138,8 @@ class Ways:
 
     def _outputs(self, op: tf.Operation, inputs: list[int], given: dict[str, int]) -> list[int]:
         count = len(op.outputs)
+        if op.type == "ReadVariableOp" and self._followed == SUMS:
+            return [max(self._to(_written(op), {}, given), default=APART)]
         if op.type == "Placeholder":
             if op.name in given:
                 return [given[op.name]]
@@ -150,7 +153,11 @@ class Ways:
         if op.type in _READS and self._followed == GRADIENTS:
             return [max(worst, self._of_variable(op.inputs[0]))] * count
         if op.type in _OF_SHAPES:
-            return [OF_BATCH if self._of_lengths and worst and op.type in _LENGTHS else APART] * count
+            # Ones like the samples are as many as these, and their sum is the number of samples. Those like a gradient
+            # are as many as the weights.
+            is_length = worst and (worst != LINEAR or op.type in _LENGTHS)
+            is_length = is_length and any(each.shape.rank != 0 for each in op.inputs)
+            return [OF_BATCH if self._of_lengths and is_length else APART] * count
         if worst == LINEAR and not self._is_linear(op, inputs):
             worst = self._bends(op)
         return [worst] * count
@@ -207,7 +214,12 @@ class Ways:
 
     def _is_factor(self, tensor: Any, kind: int) -> bool:
         """Whether what is multiplied by a tensor stays linear, on a part of the samples as on all."""
-        return kind == APART and not (self._rows and any(map(self._is_of_rows, _numbers(tensor))))
+        if kind != APART or self._rows is None:
+            return kind == APART
+        numbers, lengths = _constants(tensor)
+        # A length that the factor itself does not have was added up, as that of ones like the samples.
+        numbers += [] if tensor.shape.rank is None else lengths.difference(tensor.shape)
+        return not any(map(self._is_of_rows, numbers))
 
     def _is_of_rows(self, number: float) -> bool:
         """Whether a constant may have been made of the number of samples: a multiple of it, or one over a multiple."""
@@ -248,18 +260,37 @@ class Ways:
         return self._to(graph.outputs, {}, given)
 
 
-def _numbers(tensor: Any) -> list[float]:
-    """The numbers in the short constants that a tensor depends on, in its graph."""
+def _written(read: tf.Operation) -> list[Any]:
+    """What the graph put into a variable before an op reads it, a running number of samples for example.
+
+    An optimizer's updates are left out: they are subtracted, and the same on all replicas.
+    """
+    found: list[Any] = []
+    if read.type == "ReadVariableOp":
+        for op in read.graph.get_operations():
+            if op is read:
+                break
+            if op.type in _ASSIGNING and op.inputs[0] is read.inputs[0]:
+                found.append(op.inputs[1])
+    return found
+
+
+def _constants(tensor: Any) -> tuple[list[float], set[int]]:
+    """The numbers in the short constants that a tensor depends on, in its graph, and the lengths of all constants."""
     found: list[float] = []
+    lengths: set[int] = set()
     pending, seen = [tensor.op], set()
     while pending:
         op = pending.pop()
         if op.name in seen:
             continue
         seen.add(op.name)
-        pending += [each.op for each in op.inputs]
-        if op.type != "Const" or (op.outputs[0].shape.num_elements() or _FEW + 1) > _FEW:
+        pending += [each.op for each in (*op.inputs, *_written(op))]
+        if op.type != "Const":
+            continue
+        lengths.update(op.outputs[0].shape)
+        if (op.outputs[0].shape.num_elements() or _FEW + 1) > _FEW:
             continue
         if op.outputs[0].dtype.is_floating or op.outputs[0].dtype.is_integer:
             found += [float(each) for each in tf.make_ndarray(op.get_attr("value")).ravel()]
-    return found
+    return found, lengths

@@ -132,6 +132,7 @@ IN_PARTS = {
     "a mean of Keras": {"loss_of": lambda model, x, y: MEAN(y, model(x))},
     "a sum as it is": {"loss_of": lambda model, x, y: SUM(y, model(x))},
     "a sum and a mean": {"loss_of": lambda model, x, y: 0.3 * SUM(y, model(x)) + mean(model, x, y)},
+    "a sum by a weight": {"loss_of": lambda model, x, y: SUM(y, model(x)) / (9.0 + model.dense.bias[0])},
     "the sum of compile": {"loss_of": by_compute_loss},
     "gradients of samples": {"loss_of": of_inputs},
     "decay": {"loss_of": mean, "changed": decayed},
@@ -143,6 +144,8 @@ IN_PARTS = {
 WHOLE = {
     "divided": {"loss_of": lambda model, x, y: SUM(y, model(x)) / size(x)},
     "times one over": {"loss_of": lambda model, x, y: SUM(y, model(x)) * (1.0 / tf.cast(tf.size(y), "float32"))},
+    "divided by ones": {"loss_of": lambda model, x, y: SUM(y, model(x)) / tf.reduce_sum(tf.ones_like(y[:, 0]))},
+    "divided by a variable": {"loss_of": lambda model, x, y: SUM(y, model(x)) / model.rows},
     "in a function": {"loss_of": in_a_function},
     "a root": {"loss_of": lambda model, x, y: tf.sqrt(SUM(y, model(x)))},
     "the sum of compile, divided": {"loss_of": lambda model, x, y: by_compute_loss(model, x, y) / size(x)},
