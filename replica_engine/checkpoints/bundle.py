@@ -28,9 +28,6 @@ from replica_engine._tf import checkpoints
 TEMPORARY = "_temp"
 """What the name of the folder has behind the prefix, as with TensorFlow."""
 
-DATA = ".data-?????-of-?????"
-"""What the names of data files have behind the prefix."""
-
 _NUMBER = re.compile(r"\.data-\d{5}-of-(\d{5})$")
 _HEADER = re.compile(rb"\0\0.\x08([\x80-\xff]*[\0-\x7f])", re.DOTALL)  # sizes of the first key and value; the value
 
@@ -86,7 +83,7 @@ def commit(bundles: Sequence[str], path: str) -> None:
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=list(bundles), destination_prefix=merged, delete_old_dirs=False
         )
-    data = checkpoints.matching(merged + DATA)
+    data = checkpoints.matching(merged + checkpoints.DATA)
     for file in [*data, merged + ".index"]:
         _to_disk(file)
     for file in data:
@@ -94,7 +91,7 @@ def commit(bundles: Sequence[str], path: str) -> None:
     _to_disk(os.path.dirname(path))  # the data files before the index that needs them
     tf.io.gfile.rename(merged + ".index", path + ".index", overwrite=True)
     _to_disk(os.path.dirname(path))
-    for file in checkpoints.matching(path + DATA):
+    for file in checkpoints.matching(path + checkpoints.DATA):
         if _number(file) != len(data):
             tf.io.gfile.remove(file)
     tf.io.gfile.rmtree(path + TEMPORARY)

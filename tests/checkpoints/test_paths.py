@@ -68,11 +68,11 @@ def test_a_name_is_no_pattern_for_others(kind, name, tmp_path):
     assert tf.train.CheckpointManager(other, tmp_path / name, max_to_keep=2).restore_or_initialize() == last
 
 
-@pytest.mark.parametrize("name", ["ckpt[1]", "*", "?", "w\\"])
+@pytest.mark.parametrize("name", ["ckpt[1]", "*", "?", "w\\", "?????"])
 def test_the_prefix_itself_is_no_pattern(name, tmp_path):
     """Nor is it one when a checkpoint takes the place of one, or is read by variables that are made later."""
     weight, checkpoint = made("threads", 1.0)
-    for each in ("ckpt1", "w", name):
+    for each in ("ckpt1", "w", "12345", name):
         checkpoint.write(tmp_path / each)
     before = files(tmp_path)
     weight.assign(np.full([8, 4], 2.0, "f"))
@@ -82,7 +82,7 @@ def test_the_prefix_itself_is_no_pattern(name, tmp_path):
     later.read(path)
     later.weight = tf.Variable(np.zeros([8, 4], "f"))
     assert np.all(later.weight.numpy() == 2.0)
-    for each in ("ckpt1", "w"):
+    for each in ("ckpt1", "w", "12345"):
         assert np.all(tf.train.load_variable(str(tmp_path / each), "weight/.ATTRIBUTES/VARIABLE_VALUE") == 1.0)
 
 
