@@ -103,6 +103,21 @@ class Ways:
             return APART
         return self._to([tensor], self._known.setdefault(tensor.graph, {}), {})[0]
 
+    def into(self, handles: Iterable[Any]) -> int:
+        """The worst that the graph that is being traced has written so far to variables with these handles.
+
+        If that depends on those that are followed, `bent` is an op that has written it.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        inside = {id(_outermost(outer)): inner for outer, inner in getattr(graph, "captures", ())}
+        worst = APART
+        for handle in (inside[id(each)] for each in handles if id(each) in inside):
+            found = self._written(handle, {})
+            if found >= LINEAR and self.bent is None:
+                self.bent = next(op for op in handle.consumers() if op.type in _WRITES | _CALLS | _BRANCHES)
+            worst = max(worst, found)
+        return worst
+
     def _to(self, tensors: Sequence[Any], known: dict[str, list[int]], given: dict[str, int]) -> list[int]:
         """The same for tensors of one graph.
 
@@ -258,6 +273,13 @@ class Ways:
     def _through(self, graph: Any, inputs: list[int]) -> list[int]:
         given = {inner.op.name: kind for inner, kind in zip(graph.inputs, inputs, strict=True)}
         return self._to(graph.outputs, {}, given)
+
+
+def _outermost(tensor: Any) -> Any:
+    """The tensor that a placeholder stands for, through all functions; any other tensor itself."""
+    while tf.is_symbolic_tensor(tensor) and (outside := subgraphs.captured(tensor)) is not None:
+        tensor = outside
+    return tensor
 
 
 def _written(read: tf.Operation) -> list[Any]:

@@ -1,5 +1,7 @@
 """Sums of losses and gradients that a step changes: as on one device, in parts of the batch where that is the same."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -127,6 +129,39 @@ def of_two_updates(model, x, y):
     return {"loss": loss}
 
 
+def by_hand(model, x, y, changed=lambda gradient: gradient):
+    with tf.GradientTape() as tape:
+        loss = mean(model, x, y)
+    weights = model.trainable_variables
+    for gradient, weight in zip(tape.gradient(loss, weights), weights, strict=True):
+        weight.assign_sub(0.05 * changed(gradient))
+    return {"loss": loss}
+
+
+def in_a_function_by_hand(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = mean(model, x, y)
+    gradient = tape.gradient(loss, model.dense.bias)
+
+    @tf.function
+    def update(gradient):
+        model.dense.bias.assign(model.dense.bias - 0.05 * gradient)
+
+    update(gradient)
+    return {"loss": loss}
+
+
+def decayed_by_hand(model, x, y):
+    """What it assigns itself has no gradient in it, so it is the same on all replicas."""
+    with tf.GradientTape() as tape:
+        loss = mean(model, x, y)
+    weights = model.trainable_variables
+    model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+    for weight in weights:
+        weight.assign(0.99 * weight)
+    return {"loss": loss}
+
+
 IN_PARTS = {
     "a mean": {"loss_of": mean},
     "a mean of Keras": {"loss_of": lambda model, x, y: MEAN(y, model(x))},
@@ -140,6 +175,7 @@ IN_PARTS = {
     "each sample clipped": {"loss_of": mean, "step": of_each_sample},
     "two losses": {"loss_of": mean, "step": of_two_losses},
     "two updates": {"loss_of": mean, "step": of_two_updates},
+    "weights decayed by hand": {"loss_of": mean, "step": decayed_by_hand},
 }
 WHOLE = {
     "divided": {"loss_of": lambda model, x, y: SUM(y, model(x)) / size(x)},
@@ -154,6 +190,12 @@ WHOLE = {
         "changed": lambda gradients, weights, loss, x: [gradient / size(x) for gradient in gradients],
     },
     "a penalty on gradients": {"loss_of": of_weights},
+    "weights changed by hand": {"loss_of": mean, "step": by_hand},
+    "by hand in a function": {"loss_of": mean, "step": in_a_function_by_hand},
+    "by hand and clipped": {
+        "loss_of": mean,
+        "step": lambda model, x, y: by_hand(model, x, y, lambda gradient: tf.clip_by_norm(gradient, 0.3)),
+    },
 }
 CHANGES = {
     "clip_by_value": lambda gradient, loss: tf.clip_by_value(gradient, -0.1, 0.1),
@@ -417,8 +459,10 @@ def test_a_metric_that_calls_a_sum_of_losses(alone_and_replicated, batched, alik
 
 
 @pytest.mark.on("mirrored")
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", ["divided", "clip_by_norm", "a mean"])
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [*itertools.product(["divided", "clip_by_norm", "a mean"], [False, True]), ("weights changed by hand", False)],
+)
 def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name, late):
     """It has changed variables before it is given up, and they count once, also if it is another one than the first."""
 
@@ -429,10 +473,9 @@ def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name, la
 
         def train_step(self, data):
             self.seen.update_state(size(data[0]))
+            self.loss_of, self.changed, self.step = options["loss_of"], options.get("changed"), options.get("step")
             if late and int(tf.convert_to_tensor(self.optimizer.iterations)) == 0:
                 self.loss_of, self.changed = mean, None
-            else:
-                self.loss_of, self.changed = options["loss_of"], options.get("changed")
             return super().train_step(data) | {"seen": self.seen.result()}
 
     options = (IN_PARTS | WHOLE | CHANGED)[name]
