@@ -56,6 +56,9 @@ METHODS = WRITE, SAVE, READ, RESTORE, SYNC = "_write", "save", "read", "restore"
 STATE, DELETE, NODES = "update_checkpoint_state_internal", "_delete_file_if_exists", "save_and_return_nodes"
 FILES, MATCHING = "file_io", "get_matching_files"
 
+DATA = ".data-?????-of-?????"
+"""What the names of data files have behind the prefix of a checkpoint, in TensorFlow's words."""
+
 VALUE = _VALUE
 """The name of a variable's value among what an object saves."""
 
@@ -152,15 +155,15 @@ def take_over(saves: Saves) -> None:
 
 
 def matching(path: str) -> list[str]:
-    """The files of a path, in which nothing is a pattern but "?????", which stands for five digits.
+    """The files of a path, in which nothing is a pattern but `DATA` at its end, which stands for all data files.
 
     TensorFlow takes `[ ] * ? \\` in the names of folders and checkpoints for a pattern too: it does not find the files,
-    and deletes those of a folder beside it.
+    and deletes those of a folder or checkpoint beside it.
     """
-    if tf.io.gfile.exists(path):
-        return [path]
-    folder, name = os.path.split(path)
-    pattern = re.compile(re.escape(name).replace(re.escape("?????"), "[0-9]{5}"))
+    if not path.endswith(DATA):
+        return [path] if tf.io.gfile.exists(path) else []
+    folder, name = os.path.split(path.removesuffix(DATA))
+    pattern = re.compile(re.escape(name) + r"\.data-[0-9]{5}-of-[0-9]{5}")
     try:
         names = tf.io.gfile.listdir(folder or ".")
     except tf.errors.NotFoundError:

@@ -19,6 +19,7 @@ does not import Keras.
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import sys
@@ -42,8 +43,17 @@ KERAS_MODULE, KERAS_TRACKABLE = "keras.src.backend.tensorflow.trackable", "Keras
 SET = "__setattr__"
 
 _SHARED, _TENSORS, _OTHER = range(3)  # the kinds of values
-_MISSING: Any = object()
-_DEFAULT: Any = object()  # the class has a value
+
+
+class _No(enum.Enum):
+    """What stands for a value. It stays the same one in a class that is copied to another process."""
+
+    VALUE = "no value"
+    OWN_VALUE = "the class has a value, and the object has none"
+
+
+_MISSING: Any = _No.VALUE
+_DEFAULT: Any = _No.OWN_VALUE
 _MAKING = ("__init__", "build")  # the functions that make an object, and never keep something of a step
 _lock = threading.Lock()  # held while an attribute is prepared for a run
 _objects: dict[int, _Object] = {}  # by identity, since an object may define equality

@@ -67,6 +67,7 @@ _REPLICATED = "the first `replicate_model`"
 _FIRST_BACKUP = "the first `replica_engine.keras.BackupAndRestore`"
 _SHARDS = "passes on to Keras outside the steps of a replicated model"
 _NOT_SHARDS = "passes on to TensorFlow outside the steps of a replicated model"
+_INSIDE = f"{_NOT_SHARDS}. The function stays, and what it calls inside is replaced"
 _OPTIMIZER = f"{keras_accumulation.MODULE}.{keras_accumulation.OPTIMIZER}"
 _LOSS_SCALE = f"{keras_accumulation.LOSS_SCALE_MODULE}.{keras_accumulation.LOSS_SCALE}"
 _KERAS_TRACKABLE = f"{own_attributes.KERAS_MODULE}.{own_attributes.KERAS_TRACKABLE}"
@@ -284,8 +285,7 @@ PATCHES: tuple[Patch, ...] = (
         )
     ),
     *(
-        Patch(owner, name, "in a shard, one device has one replica and the whole batch", _REPLICATED, _NOT_SHARDS)
-        for owner in (keras_hooks.AVERAGES, "tensorflow.nn")
+        Patch("tensorflow.nn", name, "in a shard, one device has one replica and the whole batch", _REPLICATED, _INSIDE)
         for name in (keras_hooks.AVERAGE_LOSS, keras_hooks.REGULARIZATION)
     ),
     *(

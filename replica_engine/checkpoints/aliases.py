@@ -16,7 +16,6 @@ import tempfile
 import tensorflow as tf
 
 from replica_engine._tf import checkpoints
-from replica_engine.checkpoints.bundle import DATA
 from replica_engine.process.folders import absolute
 
 _PATTERN = frozenset("*?[\\")
@@ -34,7 +33,7 @@ def readable(path: str) -> str:
         return path
     alias = os.path.join(tempfile.mkdtemp(dir=_folder()), "checkpoint")
     link = tf.io.gfile.copy if "://" in path else os.symlink
-    for file in (path + ".index", *checkpoints.matching(path + DATA)):
+    for file in (path + ".index", *checkpoints.matching(path + checkpoints.DATA)):
         link(file, alias + file[len(path) :])
     return alias
 

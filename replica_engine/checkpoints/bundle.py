@@ -3,7 +3,8 @@
 A checkpoint at the prefix "ckpt" is "ckpt.index" and one or more "ckpt.data-00000-of-00001". The index says how many
 data files there are, and so which of them belong to it. This makes a write atomic:
 
-1. All files are written in the folder "ckpt_temp", and are on the disk before anything else happens (fsync).
+1. All files are written in the folder "ckpt.replica_engine_temp", and are on the disk before anything else happens
+   (fsync).
 2. The data files are renamed into place. Their number is not the one that the index at this prefix names, so they take
    the place of files of earlier writes that were killed, at most.
 3. The index is renamed into place. Before this instant the checkpoint is the old one or none, and after it the new one.
@@ -25,11 +26,8 @@ import tensorflow as tf
 
 from replica_engine._tf import checkpoints
 
-TEMPORARY = "_temp"
-"""What the name of the folder has behind the prefix, as with TensorFlow."""
-
-DATA = ".data-?????-of-?????"
-"""What the names of data files have behind the prefix."""
+TEMPORARY = ".replica_engine_temp"
+"""What the name of the folder has behind the prefix. What is there is deleted, so it is a name that no user gives."""
 
 _NUMBER = re.compile(r"\.data-\d{5}-of-(\d{5})$")
 _HEADER = re.compile(rb"\0\0.\x08([\x80-\xff]*[\0-\x7f])", re.DOTALL)  # sizes of the first key and value; the value
@@ -86,7 +84,7 @@ def commit(bundles: Sequence[str], path: str) -> None:
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=list(bundles), destination_prefix=merged, delete_old_dirs=False
         )
-    data = checkpoints.matching(merged + DATA)
+    data = checkpoints.matching(merged + checkpoints.DATA)
     for file in [*data, merged + ".index"]:
         _to_disk(file)
     for file in data:
@@ -94,7 +92,7 @@ def commit(bundles: Sequence[str], path: str) -> None:
     _to_disk(os.path.dirname(path))  # the data files before the index that needs them
     tf.io.gfile.rename(merged + ".index", path + ".index", overwrite=True)
     _to_disk(os.path.dirname(path))
-    for file in checkpoints.matching(path + DATA):
+    for file in checkpoints.matching(path + checkpoints.DATA):
         if _number(file) != len(data):
             tf.io.gfile.remove(file)
     tf.io.gfile.rmtree(path + TEMPORARY)

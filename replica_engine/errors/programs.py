@@ -449,6 +449,6 @@ def untrusted_cache_dir(folder: str, reason: str, command: str, is_file: bool) -
         "untrusted_cache_dir",
         f"{what} not used: {reason}. A program that is read runs what its file says, so the folder, its files and the "
         "folders around it must belong to this user or to root, and nobody else may write to them. "
-        f"{happens}. Write\n    {command}\nor name another folder with REPLICA_ENGINE_CACHE_DIR or "
-        "replica_engine.xla.set_cache_dir. set_cache_dir(None) turns the cache off.",
+        f"{happens}. Write\n    {command}\nor, where others need it as it is, name another folder with "
+        "REPLICA_ENGINE_CACHE_DIR or replica_engine.xla.set_cache_dir. set_cache_dir(None) turns the cache off.",
     )

@@ -52,8 +52,10 @@ class Output:
             self._is_unread = True
             raise
         except OSError as error:
+            self._lost += bytes(left[max(0, len(left) - len(data)) :]).count(
+                b"\n"
+            )  # without the end of a line that is counted already
             self._is_cut |= 0 < len(left) < len(data)
-            self._lost += bytes(left).count(b"\n")
             if not self._reason:
                 self._reason = "it is closed" if error.errno == errno.EBADF else error.strerror or str(error)
                 self._tell(f"{self._name} cannot be written: {self._reason}. The workers go on.")

@@ -25,6 +25,11 @@ def _index(value: str) -> bool:
     return value.isascii() and value.isdecimal()
 
 
+def _later(value: str) -> bool:
+    """Whether it is the index of a process that is not the first one; 0 may be that of the only one."""
+    return _index(value) and value.strip("0") != ""
+
+
 def _several(value: str) -> bool:
     return _index(value) and len(value) < 10 and int(value) > 1
 
@@ -45,7 +50,7 @@ def _is_second_task(value: str) -> bool:
     with contextlib.suppress(ValueError, RecursionError):
         config = json.loads(value)
         task = config.get("task") if isinstance(config, dict) else None
-        return isinstance(task, dict) and _index(str(task.get("index"))) and str(task["index"]).strip("0") != ""
+        return isinstance(task, dict) and _later(str(task.get("index")))
     return False
 
 
@@ -57,13 +62,21 @@ _SIGNS: dict[str, Callable[[str], bool]] = {
     "WORLD_SIZE": _several,
     "RANK": _index,
     "MASTER_ADDR": _elsewhere,
+    "LOCAL_WORLD_SIZE": _several,
+    "LOCAL_RANK": _later,
     "JOB_COMPLETION_INDEX": _any,  # an Indexed Job of Kubernetes, which does not tell how many there are
     "TPU_WORKER_HOSTNAMES": _names,
+    "TPU_WORKER_ID": _later,
+    "TPU_PROCESS_ADDRESSES": _names,
     "MEGASCALE_NUM_SLICES": _several,
     "PMI_SIZE": _several,  # MPICH, Intel MPI
+    "PMI_RANK": _later,
+    "PMIX_RANK": _later,  # PRRTE, and others that use PMIx
+    "PALS_SIZE": _several,  # HPE Cray
     "MV2_COMM_WORLD_SIZE": _several,  # MVAPICH
     "FLUX_JOB_SIZE": _several,
     "JSM_NAMESPACE_SIZE": _several,  # jsrun of LSF
     "HOROVOD_SIZE": _several,
     "SM_HOSTS": _names,  # SageMaker
+    "AWS_BATCH_JOB_NUM_NODES": _several,
 }

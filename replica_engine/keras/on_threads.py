@@ -11,11 +11,13 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.keras.compiling import compiling
 from replica_engine.keras.hooks import has_own_metrics, needs_whole_batches, overwrites_in_own_step
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Undivided, joined, run_step
-from replica_engine.keras.variables import kept_unless_done
+from replica_engine.keras.sums import NotASum
+from replica_engine.keras.variables import kept_if
 from replica_engine.values import samples
 from replica_engine.values.regroup import select
 
@@ -48,12 +50,20 @@ class OnThreads:
     def _step(self, name: str, batch: Any) -> Any:
         is_whole = name in self._whole_steps or self._needs_whole_batches()
         if samples.count(batch) >= self._size and not is_whole:
-            # An eager step may have changed variables before it is given up, which its graph would not have done.
-            is_first = self._model.run_eagerly and name not in self._tried
-            self._tried.add(name)
-            with self._whole_steps.noted(name), kept_unless_done(self._model) if is_first else contextlib.nullcontext():
+            with self._whole_steps.noted(name), self._undone_if_given_up(name):
                 return self._call(self._shared, name, batch)
         return self._call(self._whole, name, batch)
+
+    def _undone_if_given_up(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Around a step that may be given up: an eager one has changed variables then, which its graph has not.
+
+        Keras' own steps do in each call what they did in the first one; a step of the user's own may begin to clip.
+        """
+        is_known = name in self._tried and keras_trainer.has_keras_step(self._model, name)
+        self._tried.add(name)
+        if is_known or not self._model.run_eagerly:
+            return contextlib.nullcontext()
+        return kept_if(NotASum, self._model)
 
     def _needs_whole_batches(self) -> bool:
         # An eager step cannot be given up when one of its metrics turns out not to be a sum.

@@ -31,6 +31,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import OptimizerError
+from replica_engine.values import linear
 
 REDUCTIONS = ("mean", "sum")
 
@@ -158,6 +159,7 @@ class _Merge:
             given = [index for index in given if index not in same]
             pairs = [(grads[index], keras_model.underlying_or_itself(variables[index])) for index in given]
             reduced = strategy.extended.batch_reduce_to(self._op, pairs) if pairs else []
+            linear.mark(tf.nest.flatten([getattr(each, "values", each) for each in reduced]), linear.COMMON)
             if keras_model.touches_gradients(optimizer):
                 reduced = [distribute.first_values(grad) for grad in reduced]
             whole: list[Any] = [None] * len(grads)

@@ -43,6 +43,7 @@ class Shard:
         is_own: whether a method of the user's own uses the loss of `compile`: the step, or `compute_loss`.
         sums: whether this step has a sum of losses whose use must be looked at.
         gradients: the gradients that tapes have given in an eager step.
+        updates: whether an optimizer has got gradients.
     """
 
     rows: Any
@@ -55,6 +56,7 @@ class Shard:
     is_own: bool = False
     sums: bool = False
     gradients: list[Any] = dataclasses.field(default_factory=list)
+    updates: bool = False
 
     def fraction(self, dtype: Any = "float32") -> Any:
         """The fraction of the batch that this replica has, as a scalar of `dtype`."""

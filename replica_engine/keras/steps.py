@@ -18,7 +18,7 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LogError
 from replica_engine.errors.models import warn_whole_steps
 from replica_engine.keras.shard import Shard
-from replica_engine.keras.sums import NotASum, check_sum
+from replica_engine.keras.sums import NotASum, check_sum, check_weights
 from replica_engine.values import late_weights, linear, rows, samples
 from replica_engine.values.regroup import select
 
@@ -41,6 +41,8 @@ def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str
     follow(model, name, data, share)
     with share.entered(), late_weights.weighted_late(share.fraction if is_own and not share.whole else None):
         logs = getattr(model, name)(data)
+    if is_own:
+        check_weights(model, share)
     for variable, value in zip(counted, before, strict=False):
         # All replicas computed the same samples, which must count once.
         is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)

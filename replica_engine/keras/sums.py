@@ -24,6 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine._tf import variables
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.keras.shard import Shard, current_shard
@@ -56,6 +57,11 @@ _WRITE_MEAN = (
 _WRITE_CLIP = (
     "The optimizer does it to the gradient of the whole batch, in parts: clipnorm=, clipvalue= or global_clipnorm= of "
     "the optimizer, or an optimizer class of your own that changes gradients in update_step."
+)
+
+_WRITE_UPDATE = (
+    "An optimizer adds up the gradients of all parts: optimizer.apply_gradients(zip(gradients, weights)), with "
+    "keras.optimizers.SGD(rate) for weight - rate * gradient."
 )
 
 
@@ -162,6 +168,7 @@ def check_gradients(gradients: Sequence[Any], share: Shard) -> None:
     Raises:
         NotASum: they were changed on the way from the tape, and not in a linear way, as far as is known.
     """
+    share.updates = True
     if share.whole or share.replicas == 1:
         return
     if tf.executing_eagerly():
@@ -173,6 +180,28 @@ def check_gradients(gradients: Sequence[Any], share: Shard) -> None:
         _check_gradient(
             gradient, share, "gradients are changed before the optimizer gets them, not linearly", _WRITE_CLIP
         )
+
+
+def check_weights(model: keras.Model, share: Shard) -> None:
+    """Looks, at the end of a step of a shard, whether it has changed weights by gradients of its own samples.
+
+    An optimizer has reduced its gradients before it changes weights; whoever assigns them has those of a shard.
+
+    Raises:
+        NotASum: it has, or, in an eager step, no optimizer got the gradients that the step made.
+    """
+    if share.whole or share.replicas == 1:
+        return
+    why = "weights are changed by gradients without an optimizer"
+    if tf.executing_eagerly():
+        if share.gradients and not share.updates:
+            raise NotASum(why, _WRITE_UPDATE, here())
+        return
+    weights = [variables.parts(keras_model.underlying(each)) for each in model.trainable_weights]
+    handles = [variables.raw_handle(part) for weight in weights for part in weight[1:] or weight]
+    ways = linear.Ways(linear.GRADIENTS)
+    if ways.into(handles) >= linear.LINEAR:
+        raise NotASum(why, _WRITE_UPDATE, "" if ways.bent is None else user_line(ways.bent))
 
 
 def _check_gradient(value: Any, share: Shard, why: str, instead: str) -> None:

@@ -400,13 +400,13 @@ def _around(plain: Any, strategy: tf.distribute.Strategy, synchronization: Any, 
 
 
 @contextlib.contextmanager
-def kept_unless_done(model: keras.Model) -> Iterator[None]:
-    """Gives all variables of a model their values again if the block does not come to its end."""
+def kept_if(raised: type[BaseException], model: keras.Model) -> Iterator[None]:
+    """Gives all variables of a model their values again if the block raises an exception of this class."""
     parts = [part for each in keras_model.variables_of(model) for part in _components(keras_model.underlying(each))]
     values = [tf.identity(part.read_value()) for part in parts]
     try:
         yield
-    except BaseException:
+    except raised:
         for part, value in zip(parts, values, strict=True):
             part.assign(value)
         raise

@@ -30,7 +30,7 @@ def resolve_devices(devices: Sequence[str | tf.config.LogicalDevice] | None) -> 
         DeviceError: a device does not exist, is named twice, or is of another kind than the rest.
     """
     eager = tf.compat.v1.executing_eagerly_outside_functions()
-    given = _listed(devices)
+    given = listed(devices)
     if not given:
         if not eager:
             return None
@@ -68,10 +68,11 @@ def described(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> str:
     return f"{type(strategy).__name__}({size} replica{'' if size == 1 else 's'}{here}: {', '.join(named)})"
 
 
-def _listed(devices: object) -> list[Any]:
+def listed(devices: object) -> list[Any]:
+    """The devices that the user named, as `resolve_devices` takes them; none if they are left to it."""
     if devices is None:
         return []
-    if isinstance(devices, (str, tf.config.LogicalDevice)):
+    if isinstance(devices, (str, bytes, tf.config.LogicalDevice)):
         return [devices]
     if not isinstance(devices, Iterable):
         raise DeviceError.unreadable(devices)
@@ -83,7 +84,7 @@ def _listed(devices: object) -> list[Any]:
 
 def _full_name(device: object) -> str:
     name = device.name if isinstance(device, tf.config.LogicalDevice) else device
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name.strip():  # TensorFlow takes no name for any device
         raise DeviceError.unreadable(device)
     try:
         full = distribute.resolve(name)

@@ -18,7 +18,7 @@ from replica_engine.errors import DeviceError, ReplicaValueError
 from replica_engine.errors.base import shown
 from replica_engine.errors.devices import warn_one_replica
 from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
-from replica_engine.strategies.devices import resolve_devices
+from replica_engine.strategies.devices import listed, resolve_devices
 from replica_engine.strategies.reductions import Reductions, by_dtype
 from replica_engine.strategies.updates import Updates
 from replica_engine.strategies.validation import (
@@ -181,8 +181,9 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
                 f"tf.distribute.ReductionToOneDevice(), or None; got {shown(cross_device_ops)}."
             )
         self._collective_key_base = next(_COLLECTIVE_KEYS)
-        resolved = resolve_devices(devices)
-        if not devices and resolved and [short_name(name) for name in resolved] == ["CPU:0"]:
+        given = listed(devices)
+        resolved = resolve_devices(given)
+        if not given and resolved and [short_name(name) for name in resolved] == ["CPU:0"]:
             _logger.warning(warn_one_replica(type(self).__name__))
         extended = self.extended_class(self, resolved, cross_device_ops)
         options = extended.replica_options  # a subclass may have its own; the arguments of this call take precedence

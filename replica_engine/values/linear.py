@@ -6,6 +6,9 @@ the end. What happens to them before that gives the same numbers after the sum i
 
 `mark` says which tensors to follow and which are the samples. The ops of the graph say the rest. What an op does that
 this module does not know counts as not linear: then a step is slower than it could be, and never wrong.
+
+A gradient may also go through a variable: a step adds up those of several batches, and clips the sum. A variable that
+the graph has written a followed gradient to is one, where it is read; what a loop writes is not seen.
 """
 
 from __future__ import annotations
@@ -50,9 +53,13 @@ _QUOTIENTS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _CHOICES = frozenset({"Select", "SelectV2"})
 _LENGTHS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _OF_SHAPES = _LENGTHS | {"ZerosLike", "OnesLike"}
+_ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp"})
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 _BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 _LOOPS = frozenset({"While", "StatelessWhile"})
+
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
+_WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
 _FEW = 8
 """Elements of a short constant."""
@@ -87,6 +94,7 @@ class Ways:
         self._of_lengths = of_lengths
         self._rows = rows if of_lengths and isinstance(rows, int) else None
         self._known: dict[Any, dict[str, list[int]]] = {}
+        self._looked_at: frozenset[int] = frozenset()  # the ids of handles of variables
 
     def to(self, tensor: Any) -> int:
         """What a tensor has to do with those that are followed; an eager tensor nothing."""
@@ -94,6 +102,21 @@ class Ways:
         if not tf.is_symbolic_tensor(tensor):
             return APART
         return self._to([tensor], self._known.setdefault(tensor.graph, {}), {})[0]
+
+    def into(self, handles: Iterable[Any]) -> int:
+        """The worst that the graph that is being traced has written so far to variables with these handles.
+
+        If that depends on those that are followed, `bent` is an op that has written it.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        inside = {id(_outermost(outer)): inner for outer, inner in getattr(graph, "captures", ())}
+        worst = APART
+        for handle in (inside[id(each)] for each in handles if id(each) in inside):
+            found = self._written(handle, {})
+            if found >= LINEAR and self.bent is None:
+                self.bent = next(op for op in handle.consumers() if op.type in _WRITES | _CALLS | _BRANCHES)
+            worst = max(worst, found)
+        return worst
 
     def _to(self, tensors: Sequence[Any], known: dict[str, list[int]], given: dict[str, int]) -> list[int]:
         """The same for tensors of one graph.
@@ -130,6 +153,8 @@ class Ways:
 
     def _outputs(self, op: tf.Operation, inputs: list[int], given: dict[str, int]) -> list[int]:
         count = len(op.outputs)
+        if op.type == "ReadVariableOp" and self._followed == SUMS:
+            return [max(self._to(_written(op), {}, given), default=APART)]
         if op.type == "Placeholder":
             if op.name in given:
                 return [given[op.name]]
@@ -140,11 +165,47 @@ class Ways:
             if found is not None:
                 return found
         worst = max(inputs, default=APART)
+        if op.type in _READS and self._followed == GRADIENTS:
+            return [max(worst, self._of_variable(op.inputs[0]))] * count
         if op.type in _OF_SHAPES:
-            return [OF_BATCH if self._of_lengths and worst and op.type in _LENGTHS else APART] * count
+            # Ones like the samples are as many as these, and their sum is the number of samples. Those like a gradient
+            # are as many as the weights.
+            is_length = worst and (worst != LINEAR or op.type in _LENGTHS)
+            is_length = is_length and any(each.shape.rank != 0 for each in op.inputs)
+            return [OF_BATCH if self._of_lengths and is_length else APART] * count
         if worst == LINEAR and not self._is_linear(op, inputs):
             worst = self._bends(op)
         return [worst] * count
+
+    def _of_variable(self, handle: Any) -> int:
+        """The same for the value of a variable, by what has been written to it."""
+        handles = [handle]
+        while handle.op.type == "Placeholder" and tf.is_symbolic_tensor(handle := subgraphs.captured(handle)):
+            handles.append(handle)
+        if not self._looked_at.isdisjoint(map(id, handles)):
+            return APART  # it is written to itself
+        ways = Ways(self._followed, self._of_lengths, self._rows)  # another one: what it knows does not hold outside
+        ways._looked_at = self._looked_at.union(map(id, handles))
+        found = max(ways._written(each, {}) for each in handles)
+        self.bent = self.bent or ways.bent
+        return found if found >= LINEAR else APART
+
+    def _written(self, handle: Any, given: dict[str, int]) -> int:
+        """The worst that is written to a variable in a graph, and in the branches and calls in it."""
+        known: dict[str, list[int]] = {} if given else self._known.setdefault(handle.graph, {})
+        found = APART
+        for op in handle.consumers():
+            if op.type in _WRITES:
+                found = max(found, *self._to([op.inputs[1]], known, given))
+            elif op.type in _CALLS | _BRANCHES:
+                outer = op.inputs if op.type in _CALLS else op.inputs[1:]
+                place = next(place for place, each in enumerate(outer) if each is handle)
+                for graph in subgraphs.functions_of(op):
+                    # A function that was differentiated may have got more inputs since an op called it.
+                    kinds = zip(graph.inputs, self._to(outer, known, given), strict=False)
+                    inner = {each.op.name: kind for each, kind in kinds}
+                    found = max(found, self._written(graph.inputs[place], inner))
+        return found
 
     def _bends(self, op: tf.Operation) -> int:
         self.bent = self.bent or op
@@ -168,7 +229,12 @@ class Ways:
 
     def _is_factor(self, tensor: Any, kind: int) -> bool:
         """Whether what is multiplied by a tensor stays linear, on a part of the samples as on all."""
-        return kind == APART and not (self._rows and any(map(self._is_of_rows, _numbers(tensor))))
+        if kind != APART or self._rows is None:
+            return kind == APART
+        numbers, lengths = _constants(tensor)
+        # A length that the factor itself does not have was added up, as that of ones like the samples.
+        numbers += [] if tensor.shape.rank is None else lengths.difference(tensor.shape)
+        return not any(map(self._is_of_rows, numbers))
 
     def _is_of_rows(self, number: float) -> bool:
         """Whether a constant may have been made of the number of samples: a multiple of it, or one over a multiple."""
@@ -209,18 +275,44 @@ class Ways:
         return self._to(graph.outputs, {}, given)
 
 
-def _numbers(tensor: Any) -> list[float]:
-    """The numbers in the short constants that a tensor depends on, in its graph."""
+def _outermost(tensor: Any) -> Any:
+    """The tensor that a placeholder stands for, through all functions; any other tensor itself."""
+    while tf.is_symbolic_tensor(tensor) and (outside := subgraphs.captured(tensor)) is not None:
+        tensor = outside
+    return tensor
+
+
+def _written(read: tf.Operation) -> list[Any]:
+    """What the graph put into a variable before an op reads it, a running number of samples for example.
+
+    An optimizer's updates are left out: they are subtracted, and the same on all replicas.
+    """
+    found: list[Any] = []
+    if read.type == "ReadVariableOp":
+        for op in read.graph.get_operations():
+            if op is read:
+                break
+            if op.type in _ASSIGNING and op.inputs[0] is read.inputs[0]:
+                found.append(op.inputs[1])
+    return found
+
+
+def _constants(tensor: Any) -> tuple[list[float], set[int]]:
+    """The numbers in the short constants that a tensor depends on, in its graph, and the lengths of all constants."""
     found: list[float] = []
+    lengths: set[int] = set()
     pending, seen = [tensor.op], set()
     while pending:
         op = pending.pop()
         if op.name in seen:
             continue
         seen.add(op.name)
-        pending += [each.op for each in op.inputs]
-        if op.type != "Const" or (op.outputs[0].shape.num_elements() or _FEW + 1) > _FEW:
+        pending += [each.op for each in (*op.inputs, *_written(op))]
+        if op.type != "Const":
+            continue
+        lengths.update(op.outputs[0].shape)
+        if (op.outputs[0].shape.num_elements() or _FEW + 1) > _FEW:
             continue
         if op.outputs[0].dtype.is_floating or op.outputs[0].dtype.is_integer:
             found += [float(each) for each in tf.make_ndarray(op.get_attr("value")).ravel()]
-    return found
+    return found, lengths

@@ -1,5 +1,6 @@
 """Strategies and devices made of anything: made as asked, or refused."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.bad_inputs import PYTHON
@@ -69,10 +70,18 @@ class TestCompiled:
         attempt(xla.PjrtClusterResolver, platform)
 
 
-@pytest.mark.parametrize("devices", [3, ..., "CPU:nought", [None], [["CPU:0"]], tf.constant(["CPU:0"])], ids=repr)
+@pytest.mark.parametrize(
+    "devices", [3, ..., "CPU:nought", "", [" "], b"CPU:0", [None], [["CPU:0"]], tf.constant(["CPU:0"])], ids=repr
+)
 def test_what_is_no_list_of_devices(devices):
     with pytest.raises(DeviceError, match="Not a device"):
         MirroredStrategy(devices)
+
+
+@pytest.mark.parametrize("devices", [np.array(["CPU:0"]), np.array(["CPU:0", "CPU:1"]), ("CPU:1",)])
+def test_any_list_of_devices(devices):
+    logical_devices(2)
+    assert MirroredStrategy(devices).num_replicas_in_sync == len(devices)
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 1.5, "2", None, tf.constant("a")], ids=repr)

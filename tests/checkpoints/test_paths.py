@@ -68,11 +68,11 @@ def test_a_name_is_no_pattern_for_others(kind, name, tmp_path):
     assert tf.train.CheckpointManager(other, tmp_path / name, max_to_keep=2).restore_or_initialize() == last
 
 
-@pytest.mark.parametrize("name", ["ckpt[1]", "*", "?", "w\\"])
+@pytest.mark.parametrize("name", ["ckpt[1]", "*", "?", "w\\", "?????"])
 def test_the_prefix_itself_is_no_pattern(name, tmp_path):
     """Nor is it one when a checkpoint takes the place of one, or is read by variables that are made later."""
     weight, checkpoint = made("threads", 1.0)
-    for each in ("ckpt1", "w", name):
+    for each in ("ckpt1", "w", "12345", name):
         checkpoint.write(tmp_path / each)
     before = files(tmp_path)
     weight.assign(np.full([8, 4], 2.0, "f"))
@@ -82,8 +82,32 @@ def test_the_prefix_itself_is_no_pattern(name, tmp_path):
     later.read(path)
     later.weight = tf.Variable(np.zeros([8, 4], "f"))
     assert np.all(later.weight.numpy() == 2.0)
-    for each in ("ckpt1", "w"):
+    for each in ("ckpt1", "w", "12345"):
         assert np.all(tf.train.load_variable(str(tmp_path / each), "weight/.ATTRIBUTES/VARIABLE_VALUE") == 1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_named_after_a_checkpoint_stays(kind, asynchronous, tmp_path):
+    """Names that begin as the checkpoint's does, and folders that TensorFlow would name so, are the user's."""
+    weight, checkpoint = made(kind, 1.0)
+    others = ["run_temp/ckpt", "run_temp/run", "run-1", "run1", "run.old", "run.data", "runs/run"]
+    for each in others:
+        checkpoint.write(tmp_path / each)
+    notes = [tmp_path / each for each in ("run_temp/notes", "run.index.bak", "run.data-00000-of-00001.bak")]
+    for each in notes:
+        each.write_text("mine")
+    before = files(tmp_path)
+    for value in (2.0, 3.0):
+        weight.assign(np.full([8, 4], value, "f"))
+        checkpoint.write(tmp_path / "run", options=ASYNCHRONOUS if asynchronous else None)
+    checkpoint.sync()
+    own = [each for each in files(tmp_path) if each not in before]
+    assert {each.partition(".")[0] for each in own} == {"run"}
+    assert set(before) < set(files(tmp_path))
+    for each in others:
+        assert np.all(tf.train.load_variable(str(tmp_path / each), "weight/.ATTRIBUTES/VARIABLE_VALUE") == 1.0)
+    assert np.all(tf.train.load_variable(str(tmp_path / "run"), "weight/.ATTRIBUTES/VARIABLE_VALUE") == 3.0)
 
 
 def test_an_address_is_no_pattern(tmp_path):

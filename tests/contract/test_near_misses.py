@@ -61,6 +61,19 @@ def test_an_exception_whose_text_fails_arrives_from_a_device_loop(base):
         TPUStrategy(num_cores=2).run_steps(lambda _, x: fail(x), iter(tf.data.Dataset.range(3)), 2)
 
 
+@pytest.mark.parametrize("base", [ValueError, OSError])
+def test_an_exception_whose_text_raises_itself_arrives_from_a_trace(strategy, base):
+    class Mine(base):
+        def __str__(self):
+            raise self
+
+    def step(x):
+        raise Mine
+
+    with pytest.raises(Mine):
+        tf.function(lambda: strategy.run(step, args=(tf.constant(1.0),)))()
+
+
 @pytest.mark.parametrize("base", [ValueError, TypeError, OSError])
 def test_an_exception_whose_text_raises_another_such_one_arrives(strategy, base):
     inner, _ = without_text(base)

@@ -120,8 +120,12 @@ def test_one_function_with_own_and_then_with_shared_tensors(strategy, per_replic
     own = per_replica(lambda i: 1.0 + i)
     for _ in range(3):
         strategy.run(step, (own, tf.constant(1.0)))
-    with pytest.raises(ReplicaValueError, match=NO_SUM):
-        strategy.run(step, (tf.constant(1.0), own))
+    one = tf.constant(1.0)
+    for shared in (one, per_replica(lambda i: one)):
+        with pytest.raises(ReplicaValueError, match=NO_SUM):
+            strategy.run(step, (shared, tf.constant(1.0)))
+        with pytest.raises(ReplicaValueError, match=NO_SUM):
+            strategy.run(step, (shared, own))
     strategy.run(step, (1.0, own))
     strategy.run(step, (own, own))
     assert total.numpy() == 4 * 3.0 + 2.0

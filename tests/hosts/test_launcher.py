@@ -417,6 +417,31 @@ def test_a_disk_that_has_room_again_gets_whole_lines(monkeypatch):
     assert b"".join(seen) == b"abc\nwhole\n"
 
 
+def test_each_line_that_is_lost_counts_once(monkeypatch, tmp_path):
+    """Also behind a line of which a part was written: that one is counted when it is cut."""
+    room = [3]
+
+    def write(descriptor, data):
+        if descriptor == 2:
+            return real(file.fileno(), data)
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = min(len(data), room[0])
+        room[0] -= taken
+        return taken
+
+    real = os.write
+    monkeypatch.setattr(output.os, "write", write)
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with open(tmp_path / "err", "wb") as file:
+        out, _ = output.outputs("launch")
+        for line in (b"abcdef\n", b"", b"two\n", b"three\nfour\n"):
+            out.write(line)
+        out.end()
+    assert "4 lines could not be written to standard output" in (tmp_path / "err").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

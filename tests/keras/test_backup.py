@@ -383,6 +383,20 @@ def test_a_worker_that_finishes_late_leaves_what_the_others_have(tmp_path):
     assert chief.last() is None
 
 
+def test_what_is_not_named_as_a_backup_stays(tmp_path):
+    for name in ("backup-of-monday.half", "backup-000001.half", "backup-old"):
+        (tmp_path / name).mkdir()
+    folder = BackupFolder(tmp_path, 1)
+    folder.begin(0, 1)
+    folder.finish(folder.begin(1, 0))
+    folder.clear()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "backup-000001.half",
+        "backup-of-monday.half",
+        "backup-old",
+    ]
+
+
 def test_a_loop_that_never_asks_is_ended_by_the_first_signal():
     before = signal.getsignal(signal.SIGUSR1)
     try:

@@ -222,6 +222,23 @@ def test_what_a_first_call_makes_is_shared():
     assert len(strategy.experimental_local_results(lazy.weight)) == 2
 
 
+def test_a_class_that_is_copied_to_another_process_has_no_attribute_more():
+    cloudpickle = pytest.importorskip("cloudpickle")  # as Ray does with classes of the program
+
+    class Keeps(tf.Module):
+        default = None
+
+        def __call__(self):
+            self.default = self.kept = tf.cast(replica(), tf.float32)
+
+    MirroredStrategy(DEVICES[:2]).run(Keeps())
+    copied = cloudpickle.loads(cloudpickle.dumps(Keeps))()
+    assert not hasattr(copied, "kept")
+    assert copied.default is None
+    copied.kept = 5
+    assert copied.kept == 5
+
+
 def test_a_property_and_a_setter_of_ones_own_are_called():
     strategy = MirroredStrategy(DEVICES[:2])
 

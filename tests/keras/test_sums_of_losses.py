@@ -1,5 +1,7 @@
 """Sums of losses and gradients that a step changes: as on one device, in parts of the batch where that is the same."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ X[:4] *= 3  # so that the gradients of shards are of different sizes
 Y = RANDOM.normal(size=(16, 2)).astype("float32")
 SUM = keras.losses.MeanSquaredError(reduction="sum")
 MEAN = keras.losses.MeanSquaredError()
+AVERAGE, REGULARIZATION = tf.nn.compute_average_loss, tf.nn.scale_regularization_loss  # before the first model
 
 
 def size(x):
@@ -116,21 +119,69 @@ def of_two_losses(model, x, y):
     return {"loss": losses[0]}
 
 
+def of_two_updates(model, x, y):
+    """The second loss is one of weights that have a gradient in them, which is that of all replicas."""
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = mean(model, x, y)
+        weights = model.trainable_variables
+        model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+    return {"loss": loss}
+
+
+def by_hand(model, x, y, changed=lambda gradient: gradient):
+    with tf.GradientTape() as tape:
+        loss = mean(model, x, y)
+    weights = model.trainable_variables
+    for gradient, weight in zip(tape.gradient(loss, weights), weights, strict=True):
+        weight.assign_sub(0.05 * changed(gradient))
+    return {"loss": loss}
+
+
+def in_a_function_by_hand(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = mean(model, x, y)
+    gradient = tape.gradient(loss, model.dense.bias)
+
+    @tf.function
+    def update(gradient):
+        model.dense.bias.assign(model.dense.bias - 0.05 * gradient)
+
+    update(gradient)
+    return {"loss": loss}
+
+
+def decayed_by_hand(model, x, y):
+    """What it assigns itself has no gradient in it, so it is the same on all replicas."""
+    with tf.GradientTape() as tape:
+        loss = mean(model, x, y)
+    weights = model.trainable_variables
+    model.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+    for weight in weights:
+        weight.assign(0.99 * weight)
+    return {"loss": loss}
+
+
 IN_PARTS = {
     "a mean": {"loss_of": mean},
     "a mean of Keras": {"loss_of": lambda model, x, y: MEAN(y, model(x))},
     "a sum as it is": {"loss_of": lambda model, x, y: SUM(y, model(x))},
     "a sum and a mean": {"loss_of": lambda model, x, y: 0.3 * SUM(y, model(x)) + mean(model, x, y)},
+    "a sum by a weight": {"loss_of": lambda model, x, y: SUM(y, model(x)) / (9.0 + model.dense.bias[0])},
     "the sum of compile": {"loss_of": by_compute_loss},
     "gradients of samples": {"loss_of": of_inputs},
     "decay": {"loss_of": mean, "changed": decayed},
     "centered": {"loss_of": mean, "changed": centered},
     "each sample clipped": {"loss_of": mean, "step": of_each_sample},
     "two losses": {"loss_of": mean, "step": of_two_losses},
+    "two updates": {"loss_of": mean, "step": of_two_updates},
+    "weights decayed by hand": {"loss_of": mean, "step": decayed_by_hand},
 }
 WHOLE = {
     "divided": {"loss_of": lambda model, x, y: SUM(y, model(x)) / size(x)},
     "times one over": {"loss_of": lambda model, x, y: SUM(y, model(x)) * (1.0 / tf.cast(tf.size(y), "float32"))},
+    "divided by ones": {"loss_of": lambda model, x, y: SUM(y, model(x)) / tf.reduce_sum(tf.ones_like(y[:, 0]))},
+    "divided by a variable": {"loss_of": lambda model, x, y: SUM(y, model(x)) / model.rows},
     "in a function": {"loss_of": in_a_function},
     "a root": {"loss_of": lambda model, x, y: tf.sqrt(SUM(y, model(x)))},
     "the sum of compile, divided": {"loss_of": lambda model, x, y: by_compute_loss(model, x, y) / size(x)},
@@ -139,6 +190,12 @@ WHOLE = {
         "changed": lambda gradients, weights, loss, x: [gradient / size(x) for gradient in gradients],
     },
     "a penalty on gradients": {"loss_of": of_weights},
+    "weights changed by hand": {"loss_of": mean, "step": by_hand},
+    "by hand in a function": {"loss_of": mean, "step": in_a_function_by_hand},
+    "by hand and clipped": {
+        "loss_of": mean,
+        "step": lambda model, x, y: by_hand(model, x, y, lambda gradient: tf.clip_by_norm(gradient, 0.3)),
+    },
 }
 CHANGES = {
     "clip_by_value": lambda gradient, loss: tf.clip_by_value(gradient, -0.1, 0.1),
@@ -240,6 +297,11 @@ def of_known_size(y, outputs):
     return losses + tf.nn.scale_regularization_loss(tf.constant([0.5, 0.25]))
 
 
+def of_names_of_ones_own(y, outputs):
+    losses = AVERAGE(tf.reduce_mean((y - outputs) ** 2, 1), global_batch_size=8)
+    return losses + AVERAGE(tf.reduce_mean(outputs**2, 1)) + REGULARIZATION(tf.constant([0.5, 0.25]))
+
+
 def of_own_size(y, outputs):
     return tf.nn.compute_average_loss(tf.reduce_mean((y - outputs) ** 2, 1), global_batch_size=tf.shape(y)[0])
 
@@ -252,6 +314,7 @@ LOSSES = {
     "a sum": SUM,
     "an average": average,
     "of a known size": of_known_size,
+    "of names of one's own": of_names_of_ones_own,
     "of its own size": of_own_size,
     "a number": lambda y, outputs: 1.5,
     "numbers": lambda y, outputs: [1.0, 2.0, 3.0],
@@ -292,6 +355,64 @@ def test_a_sum_of_losses_anywhere_else_in_a_model(trains_alike, kind):
         return model
 
     trains_alike(make, 2, X[:13], Y[:13], batch_size=8, validation_data=(X[:8], Y[:8]))
+
+
+class Accumulating(Own):
+    """Adds gradients up in variables of its own, and trains with what is in them."""
+
+    def __init__(self, change, around=lambda fn: fn):
+        super().__init__(mean, self.added)
+        self.change = change
+
+        def add_up(*gradients):
+            for one, gradient in zip(self.sums, gradients, strict=True):
+                one.assign(0.5 * one + gradient)
+
+        self.add_up = around(add_up)
+        self.sums = [self.add_weight(shape=shape, initializer="zeros", trainable=False) for shape in ((4, 2), (2,))]
+
+    def added(self, gradients, weights, loss, x):
+        self.add_up(*gradients)
+        return self.change([tf.convert_to_tensor(each) for each in self.sums])
+
+
+ACCUMULATED = {
+    "as they are": lambda sums: [0.5 * each for each in sums],
+    "clipped": lambda sums: tf.clip_by_global_norm(sums, 0.3)[0],
+    "clipped in a branch": lambda sums: [
+        tf.cond(tf.reduce_sum(each) < 100.0, lambda each=each: tf.clip_by_norm(each, 0.3), lambda each=each: each)
+        for each in sums
+    ],
+}
+
+
+def in_a_branch(add_up):
+    def added(*gradients):
+        def yes():
+            add_up(*gradients)
+            return 0
+
+        return tf.cond(tf.reduce_sum(gradients[0]) < 1e6, yes, lambda: 0)
+
+    return added
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [*((name, None) for name in ACCUMULATED), ("clipped", tf.function), ("clipped", in_a_branch)],
+)
+def test_gradients_that_a_step_adds_up_in_variables(alone_and_replicated, batched, alike, name, around):
+    def make():
+        model = Accumulating(ACCUMULATED[name], around or (lambda fn: fn))
+        model(X[:1])
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    alone, replicated = alone_and_replicated(make, 2)
+    for each in (alone, replicated):
+        each.fit(batched(8, X, Y), epochs=2, verbose=0)
+    alike(replicated.dense.get_weights(), alone.dense.get_weights())
+    assert float(replicated.rows.numpy()) == (4.0 if name == "as they are" else 8.0)
 
 
 class Summing(keras.metrics.Metric):
@@ -338,9 +459,12 @@ def test_a_metric_that_calls_a_sum_of_losses(alone_and_replicated, batched, alik
 
 
 @pytest.mark.on("mirrored")
-@pytest.mark.parametrize("name", ["divided", "clip_by_norm", "a mean"])
-def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name):
-    """It has changed variables before it is given up, and they count once."""
+@pytest.mark.parametrize(
+    ("name", "late"),
+    [*itertools.product(["divided", "clip_by_norm", "a mean"], [False, True]), ("weights changed by hand", False)],
+)
+def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name, late):
+    """It has changed variables before it is given up, and they count once, also if it is another one than the first."""
 
     class Eager(Own):
         def __init__(self, **options):
@@ -349,11 +473,16 @@ def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name):
 
         def train_step(self, data):
             self.seen.update_state(size(data[0]))
+            self.loss_of, self.changed, self.step = options["loss_of"], options.get("changed"), options.get("step")
+            if late and int(tf.convert_to_tensor(self.optimizer.iterations)) == 0:
+                self.loss_of, self.changed = mean, None
             return super().train_step(data) | {"seen": self.seen.result()}
+
+    options = (IN_PARTS | WHOLE | CHANGED)[name]
 
     def make():
         keras.utils.set_random_seed(1)
-        model = Eager(**(IN_PARTS | WHOLE | CHANGED)[name])
+        model = Eager(**options)
         model(X[:1])
         model.compile(keras.optimizers.SGD(0.05), SUM, run_eagerly=True)
         return model

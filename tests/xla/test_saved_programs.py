@@ -432,6 +432,20 @@ def test_a_file_that_others_may_write_to_is_replaced(folder, monkeypatch, caplog
     assert levels(caplog).count("WARNING") == 1
 
 
+def test_a_folder_that_is_opened_to_others_while_a_program_compiles_fails_nothing(folder, monkeypatch, caplog):
+    compiled(lambda x: 3 * x)
+    serialized = executable.Executable.serialized
+
+    def opened(of):
+        folder.chmod(0o777)
+        return serialized(of)
+
+    monkeypatch.setattr(executable.Executable, "serialized", opened)
+    assert compiled(double)[1] == (1, 0)
+    assert command_of(caplog) == f"chmod go-w {folder}"
+    assert levels(caplog).count("WARNING") == 1
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root")
 def test_a_folder_of_root_is_used(folder, monkeypatch, caplog):
     compiled(double)

@@ -202,7 +202,7 @@ def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
         is_internal: whether a file does not belong to the user.
     """
     original: Any = error
-    while (failed := _whose_text_failed(original)) is not None:
+    while (failed := _whose_text_failed(original)) is not None and failed is not original:  # `__str__` may raise itself
         original = failed
     while _is_copy(original) and isinstance(original.__context__, Exception):
         original = original.__context__

@@ -37,6 +37,7 @@ LOSS, COMPILED, COMPILED_LOSS = "Loss", "keras.src.trainers.compile_utils", "Com
 """The class of losses, and that of what `compile` makes of the losses of all outputs, with its module."""
 AVERAGES = "tensorflow.python.ops.nn_impl_distribute"
 AVERAGE_LOSS, REGULARIZATION = "compute_average_loss", "scale_regularization_loss"
+_HANDLED = "fn"  # the variable that a function with a handler of errors has closed over
 REDUCE_LOSSES = "reduce_weighted_values"
 SCALE_LOSSES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 SAMPLEWISE = "reduce_to_samplewise_values"
@@ -295,18 +296,29 @@ def extend_averages(
 ) -> None:
     """Makes `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` compute something else in a shard.
 
+    Programs have names of their own for them (`from tensorflow.nn import compute_average_loss`). So the functions stay,
+    and what they call is replaced: TensorFlow has put a handler of errors around each.
+
     Args:
         average: takes TensorFlow's function and the arguments of the first.
         regularization: takes those of the second.
         in_shard: whether a shard is being computed.
     """
     for name, other in ((AVERAGE_LOSS, average), (REGULARIZATION, regularization)):
+        function: Any = getattr(sys.modules[AVERAGES], name)
+        if hasattr(function, _MARK):
+            continue
+        setattr(function, _MARK, True)
+        cell = function.__closure__[function.__code__.co_freevars.index(_HANDLED)]
+        cell.cell_contents = _in_shards(cell.cell_contents, other, in_shard)
 
-        def scaled(own: Callable[..., Any], *args: Any, other: Any = other, **kwargs: Any) -> Any:
-            return other(own, *args, **kwargs) if in_shard() else own(*args, **kwargs)
 
-        for module in (sys.modules.get(AVERAGES), tf.nn, tf.compat.v2.nn, tf.compat.v1.nn):
-            wrap(module, name, scaled)
+def _in_shards(own: Callable[..., Any], other: Callable[..., Any], in_shard: Callable[[], bool]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        return other(own, *args, **kwargs) if in_shard() else own(*args, **kwargs)
+
+    return scaled
 
 
 def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[], bool]) -> None:

@@ -62,16 +62,22 @@ class BackupFolder:
                 half.rename(complete)
         with contextlib.suppress(FileNotFoundError):  # another worker has cleared the folder
             _to_disk(self.path)
-        older = [path for path in self.path.glob(f"backup-*{_HALF}") if path.name <= half.name]
+        older = [path for path in self._half() if path.name <= half.name]
         for path in [*self._complete()[self._keep :], *older]:
             shutil.rmtree(path, ignore_errors=True)
 
     def clear(self) -> None:
         """Removes all checkpoints, and the folder if nothing else is in it."""
-        for path in [*self._complete(), *self.path.glob(f"backup-*{_HALF}")]:
+        for path in [*self._complete(), *self._half()]:
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.path.rmdir()
+
+    def _half(self) -> list[Path]:
+        """The folders of checkpoints that were begun, and nothing of the user's."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return [path for path in self.path.iterdir() if path.suffix == _HALF and _NAME.fullmatch(path.stem)]
+        return []
 
     def _complete(self) -> list[Path]:
         """The folders of complete checkpoints, the last one first."""

@@ -73,6 +73,12 @@ class Warm:
         return found
 
 
+def is_one(value: Any) -> bool:
+    """Whether all replicas get the same tensor of an argument."""
+    first, *others = _values(value)
+    return all(each is first for each in others)
+
+
 def _values(value: Any) -> Sequence[Any]:
     """The values of an argument; none if it is neither a tensor nor a distributed value of a plain type."""
     if type(value) is EagerTensor:

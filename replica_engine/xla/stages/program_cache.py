@@ -27,7 +27,7 @@ from replica_engine.xla.body import Body, LaunchLimits
 from replica_engine.xla.host_calls.call import CallOrder
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts, used_objects
-from replica_engine.xla.signature.warm import Warm
+from replica_engine.xla.signature.warm import Warm, is_one
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
@@ -184,6 +184,8 @@ class ProgramCache:
         slots = warm.values(args)
         if slots is None or not recent.used.are(used_objects(fn, recent.hosts)):
             return None
+        if any(is_one(args[index]) for index in recent.program.traced.sums.slots):
+            return None  # an error, perhaps
         return recent.program, compiled, slots
 
     def _find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:

@@ -226,6 +226,8 @@ def _write(folder: CacheFolder, key: str, compiled: bytes | None, seconds: float
         return
     try:
         folder.write(key, compiled, seconds, about)
+    except UntrustedPathError as error:  # since it was looked at
+        _warn_of_others(folder, error)
     except OSError as error:
         _warn(unusable_cache_dir(str(folder.path), error.strerror or str(error)))
 

@@ -275,6 +275,8 @@ def _check_plain_variables(
     for index, variable in indices.items():
         name, where = variable.name.removesuffix(":0"), traced.added.get(id(variable), "")
         differs = differences.variables[index] & (Reason.REPLICA_ID | Reason.OWN_DATA)
+        # Each replica adds as much to the count of a seed. In a branch of its own, what a replica draws is lost: the
+        # next step may draw the same numbers again, which `differs` says.
         adds = id(variable) in traced.added and index in differences.added and "seed_generator" not in name
         if differs or adds:
             if not where and index in differences.writers:  # it is assigned, as by Keras, which adds so too
