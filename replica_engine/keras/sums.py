@@ -182,7 +182,7 @@ def check_gradients(gradients: Sequence[Any], share: Shard) -> None:
         )
 
 
-def check_weights(model: keras.Model, share: Shard) -> None:
+def check_weights(model: Any, share: Shard) -> None:
     """Looks, at the end of a step of a shard, whether it has changed weights by gradients of its own samples.
 
     An optimizer has reduced its gradients before it changes weights; whoever assigns them has those of a shard.

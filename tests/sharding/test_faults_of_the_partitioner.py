@@ -36,6 +36,9 @@ OTHERS = {
     "place of the largest": lambda x, i, table, kernel: tf.cast(tf.argmax(x, 1), "float32"),
     "convolution": lambda x, i, table, kernel: tf.nn.conv1d(x, tf.stack([kernel, kernel / 2]), 1, "SAME"),
     "in strides": lambda x, i, table, kernel: tf.nn.conv1d(x, tf.stack([kernel, kernel / 2]), 2, "SAME"),
+    "image in strides": lambda x, i, table, kernel: tf.nn.conv2d(
+        x[..., tf.newaxis], tf.reshape(kernel, [4, 4, 1, 1])[:3, :3], 2, "SAME"
+    ),
     "transform": lambda x, i, table, kernel: tf.abs(tf.signal.fft(tf.cast(x, "complex64"))),
     "transform along time": lambda x, i, table, kernel: tf.signal.irfft(
         tf.signal.rfft(tf.transpose(x, [0, 2, 1])) * 2.0

@@ -200,6 +200,20 @@ def _cut_whole(operation: Any, divided: Propagated, devices: Devices) -> None:
     _constrain(operation, divided, operands, {0: places})
 
 
+def _spread(pad: Any) -> list[int]:
+    """The dimensions in which a pad puts something between the elements."""
+    return [each for each, count in enumerate(ir.DenseI64ArrayAttr(pad.attributes["interior_padding"])) if count]
+
+
+def _spreads_divided(pad: Any, divided: Propagated, devices: Devices) -> bool:
+    values = divided.operands[0], divided.results[0]
+    return _has_two_axes(devices) and any(value[each] for value in values for each in _spread(pad))
+
+
+def _spread_whole(pad: Any, divided: Propagated, devices: Devices) -> None:
+    _constrain(pad, divided, {0: _spread(pad)}, {0: _spread(pad)})
+
+
 def _transforms_divided(operation: Any, divided: Propagated, devices: Devices) -> bool:
     return True
 
@@ -260,6 +274,9 @@ FAULTS = (
     # A convolution of values that are divided along their length or height counts them several times, on a mesh of two
     # axes. Each device has them whole along those dimensions, which costs their memory and a gather.
     Fault(("stablehlo.convolution",), _is_divided_along_space, _convolve_whole_space),
+    # A pad between elements, as in the gradient of a convolution with strides, puts some at wrong places, on a mesh of
+    # two axes. It costs what the row before costs.
+    Fault(("stablehlo.pad",), _spreads_divided, _spread_whole),
     # Rows that fill a batch up to equal parts are counted into row 0 by a scatter; a gather or scatter along a divided
     # dimension ends the process at times, on a mesh of two axes; a scatter that sets elements sets some in each part.
     Fault(("stablehlo.gather", "stablehlo.scatter"), _indexes_wrongly, _index_locally),
