@@ -16,8 +16,8 @@ from replica_engine.pjrt.partitions.layout import MESH, Layout, dimensions
 from replica_engine.pjrt.partitions.local import Devices, computed_locally
 from replica_engine.pjrt.partitions.propagation import Divided, Propagated, inline_calls, propagated
 
-_ROUNDS = 4
-"""How often Shardy is asked again: what one fault needs whole may divide another operation in another way."""
+_ROUNDS = 32
+"""How often Shardy is asked again, at most: what one fault needs whole may divide another operation in another way."""
 
 
 class Fault(NamedTuple):
@@ -76,11 +76,12 @@ def _has_two_axes(devices: Devices) -> bool:
     return sum(size > 1 for _, size in devices.layout.mesh.axes) > 1
 
 
-def _is_uneven(value: Any, divided: Divided, devices: Devices) -> bool:
+def _uneven(value: Any, divided: Divided, devices: Devices) -> list[int]:
+    """The dimensions that are divided into unequal parts; all if an axis is divided itself."""
     shape = ir.RankedTensorType(value.type).shape
-    return not devices.is_whole_axes(divided) or any(
-        size % devices.count(names) for size, names in zip(shape, divided, strict=True)
-    )
+    if not devices.is_whole_axes(divided):
+        return list(range(len(shape)))
+    return [each for each, (size, names) in enumerate(zip(shape, divided, strict=True)) if size % devices.count(names)]
 
 
 def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> bool:
@@ -92,7 +93,7 @@ def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> b
         *zip(operation.operands, divided.operands, strict=True),
         *zip(operation.results, divided.results, strict=True),
     ]
-    if any(_is_uneven(value, each, devices) for value, each in values):
+    if any(_uneven(value, each, devices) for value, each in values):
         return True
     if not indexed:
         return False
@@ -105,16 +106,34 @@ def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> Non
         if gather.is_of_rows(divided.operands[0]) and _is_plain(divided, devices):
             gather.compute_locally(divided, devices)
         else:
-            _constrain(operation, divided, {0: gather.map, 1: range(8)}, {0: range(8)})
+            _index_whole(operation, divided, devices, {0: gather.map}, {})
     else:
         scatter = Scatter(operation)
         if scatter.is_single and scatter.is_of_rows(divided.results[0]) and _is_plain(divided, devices):
             scatter.compute_locally(divided, devices)
         else:
-            count = len(operation.results)
-            operands = dict.fromkeys(range(count), scatter.map)
-            operands |= {index: range(8) for index in range(count, 2 * count + 1)}
-            _constrain(operation, divided, operands, dict.fromkeys(range(count), scatter.map))
+            whole = dict.fromkeys(range(len(operation.results)), scatter.map)
+            _index_whole(operation, divided, devices, whole, whole)
+
+
+def _index_whole(
+    operation: Any, divided: Propagated, devices: Devices, operands: dict[int, Any], results: dict[int, Any]
+) -> None:
+    """Makes what is indexed whole along the indexed dimensions, and all else along those of unequal parts."""
+    before = {
+        index: [*_uneven(value, each, devices), *operands.get(index, ())]
+        for index, (value, each) in enumerate(zip(operation.operands, divided.operands, strict=True))
+    }
+    after = {
+        index: [*_uneven(value, each, devices), *results.get(index, ())]
+        for index, (value, each) in enumerate(zip(operation.results, divided.results, strict=True))
+    }
+    _constrain(
+        operation,
+        divided,
+        {index: whole for index, whole in before.items() if whole},
+        {index: whole for index, whole in after.items() if whole},
+    )
 
 
 def _is_plain(divided: Propagated, devices: Devices) -> bool:

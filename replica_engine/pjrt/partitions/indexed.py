@@ -71,6 +71,8 @@ class Gather:
             ends = [self.operand.get_dim_size(each) - self.slices[each] for each in self.map]
             own = _Own(numbers, self.vector, {each: inputs[each] for each in self.map}, table, devices, ends)
             found = hlo.gather(table, own.indices, self.operation.attributes["dimension_numbers"], slices)
+            if not along:
+                return [found]
             kind = ir.RankedTensorType(found.type)
             nothing = constant(neutral(kind.element_type), kind)
             truth = ir.RankedTensorType.get(kind.shape, ir.IntegerType.get_signless(1))
@@ -143,7 +145,7 @@ class Scatter:
             kind = ir.RankedTensorType(table.type)
             # XLA takes a slice of a slice for one, though an index outside of the second is moved into that: so it
             # must not see where the part comes from.
-            first = constant(neutral(kind.element_type), kind) if summed else hlo.optimization_barrier([table])
+            first: Any = constant(neutral(kind.element_type), kind) if summed else hlo.optimization_barrier([table])
             made = hlo.ScatterOp(
                 [kind], [first], own.indices, [rows], self.operation.attributes["scatter_dimension_numbers"]
             )

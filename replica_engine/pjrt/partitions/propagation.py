@@ -125,7 +125,7 @@ def _of_result(value: Any) -> Any:
 
 
 def _of_argument(value: Any) -> Any:
-    argument = ir.BlockArgument(value)
+    argument: Any = ir.BlockArgument(value)
     owner, index = argument.owner.owner, argument.arg_number
     if owner.name == "func.func":
         if "arg_attrs" not in owner.attributes:
@@ -140,15 +140,13 @@ def _of_argument(value: Any) -> Any:
 
 
 def _without_manual(owner: Any, sharding: Any) -> Any:
-    manual = set(sdy.ManualAxesAttr(owner.attributes["manual_axes"]))  # names
+    manual: Any = sdy.ManualAxesAttr(owner.attributes["manual_axes"])  # a sequence of names
     whole = sdy.TensorShardingAttr(sharding)
-    entries = [
-        sdy.DimensionShardingAttr.get(
-            [axis for axis in map(sdy.AxisRefAttr, sdy.DimensionShardingAttr(each).axes) if axis.name not in manual],
-            is_closed=True,
-        )
-        for each in whole.dimension_shardings
-    ]
+    entries = []
+    for each in whole.dimension_shardings:
+        axes = map(sdy.AxisRefAttr, sdy.DimensionShardingAttr(each).axes)
+        left = [axis for axis in axes if axis.name not in list(manual)]
+        entries.append(sdy.DimensionShardingAttr.get(left, is_closed=True))
     return sdy.TensorShardingAttr.get(whole.mesh_or_ref, entries)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.partitions.local import Devices, computed_locally
-from replica_engine.pjrt.partitions.propagation import Propagated
+from replica_engine.pjrt.partitions.propagation import Divided, Propagated
 
 _EXTREMES = ("stablehlo.maximum", "stablehlo.minimum")
 
@@ -38,7 +38,7 @@ def reduce_in_two_steps(operation: Any, divided: Propagated, devices: Devices) -
         used |= {*names}
     along = tuple(name for each in reduced for name in by[each])
     kept = tuple(names for each, names in enumerate(by) if each not in reduced)
-    scalars = [()] * count
+    scalars: list[Divided] = [()] * count
     fillings = list(operation.operands)[count:]
 
     def build(parts: list[Any]) -> list[Any]:
