@@ -216,7 +216,9 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], 
         grads = list(grads)
         check_gradients(grads, share)
         if not has_weighted(optimizer):
-            known = trainable_variables or keras_model.trained_by(updated)
+            known = list(trainable_variables or keras_model.trained_by(updated))
+            if trainable_variables is None and len(grads) > len(known):
+                own(grads)  # Keras says how many there are
             grads = [
                 grad if keras_model.is_overwritten(variable) else _weighted(grad, share)
                 for grad, variable in zip(grads, known, strict=False)

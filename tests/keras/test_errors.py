@@ -236,3 +236,18 @@ def test_inputs_of_a_wrong_shape_raise_what_keras_raises(both):
         texts.append(type(raised.value))
     assert texts[0] is texts[1]
     assert replicated.predict(np.zeros((6, 4), "float32"), verbose=0).shape == (6, 1)
+
+
+def test_more_gradients_than_weights_are_the_error_of_one_device(both):
+    class Surplus(Subclassed):
+        def train_step(self, data):
+            weights = self.trainable_variables
+            self.optimizer.apply([tf.zeros_like(each.value) for each in [*weights, weights[0]]])
+            return {}
+
+    model = Surplus()
+    model(np.zeros((1, 4)))
+    model.compile("sgd")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(ValueError, match="a list of 3 gradients"):
+        replicate_model(model, strategy=both(2)).train_on_batch(np.zeros((4, 4)), np.zeros((4, 1)))
