@@ -116,3 +116,13 @@ def flat(value) -> list:
     if isinstance(value, dict):
         return flat([value[name] for name in sorted(value)])
     return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
+
+
+def failing(process: Any) -> str:
+    """What a worker writes that fails before it has found anything."""
+    try:
+        out, err = process.communicate(LONGER)
+    finally:
+        process.kill()
+    assert (out, process.returncode) == ("", 1), err[-4000:]
+    return err

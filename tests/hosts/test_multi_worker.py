@@ -9,7 +9,18 @@ import signal
 import pytest
 from helpers.jobs import LONGER, is_stopped, job, until
 from helpers.versions import HAS_XLA
-from helpers.workers import HEAD, IN_A_LOOP, IN_ANOTHER_ORDER, TAIL, UNEVEN_KERAS, alone, files, flat, outputs, read
+from helpers.workers import (
+    HEAD,
+    IN_A_LOOP,
+    TAIL,
+    UNEVEN_KERAS,
+    alone,
+    failing,
+    files,
+    flat,
+    outputs,
+    read,
+)
 
 from replica_engine._tf import versions
 
@@ -511,164 +522,6 @@ def test_the_first_launch_waits_until_ctrl_c_or_the_timeout(programs):
     assert missing in error or "ReplicaTimeoutError: The merge function all_reduce at" in error
     assert "5 s (timeout=)" in error
     assert "interrupted\n" in error
-
-
-def failing(process) -> str:
-    """What a worker writes that fails before it has found anything."""
-    try:
-        out, err = process.communicate(LONGER)
-    finally:
-        process.kill()
-    assert (out, process.returncode) == ("", 1), err[-4000:]
-    return err
-
-
-ORDER = """
-strategy = KIND()
-
-
-def sums(x):
-    return context().all_reduce("SUM", x)
-
-
-def means(x):
-    return context().all_reduce("MEAN", x)
-
-
-if os.environ["TRACED"] == "1":
-    sums, means = tf.function(sums), tf.function(means)
-both = [sums, means]
-"""
-
-
-@pytest.mark.parametrize(("traced", "later"), [(0, 0), (1, 0), (1, 1)])
-def test_another_order_is_found(programs, traced, later):
-    """At the first launch before there is a number; later, soon after it."""
-    with job(join=LONGER) as made:
-        environment = {"LOCAL": "1", "TRACED": str(traced), "LATER": str(later)}
-        started = [
-            programs.start(HEAD + ORDER + IN_ANOTHER_ORDER, env=made.environment(worker, **environment))
-            for worker in range(2)
-        ]
-        for process in started:
-            error = failing(process)
-            assert "ProgramDisagreementError: After" in error
-            assert "`all_reduce SUM, float32[4]` at program.py:" in error
-            assert "`all_reduce MEAN, float32[4]` at program.py:" in error
-            assert "in means, program" in error
-
-
-SWAPPED = """
-from replica_engine.strategies.multi_worker import launches
-
-launches._MOST_LAUNCHES = 2  # so that numbers of collectives come again
-strategy = KIND()
-
-
-def values(number, rows):
-    return strategy.experimental_distribute_values_from_function(lambda context: tf.fill([rows], number))
-
-
-def all_reduced(number):
-    return context().all_reduce("SUM", tf.constant(number))
-
-
-def all_reduced_too(number):
-    return context().all_reduce("SUM", tf.constant(number))
-
-
-def in_a_loop(number):
-    total = tf.constant(0.0)
-    for _ in tf.range(3):
-        total += context().all_reduce("SUM", tf.constant(number))
-    return total
-
-
-def in_another_loop(number):
-    total = tf.constant(0.0)
-    for _ in tf.range(3):
-        total += context().all_reduce("SUM", tf.constant(number))
-    return total
-
-
-first, second = {
-    "eager": (
-        lambda: strategy.reduce("SUM", values(1.0, 1), axis=None),
-        lambda: strategy.reduce("SUM", values(10.0, 1), axis=None),
-    ),
-    "sizes": (
-        lambda: strategy.reduce("SUM", values(1.0, 1), axis=None),
-        lambda: strategy.reduce("SUM", values(10.0, 4), axis=None),
-    ),
-    "kinds": (
-        lambda: strategy.reduce("MEAN", values(1.0, 4), axis=None),
-        lambda: strategy.gather(values(10.0, 4), axis=0),
-    ),
-    "functions": (
-        tf.function(lambda: strategy.run(all_reduced, args=(1.0,))),
-        tf.function(lambda: strategy.run(all_reduced_too, args=(10.0,))),
-    ),
-    "loops": (
-        tf.function(lambda: strategy.run(tf.function(in_a_loop), args=(1.0,))),
-        tf.function(lambda: strategy.run(tf.function(in_another_loop), args=(10.0,))),
-    ),
-}[os.environ["WHAT"]]
-for number in range(5):
-    print(json.dumps([float(tf.reduce_sum(each())) for each in (first, second)]), flush=True)
-for each in (second, first) if me else (first, second):
-    print("a number after the swap", float(tf.reduce_sum(each())), flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("what", "right"),
-    [
-        ("eager", [2.0, 20.0]),
-        ("sizes", [2.0, 80.0]),
-        ("kinds", [4.0, 80.0]),
-        ("functions", [2.0, 20.0]),
-        ("loops", [6.0, 60.0]),
-    ],
-)
-def test_swapped_launches_give_no_number(programs, what, right):
-    """Collectives that differ never meet, also when both were launched before."""
-    with job(join=LONGER) as made:
-        started = [
-            programs.start(HEAD + SWAPPED, env=made.environment(worker, LOCAL="1", WHAT=what)) for worker in range(2)
-        ]
-        for process in started:
-            out, error = process.communicate(timeout=LONGER)
-            assert [json.loads(line) for line in out.splitlines()] == [right] * 5
-            assert process.returncode
-            assert "ProgramDisagreementError: After" in error
-
-
-BATCHES = """
-strategy = KIND()
-data = tf.data.Dataset.range(64).map(lambda i: tf.cast(i, tf.float32))
-if os.environ["FUNCTION"] == "1":
-    dataset = strategy.distribute_datasets_from_function(lambda context: data.batch(16 if me else 8))
-else:
-    dataset = strategy.experimental_distribute_dataset(data.batch(16 if me else 8))
-for batch in dataset:
-    strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(batch,)), axis=None)
-    print("a number", flush=True)
-"""
-
-
-@pytest.mark.parametrize("of_function", [0, 1])
-def test_another_size_of_batches_is_found(programs, of_function):
-    with job(join=LONGER) as made:
-        started = [
-            programs.start(HEAD + BATCHES, env=made.environment(each, LOCAL="1", FUNCTION=str(of_function)))
-            for each in range(2)
-        ]
-        for process in started:
-            out, err = process.communicate(LONGER)
-            assert (process.returncode, out) == (1, ""), err[-4000:]
-            assert "ProgramDisagreementError: After" in err
-            assert "worker 0: launch of `a dataset in batches of 8 rows` at program.py:" in err
-            assert "worker 1: launch of `a dataset in batches of 16 rows` at program.py:" in err
 
 
 SMALL = """
