@@ -3,7 +3,7 @@
 A checkpoint at the prefix "ckpt" is "ckpt.index" and one or more "ckpt.data-00000-of-00001". The index says how many
 data files there are, and so which of them belong to it. This makes a write atomic:
 
-1. All files are written in the folder "ckpt.replica_engine_temp", and are on the disk before anything else happens
+1. All files are written in the folder "ckpt_replica_engine_temp", and are on the disk before anything else happens
    (fsync).
 2. The data files are renamed into place. Their number is not the one that the index at this prefix names, so they take
    the place of files of earlier writes that were killed, at most.
@@ -26,7 +26,7 @@ import tensorflow as tf
 
 from replica_engine._tf import checkpoints
 
-TEMPORARY = ".replica_engine_temp"
+TEMPORARY = "_replica_engine_temp"
 """What the name of the folder has behind the prefix. What is there is deleted, so it is a name that no user gives."""
 
 _NUMBER = re.compile(r"\.data-\d{5}-of-(\d{5})$")
