@@ -185,7 +185,8 @@ def check_gradients(gradients: Sequence[Any], share: Shard) -> None:
 def check_weights(model: Any, share: Shard) -> None:
     """Looks, at the end of a step of a shard, whether it has changed weights by gradients of its own samples.
 
-    An optimizer has reduced its gradients before it changes weights; whoever assigns them has those of a shard.
+    An optimizer reduces its gradients before it changes weights. A step that assigns weights itself has those of a
+    shard.
 
     Raises:
         NotASum: it has, or, in an eager step, no optimizer got the gradients that the step made.
