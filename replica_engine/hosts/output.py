@@ -52,9 +52,8 @@ class Output:
             self._is_unread = True
             raise
         except OSError as error:
-            self._lost += bytes(left[max(0, len(left) - len(data)) :]).count(
-                b"\n"
-            )  # without the end of a line that is counted already
+            # Without the end of a line that is counted already.
+            self._lost += bytes(left[max(0, len(left) - len(data)) :]).count(b"\n")
             self._is_cut |= 0 < len(left) < len(data)
             if not self._reason:
                 self._reason = "it is closed" if error.errno == errno.EBADF else error.strerror or str(error)

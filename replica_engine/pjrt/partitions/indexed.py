@@ -15,23 +15,36 @@ from replica_engine.pjrt.partitions.propagation import Divided, Propagated
 _NONE: tuple[str, ...] = ()
 
 
-class Gather:
-    """What a gather does with the dimensions of its values."""
+class Indexed:
+    """An operation that takes or changes elements of its first operand at given places.
 
-    def __init__(self, operation: Any):
+    Attributes:
+        operation: the operation.
+        map: the dimensions of the operand that are indexed, in the order of the entries of an index.
+        operand: the type of the operand.
+    """
+
+    def __init__(self, operation: Any, indexed: Any):
         self.operation = operation
-        numbers = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
-        self.map = list(numbers.start_index_map)
-        self.offsets = list(numbers.offset_dims)
-        self.collapsed = list(numbers.collapsed_slice_dims)
-        self.vector = numbers.index_vector_dim
-        self.has_batches = bool(numbers.operand_batching_dims)
-        self.slices = list(ir.DenseI64ArrayAttr(operation.attributes["slice_sizes"]))
+        self.map = list(indexed)
         self.operand = ir.RankedTensorType(operation.operands[0].type)
 
     def indexed(self, divided: Divided) -> list[int]:
         """The dimensions of the operand that are indexed and divided."""
         return [each for each in self.map if divided[each]]
+
+
+class Gather(Indexed):
+    """What a gather does with the dimensions of its values."""
+
+    def __init__(self, operation: Any):
+        numbers = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
+        super().__init__(operation, numbers.start_index_map)
+        self.offsets = list(numbers.offset_dims)
+        self.collapsed = list(numbers.collapsed_slice_dims)
+        self.vector = numbers.index_vector_dim
+        self.has_batches = bool(numbers.operand_batching_dims)
+        self.slices = list(ir.DenseI64ArrayAttr(operation.attributes["slice_sizes"]))
 
     def is_of_rows(self, divided: Divided) -> bool:
         """Whether it takes single elements of the dimensions that are indexed and divided."""
@@ -82,18 +95,17 @@ class Gather:
         computed_locally(self.operation, [tuple(inputs), tuple(of_indices)], [tuple(result)], devices, build)
 
 
-class Scatter:
+class Scatter(Indexed):
     """What a scatter does with the dimensions of its values."""
 
     def __init__(self, operation: Any):
-        self.operation = operation
         numbers = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
-        self.map = list(numbers.scattered_dims_to_operand_dims)
+        super().__init__(operation, numbers.scattered_dims_to_operand_dims)
         self.windows = list(numbers.update_window_dims)
         self.inserted = list(numbers.inserted_window_dims)
         self.vector = numbers.index_vector_dim
         self.has_batches = bool(numbers.input_batching_dims)
-        self.operand, self.indices, self.updates = (ir.RankedTensorType(each.type) for each in operation.operands[:3])
+        self.indices, self.updates = (ir.RankedTensorType(each.type) for each in list(operation.operands)[1:3])
 
     @property
     def is_single(self) -> bool:
@@ -105,10 +117,6 @@ class Scatter:
         """Whether it adds its updates, and so may add them in any order and in parts."""
         block = self.operation.regions[0].blocks[0]
         return [each.name for each in block.operations] == ["stablehlo.add", "stablehlo.return"]
-
-    def indexed(self, divided: Divided) -> list[int]:
-        """The dimensions of the operand that are indexed and divided."""
-        return [each for each in self.map if divided[each]]
 
     def is_of_rows(self, divided: Divided) -> bool:
         """Whether it changes single elements of the dimensions that are indexed and divided."""

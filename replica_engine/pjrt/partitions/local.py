@@ -133,9 +133,9 @@ def computed_locally(
     operation.erase()
 
 
-def integer(value: int, kind: Any = None) -> Any:
-    """A scalar of a number; an int32 if no type is given."""
-    return constant(value, _tensor([], _bits(32) if kind is None else kind))
+def integer(value: int) -> Any:
+    """An int32 scalar."""
+    return constant(value, _tensor([], _bits(32)))
 
 
 def constant(value: Any, kind: Any) -> Any:

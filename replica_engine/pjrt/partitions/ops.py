@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -97,24 +97,16 @@ def _sharding(each: list[str]) -> Any:
     return ir.Attribute.parse(f"#sdy.sharding_per_value<[{', '.join(each)}]>")
 
 
-def wrap(operation: Any, layout: Layout, divided: Sequence[int] = ()) -> Any:
-    """Puts an operation into a manual computation over the axes of a replica, where each device has whole values.
+def wrap(operation: Any, layout: Layout) -> Any:
+    """Puts an operation into a manual computation over the axes of a replica, where each device has whole values."""
+    axes = ", ".join(f'"{name}"' for name, _ in layout.mesh.axes)
 
-    With `divided`, a dimension for each operand, each device has its part of the operands along these dimensions.
-    """
-    names = tuple(name for name, _ in layout.mesh.axes)
-    axes = ", ".join(f'"{name}"' for name in names)
-    kinds = [ir.RankedTensorType(each.type) for each in operation.operands]
-    entries: list[list[Any]] = [[None] * kind.rank for kind in kinds]
-    shapes = [list(kind.shape) for kind in kinds]
-    for entry, shape, dimension in zip(entries, shapes, divided, strict=False):
-        entry[dimension] = names
-        shape[dimension] //= layout.mesh.size
+    def whole(values: Any) -> Any:
+        return _sharding([f"<@{MESH}, {dimensions([None] * ir.RankedTensorType(each.type).rank)}>" for each in values])
+
     attributes = {
-        "in_shardings": _sharding([f"<@{MESH}, {dimensions(each)}>" for each in entries]),
-        "out_shardings": _sharding(
-            [f"<@{MESH}, {dimensions([None] * ir.RankedTensorType(each.type).rank)}>" for each in operation.results]
-        ),
+        "in_shardings": whole(operation.operands),
+        "out_shardings": whole(operation.results),
         "manual_axes": ir.Attribute.parse(f"#sdy<manual_axes{{{axes}}}>"),
     }
     operands, location = list(operation.operands), operation.location
@@ -128,8 +120,7 @@ def wrap(operation: Any, layout: Layout, divided: Sequence[int] = ()) -> Any:
         )
     for old, new in zip(operation.results, outer.results, strict=True):
         old.replace_all_uses_with(new)
-    types = [ir.RankedTensorType.get(shape, kind.element_type) for shape, kind in zip(shapes, kinds, strict=True)]
-    block = outer.regions[0].blocks.append(*types, arg_locs=[location] * len(operands))
+    block = outer.regions[0].blocks.append(*[each.type for each in operands], arg_locs=[location] * len(operands))
     with ir.InsertionPoint(block), location:
         ir.InsertionPoint(block).insert(operation.detach_from_parent())
         for index, argument in enumerate(block.arguments):

@@ -26,7 +26,7 @@ class Propagated(NamedTuple):
 
 
 def propagated(module: Any, operations: Sequence[Any]) -> list[Propagated]:
-    """How some operations of a module will be divided. What is called from several places has all divisions in one."""
+    """How some operations of a module without calls will be divided."""
     number = ir.IntegerType.get_signless(64)
     for index, each in enumerate(operations):
         each.attributes[_NUMBER] = ir.IntegerAttr.get(number, index)
@@ -44,8 +44,7 @@ def propagated(module: Any, operations: Sequence[Any]) -> list[Propagated]:
     def collect(operation: Any) -> Any:
         if _NUMBER in operation.attributes:
             index = ir.IntegerAttr(operation.attributes[_NUMBER]).value
-            now = Propagated(tuple(map(_of, operation.operands)), tuple(map(_of, operation.results)))
-            found[index] = _both(found[index], now)
+            found[index] = Propagated(tuple(map(_of, operation.operands)), tuple(map(_of, operation.results)))
         return ir.WalkResult.ADVANCE
 
     copy.operation.walk(collect)
@@ -94,16 +93,6 @@ def _calls(module: Any) -> list[Any]:
         if ir.StringAttr(each.attributes["sym_name"]).value == "main":
             each.operation.walk(collect)
     return calls
-
-
-def _both(before: Propagated, now: Propagated) -> Propagated:
-    if before == Propagated((), ()):
-        return now
-    return Propagated(*(tuple(map(_joined, *each)) for each in zip(before, now, strict=True)))
-
-
-def _joined(one: Divided, other: Divided) -> Divided:
-    return tuple(first or second for first, second in zip(one, other, strict=True))
 
 
 def _of(value: Any) -> Divided:
