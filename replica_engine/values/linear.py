@@ -154,7 +154,7 @@ class Ways:
     def _outputs(self, op: tf.Operation, inputs: list[int], given: dict[str, int]) -> list[int]:
         count = len(op.outputs)
         if op.type == "ReadVariableOp" and self._followed == SUMS:
-            return [max(self._to(_written(op), {}, given), default=APART)]
+            return [max(self._to(_assigned_before(op), {}, given), default=APART)]
         if op.type == "Placeholder":
             if op.name in given:
                 return [given[op.name]]
@@ -282,7 +282,7 @@ def _outermost(tensor: Any) -> Any:
     return tensor
 
 
-def _written(read: tf.Operation) -> list[Any]:
+def _assigned_before(read: tf.Operation) -> list[Any]:
     """What the graph put into a variable before an op reads it, a running number of samples for example.
 
     An optimizer's updates are left out: they are subtracted, and the same on all replicas.
@@ -307,7 +307,7 @@ def _constants(tensor: Any) -> tuple[list[float], set[int]]:
         if op.name in seen:
             continue
         seen.add(op.name)
-        pending += [each.op for each in (*op.inputs, *_written(op))]
+        pending += [each.op for each in (*op.inputs, *_assigned_before(op))]
         if op.type != "Const":
             continue
         lengths.update(op.outputs[0].shape)
