@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from helpers import fork_server
+from helpers import fork_server, progress
 from helpers.versions import HAS_XLA, JAXLIB, TENSORFLOW
 
 import replica_engine
@@ -161,6 +161,8 @@ def pytest_configure(config):
         server = fork_server.Server()
         os.environ[fork_server.ADDRESS] = server.address
         config.add_cleanup(server.close)
+        if config.get_verbosity() == 0:
+            config.pluginmanager.register(progress.Progress(config))
     config.addinivalue_line("markers", "replicas(*sizes): run the test with these numbers of replicas only")
     config.addinivalue_line(
         "markers", "threads(why): for strategies that run each replica on a thread, since it needs that"

@@ -10,8 +10,6 @@ import textwrap
 import pytest
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
-pytestmark = pytest.mark.timeout(360)
-
 BEGIN = """
     import faulthandler, threading
     faulthandler.dump_traceback_later(280, exit=True)

@@ -10,8 +10,6 @@ from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 from replica_engine.process import cores, pool
 
-pytestmark = pytest.mark.timeout(360)
-
 LAUNCHES_WITH_HOST_CALLS = """
     import faulthandler, os, threading
     faulthandler.dump_traceback_later(280, exit=True)

@@ -16,8 +16,6 @@ from helpers.workers import TPU_HEAD, TPU_TAIL, read
 
 import replica_engine
 
-pytestmark = pytest.mark.timeout(360)
-
 MAKE = {
     "plain": lambda: None,
     "two threads": lambda: replica_engine.MirroredStrategy(["CPU:0", "CPU:1"]),

@@ -4,6 +4,7 @@
 When the program has ended, the command prints the program's output and exits with its status.
 """
 
+import ast
 import contextlib
 import json
 import os
@@ -62,6 +63,17 @@ class Programs:
 
     def __init__(self, address):
         self._address = address
+
+    def value(self, function, *arguments, env=None):
+        """Calls a function of a module of the tests in a process of its own; arguments and result are plain values.
+
+        What a test reads of a whole process, such as its memory, depends on no other test so.
+        """
+        tests = str(pathlib.Path(__file__).parents[1])
+        call = f"importlib.import_module({function.__module__!r}).{function.__qualname__}(*{arguments!r})"
+        done = self.run(f"import importlib, sys\nsys.path.insert(1, {tests!r})\nprint(repr({call}))\n", env=env)
+        assert not done.returncode, done.stderr
+        return ast.literal_eval(done.stdout.splitlines()[-1])
 
     def start(self, program, *arguments, env=None):
         """Starts a program, given as text or as the path of a file, like `subprocess.Popen` with pipes.

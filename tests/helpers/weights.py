@@ -37,6 +37,24 @@ def grown_with_something_behind():
     return (as_it_is() - before) / (4 * (6 << 20) * len(weights))
 
 
+def grown_by_one_variable():
+    """The copies by which the process grows in the first step of a large variable, whose value is on the host before."""
+    strategy = replica_engine.TPUStrategy(num_cores=REPLICAS)
+
+    def made(floats):
+        with strategy.scope():
+            return tf.Variable(tf.ones([floats]))
+
+    def step(weight):
+        weight.assign_add(tf.ones_like(weight))
+
+    strategy.run(step, args=(made(1 << 15),))
+    weight = made(16 << 20)
+    before = resident()
+    strategy.run(step, args=(weight,))
+    return (resident() - before) / (4 * (16 << 20))
+
+
 def as_it_is():
     """The resident set of this process in bytes, with what the C library keeps."""
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -6,8 +6,6 @@ import pytest
 from helpers.jobs import LONGER, job
 from helpers.workers import HEAD, IN_ANOTHER_ORDER, failing
 
-pytestmark = pytest.mark.timeout(360)
-
 ORDER = """
 strategy = KIND()
 

@@ -10,8 +10,6 @@ import sys
 import pytest
 from helpers.versions import HAS_XLA
 
-pytestmark = pytest.mark.timeout(400)
-
 LAUNCH = [sys.executable, "-m", "replica_engine", "launch", "--workers", "2", "--max-restarts", "1"]
 
 PROGRAM = """

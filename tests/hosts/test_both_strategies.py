@@ -16,8 +16,6 @@ from helpers.versions import HAS_XLA
 
 from replica_engine.errors import WorkerVersionError
 
-pytestmark = pytest.mark.timeout(360)
-
 KINDS = ("threads", "compiled") if HAS_XLA else ("threads",)
 
 HEAD = """

@@ -6,8 +6,6 @@ from helpers.workers import outputs
 
 from replica_engine.hosts import job as job_state
 
-pytestmark = pytest.mark.timeout(360)
-
 PROGRAM = """
 import logging
 

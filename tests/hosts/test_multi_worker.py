@@ -24,8 +24,6 @@ from helpers.workers import (
 
 from replica_engine._tf import versions
 
-pytestmark = pytest.mark.timeout(360)
-
 LOOP = """
 strategy = KIND()
 rng = np.random.RandomState(0)

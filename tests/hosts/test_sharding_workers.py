@@ -7,8 +7,6 @@ import pytest
 from helpers.jobs import LONGER, job
 from helpers.workers import TPU_HEAD, TPU_TAIL, read
 
-pytestmark = pytest.mark.timeout(360)
-
 PROGRAM = """
 import keras
 

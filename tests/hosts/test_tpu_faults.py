@@ -8,8 +8,6 @@ import pytest
 from helpers.jobs import LONGER, is_stopped, job, until
 from helpers.workers import IN_ANOTHER_ORDER, TPU_HEAD
 
-pytestmark = pytest.mark.timeout(360)
-
 STEPS = """
 from replica_engine.hosts.member import member
 

@@ -7,8 +7,6 @@ import pytest
 from helpers.jobs import LONGER, job
 from helpers.workers import IN_A_LOOP, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
 
-pytestmark = pytest.mark.timeout(360)
-
 NUMBERS = """
 strategy = replica_engine.TPUStrategy(num_cores=4)
 rng = np.random.RandomState(0)

@@ -4,8 +4,6 @@ import pytest
 from helpers.jobs import LONGER, job
 from helpers.workers import alone, flat, outputs
 
-pytestmark = pytest.mark.timeout(360)
-
 RANDOM = """
 import keras
 

@@ -3,14 +3,11 @@
 import os
 import threading
 
-import pytest
 from helpers.jobs import LONGER, job
 from helpers.workers import HEAD, TAIL, alone, files, outputs
 
 from replica_engine.strategies.multi_worker.launches import Launches
 from replica_engine.strategies.saving_together import Saving
-
-pytestmark = pytest.mark.timeout(360)
 
 SAVING = """
 import keras

@@ -21,8 +21,6 @@ from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError
 from replica_engine.keras import BackupAndRestore
 
-pytestmark = pytest.mark.timeout(360)
-
 EPOCHS, BATCHES = 3, 5
 
 # Arguments: a folder, the number of the batch at which it kills itself, and then kinds: what trains, and on which data.
@@ -132,7 +130,6 @@ KINDS = [
 
 @pytest.mark.parametrize("kinds", KINDS if HAS_XLA else KINDS[:1], ids=["threads", "compiled"][: 1 + HAS_XLA])
 @pytest.mark.parametrize("seed", [0])
-@pytest.mark.timeout(400)  # six processes, one after the other
 def test_kill_9_at_a_random_batch(programs, tmp_path, kinds, seed):
     """Weights, optimizer, history, callbacks, files and random numbers agree bit by bit, and no backup is left."""
 

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from helpers.versions import HAS_XLA
 
-pytestmark = pytest.mark.timeout(360)
-
 # What each program of this module begins with. Its first argument is a folder.
 SETUP = """
     import os, sys

@@ -1,23 +1,17 @@
 """Initial values of variables that are large enough to be made in parts."""
 
 import os
-import pathlib
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.divided import made, on_two_axes, peak_of_random_numbers
 
 import replica_engine
 from replica_engine.strategies.tpu import initial_parts
 
 SHAPES = [(2048, 1024), (512, 4096)]  # 8 MiB: divided by rows, by columns
-
-
-def made(strategy, shape, initializer):
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        return keras.Variable(keras.initializers.get(initializer), shape=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -44,15 +38,6 @@ def test_pieces_need_not_divide_evenly_nor_groups_of_four_numbers(shape, monkeyp
         np.testing.assert_allclose(divided.numpy(), one.numpy(), atol=1e-6)
 
 
-def on_two_axes(*axes):
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{index}" for index in range(4)])
-    layouts = keras.distribution.LayoutMap(mesh)
-    layouts["variable.*"] = axes
-    return replica_engine.TPUStrategy(
-        distribution=keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
-    )
-
-
 @pytest.mark.parametrize("shape", [(512, 4096), (2048, 16, 64), (1022, 2052)])
 @pytest.mark.parametrize("initializer", ["glorot_uniform", "he_normal"])
 def test_they_are_divided_over_two_axes(shape, initializer):
@@ -61,31 +46,14 @@ def test_they_are_divided_over_two_axes(shape, initializer):
     np.testing.assert_allclose(divided.numpy(), one.numpy(), atol=1e-6)
 
 
-FSDP = {"num_cores": 4, "distribution": "fsdp"}
-
-
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak of a process")
 @pytest.mark.parametrize(
-    ("shape", "make", "most"),
-    [
-        ((8192, 4096), lambda: replica_engine.TPUStrategy(**FSDP), 1.4),
-        ((4096, 8192), lambda: replica_engine.TPUStrategy(**FSDP), 1.4),
-        ((8192, 4096), lambda: on_two_axes("model", "batch"), 2.2),
-    ],
+    ("shape", "divided", "most"),
+    [((8192, 4096), "rows", 1.4), ((4096, 8192), "columns", 1.4), ((8192, 4096), "both", 2.2)],
 )
-def test_random_numbers_take_the_memory_of_the_variable_once(shape, make, most):
+def test_random_numbers_take_the_memory_of_the_variable_once(shape, divided, most, programs):
     """Twice, if both dimensions are divided."""
-    strategy = make()
-    made(strategy, SHAPES[0], "glorot_uniform")  # what is made once for all
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins at what there is
-    before = resident()
-    variable = made(strategy, shape, "glorot_uniform")
-    assert resident("VmHWM") - before < most * np.prod(variable.shape) * 4
-
-
-def resident(what: str = "VmRSS") -> int:
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(what))
+    assert programs.value(peak_of_random_numbers, shape, divided == "both") < most
 
 
 def test_what_cannot_be_made_in_parts_is_made_on_the_host():

@@ -20,7 +20,7 @@ SOAK = int(os.environ.get("SOAK", "1"))
 COLLECTIVES = 16
 REPLICAS = 16  # more than there are cores
 
-pytestmark = pytest.mark.timeout(100 * SOAK)
+pytestmark = pytest.mark.timeout(600 * SOAK)
 
 
 class Stress:

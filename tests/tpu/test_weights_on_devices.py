@@ -1,5 +1,6 @@
 """Large variables: on the devices alone until somebody on the host looks at them, and always what they should be."""
 
+import os
 import threading
 
 import numpy as np
@@ -8,7 +9,6 @@ import tensorflow as tf
 from helpers import weights
 
 import replica_engine
-from benchmarks.fresh import in_fresh_process, resident
 
 MANY = 1 << 15  # floats: enough for a variable to count as large
 
@@ -28,14 +28,13 @@ def add_one(variable):
 
 
 @pytest.mark.parametrize("pool", ["as on this machine", "in use"])
-def test_nobody_pays_for_a_copy_on_the_host_but_who_looks(pool, monkeypatch):
+def test_nobody_pays_for_a_copy_on_the_host_but_who_looks(pool, programs):
     """One copy on each device. TensorFlow's pool, where it has one, keeps what a variable or two take while made."""
+    env = dict(os.environ)
     if pool == "in use":
-        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "1")
-        monkeypatch.delenv("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", raising=False)
-        *unseen, seen = in_fresh_process(weights.copies)  # a pool is chosen when TensorFlow starts
-    else:
-        *unseen, seen = weights.copies()
+        env.pop("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", None)
+        env["TF_ENABLE_ONEDNN_OPTS"] = "1"
+    *unseen, seen = programs.value(weights.copies, env=env)
     assert all(weights.REPLICAS - 0.5 < copies < weights.REPLICAS + 0.5 for copies in unseen)
     assert weights.REPLICAS + 0.5 < seen < weights.REPLICAS + 1.5
 
@@ -179,17 +178,11 @@ def test_one_thread_compiles_while_another_runs_steps(two):
     assert all(variable.numpy()[-1] == 1.0 + steps for variable in variables)
 
 
-def test_the_value_of_the_last_variable_is_let_go_of_too(two):
+def test_the_value_of_the_last_variable_is_let_go_of_too(programs):
     """TensorFlow keeps the memory of an array until it converts another one, which may never come."""
-    size = 64 * 2**20
-    two.run(add_one, args=(made(two),))
-    with two.scope():
-        variable = tf.Variable(tf.ones([size // 4]))
-    before = resident()
-    two.run(add_one, args=(variable,))
-    assert resident() - before < 1.5 * size  # a copy on each device, and none on the host
+    assert programs.value(weights.grown_by_one_variable) < weights.REPLICAS - 0.5  # its value on the host is gone
 
 
-def test_values_go_back_also_where_something_lies_behind_them():
+def test_values_go_back_also_where_something_lies_behind_them(programs):
     """In the heap of the process they would stay with it: it keeps what is freed for the next launch."""
-    assert in_fresh_process(weights.grown_with_something_behind) < weights.REPLICAS + 0.3
+    assert programs.value(weights.grown_with_something_behind) < weights.REPLICAS + 0.3
