@@ -1,7 +1,8 @@
 # Everything people do. Each target sets up what it needs in .venv, and is quick the second time.
 #
 #   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored (or tpu)
-#   make test     all tests                             ARGS="-k collectives"
+#   make test     everything once, in minutes           ARGS="-k collectives" runs all cases of those
+#   make test-full      lint, make test, the cases it leaves out, the site, the oldest versions, programs for TPUs
 #   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes
 #   make test-aot       each kind of program compiled for TPUs and GPUs that are not there, in .venv-aot
 #   make test-aot-short   some of them for TPUs, beside the environment of make test
@@ -31,7 +32,7 @@ BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-aot test-aot-short test-clients test-gpu test-network matrix lint format bench soak docs docs-serve test-docs wheel clean
+.PHONY: help demo test test-full test-aot test-aot-short test-clients test-gpu test-network matrix lint format bench soak docs docs-serve test-docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -69,6 +70,16 @@ TEST_EXTRAS := test$(COMMA)xla
 test: $(VENV)/.extras-$(TEST_EXTRAS)
 	$(BIN)/python -m pytest $(ARGS)
 
+# What CI runs. A failure of lint or of the quick tests comes first.
+test-full:
+	$(MAKE) lint
+	$(MAKE) test ARGS=
+	$(MAKE) test ARGS="--tier rest"
+	$(MAKE) test-docs ARGS=
+	$(MAKE) matrix ARGS="--tags oldest"
+	if $(MAKE) $(LIBTPU); then $(MAKE) test-aot-short ARGS=; \
+	else echo "The compiler of TPUs could not be installed: no program was compiled for them."; fi
+
 # Libraries that pin what they were released with, some of them years ago: an environment of their own, installed without
 # regard to those pins. Those that need Keras 2 run in a process of their own, since TensorFlow has one Keras a process.
 CLIENTS := .venv-clients
@@ -82,8 +93,8 @@ $(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt | $(BIN)/py
 	@touch $@
 
 test-clients: $(CLIENTS)/.installed
-	$(CLIENTS)/bin/python -m pytest --timeout 300 tests/clients/test_sonnet.py tests/clients/keras_3 $(ARGS)
-	TF_USE_LEGACY_KERAS=1 $(CLIENTS)/bin/python -m pytest --timeout 300 tests/clients/keras_2 $(ARGS)
+	$(CLIENTS)/bin/python -m pytest --tier all tests/clients/test_sonnet.py tests/clients/keras_3 $(ARGS)
+	TF_USE_LEGACY_KERAS=1 $(CLIENTS)/bin/python -m pytest --tier all tests/clients/keras_2 $(ARGS)
 
 # Compilers of chips that are not there: libtpu takes 700 MB, and jax looks for TPUs where it is installed. So they have an
 # environment of their own.
@@ -97,8 +108,8 @@ $(AOT)/.installed: pyproject.toml | $(BIN)/python
 
 test-aot: $(AOT)/.installed
 	rm -rf build/programs
-	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --quiet tests/xla
-	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --timeout 600 -o faulthandler_timeout=590 tests/aot $(ARGS)
+	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --quiet --tier all tests/xla
+	KEPT_PROGRAMS=build/programs $(AOT)/bin/python -m pytest --tier all tests/aot $(ARGS)
 
 # Some of it with the environment of `make test`, and the compiler of TPUs beside it, as `make bench` has it too.
 LIBTPU := build/libtpu
@@ -109,16 +120,16 @@ $(LIBTPU): $(VENV)/.extras-$(TEST_EXTRAS)
 	  print(*[each.partition(";")[0] for each in requires("jax") if each.startswith("libtpu")])')"
 
 test-aot-short: $(LIBTPU)
-	PYTHONPATH=$(LIBTPU) $(BIN)/python -m pytest --quiet --timeout 600 -o faulthandler_timeout=590 \
+	PYTHONPATH=$(LIBTPU) $(BIN)/python -m pytest --quiet \
 	  tests/aot/test_bodies.py -k "v5e and (all_reduces or gradient_of_a_loop or conv2d or transformer)" $(ARGS)
 
 # With what is installed: on a machine with GPUs, install the extra cuda as well.
 test-gpu: $(VENV)/.extras-$(TEST_EXTRAS)
-	$(BIN)/python -m pytest -n 0 --verbose --timeout 600 tests/gpu $(ARGS)
+	$(BIN)/python -m pytest -n 0 --verbose --tier all tests/gpu $(ARGS)
 
 # Hosts with addresses of their own, cables pulled, partitions; writes the table of docs/reliability.md.
 test-network: $(VENV)/.extras-$(TEST_EXTRAS)
-	$(BIN)/python -m pytest -n 0 --verbose -o faulthandler_exit_on_timeout=false tests/network $(ARGS)
+	$(BIN)/python -m pytest -n 0 --verbose --tier all -o faulthandler_exit_on_timeout=false tests/network $(ARGS)
 
 # Each cell in a fresh environment; what it came to goes into docs/versions.md.
 matrix: $(VENV)/.extras-matrix

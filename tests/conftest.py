@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from helpers import fork_server, progress
+from helpers import fork_server, progress, tiers
 from helpers.versions import HAS_XLA, JAXLIB, TENSORFLOW
 
 import replica_engine
@@ -58,6 +58,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell star
 SIZES = (1, 4)  # where they are what a module is about; each trace takes time for each replica
 OF_ANY_SIZE = ("test_run", "test_merge_call", "test_collectives", "test_uneven_batches", "test_cross_replica_optimizer")
 FORMS = ("eager", "run-in-function", "function-in-run")
+ABOUT_ORDER = ("test_merge_call", "test_options", "test_run", "test_sync_points", "test_timeouts")
+ABOUT_FUNCTIONS = ("test_merge_call", "test_run", "test_sync_points", "test_tf_function", "test_variables")
 
 
 class Row(NamedTuple):
@@ -71,6 +73,7 @@ class Row(NamedTuple):
         threads: whether each replica runs the function's Python code, on a thread; if not, it is traced once for
             all of them.
         modules: the modules about what differs from the rows above; empty for all.
+        quick: the modules in which `make test` has it too; None for all.
     """
 
     make: Callable[[list[str]], tf.distribute.Strategy]
@@ -79,6 +82,7 @@ class Row(NamedTuple):
     size: int = 4
     threads: bool = True
     modules: tuple[str, ...] = ()
+    quick: tuple[str, ...] | None = None
 
 
 def _only_worker(size: int) -> tf.distribute.Strategy:
@@ -93,7 +97,7 @@ STRATEGIES = {
     "mirrored": Row(lambda devices: replica_engine.MirroredStrategy(devices), size=2),
     # Eager mode only: graphs are built in order with and without `concurrent` (test_options.py sees to that).
     "mirrored-concurrent": Row(
-        lambda devices: replica_engine.MirroredStrategy(devices, concurrent=True), ("eager",), (4,)
+        lambda devices: replica_engine.MirroredStrategy(devices, concurrent=True), ("eager",), (4,), quick=ABOUT_ORDER
     ),
 }
 STRATEGIES["multi-worker"] = Row(  # as the only worker: on the threads and with the sum of the first row
@@ -110,6 +114,7 @@ STRATEGIES["multi-worker"] = Row(  # as the only worker: on the threads and with
         "test_tf_function",
         "test_variables",
     ),
+    quick=("test_backend", "test_datasets", "test_sync_points"),
 )
 if HAS_XLA:
     STRATEGIES["tpu"] = Row(  # tests/xla and tests/tpu have 1 and 2 replicas
@@ -154,6 +159,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--replicas", type=int, help="run each test of the contract suite with this number of replicas, and no other"
     )
+    parser.addoption(
+        "--tier", choices=(tiers.QUICK, tiers.REST, tiers.ALL), help="which tests; see tests/helpers/tiers.py"
+    )
 
 
 def pytest_configure(config):
@@ -163,6 +171,9 @@ def pytest_configure(config):
         config.add_cleanup(server.close)
         if config.get_verbosity() == 0:
             config.pluginmanager.register(progress.Progress(config))
+    config.addinivalue_line(
+        "markers", "full(why): left for `make test-full`, since it says nothing new, but takes long"
+    )
     config.addinivalue_line("markers", "replicas(*sizes): run the test with these numbers of replicas only")
     config.addinivalue_line(
         "markers", "threads(why): for strategies that run each replica on a thread, since it needs that"
@@ -193,7 +204,9 @@ def pytest_make_collect_report(collector):
     return report
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    tiers.select(config, items)
     items.sort(key=lambda item: (FIRST.isdisjoint(item.path.parts[-2:]), item.path))
 
 
@@ -211,23 +224,38 @@ def pytest_generate_tests(metafunc):
             for size in (marker.args if marker else [only] if only else _sizes(metafunc, name))
         ]
         if "run" in metafunc.fixturenames:
-            both = [(row, form) for row in rows for form in STRATEGIES[row[0]].forms]
-            ids = [f"{name}-{size}-{form}" for (name, size), form in both]
-            metafunc.parametrize(("strategy", "run"), both, ids=ids, indirect=True)
+            both = [
+                pytest.param(row, form, id=f"{row[0]}-{row[1]}-{form}", marks=_tier(metafunc, row[0], form))
+                for row in rows
+                for form in STRATEGIES[row[0]].forms
+            ]
+            metafunc.parametrize(("strategy", "run"), both, indirect=True)
         else:
-            metafunc.parametrize("strategy", rows, ids=[f"{name}-{size}" for name, size in rows], indirect=True)
+            each = [pytest.param(row, id=f"{row[0]}-{row[1]}", marks=_tier(metafunc, row[0])) for row in rows]
+            metafunc.parametrize("strategy", each, indirect=True)
     if "make_strategy" in metafunc.fixturenames:
-        metafunc.parametrize("make_strategy", _names(metafunc), indirect=True)
+        names = [pytest.param(name, marks=_tier(metafunc, name)) for name in _names(metafunc)]
+        metafunc.parametrize("make_strategy", names, indirect=True)
+
+
+def _tier(metafunc, name, form=None):
+    module, quick = _module(metafunc), STRATEGIES[name].quick
+    apart = (quick is None or module in quick) and (form != "function-in-run" or module in ABOUT_FUNCTIONS)
+    return () if apart else (pytest.mark.full("shares the code of another row or form"),)
+
+
+def _module(metafunc):
+    return metafunc.module.__name__.rpartition(".")[2]
 
 
 def _sizes(metafunc, name):
     row = STRATEGIES[name]
-    return row.sizes if metafunc.module.__name__.rpartition(".")[2] in OF_ANY_SIZE else (row.size,)
+    return row.sizes if _module(metafunc) in OF_ANY_SIZE else (row.size,)
 
 
 def _names(metafunc):
     only_threads, only_graphs = (metafunc.definition.get_closest_marker(mark) for mark in ("threads", "graphs"))
-    module = metafunc.module.__name__.rpartition(".")[2]
+    module = _module(metafunc)
     return [
         name
         for name, row in STRATEGIES.items()

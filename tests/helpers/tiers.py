@@ -1,0 +1,59 @@
+"""Which cases `make test` runs, and which are left for `make test-full`.
+
+`make test` runs every test function. Of one with several parameters it runs as many cases as give each value of each
+parameter once, on threads and compiled: combinations of values are left for the full tier. So are the forms of `run`
+and the rows of the table of strategies that share the code of others, in modules that are not about them, and what is
+marked `full`, with the reason.
+
+What somebody asks for by name, with `-k` or `file::test`, is run in full.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+QUICK, REST, ALL = "quick", "rest", "all"
+
+BACKENDS = {"mirrored", "threads", "tpu", "compiled", "xla", "fsdp"}
+"""The words in the name of a case that say how its replicas are run."""
+
+
+def tier(config: pytest.Config) -> str:
+    """The tier that was asked for."""
+    by_name = bool(config.option.keyword) or any("::" in argument for argument in config.args)
+    return config.getoption("--tier") or (ALL if by_name else QUICK)
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves in the list what the tier has."""
+    if (asked := tier(config)) == ALL:
+        return
+    functions = defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    quick = {item.nodeid for cases in functions.values() for item in _each_value_once(cases)}
+    chosen = [item for item in items if (item.nodeid in quick) == (asked == QUICK)]
+    config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in quick) != (asked == QUICK)])
+    items[:] = chosen
+
+
+def _each_value_once(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The cases of a test function that have a value which those before them have not; those that have most come first."""
+    left = [(item, _values(item)) for item in cases if item.get_closest_marker("full") is None]
+    chosen, seen = [], set()
+    while left:
+        item, values = max(left, key=lambda one: len(one[1] - seen))
+        if not values - seen and chosen:
+            break
+        chosen.append(item)
+        seen |= values
+        left = [one for one in left if one[0] is not item]
+    return chosen
+
+
+def _values(item: pytest.Item) -> set[tuple[str, int, str]]:
+    if (spec := getattr(item, "callspec", None)) is None:
+        return set()
+    backend = "-".join(sorted(BACKENDS & set(spec.id.split("-"))))
+    return {(name, id(value), backend) for name, value in spec.params.items()}
