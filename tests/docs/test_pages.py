@@ -27,32 +27,42 @@ def test_the_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, monkeyp
     pages.check(page, tmp_path, programs)
 
 
-@pytest.mark.parametrize("page", pages.pages())
-def test_the_programs_of_a_page_run_where_the_reader_has_one_device_and_no_jax_or_the_page_says_so(page):
-    blocks = [block.text for block in pages.blocks(page) if block.language == "python"]
-    program = "\n".join(blocks)
-    if NEEDS_DEVICES.search(program):
-        first = next(line for line in blocks[0].splitlines() if "logical_devices(" in line or "Strategy(" in line)
-        assert "logical_devices(" in first, "TensorFlow makes devices only before it starts"
-    if NEEDS_JAX.search(program):
-        assert re.search(r"\bjax\b|\[tensorflow,xla\]", (pages.ROOT / page).read_text(encoding="utf-8"))
+def test_the_programs_of_a_page_run_where_the_reader_has_one_device_and_no_jax_or_the_page_says_so():
+    without_devices, without_a_word = [], []
+    for page in pages.pages():
+        blocks = [block.text for block in pages.blocks(page) if block.language == "python"]
+        program = "\n".join(blocks)
+        if NEEDS_DEVICES.search(program):
+            first = next(line for line in blocks[0].splitlines() if "logical_devices(" in line or "Strategy(" in line)
+            if "logical_devices(" not in first:
+                without_devices.append(page)
+        text = (pages.ROOT / page).read_text(encoding="utf-8")
+        if NEEDS_JAX.search(program) and not re.search(r"\bjax\b|\[tensorflow,xla\]", text):
+            without_a_word.append(page)
+    assert not without_devices, "TensorFlow makes devices only before it starts"
+    assert not without_a_word, "they need jax"
 
 
-@pytest.mark.parametrize("page", [*pages.pages(), *pages.pages_of_errors()])
-def test_programs_and_commands_fit_the_column_of_the_site(page):
-    for block in pages.blocks(page):
-        if block.language != "text":
-            wide = [line for line in block.text.splitlines() if len(line) > COLUMNS]
-            assert not wide, f"{page}:{block.line}"
+def test_programs_and_commands_fit_the_column_of_the_site():
+    wide = [
+        f"{page}:{block.line}"
+        for page in [*pages.pages(), *pages.pages_of_errors()]
+        for block in pages.blocks(page)
+        if block.language != "text" and any(len(line) > COLUMNS for line in block.text.splitlines())
+    ]
+    assert not wide
 
 
-@pytest.mark.parametrize("page", pages.pages())
-def test_a_page_is_read_to_its_end(page):
-    text = re.sub(
-        r"^( *)```.*?^\1```$", "", (pages.ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
-    prose = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
-    assert len(" ".join(prose).split()) <= WORDS, "make two pages of it, each of which answers one question"
+def test_a_page_is_read_to_its_end():
+    def words(page):
+        text = re.sub(
+            r"^( *)```.*?^\1```$", "", (pages.ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+        )
+        prose = [line for line in text.splitlines() if not line.lstrip().startswith("|")]
+        return len(" ".join(prose).split())
+
+    long = {page: count for page in pages.pages() if (count := words(page)) > WORDS}
+    assert not long, "make two pages of each, which answer one question each"
 
 
 def test_the_readme_is_short_and_has_its_two_commands():

@@ -5,7 +5,6 @@
 A test of a slow folder counts for more than one of a quick folder, so that the estimate holds from the beginning.
 """
 
-import sys
 import time
 
 import pytest
@@ -27,7 +26,7 @@ class Progress:
     """
 
     def __init__(self, config: pytest.Config):
-        self._terminal = config.pluginmanager.getplugin("terminalreporter")
+        self._config = config
         self._weights: dict[str, float] = {}
         self._done, self._failed, self._printed, self._began = 0.0, 0, 0, time.monotonic()
 
@@ -57,7 +56,7 @@ class Progress:
             percent = int(100 * self._done / self._total)
             if percent >= self._printed + EVERY and self._weights:
                 self._printed = percent
-                self._terminal.write_line(self._line(percent))
+                self._config.pluginmanager.getplugin("terminalreporter").write_line(self._line(percent))
 
     def _line(self, percent: int) -> str:
         so_far = time.monotonic() - self._began

@@ -39,7 +39,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _each_value_once(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The cases of a test function that have a value which those before them have not; those that have most come first."""
+    """The cases of a test function with a value that no case before them has; those with most come first."""
     left = [(item, _values(item)) for item in cases if item.get_closest_marker("full") is None]
     chosen, seen = [], set()
     while left:

@@ -38,7 +38,7 @@ def grown_with_something_behind():
 
 
 def grown_by_one_variable():
-    """The copies by which the process grows in the first step of a large variable, whose value is on the host before."""
+    """The copies by which the process grows in the first step of a large variable, whose value the host has before."""
     strategy = replica_engine.TPUStrategy(num_cores=REPLICAS)
 
     def made(floats):
