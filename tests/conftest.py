@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from helpers import fork_server, progress, tiers
+from helpers import fork_server, progress, quiet, tiers
 from helpers.versions import HAS_XLA, JAXLIB, TENSORFLOW
 
 import replica_engine
@@ -186,7 +186,8 @@ def pytest_configure(config):
 def pytest_collectstart(collector):
     """Sets TensorFlow up before a test module that may start it is imported."""
     if isinstance(collector, pytest.Module) and WITHOUT_TENSORFLOW not in collector.path.parents:
-        importlib.import_module("helpers.devices")
+        with quiet.quiet_start():
+            importlib.import_module("helpers.devices")
         if HAS_XLA and "helpers.portable" not in sys.modules:
             importlib.import_module("helpers.portable").look_at_each_program()
             if os.environ.get("KEPT_PROGRAMS"):

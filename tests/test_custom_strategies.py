@@ -69,7 +69,7 @@ def test_multi_worker_strategy_in_two_processes(programs, unused_ports):
     unused = unused_ports(2)
     workers = [programs.start(EXAMPLES / "multi_worker.py", task, *unused) for task in range(2)]
     try:
-        outputs = [worker.communicate(timeout=90) for worker in workers]
+        outputs = [worker.communicate(timeout=500) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

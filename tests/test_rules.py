@@ -95,7 +95,7 @@ def test_private_names_are_imported_in_tf_only():
 
 def test_imports_run_one_way():
     lint_imports = pathlib.Path(sys.executable).with_name("lint-imports")
-    result = subprocess.run([lint_imports], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run([lint_imports], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stdout
 
 
@@ -112,7 +112,7 @@ def test_public_names_are_there():
 
 def test_importing_the_package_does_not_import_tensorflow():
     code = "import sys, replica_engine; sys.exit('tensorflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=110, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=500, check=False).returncode == 0
 
 
 def test_the_engine_is_tested_without_tensorflow():
@@ -123,7 +123,7 @@ def test_the_engine_is_tested_without_tensorflow():
         print(int(failed), [name for name in ("tensorflow", "numpy", "keras") if name in sys.modules])
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.stdout.splitlines()[-1] == "0 []", done.stdout
 
 

@@ -192,7 +192,7 @@ print("the program has ended")
 def test_an_error_that_no_save_raises_ends_the_process_with_a_failure(programs, tmp_path):
     (tmp_path / "bad-2.index" / "folder").mkdir(parents=True)
     program = programs.start(FAILING.format(good=str(tmp_path / "good"), bad=str(tmp_path / "bad")))
-    out, err = program.communicate(timeout=100)
+    out, err = program.communicate(timeout=500)
     assert "the program has ended" in out
     assert "CheckpointError: The checkpoint" in err
     assert program.returncode == 1

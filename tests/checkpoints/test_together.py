@@ -25,7 +25,7 @@ class Job:
 
     def hear(self, name):
         with self._changed:
-            assert self._changed.wait_for(lambda: name in self._told, timeout=60), f"nobody told {name}"
+            assert self._changed.wait_for(lambda: name in self._told, timeout=300), f"nobody told {name}"
             return self._told[name]
 
 

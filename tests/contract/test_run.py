@@ -167,7 +167,7 @@ def test_run_inside_a_merge_function_runs_on_all_replicas(strategy, local):
 
 @pytest.mark.replicas(2)
 def test_several_threads_may_run_one_strategy_at_once(strategy, local):
-    together = threading.Barrier(3, timeout=30)
+    together = threading.Barrier(3, timeout=300)
     results = [None] * 3
 
     def total(x):

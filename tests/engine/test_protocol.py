@@ -68,7 +68,7 @@ def test_merge_runs_on_the_calling_thread_with_all_replicas_paused(run_bodies):
 
 
 def test_concurrent_replicas_run_at_the_same_time(run_bodies):
-    barrier = threading.Barrier(3, timeout=10)  # passes only if all three are inside at once
+    barrier = threading.Barrier(3, timeout=300)  # passes only if all three are inside at once
     run_bodies(*[lambda replica: barrier.wait()] * 3, concurrent=True)
 
 
@@ -215,7 +215,7 @@ class TestFailures:
         assert "also failed: replica 0 of 2, CPU:0: ValueError: while cleaning up" in raised.value.__notes__
 
     def test_several_failures_at_once_are_all_told(self, run_bodies):
-        barrier = threading.Barrier(2, timeout=10)
+        barrier = threading.Barrier(2, timeout=300)
 
         def body(replica):
             barrier.wait()

@@ -90,7 +90,7 @@ class Programs:
         env = quickly | dict(os.environ if env is None else env)
         return Program(connection, program, arguments, env, directory)
 
-    def run(self, program, *arguments, env=None, timeout=100):
+    def run(self, program, *arguments, env=None, timeout=500):
         """Runs a program to its end, like `subprocess.run` with `capture_output=True, text=True`."""
         process = self.start(program, *arguments, env=env)
         try:

@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 
+import quiet
+
 
 def _serve(listener):
     """Forks a process for each requested program, and returns there: the path of the program."""
@@ -42,8 +44,9 @@ def _import():
     gc.disable()  # the imported objects stay for ever
     own, others = set(sys.modules), []
     atexit.register(_keep, others)  # runs after all functions that are registered later
-    import keras  # noqa: F401
-    import tensorflow as tf  # noqa: F401
+    with quiet.quiet_start():
+        import keras  # noqa: F401
+        import tensorflow as tf  # noqa: F401
 
     gc.freeze()  # programs need not look at these objects each time that they collect garbage
     gc.enable()

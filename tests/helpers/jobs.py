@@ -24,7 +24,7 @@ from replica_engine.hosts.coordinator import Coordinator
 from replica_engine.hosts.job import Limits
 from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT, LAUNCHED
 
-LONG = 60.0
+LONG = 300.0
 """Seconds that are enough on any machine for what must come."""
 
 LONGER = 300.0

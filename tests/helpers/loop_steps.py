@@ -137,4 +137,4 @@ def at_once(*functions):
         return fn()
 
     with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
-        return [each.result(timeout=100) for each in [pool.submit(call, fn) for fn in functions]]
+        return [each.result(timeout=500) for each in [pool.submit(call, fn) for fn in functions]]

@@ -354,13 +354,13 @@ INLINE = """
 
 
 def test_the_first_fit_of_a_process_does_not_keep_its_model(programs, tmp_path):
-    done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", timeout=100)
+    done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", timeout=500)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("times", [1, 2])  # Slurm sends SIGTERM twice
 def test_a_signal_to_the_first_fit_whose_callback_is_made_in_its_arguments(times, programs, tmp_path):
-    done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", times, timeout=100)
+    done = programs.run(textwrap.dedent(INLINE), tmp_path / "backup", times, timeout=500)
     assert done.returncode == 143, done.stderr
     assert "after 0 epochs and 3 batches" in done.stdout
     assert BackupFolder(tmp_path / "backup", 2).last() is not None

@@ -78,7 +78,7 @@ def test_a_trace_that_fails_after_a_meeting(step, error, caplog):
 @pytest.mark.parametrize(("step", "error"), FAILING, ids=[step.__name__ for step, _ in FAILING])
 def test_a_function_that_catches_the_error_and_goes_on(step, error, caplog):
     """Its graph has marks of a step that is not whole: the call is watched all the same."""
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"], timeout=60.0)
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"], timeout=300.0)
 
     @tf.function(autograph=False)
     def caught(x):

@@ -153,7 +153,7 @@ def test_two_thousand_runs_neither_grow_threads_nor_memory():
 
 class TestConcurrent:
     def test_replicas_are_inside_at_the_same_time(self):
-        barrier = threading.Barrier(2, timeout=20)
+        barrier = threading.Barrier(2, timeout=300)
         mirrored(2, concurrent=True).run(barrier.wait)
 
     def test_gives_the_same_as_one_after_another(self):
@@ -228,7 +228,7 @@ class TestConcurrent:
             assert len({id(layer.variable) for layer in layers}) == 6
 
     def test_a_variable_may_be_made_under_a_lock(self):
-        strategy, lock, made = mirrored(2, concurrent=True, timeout=20), threading.Lock(), {}
+        strategy, lock, made = mirrored(2, concurrent=True, timeout=300), threading.Lock(), {}
 
         def fn():
             with lock:
@@ -240,7 +240,7 @@ class TestConcurrent:
 
     def test_only_functions_that_create_variables_get_a_head_start(self, monkeypatch):
         strategy, order = mirrored(2, concurrent=True), []
-        barrier = threading.Barrier(2, timeout=20)
+        barrier = threading.Barrier(2, timeout=300)
 
         def fn():
             barrier.wait()

@@ -247,7 +247,7 @@ except TimeoutError:
 
 
 def test_the_exit_of_the_process_does_not_wait_for_what_was_abandoned():
-    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert time.time() - float(done.stdout) < 60
 

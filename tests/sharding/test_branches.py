@@ -9,7 +9,7 @@ from replica_engine.errors import LoweringError
 
 @pytest.fixture(scope="module")
 def two():
-    return replica_engine.TPUStrategy(num_cores=4, cores_per_replica=2, distribution="fsdp", timeout=60)
+    return replica_engine.TPUStrategy(num_cores=4, cores_per_replica=2, distribution="fsdp", timeout=300)
 
 
 def own(true, false):

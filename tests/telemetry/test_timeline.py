@@ -228,7 +228,7 @@ class TestCommand:
             with replica_engine.timeline(sys.argv[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
         """
-        killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code), path], timeout=110, check=False)
+        killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code), path], timeout=500, check=False)
         assert killed.returncode == -signal.SIGKILL
         assert main(["timeline", str(path)]) == 1
         assert "is empty: a timeline writes its file when its `with` block ends" in capsys.readouterr().err

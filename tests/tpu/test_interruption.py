@@ -42,7 +42,7 @@ def start(programs, text, flags=None):
 def printed(process):
     """What a program prints, line by line, and its errors."""
     try:
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=500)
     finally:
         process.kill()
     assert process.returncode == 0, errors
@@ -154,7 +154,7 @@ def test_a_limit_that_the_user_chose_is_kept(programs):
         flags=" ".join(f"--xla_cpu_collective_call_{each}_timeout_seconds=1" for each in ("warn_stuck", "terminate")),
     )
     try:
-        _, errors = process.communicate(timeout=100)
+        _, errors = process.communicate(timeout=500)
     finally:
         process.kill()
     assert process.returncode == -signal.SIGABRT
