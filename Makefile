@@ -73,7 +73,7 @@ test: $(VENV)/.extras-$(TEST_EXTRAS)
 # What CI runs. A failure of lint or of the quick tests comes first.
 test-full:
 	$(MAKE) lint
-	$(MAKE) test ARGS=
+	$(MAKE) test ARGS=--portable
 	$(MAKE) test ARGS="--tier rest"
 	$(MAKE) test-docs ARGS=
 	$(MAKE) matrix ARGS="--tags oldest"

@@ -188,10 +188,11 @@ def pytest_collectstart(collector):
     if isinstance(collector, pytest.Module) and WITHOUT_TENSORFLOW not in collector.path.parents:
         with quiet.quiet_start():
             importlib.import_module("helpers.devices")
-        if HAS_XLA and "helpers.portable" not in sys.modules:
+        looks = collector.config.getoption("--portable") or tiers.tier(collector.config) != tiers.QUICK
+        if HAS_XLA and looks and "helpers.portable" not in sys.modules:
             importlib.import_module("helpers.portable").look_at_each_program()
-            if os.environ.get("KEPT_PROGRAMS"):
-                importlib.import_module("helpers.kept_programs").keep_each_program()
+        if os.environ.get("KEPT_PROGRAMS") and "helpers.kept_programs" not in sys.modules:
+            importlib.import_module("helpers.kept_programs").keep_each_program()
 
 
 @pytest.hookimpl(wrapper=True)

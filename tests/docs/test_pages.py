@@ -20,7 +20,17 @@ def _skip_without_jax(page):
         pytest.importorskip("jax", reason="Python 3.10 has no jax that works")
 
 
-@pytest.mark.parametrize("page", pages.pages())
+FIRST = re.compile(r"README|docs/(start|tutorials|index)")
+"""The pages of a reader's first day; the programs of others run in the full tier."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=() if FIRST.match(str(page)) else (pytest.mark.full("no page of the first day"),))
+        for page in pages.pages()
+    ],
+)
 def test_the_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, monkeypatch, programs):
     _skip_without_jax(page)
     monkeypatch.chdir(tmp_path)

@@ -68,6 +68,7 @@ except BackupError as error:
 
 
 @pytest.mark.parametrize("kind", ["mirrored", "tpu"] if HAS_XLA else ["mirrored"])
+@pytest.mark.full("five jobs, one after the other")
 def test_a_signal_to_one_worker(tmp_path, kind):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run(

@@ -67,7 +67,13 @@ else:
 """
 
 
-@pytest.mark.parametrize(("how", "error"), [("ctrl-c", "KeyboardInterrupt"), ("error", "InvalidArgumentError")])
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("ctrl-c", "KeyboardInterrupt"),
+        pytest.param("error", "InvalidArgumentError", marks=pytest.mark.full("leaves the step as Ctrl-C does")),
+    ],
+)
 def test_a_step_that_one_worker_leaves_ends_in_the_others(programs, monkeypatch, how, error):
     """Both leave the same step before, and go on together."""
     monkeypatch.setattr(job_state, "INTERRUPTED", 8.0)

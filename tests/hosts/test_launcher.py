@@ -502,7 +502,13 @@ ends()
 
 @pytest.mark.parametrize(
     "call",
-    ["strategy.reduce('SUM', value, axis=None)", "strategy.gather(value, axis=0)", "print(seen.numpy())"],
+    [
+        "strategy.reduce('SUM', value, axis=None)",
+        *(
+            pytest.param(call, marks=pytest.mark.full("as the first"))
+            for call in ("strategy.gather(value, axis=0)", "print(seen.numpy())")
+        ),
+    ],
 )
 def test_of_the_loss_of_a_worker_only_the_users_frames_are_printed(script, call):
     """Calls outside of a run and of a function, whose frames TensorFlow leaves in."""

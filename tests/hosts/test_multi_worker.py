@@ -209,6 +209,7 @@ found["unpacked"] = [each for each in said if "batch_reduce" in each]
 """
 
 
+@pytest.mark.full("test_replicate_model has more, and the numbers of a scope are those of the test above")
 def test_keras(programs, tmp_path):
     shared, theirs = tmp_path / "shared", tmp_path / "one"
     shared.mkdir()
@@ -422,7 +423,13 @@ except replica_engine.errors.WorkerLostError as error:
 
 @pytest.mark.parametrize(  # a victim of 0 in a loop of eager steps, and of 1 in one of traced steps
     ("fault", "victim"),
-    [("killed", 0), ("killed", 1), ("stopped", 1), ("raised", 0), ("left", 1), ("left past Python", 0)],
+    [
+        *(("killed", 0), ("stopped", 1), ("raised", 0)),
+        *(
+            pytest.param(*case, marks=pytest.mark.full("differs in the worker, or in how it ends"))
+            for case in (("killed", 1), ("left", 1), ("left past Python", 0))
+        ),
+    ],
 )
 def test_the_others_are_told_who_is_lost(programs, fault, victim):
     with job(join=LONGER) as made:

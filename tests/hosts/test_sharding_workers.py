@@ -60,7 +60,11 @@ except tf.errors.OutOfRangeError as error:
     ("workers", "how"),
     [
         (2, '{"distribution": "fsdp"}'),  # one replica over both
-        (4, '{"distribution": "fsdp", "cores_per_replica": 2}'),  # two replicas, each over two workers
+        pytest.param(  # two replicas, each over two workers
+            4,
+            '{"distribution": "fsdp", "cores_per_replica": 2}',
+            marks=pytest.mark.full("four processes"),
+        ),
     ],
 )
 def test_numbers_and_files_are_those_of_one_process(programs, tmp_path, workers, how):

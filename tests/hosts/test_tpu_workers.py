@@ -305,6 +305,7 @@ found["fast weights"] = [each.tolist() for each in model.get_weights()]
 """
 
 
+@pytest.mark.full("four processes; the numbers are those of the first test, the step that of tests/tpu")
 def test_keras(programs, tmp_path):
     (tmp_path / "job").mkdir()
     (tmp_path / "one").mkdir()

@@ -130,6 +130,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kinds", KINDS if HAS_XLA else KINDS[:1], ids=["threads", "compiled"][: 1 + HAS_XLA])
 @pytest.mark.parametrize("seed", [0])
+@pytest.mark.full("many processes; the places of a backup are compared without a kill above and below")
 def test_kill_9_at_a_random_batch(programs, tmp_path, kinds, seed):
     """Weights, optimizer, history, callbacks, files and random numbers agree bit by bit, and no backup is left."""
 

@@ -30,12 +30,19 @@ PROGRAM = """
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of glibc")
 
 
-@pytest.mark.parametrize(("before", "size"), [("with a dataset of Python code", 8), ("with nothing", 48)])
+@pytest.mark.parametrize(
+    ("before", "size"),
+    [
+        ("with a dataset of Python code", 8),
+        pytest.param("with nothing", 48, marks=pytest.mark.full("the same limits, without what makes them matter")),
+    ],
+)
 def test_no_launch_maps_its_buffers_anew(programs, before, size):
     """A buffer has a page fault for each of its pages, of 4 kB, if it is mapped anew."""
     assert int(programs.run(textwrap.dedent(PROGRAM), before, size).stdout) < size * 128
 
 
+@pytest.mark.full("two processes each")
 @pytest.mark.parametrize("chosen", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_limits_that_the_environment_sets_stay(programs, chosen):
     env = {**os.environ, chosen: "glibc.malloc.trim_threshold=131072" if chosen == "GLIBC_TUNABLES" else "131072"}

@@ -44,7 +44,11 @@ def outcome(*arguments, **variables):
     return process.stdout, [line for line in process.stderr.split("\n") if "could not start" in line]
 
 
-@pytest.mark.parametrize("quietly", [False, True], ids=["jax raises", "jax does not raise"])
+@pytest.mark.parametrize(
+    "quietly",
+    [False, pytest.param(True, marks=pytest.mark.full("jax says the same in another place"))],
+    ids=["jax raises", "jax does not raise"],
+)
 def test_a_gpu_that_is_in_use(tmp_path, quietly):
     folder = tmp_path / "jax_plugins" / "broken"
     folder.mkdir(parents=True)
@@ -60,6 +64,7 @@ def test_a_gpu_that_is_in_use(tmp_path, quietly):
     assert len(warnings) == 1
 
 
+@pytest.mark.full("as the GPU, with the library of TPUs")
 def test_a_tpu_whose_library_cannot_be_opened():
     printed, warnings = outcome("tpu", TPU_LIBRARY_PATH="/nowhere/libtpu.so")
     assert printed.startswith("error: jax could not start the TPU platform: ")
