@@ -160,6 +160,9 @@ def pytest_addoption(parser):
         "--replicas", type=int, help="run each test of the contract suite with this number of replicas, and no other"
     )
     parser.addoption(
+        "--portable", action="store_true", help="see whether TPUs and GPUs take each program, also of the quick tests"
+    )
+    parser.addoption(
         "--tier", choices=(tiers.QUICK, tiers.REST, tiers.ALL), help="which tests; see tests/helpers/tiers.py"
     )
 

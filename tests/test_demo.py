@@ -41,6 +41,7 @@ def numbers(pattern, text):
 # What it prints.
 
 
+@pytest.mark.full("it takes as long as `make demo`, and the tests below show the same on less data")
 def test_with_the_default_flags(tmp_path):
     """Four replicas, five epochs, both loops: what `make demo` runs."""
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

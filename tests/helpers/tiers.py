@@ -1,9 +1,9 @@
 """Which cases `make test` runs, and which are left for `make test-full`.
 
 `make test` runs every test function. Of one with several parameters it runs as many cases as give each value of each
-parameter once, on threads and compiled: combinations of values are left for the full tier. So are the forms of `run`
-and the rows of the table of strategies that share the code of others, in modules that are not about them, and what is
-marked `full`, with the reason.
+parameter once; in the contract suite once on threads and once compiled. Combinations of values are left for the full
+tier. So are the forms of `run` and the rows of the table of strategies that share the code of others, in modules that
+are not about them, and what is marked `full`, with the reason.
 
 What somebody asks for by name, with `-k` or `file::test`, is run in full.
 """
@@ -14,9 +14,6 @@ from collections.abc import Iterable
 import pytest
 
 QUICK, REST, ALL = "quick", "rest", "all"
-
-BACKENDS = {"mirrored", "threads", "tpu", "compiled", "xla", "fsdp"}
-"""The words in the name of a case that say how its replicas are run."""
 
 
 def tier(config: pytest.Config) -> str:
@@ -52,8 +49,9 @@ def _each_value_once(cases: Iterable[pytest.Item]) -> list[pytest.Item]:
     return chosen
 
 
-def _values(item: pytest.Item) -> set[tuple[str, int, str]]:
+def _values(item: pytest.Item) -> set[tuple[str, int, bool]]:
     if (spec := getattr(item, "callspec", None)) is None:
         return set()
-    backend = "-".join(sorted(BACKENDS & set(spec.id.split("-"))))
+    row = spec.params.get("strategy")
+    backend = isinstance(row, tuple) and row[0].startswith("tpu")
     return {(name, id(value), backend) for name, value in spec.params.items()}

@@ -150,6 +150,7 @@ parts["grew"] = (peak() - before) / (4 * 8192 * 8192)
 """
 
 
+@pytest.mark.full("a minute; tests/sharding/test_initial_values.py makes the parts in one process")
 def test_large_initial_values_are_made_in_parts_of_the_chiefs_seeds(programs):
     text = TPU_HEAD + INITIAL + TPU_TAIL
     with job(2, join=LONGER) as made:

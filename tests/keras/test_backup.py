@@ -155,7 +155,10 @@ def test_kill_9_at_a_random_batch(programs, tmp_path, kinds, seed):
         assert not different, kind
 
 
-RESIZED = [("mirrored", 2, 4), ("tpu", 2, 4), ("tpu", 4, 1)]
+RESIZED = [
+    ("mirrored", 2, 4),
+    *(pytest.param("tpu", *sizes, marks=pytest.mark.full("as on threads")) for sizes in ((2, 4), (4, 1))),
+]
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), RESIZED if HAS_XLA else RESIZED[:1])
@@ -280,6 +283,7 @@ LOOP = """
 """
 
 
+@pytest.mark.full("four processes")
 def test_a_loop_of_its_own_goes_on_after_a_signal(programs, tmp_path):
     kinds = ["mirrored", "tpu"] if HAS_XLA else ["mirrored"]
     for process, expected in (("first", "\nstatus 143\n"), ("second", "different []")):

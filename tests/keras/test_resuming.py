@@ -195,6 +195,7 @@ COMPILED_CASES = ["backup", "whole", "averages", "compile", "replace"]
 """Of those what differs in code where steps are compiled: each takes a while to compile."""
 
 
+@pytest.mark.full("two processes for each callback")
 def test_callbacks_do_in_each_process_what_they_do_alone(run):
     """With plain Keras in the first process and in the second, which starts with an optimizer that is not built."""
     compared = [(kind, case) for kind in KINDS for case in (CASES if kind == "mirrored" else COMPILED_CASES)]

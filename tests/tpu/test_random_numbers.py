@@ -386,7 +386,16 @@ def stateless(seed):
     )
 
 
-@pytest.mark.parametrize("form", ["an argument", "a variable", "of the replica", "in a loop", "in a branch"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("an argument", "in a loop"),
+        *(
+            pytest.param(form, marks=pytest.mark.full("the seed comes another way into the same code"))
+            for form in ("a variable", "of the replica", "in a branch")
+        ),
+    ],
+)
 def test_seeds_that_are_known_only_at_the_run_draw_tensorflows_numbers(two, form):
     """A seed that is a constant proves little: TensorFlow computes what follows from it before XLA sees it."""
     with two.strategy.scope():

@@ -135,7 +135,13 @@ def test_without_soft_placement_the_error_says_what_added_the_op():
         TPUStrategy(num_cores=2, soft_placement=False).run(tf.math.log, args=(tf.constant([1.0]),))
 
 
-@pytest.mark.parametrize(("layers", "kind"), [(["dropout"], "scope"), (["dropout", "tanh"], "replicated")])
+@pytest.mark.parametrize(
+    ("layers", "kind"),
+    [
+        (["dropout"], "scope"),
+        pytest.param(["dropout", "tanh"], "replicated", marks=pytest.mark.full("the check is that of a scope")),
+    ],
+)
 def test_fit(layers, kind):
     strategy = TPUStrategy(num_cores=2)
     x = np.linspace(0.1, 1.0, 24, dtype="float32").reshape(8, 3)
