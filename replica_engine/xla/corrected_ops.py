@@ -105,9 +105,10 @@ def _fused_batch_norm(kind: str, inputs: Sequence[Any], attribute: Callable[[str
     """
     x, scale, offset, mean, variance = inputs
     wide = tf.cast(x, scale.dtype)
-    channel = attribute("data_format").decode().index("C")
-    axes = [axis for axis in range(x.shape.rank) if axis != channel]
-    along = [1] * x.shape.rank
+    dimensions = attribute("data_format").decode()  # "NHWC"; it says the rank also of a value that has none yet
+    channel = dimensions.index("C")
+    axes = [axis for axis in range(len(dimensions)) if axis != channel]
+    along = [1] * len(dimensions)
     along[channel] = -1
 
     def spread(of_channels: tf.Tensor) -> tf.Tensor:

@@ -251,9 +251,10 @@ def test_without_the_compiler_the_error_names_the_extra(tpu, name, package):
 
 def compiled_by(monkeypatch, program, name="v5e:2x4", command=None):
     """What comes of a compile whose child process runs another program."""
+    lowered = xla.lower(lambda x: x + 1.0, [[tf.constant(1.0)]] * 8)  # which looks for what is installed here
     monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
     monkeypatch.setattr(absent, "_COMMAND", command or ("-c", program))
-    return xla.lower(lambda x: x + 1.0, [[tf.constant(1.0)]] * 8).compile(topology=name)
+    return lowered.compile(topology=name)
 
 
 def test_a_compiler_that_dies_is_an_error_with_its_words(monkeypatch):
@@ -310,6 +311,8 @@ def test_a_program_that_the_chip_has_no_room_for(monkeypatch):
     assert plan.memory.chip == 16 * 2**30
     plan = compiled_by(monkeypatch, answering("RESOURCE_EXHAUSTED: no more words"))
     assert (plan.fits, plan.memory.temporary, plan.memory.peak) == (False, None, None)
+    with pytest.raises(ProgramError, match="Shared memory size limit"):  # of a core: the chip may have room
+        compiled_by(monkeypatch, answering("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: 300000 of 232448"))
 
 
 def test_the_child_process_finds_the_library_and_has_no_flags_of_this_process(monkeypatch, tmp_path):

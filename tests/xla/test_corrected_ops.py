@@ -205,6 +205,17 @@ def test_other_forms_of_the_fused_batch_normalization():
         np.testing.assert_allclose(one, right, rtol=1e-3, atol=1e-3)
 
 
+def test_a_fused_batch_normalization_of_a_batch_whose_rank_is_not_known_in_its_function():
+    x = tf.constant(1000 + np.random.default_rng(0).normal(size=(4, 3, 3, 2)), tf.float32)
+
+    @tf.function(input_signature=[tf.TensorSpec(None)])
+    def normalized(x):
+        return tf.compat.v1.nn.fused_batch_norm(x, [1.0, 2.0], [0.0, 1.0])[0]
+
+    (found,) = in_a_program(lambda x: [normalized(x)], x)
+    np.testing.assert_allclose(found, normalized(x), rtol=1e-3, atol=1e-3)
+
+
 ROWS = [[np.nan, 1, 2, 3], [np.nan, 5, -np.inf, 5], [np.nan] * 4, [2, 1, 3, np.inf]]  # a NaN comes first
 ANYWHERE = [[1, np.nan, 3, -2], [3, 2, 1, np.nan], [np.inf, np.nan, -np.inf, 0], [1, 1, np.nan, np.nan], *ROWS]
 LIMITS = [-7.9, 300.0, 70000.0, 3e9, -3e9, 1e20, 2147483648.0, -2147483648.0, np.inf, -np.inf, np.nan]

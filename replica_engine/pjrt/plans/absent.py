@@ -199,7 +199,8 @@ def _plan(answer: Mapping[str, Any], text: str) -> Plan:
 def _too_large(error: str, request: Mapping[str, Any], sizes: tuple[int, int, int]) -> Plan:
     """The plan of a program that the compiler refused because the chip has too little memory; raises for others."""
     found = _TOO_MUCH.search(error)
-    if "RESOURCE_EXHAUSTED" not in error:
+    # A kernel that needs more of a core's shared memory than there is says nothing of the device's memory.
+    if "RESOURCE_EXHAUSTED" not in error or "Shared memory" in error:
         if "device_count ==" in error or "replica group" in error:
             raise DeviceError.not_served(request["replicas"], request["devices"], error)
         raise ProgramError.not_compiled(request["name"], request["replicas"], request["devices"], error)
