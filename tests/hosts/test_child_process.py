@@ -34,7 +34,14 @@ print(ran.read_text() if ran.exists() else "nothing ran")
 
 @pytest.mark.parametrize(
     ("variable", "entries"),
-    [("", []), (":", []), (".", [""]), ("", ["."]), ("{folder}", ["{folder}"])],
+    [
+        ("", []),
+        (".", [""]),
+        *(
+            pytest.param(*case, marks=pytest.mark.full("three processes; another spelling"))
+            for case in ((":", []), ("", ["."]), ("{folder}", ["{folder}"]))
+        ),
+    ],
 )
 def test_no_file_of_the_current_folder_runs_in_a_child(tmp_path, variable, entries):
     """Neither if it is the current folder only, nor if PYTHONPATH or the program itself names it."""

@@ -141,7 +141,7 @@ def trained():
 KINDS = (Biggest, Smallest, Last, Decaying, Total, BiggestOfAll)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full("another number"))])
 def test_metrics_that_are_no_sums(alone_and_replicated, batched, alike, size):
     alone, replicated = alone_and_replicated(model_with(*KINDS), size)
     for data in (batched(9, X, Y), batched(31, X, Y)):  # the rest is 8 and 4 samples

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 FAILS = """
 import re
 import sys
@@ -75,6 +77,7 @@ def output(program, *options):
     return subprocess.run([sys.executable, program, *options], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.full("two processes, and a minute")
 def test_the_errors_of_plain_functions_are_the_same_with_and_without_this_library(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(FAILS)

@@ -86,7 +86,7 @@ def test_replicas_with_different_shapes():
         np.testing.assert_array_equal(each, factor * mask)
 
 
-@pytest.mark.parametrize("length", [16, 40])
+@pytest.mark.parametrize("length", [16, pytest.param(40, marks=pytest.mark.full("only longer"))])
 def test_a_transformer_with_a_causal_mask(length):
     def fitted(strategy):
         keras.utils.set_random_seed(0)
