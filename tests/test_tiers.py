@@ -1,0 +1,61 @@
+"""What `make test` leaves out is left for the full tier, and each value of a parameter is in both."""
+
+import itertools
+import types
+
+from helpers import tiers
+
+
+def config(tier=None, keyword="", args=()):
+    chosen = types.SimpleNamespace(
+        option=types.SimpleNamespace(keyword=keyword), args=list(args), getoption=lambda name: tier, deselected=[]
+    )
+    chosen.hook = types.SimpleNamespace(pytest_deselected=lambda items: chosen.deselected.extend(items))
+    return chosen
+
+
+def cases(name, full=(), **values):
+    for number, combination in enumerate(itertools.product(*values.values())):
+        yield types.SimpleNamespace(
+            nodeid=f"{name}[{'-'.join(map(str, combination))}]",
+            callspec=types.SimpleNamespace(params=dict(zip(values, combination, strict=True))),
+            get_closest_marker=lambda mark, number=number: mark if number in full else None,
+        )
+
+
+def chosen(tier, *functions):
+    items = [item for function in functions for item in function]
+    of_tier = config(tier)
+    tiers.select(of_tier, items)
+    return [item.nodeid for item in items], [item.nodeid for item in of_tier.deselected]
+
+
+def test_each_value_once_on_threads_and_compiled():
+    rows = ("mirrored", 2), ("tpu", 4)
+    found, left = chosen("quick", cases("a", strategy=rows, dtype=["int32", "bool"], size=[1, 2]))
+    assert found == [
+        "a[('mirrored', 2)-int32-1]",
+        "a[('mirrored', 2)-bool-2]",
+        "a[('tpu', 4)-int32-1]",
+        "a[('tpu', 4)-bool-2]",
+    ]
+    assert len(left) == 4
+
+
+def test_the_rest_is_the_others_and_all_is_both():
+    functions = [("a", {"x": [1, 2], "y": [3, 4]}), ("b", {"z": [5]}), ("c", {"full": [0], "z": [5, 6]})]
+    of = {
+        tier: chosen(tier, *(cases(name, **values) for name, values in functions))[0]
+        for tier in ("quick", "rest", "all")
+    }
+    assert of == {
+        "quick": ["a[1-3]", "a[2-4]", "b[5]", "c[6]"],
+        "rest": ["a[1-4]", "a[2-3]", "c[5]"],
+        "all": ["a[1-3]", "a[1-4]", "a[2-3]", "a[2-4]", "b[5]", "c[5]", "c[6]"],
+    }
+
+
+def test_what_is_asked_for_by_name_is_run_in_full():
+    assert tiers.tier(config()) == "quick"
+    assert tiers.tier(config(keyword="gather")) == tiers.tier(config(args=["tests/a.py::test_b"])) == "all"
+    assert tiers.tier(config("rest", keyword="gather")) == "rest"
