@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import subprocess
 import sys
 import threading
 
@@ -280,7 +281,35 @@ class TestMismatch:
         assert run_bodies(body, body, merge=lambda requests: requests[::-1]) == [1, 0]
 
 
+TRACED = """
+import sys, threading
+from replica_engine.engine import Run, SyncGroup
+from replica_engine.errors import ReplicaTimeoutError
+
+def trace(*_):
+    return trace
+
+def body(replica):
+    if replica.index == 1:
+        threading.Event().wait()
+
+group = SyncGroup(["CPU:0", "CPU:1"])
+threading.settrace(trace)
+sys.settrace(trace)
+try:
+    Run(group, [body, body], lambda requests: requests, timeout=1.0)()
+except ReplicaTimeoutError as error:
+    print([row.state for row in error.rows], flush=True)
+sys.settrace(None)
+"""
+
+
 class TestTimeout:
+    def test_a_replica_that_does_not_come_back_under_a_debugger_or_coverage(self):
+        """On Python 3.11 the run would not end: see `interrupts.raise_in`."""
+        done = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, timeout=300)
+        assert done.stdout == "['finished', 'running']\n", done.stderr
+
     def test_a_replica_that_does_not_come_back_is_named(self, run_bodies, monkeypatch):
         monkeypatch.setattr("replica_engine.engine.run.INTERRUPT_GRACE", 0.01)
         release = threading.Event()
