@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from helpers import tiers
+
 WEIGHTS = {"hosts": 2.2, "keras": 3.5, "checkpoints": 2.0, "docs": 2.0, "sharding": 3.0, "parity": 2.0, "tpu": 1.0}
 """Seconds that a test of a folder takes, by and large; elsewhere `USUAL`."""
 
@@ -28,6 +30,7 @@ class Progress:
     def __init__(self, config: pytest.Config):
         self._config = config
         self._weights: dict[str, float] = {}
+        self._total, self._count = 0.0, 0
         self._done, self._failed, self._printed, self._began = 0.0, 0, 0, time.monotonic()
 
     @pytest.hookimpl(optionalhook=True)
@@ -57,6 +60,13 @@ class Progress:
             if percent >= self._printed + EVERY and self._weights:
                 self._printed = percent
                 self._config.pluginmanager.getplugin("terminalreporter").write_line(self._line(percent))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._total and tiers.tier(self._config) == tiers.QUICK:
+            failed = f"{self._failed} failed" if self._failed else "all passed"
+            terminalreporter.write_line(
+                f"{self._count:,} tests, {failed}. `make test-full` runs the cases that are left."
+            )
 
     def _line(self, percent: int) -> str:
         so_far = time.monotonic() - self._began
