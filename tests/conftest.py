@@ -44,6 +44,9 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 # Threads of NumPy's linear algebra spin for a while when a process begins, and tests multiply small matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# What TensorFlow says of instructions and drivers when it starts; its warnings and errors are printed.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
 # Rewriting the assertions of all tests takes seconds, and compiling this library takes one: processes share what the
 # first one made.
 sys.dont_write_bytecode = False
