@@ -7,6 +7,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -111,11 +112,14 @@ def misspelt(called: str, name: str, names: Sequence[str]) -> TypeError:
     return TypeError(f"{called} got an unexpected keyword argument {name!r}. {instead}")
 
 
-def names_keywords(called: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def names_keywords(
+    called: str, instead: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that users call: a misspelt keyword argument is an error that says the nearest one.
 
     Args:
         called: what is called, as users write it: "strategy.reduce".
+        instead: what to write for keywords that another library has, as a sentence.
 
     Example:
         >>> @names_keywords("double")
@@ -132,6 +136,8 @@ def names_keywords(called: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
+                if name in instead and name not in names:
+                    raise TypeError(f"{called} got an unexpected keyword argument {name!r}. {instead[name]}")
                 if name not in names:
                     raise misspelt(called, name, [each for each in names if each != "self"])
             return fn(*args, **kwargs)

@@ -130,6 +130,14 @@ def test_a_misspelt_keyword_of_what_users_call(call, name, near):
         call(**{name: None})
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("backup_dir", r"Write directory=\."), ("double_checkpoint", r"Two backups stay, .* keep= is")]
+)
+def test_a_keyword_that_keras_has_and_this_library_has_not(name, said):
+    with pytest.raises(TypeError, match=rf"BackupAndRestore got .*'{name}'\. {said}"):
+        BackupAndRestore(**{name: "there"})
+
+
 @pytest.mark.parametrize(("name", "near"), [("iteration", "iterations"), ("prefech", "prefetch"), ("iter", "iterator")])
 def test_a_misspelt_keyword_of_run_steps(name, near):
     with pytest.raises(TypeError, match=rf"strategy\.run_steps got .*'{name}'\. Did you mean {near}=\?"):
