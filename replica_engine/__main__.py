@@ -7,6 +7,7 @@ The command line takes absl's flags too, as programs around TensorFlow do: `--ve
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import select
@@ -106,14 +107,47 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 class OneLineParser(argparse_flags.ArgumentParser):
-    """A parser with absl's flags that reports a wrong flag in one line, without the usage text before it."""
+    """A parser with absl's flags that reports a wrong flag in one line, without the usage text before it.
+
+    The line says which flag is nearly the one that is missing or unknown, and that flags stand before a script.
+    """
+
+    _given: Sequence[str] = ()
 
     def __init__(self, **settings: Any):  # of the program, and of each command
         super().__init__(**settings, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of each command too
+        """Parses what is known, as argparse does."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
-        self.exit(WRONG_FLAGS, f"{self.prog}: {message} (--help shows all flags)\n")
+        hint = ""
+        if message.startswith(("the following arguments are required", "unrecognized arguments")):
+            hint = self._hint([word.strip(",") for word in message.split() if word.startswith("--")])
+        self.exit(WRONG_FLAGS, f"{self.prog}: {message}{hint} (--help shows all flags)\n")
+
+    def _hint(self, wrong: Sequence[str]) -> str:
+        """What is said of flags that are missing or unknown, beside their names."""
+        known = self._known_flags()
+        given = [each.partition("=")[0] for each in self._given if each.startswith("--")]
+        for flag in (each.partition("=")[0] for each in wrong):
+            if flag in known and flag in given:
+                return "; flags stand before the script, and what follows it is the script's own"
+            others = [each for each in given if each not in known] if flag in known else known
+            near = difflib.get_close_matches(flag, others, n=1, cutoff=0.75)
+            if near:
+                meant, typed = (flag, near[0]) if flag in known else (near[0], flag)
+                return f"; did you mean {meant}, and not {typed}?"
+        return ""
+
+    def _known_flags(self) -> list[str]:
+        """The flags of this parser, and those of the command that was given to it."""
+        commands = [each.choices for each in self._actions if isinstance(each.choices, dict)]
+        chosen = [every[each] for every in commands for each in self._given if each in every][:1]
+        return [*self._option_string_actions, *(flag for parser in chosen for flag in parser._known_flags())]
 
 
 def _interrupted(error: BaseException | None) -> bool:

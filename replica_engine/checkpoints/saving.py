@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from replica_engine._tf import checkpoints
 from replica_engine.checkpoints import aliases, bundle, owners, parts, snapshot, writer
-from replica_engine.errors import CheckpointError, ReplicaEngineError
+from replica_engine.errors import CheckpointError, ProgramDisagreementError, ReplicaEngineError, WorkerLostError
 from replica_engine.process import folders, scoped
 
 
@@ -234,7 +234,9 @@ def _prefix(path: str, worker: int, index: int) -> str:
 
 
 def _tell_of(error: BaseException, turn: Turn) -> None:
-    """Tells the other workers of an error: they wait for what this one does."""
+    """Tells the other workers of an error: they wait for what this one does. A failure of the job they hear anyway."""
+    if isinstance(error, (WorkerLostError, ProgramDisagreementError)):
+        return
     turn.tell("done" if turn.writes else f"part {turn.worker}", str(error) or type(error).__name__)
 
 

@@ -2,7 +2,8 @@
 
 A second save waits for the first write, so memory holds one snapshot. The thread is not a daemon: the interpreter waits
 for it at exit, and it is never in the middle of a write when the interpreter goes. An error is raised by the next save
-on any checkpoint. If there is none, the exit of the process prints it, and gives the process the status 1.
+on any checkpoint. If there is none, the exit of the process prints it, and gives the process the status 1. If another
+exception ends the process, that is what the user has to read, and the error of a write is one line after it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from replica_engine.errors import CheckpointError
+from replica_engine.errors import CheckpointError, ReplicaEngineError
+from replica_engine.errors.base import add_note, in_words
 from replica_engine.telemetry.watchdog import Watch
 
 _saving = threading.RLock()
 _thread: threading.Thread | None = None
-_error: CheckpointError | None = None
+_error: ReplicaEngineError | None = None
 
 
 def start(path: str, write: Callable[[], None]) -> None:
@@ -40,7 +42,14 @@ def start(path: str, write: Callable[[], None]) -> None:
             write()
         except CheckpointError as error:
             _error = error
-        except BaseException as error:  # the failure of the job, for example: no failed write may stay unknown
+        except ReplicaEngineError as error:  # of the job: it is what a save that is not asynchronous raises
+            add_note(
+                error,
+                f"The checkpoint {path!r}, which was saved asynchronously by an earlier call, was not written. Earlier "
+                "checkpoints, and what was at this path before, are untouched.",
+            )
+            _error = error
+        except BaseException as error:  # no failed write may stay unknown
             _error = CheckpointError.not_written(path, f"{type(error).__name__}: {error}", True)
             _error.__cause__ = error
 
@@ -58,6 +67,7 @@ def alone() -> Iterator[None]:
 
     Raises:
         CheckpointError: the last write has failed; raised once.
+        WorkerLostError: or another failure of the job has ended it; raised once.
     """
     if threading.current_thread() is _thread:  # a callback of the save that is being written
         yield
@@ -72,6 +82,7 @@ def wait() -> None:
 
     Raises:
         CheckpointError: the last write has failed; raised once.
+        WorkerLostError: or another failure of the job has ended it; raised once.
     """
     global _error
     if join():
@@ -107,7 +118,11 @@ if hasattr(os, "register_at_fork"):
 def _at_exit() -> None:
     try:
         wait()
-    except CheckpointError as error:
+    except ReplicaEngineError as error:
+        if hasattr(sys, "last_value"):  # an exception has ended the program, and its status is 1
+            if isinstance(error, CheckpointError):  # else that exception has ended the write too
+                print(in_words(error).splitlines()[0], file=sys.stderr)
+            return
         sys.excepthook(type(error), error, error.__traceback__)
         logging.shutdown()
         sys.stdout.flush()

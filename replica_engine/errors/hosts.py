@@ -247,6 +247,14 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
         return _lost(cls, other, f"is not reached by {row.name}, and the coordinator hears both: {reason}")
 
     @classmethod
+    def closed_here(cls, row: WorkerRow) -> WorkerLostError:
+        """A thread of this worker waits for others, and the worker has ended its connection."""
+        return cls(
+            f"{row.name} waits for the others no longer: it has left the job, at its end or because of an exception, "
+            "which its own output says."
+        )
+
+    @classmethod
     def no_coordinator(
         cls, row: WorkerRow, address: str, launched: bool, seconds: float | None = None
     ) -> WorkerLostError:

@@ -223,6 +223,6 @@ class CheckpointError(ReplicaEngineError, OSError):
             else ""
         )
         return cls(
-            f"The checkpoint {path!r} could not be written: {reason}.{late} Earlier checkpoints, and what was at this "
-            "path before, are untouched."
+            f"The checkpoint {path!r} could not be written: {reason.rstrip('.')}.{late} Earlier checkpoints, and what "
+            "was at this path before, are untouched."
         )

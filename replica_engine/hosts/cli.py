@@ -85,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--dry-run", action="store_true", help="print the environment and the command of each worker, and start none")
     add("script", help="a Python program")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments").required = False  # older Pythons say it were
     parser.set_defaults(run=lambda flags: _run(parser, flags))
 
 

@@ -8,7 +8,8 @@
   OnBackend, the strategy half of all.
 - `saving_together`: who writes the files of several workers, and where they meet.
 - `multi_step`: the context object of a device loop, which carries the outputs of its steps.
-- `validation`: checks the arguments of `run` and `reduce`. `devices`: parses and checks device names.
+- `validation`: checks the arguments of `run` and `reduce`. `call_advice`: what to write for a call of `run` that does
+  not fit its function. `devices`: parses and checks device names.
 - `reductions`: prepares values for TensorFlow's reductions.
 - `accumulation`: Keras' `gradient_accumulation_steps` on replicas.
 - `models`: checks and errors for Keras models that are built under a scope.

@@ -31,6 +31,7 @@ from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
 from replica_engine.strategies import accumulation, models
+from replica_engine.strategies.call_advice import note_arguments
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.saving_together import Saving, let_the_chief_write
 from replica_engine.strategies.validation import (
@@ -41,7 +42,6 @@ from replica_engine.strategies.validation import (
     names_keywords,
     not_gathered,
     not_reduced,
-    note_arguments,
 )
 from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, install, short_name, sync_points
 

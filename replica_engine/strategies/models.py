@@ -65,14 +65,24 @@ def _check_batch(first: keras_hooks.FirstBatch) -> None:
     Evaluations take batches of any size: Keras' `test_step` counts samples. A `test_step` of the model may not. It gets
     a warning and no error, because validation comes when an epoch has been trained.
 
+    Workers tell each other their shares, since each has only its own; the error comes on all, the warning on the chief.
+
     Raises:
         BatchError: `fit` gives the replicas unequal shares.
     """
-    rows, size = _unequal_shares(first.batch), first.strategy.num_replicas_in_sync
-    rest = first.rest if first.rest and first.rest % size else None
+    size, extended = first.strategy.num_replicas_in_sync, first.strategy.extended
+    has_own_test_step = not keras_trainer.has_keras_step(first.model, "test_step")
+    if not first.is_fit and not has_own_test_step:
+        return
+    known: list[Any] = [[_shares(first.batch), first.rest]]
+    if extended.saving is not None:
+        known = extended.saving.exchange(f"the first batch of `{'fit' if first.is_fit else 'evaluate'}`", known[0])
+    rows = _unequal([shares for shares, _ in known])
+    rest = next((rest for _, rest in known if rest and rest % size), None)
+    warns = extended.saving is None or extended.saving.is_chief
     if not first.is_fit:
         uneven = sum(rows) or rest
-        if uneven and not keras_trainer.has_keras_step(first.model, "test_step"):
+        if uneven and warns:
             text = warn_uneven_evaluation(first.model.name, uneven, size)
             warn_once(first.strategy, ("evaluation", first.model.name), text)
         return
@@ -86,20 +96,31 @@ def _check_batch(first: keras_hooks.FirstBatch) -> None:
         )
     if rest is None:
         return
-    if not first.strategy.extended.compiles:
-        warn_once(first.strategy, "rest", warn_uneven_rest(rest, size))
+    if not extended.compiles:
+        if warns:
+            warn_once(first.strategy, "rest", warn_uneven_rest(rest, size))
     elif keras_trainer.has_keras_step(first.model, "train_step"):
         raise BatchError.uneven_rest(rest, size)
 
 
-def _unequal_shares(batch: Any) -> list[int]:
-    """The numbers of samples that the replicas get of a batch; an empty list if they are equal."""
-    for leaf in tf.nest.flatten(batch):
-        if isinstance(leaf, distribute.DistributedValues):
-            shapes = [getattr(part, "shape", None) for part in leaf.values]
-            rows = [shape[0] for shape in shapes if shape is not None and shape.rank]
-            if len(rows) == len(shapes) and len(set(rows)) > 1:
-                return rows
+def _shares(batch: Any) -> list[list[int | None]]:
+    """For each leaf of a batch, how many samples each replica of this worker gets; None for what has no samples."""
+    parts = (
+        leaf.values if isinstance(leaf, distribute.DistributedValues) else [leaf] for leaf in tf.nest.flatten(batch)
+    )
+    shapes = ([getattr(each, "shape", None) for each in leaf] for leaf in parts)
+    return [[shape[0] if shape is not None and shape.rank else None for shape in leaf] for leaf in shapes]
+
+
+def _unequal(shares: list[list[list[int | None]]]) -> list[int]:
+    """What all replicas get of the first leaf of which they get unequal numbers of samples, from what each worker has.
+
+    An empty list if there is none.
+    """
+    for leaf in zip(*shares, strict=False):  # workers with other inputs fail later, at a collective
+        rows = [each for worker in leaf for each in worker if each is not None]
+        if len(rows) == sum(map(len, leaf)) and len(set(rows)) > 1:
+            return rows
     return []
 
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -15,7 +16,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine.diagnostics.misuse import of_plain_variable
 from replica_engine.errors import CollectiveError, ReplicaEngineError, ReplicaValueError
-from replica_engine.errors.base import add_note, brief, shown
+from replica_engine.errors.base import brief, shown
 from replica_engine.values.structure import as_tensor
 
 P = ParamSpec("P")
@@ -24,7 +25,6 @@ R = TypeVar("R")
 _OF_ONE = "A non-DistributedValues value"  # of the error of a sum of one value for all replicas
 _OF_DIVIDED = ("distribution", "cores_per_replica")  # arguments that divide a model over devices
 _OF_TPU_STRATEGY = (*_OF_DIVIDED, "num_cores", "steps_per_run", "same_random_numbers", "soft_placement")
-_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 _MOST_AXES = 254  # the largest rank of a TensorFlow tensor
 
 
@@ -112,11 +112,14 @@ def misspelt(called: str, name: str, names: Sequence[str]) -> TypeError:
     return TypeError(f"{called} got an unexpected keyword argument {name!r}. {instead}")
 
 
-def names_keywords(called: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def names_keywords(
+    called: str, instead: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates a function that users call: a misspelt keyword argument is an error that says the nearest one.
 
     Args:
         called: what is called, as users write it: "strategy.reduce".
+        instead: what to write for keywords that another library has, as a sentence.
 
     Example:
         >>> @names_keywords("double")
@@ -133,6 +136,8 @@ def names_keywords(called: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
+                if name in instead and name not in names:
+                    raise TypeError(f"{called} got an unexpected keyword argument {name!r}. {instead[name]}")
                 if name not in names:
                     raise misspelt(called, name, [each for each in names if each != "self"])
             return fn(*args, **kwargs)
@@ -140,65 +145,6 @@ def names_keywords(called: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return checked
 
     return decorate
-
-
-def note_arguments(error: BaseException, fn: Any, args: Any, kwargs: Any) -> None:
-    """Adds a note to the TypeError of a function that `run` could not call with its arguments: what `args` should be.
-
-    Only the signature decides. So an error from a call inside the function has no note.
-
-    Args:
-        error: what the run raised.
-        fn: the function that `run` got.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-    """
-    if not isinstance(error, TypeError) or not isinstance(args, (list, tuple)):
-        return
-    named = {} if kwargs is None else kwargs
-    if not isinstance(named, Mapping):  # one mapping per replica
-        return
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a callable that does not say what it takes
-        return
-    if _takes(signature, args, named):
-        return
-    name = getattr(fn, "__name__", type(fn).__name__)
-    wanted = [
-        each.name for each in signature.parameters.values() if each.kind in _POSITIONAL and each.name not in named
-    ]
-    given = f"args held {_counted(args)}" + (f", and kwargs {', '.join(map(str, named))}" if named else "")
-    only = args[0] if len(args) == 1 else None
-    if isinstance(only, (list, tuple)) and _takes(signature, only, named):
-        instead = f"Write args=batch for args=(batch,), or args=({', '.join(wanted)})."
-    elif isinstance(only, Mapping) and not named and _takes(signature, (), only):
-        instead = "Write kwargs=batch for args=(batch,)."
-    elif len(args) > 1 and _takes(signature, (args,), named):
-        instead = "Write args=(batch,) for args=batch: the comma makes a batch one argument."
-    else:
-        listed = f"{wanted[0]}," if len(wanted) == 1 else ", ".join(wanted)
-        instead = f"Write args=({listed}), with a value for each."
-    add_note(error, f"strategy.run could not call `{name}({', '.join(signature.parameters)})`: {given}. {instead}")
-
-
-def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of this signature can be called so."""
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _counted(args: Sequence[Any]) -> str:
-    """How many values there are; of a single one, also what is in it."""
-    if len(args) != 1:
-        return f"{len(args)} values" if args else "no value"
-    (only,) = args
-    if isinstance(only, (list, tuple, Mapping)):
-        return f"1 value, a {type(only).__name__} of {len(only)}"
-    return "1 value"
 
 
 def _names_of(signature: inspect.Signature) -> list[str]:

@@ -197,3 +197,14 @@ def test_an_error_that_no_save_raises_ends_the_process_with_a_failure(programs, 
     assert "CheckpointError: The checkpoint" in err
     assert program.returncode == 1
     assert tf.train.latest_checkpoint(tmp_path) == str(tmp_path / "good-1")
+
+
+def test_the_exception_that_ends_the_program_is_not_lost_above_an_error_of_a_write(programs, tmp_path):
+    (tmp_path / "bad-2.index" / "folder").mkdir(parents=True)
+    text = FAILING.format(good=str(tmp_path / "good"), bad=str(tmp_path / "bad"))
+    program = programs.start(f"{text}raise ValueError('my mistake')\n")
+    _, err = program.communicate(timeout=500)
+    seen, last = err.rstrip().splitlines()[-2:]
+    assert seen == "ValueError: my mistake"
+    assert last.startswith("replica_engine.errors.CheckpointError: The checkpoint")
+    assert program.returncode == 1

@@ -1,5 +1,10 @@
 """Calls that are nearly right: misspelt keywords, arguments that do not fit, one device; an exception with no text."""
 
+import contextlib
+import inspect
+import itertools
+import re
+
 import pytest
 import tensorflow as tf
 
@@ -125,6 +130,14 @@ def test_a_misspelt_keyword_of_what_users_call(call, name, near):
         call(**{name: None})
 
 
+@pytest.mark.parametrize(
+    ("name", "said"), [("backup_dir", r"Write directory=\."), ("double_checkpoint", r"Two backups stay, .* keep= is")]
+)
+def test_a_keyword_that_keras_has_and_this_library_has_not(name, said):
+    with pytest.raises(TypeError, match=rf"BackupAndRestore got .*'{name}'\. {said}"):
+        BackupAndRestore(**{name: "there"})
+
+
 @pytest.mark.parametrize(("name", "near"), [("iteration", "iterations"), ("prefech", "prefetch"), ("iter", "iterator")])
 def test_a_misspelt_keyword_of_run_steps(name, near):
     with pytest.raises(TypeError, match=rf"strategy\.run_steps got .*'{name}'\. Did you mean {near}=\?"):
@@ -148,6 +161,14 @@ def of_one(batch):
     return batch
 
 
+def with_scale(x, *, scale):
+    return x * scale
+
+
+def of_names(x, /):
+    return x
+
+
 class Steps:
     def bound(self, x, y, z=0.0):
         return x + y + z
@@ -167,7 +188,19 @@ class Steps:
         (of_two, ({"x": ONE, "y": ONE},), None, "a dict of 2. Write kwargs=batch for args=(batch,)."),
         (of_two, (ONE,), None, "`of_two(x, y)`: args held 1 value. Write args=(x, y), with a value for each."),
         (of_two, (), None, "args held no value. Write args=(x, y)"),
-        (of_two, (ONE,), {"z": ONE}, "args held 1 value, and kwargs z. Write args=(x, y)"),
+        (of_two, (ONE,), {"z": ONE}, "args held 1 value, and kwargs z. It has no argument z. Write args=(x, y),"),
+        (of_two, (), {"x": ONE, "z": ONE}, 'It has no argument z. Write kwargs={"x": x, "y": y}, with'),
+        (with_scale, (ONE,), {"scael": ONE}, 'no argument scael; did you mean scale? Write args=(x,), kwargs={"scale"'),
+        (with_scale, (ONE, ONE), None, "`with_scale(x, *, scale)`: args held 2 values. Write args=(x,), kwargs={"),
+        (of_names, (), {"x": ONE}, "It takes x in args only. Write args=(x,)"),
+        (
+            Steps.bound,
+            (ONE, ONE),
+            None,
+            "object here. Write strategy.run(x.bound, ...) of an object x, with the same ",
+        ),
+        (Steps.bound, (), {"x": ONE}, 'Write strategy.run(x.bound, ...) of an object x, with kwargs={"x": x, "y": y}.'),
+        (Steps.bound, (Steps(), ONE), None, "held 2 values. Write args=(self, x, y), with a value for each."),
         (of_one, (ONE, ONE), None, "`of_one(batch)`: args held 2 values. Write args=(batch,) for args=batch"),
         (Steps().bound, ((ONE, ONE),), None, "`bound(x, y, z)`: args held 1 value, a tuple of 2. Write args=batch"),
         (tf.function(of_two), ((ONE, ONE),), None, "`of_two(x, y)`: args held 1 value, a tuple of 2. Write args=batch"),
@@ -188,3 +221,57 @@ def test_a_call_inside_the_function_is_not_that_of_run(strategy):
     with pytest.raises(TypeError) as failure:
         strategy.run(lambda batch: of_two(batch), args=(ONE,))
     assert "strategy.run could not call" not in "".join(getattr(failure.value, "__notes__", ()))
+
+
+SIGNATURES = {
+    each: eval(f"lambda {each}: None")
+    for each in (
+        "",
+        "x",
+        "x, y",
+        "x, y=0",
+        "x=0, y=0",
+        "x, /",
+        "x, /, y",
+        "x, y=0, /, z=0",
+        "x, *, z",
+        "x, *, y=0, z",
+        "x, *rest",
+        "x, *rest, z",
+        "*rest",
+        "x, **others",
+        "x, /, **others",
+        "x, y=0, *rest, z, **others",
+        "x, y=0, /, z=0, *, w",
+        "self, x, y",
+    )
+}
+
+ADVISED = re.compile(r"(?:Write|\bor) (args=\(.*?\)(?:, kwargs=\{.*?\})?|kwargs=\{.*?\}|args=batch|kwargs=batch)")
+
+
+KEYWORDS = ("", "x", "y", "z", "x y", "x z", "y z", "no", "x no", "self", "w z")
+ARGUMENTS = ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((1, 2),), ([1, 2, 3],), ({"x": 1},), ({"x": 1, "y": 2},))
+
+
+@pytest.mark.parametrize("signature", SIGNATURES)
+def test_a_call_that_is_advised_can_be_made(signature):
+    strategy, fn = MirroredStrategy(["CPU:0"]), SIGNATURES[signature]
+    values = dict.fromkeys(("x", "y", "z", "w", "no", "self"), 1) | {"rest": (1,)}
+    for args, named in itertools.product(ARGUMENTS, KEYWORDS):
+        kwargs = dict.fromkeys(named.split(), 1)
+        with contextlib.suppress(TypeError):
+            inspect.signature(fn).bind(*args, **kwargs)
+            continue
+        with pytest.raises(TypeError) as failure:
+            strategy.run(fn, args=args, kwargs=kwargs)
+        text = "\n".join([str(failure.value), *getattr(failure.value, "__notes__", ())])
+        assert "strategy.run could not call" in text
+        if "has no object" in text:
+            continue
+        advised = ADVISED.findall(text)
+        assert advised, text
+        for each in advised:
+            batch = args if each == "args=(batch,)" else args[0] if len(args) == 1 else None
+            call = eval(f"dict({each})", values | {"batch": batch})
+            strategy.run(fn, **({"kwargs": kwargs} | call if "batch" in each else call))

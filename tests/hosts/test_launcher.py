@@ -453,7 +453,10 @@ def test_each_line_that_is_lost_counts_once(monkeypatch, tmp_path):
         (["--workers", "4:2", "train.py"], "MIN:MAX needs a MIN that is not above MAX, got 4:2"),
         (["--workers", "2", "--join-timeout", "-1", "train.py"], "must be at least 0.001, got -1"),
         (["--workers", "2", "no_such.py"], "there is no file no_such.py"),
-        (["--workers", "2"], "the following arguments are required: script"),
+        (["--workers", "2"], "the following arguments are required: script ("),
+        (["train.py", "--workers", "2"], "required: --workers; flags stand before the script"),
+        (["--worker", "2", "train.py"], "required: --workers; did you mean --workers, and not --worker?"),
+        (["--workers", "2", "--maxrestarts=1", "train.py"], "did you mean --max-restarts, and not --maxrestarts?"),
     ],
 )
 def test_wrong_flags(arguments, text):

@@ -89,6 +89,26 @@ def test_a_value_that_is_too_large():
         assert len(member.get("address")) == (1 << 20) - 100
 
 
+def test_a_wait_that_the_end_of_its_own_member_ends_does_not_speak_of_the_coordinator():
+    with job() as made:
+        made.start(1, FOLLOWS)
+        member, said = made.join(0), []
+
+        def wait():
+            with pytest.raises(WorkerLostError) as failure:
+                member.get("what nobody tells")
+            said.append(str(failure.value))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: member._answers)
+        member.close()
+        thread.join()
+        assert "worker 0 of 2" in said[0]
+        assert "it has left the job" in said[0]
+        assert "coordinator" not in said[0]
+
+
 def test_a_burst_of_launches_that_differ_is_several_messages():
     with job() as made:
         process = made.start(1, FOLLOWS)

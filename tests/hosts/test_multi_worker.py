@@ -225,6 +225,7 @@ def test_keras(programs, tmp_path):
 
 REPLICATED = """
 import keras
+import logging.handlers
 
 strategy = KIND()
 keras.utils.set_random_seed(1)
@@ -241,6 +242,19 @@ checkpoint = keras.callbacks.ModelCheckpoint(os.environ["FOLDER"] + "/{epoch}.ke
 fast.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[checkpoint])
 model.save(os.environ["FOLDER"] + f"/saved by {me}.keras")
 found["weights"] = [each.tolist() for each in model.get_weights()]
+
+with strategy.scope():
+    scoped = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    scoped.compile("sgd", "mse")
+try:
+    scoped.fit(x, y, batch_size=25, verbose=0)
+except replica_engine.errors.BatchError as error:
+    found["refused"] = str(error)
+log = logging.getLogger("replica_engine")
+log.addHandler(handler := logging.handlers.BufferingHandler(100))
+scoped.fit(x, y, batch_size=16, verbose=0)
+log.removeHandler(handler)
+found["warned"] = [record.getMessage() for record in handler.buffer]
 """
 
 
@@ -250,8 +264,13 @@ def test_replicate_model(programs, tmp_path):
     theirs.mkdir()
     with job(join=LONGER) as made:
         first, second = outputs(programs, made, REPLICATED, local=2, FOLDER=str(shared))
+    reference = alone(programs, REPLICATED, 4, FOLDER=str(theirs))
+    assert "A batch of 25 samples does not divide by 4 replicas: they get 7, 7, 7 and 4" in first["refused"]
+    assert "The last batch, of 6 samples, does not divide by 4 replicas." in reference["warned"][0]
+    assert (first.pop("warned"), second.pop("warned")) == (reference.pop("warned"), [])
     assert first == second
-    assert flat(first) == pytest.approx(flat(alone(programs, REPLICATED, 4, FOLDER=str(theirs))), rel=1e-6, abs=1e-6)
+    assert first.pop("refused") == reference.pop("refused")
+    assert flat(first) == pytest.approx(flat(reference), rel=1e-6, abs=1e-6)
     assert files(theirs) == ["1.keras", "saved by 0.keras"]
     assert files(shared) == [*files(theirs), "saved by 1.keras"]  # whose path is its own
 

@@ -4,7 +4,7 @@ import os
 import threading
 
 from helpers.jobs import LONGER, job
-from helpers.workers import HEAD, TAIL, alone, files, outputs
+from helpers.workers import HEAD, TAIL, alone, failing, files, outputs
 
 from replica_engine.strategies.multi_worker.launches import Launches
 from replica_engine.strategies.saving_together import Saving
@@ -350,6 +350,38 @@ def test_the_timeout_does_not_bound_how_long_the_chief_writes():
         **dict.fromkeys(("the saving of a model", "the state of a training"), (4.0, 1.0)),
         "the end of saving a model": (None, 1.0),
     }
+
+
+RAISES_WHILE_WRITING = """
+from replica_engine.strategies import saving_together
+
+strategy = KIND()
+with strategy.scope():
+    w = tf.Variable(2.0)
+checkpoint = tf.train.Checkpoint(w=w)
+if me:  # so the chief waits for it
+    saving_together.Turn.tell = lambda turn, name, value: None
+checkpoint.save(os.environ["FOLDER"] + "/ckpt", tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True))
+if me:
+    raise ValueError("my mistake")
+checkpoint.sync()
+"""
+
+
+def test_an_exception_while_a_checkpoint_is_written_is_printed_last_and_the_others_lose_the_worker(programs, tmp_path):
+    with job(join=LONGER) as made:
+        chief, other = (
+            programs.start(
+                HEAD + RAISES_WHILE_WRITING + TAIL, env=made.environment(worker, LOCAL="1", FOLDER=str(tmp_path))
+            )
+            for worker in range(2)
+        )
+        its, chiefs = failing(other), failing(chief)
+    assert its.rstrip().splitlines()[-1] == "ValueError: my mistake"
+    assert "WorkerLostError: worker 1 (" in chiefs
+    assert f"The checkpoint '{tmp_path}/ckpt-1', which was saved asynchronously" in chiefs
+    assert "CheckpointError" not in chiefs
+    assert files(tmp_path) == []
 
 
 def test_a_checkpoint_of_the_chief_alone_is_found(programs, tmp_path):

@@ -155,7 +155,9 @@ def test_the_memory_of_a_strategy(tpu, weights):
     [
         ("v5f:2x4", r"Did you mean v5e:2x4\?"),
         ("v5e", "v2, v3, v5e, v6e: with 1x1, 2x2, 2x4"),
-        ("v5e:3x3", "as in v5e:2x4"),
+        ("v5e", r"Did you mean v5e:1x1, v5e:2x2, v5e:2x4, .* or v5e:16x16\?"),
+        ("v9:2", r"'v9:2'\. A topology is"),
+        ("v5e:3x3", r"Did you mean v5e:2x4\?"),
         ("v5e:0x2", "as in v5e:2x4"),
         ("v5e:2x2x2", "as in v5p:2x2x2"),
         ("v4:2x4", "v4, v5p, 7x: with 1x1x1, 2x2x1"),

@@ -228,7 +228,7 @@ class Channel:
             return False
         if not come():
             self.check()
-            raise self._no_coordinator(None).error()  # closed by another thread
+            raise WorkerLostError.closed_here(self._row)  # by another thread
         return True
 
     def _fill(self, now: float) -> float:
@@ -272,8 +272,11 @@ class Channel:
             raise BadMessageError(f"{kind}: {error}") from None
 
     def _no_coordinator(self, seconds: float | None) -> Failure:
-        own = WorkerRow(self.worker, self.size, socket.gethostname(), self._process)
-        return Failure.of(WorkerLostError.no_coordinator, own, self._address, self._launched_by_us, seconds)
+        return Failure.of(WorkerLostError.no_coordinator, self._row, self._address, self._launched_by_us, seconds)
+
+    @property
+    def _row(self) -> WorkerRow:
+        return WorkerRow(self.worker, self.size, socket.gethostname(), self._process)
 
     def _fail(self, failure: Failure) -> None:
         with self._changed:

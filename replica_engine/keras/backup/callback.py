@@ -18,6 +18,11 @@ from replica_engine.keras.backup import states
 from replica_engine.keras.backup.training import Training, begun, fit, steps_of, wait_for_last
 from replica_engine.strategies.validation import names_keywords
 
+_OF_KERAS = {  # what Keras' callback of this name takes
+    "backup_dir": "Write directory=.",
+    "double_checkpoint": "Two backups stay, the last one and the one before it; keep= is their number.",
+}
+
 
 class BackupAndRestore(keras.callbacks.Callback):
     """Backs up a whole training while `fit` runs, and continues it in the next process. It replaces Keras' callback.
@@ -56,7 +61,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         2
     """
 
-    @names_keywords("BackupAndRestore")
+    @names_keywords("BackupAndRestore", _OF_KERAS)
     def __init__(
         self,
         directory: str | os.PathLike[str],

@@ -169,12 +169,21 @@ def _all_shown() -> list[str]:
 
 
 def _meant(name: str) -> str | None:
-    """The topology that a wrong name is like: of that many chips, if the name says how many chips of a kind."""
+    """The topology that a wrong name is like, of a kind of chip like that in the name; all of a kind without a size.
+
+    If the name says how many chips, it is one of that many; of a shape that no slice has, one of about as many.
+    """
     kind, _, size = name.replace("-", ":", 1).partition(":")
+    kind = _OTHER_NAMES.get(kind, kind)
+    kinds = [kind] if kind in CHIPS else difflib.get_close_matches(kind, CHIPS, n=len(CHIPS))
+    shown = [each for each in _all_shown() if each.partition(":")[0] in kinds]
+    if kind in CHIPS and not size:
+        return f"{', '.join(shown[:-1])} or {shown[-1]}"
     if kind in CHIPS and size.isdecimal():
-        shown = [each for each in _all_shown() if each.startswith(f"{kind}:")]
         return next((each for each in shown if _chips_of(each) == int(size)), None)
-    near = difflib.get_close_matches(name, _all_shown(), n=1)
+    if kind in CHIPS and re.fullmatch(r"\d+(x\d+)+", size):
+        return min(shown, key=lambda each: abs(_chips_of(each) - _chips_of(f"{kind}:{size}")))
+    near = difflib.get_close_matches(name, shown, n=1)
     return near[0] if near else None
 
 

@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="end the script when a step that changes variables would run more often (default: %(default)s)",
     )
     add("script", help="a Python program with a TPUStrategy, or with xla.replicate")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments").required = False  # older Pythons say it were
     parser.set_defaults(run=lambda flags: _run(parser, flags))
 
 
