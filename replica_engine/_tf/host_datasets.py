@@ -68,6 +68,7 @@ class HostDatasets:
                 "    dataset = tf.data.Dataset.from_tensor_slices(x).batch(n)\n"
                 "    dataset = strategy.experimental_distribute_dataset(dataset)"
             )
+        _check_shares(dataset, self._num_replicas_in_sync)  # type: ignore[attr-defined]
         try:
             distributed = super()._experimental_distribute_dataset(in_own_memory(dataset), options)  # type: ignore[misc]
             return _on_host(distributed)
@@ -87,6 +88,24 @@ class HostDatasets:
             return in_own_memory(dataset_fn(context))
 
         return _on_host(super()._distribute_datasets_from_function(copied, options))  # type: ignore[misc]
+
+
+def _check_shares(dataset: Any, replicas: int) -> None:
+    """Raises InputsError if some replicas would get rows of one part of each element, and none of another part.
+
+    Parts of two sizes may be two batches, such as one with labels and one without. Each replica has rows of both then.
+    """
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(getattr(dataset, "element_spec", ()))]
+    sizes = list(dict.fromkeys(shape[0] for shape in shapes if shape is not None and shape.rank and shape[0]))
+    if len(sizes) > 1 and min(sizes) < replicas:
+        shown = ", ".join(str(shape) for shape in shapes if shape is not None)
+        raise InputsError(
+            f"The elements of the dataset are not batches that {replicas} replicas can share: their parts have the "
+            f"shapes {shown}, so a replica would get rows of some parts and none of others. Batch single samples "
+            "first, with the batch of all replicas:\n"
+            "    dataset = strategy.experimental_distribute_dataset(dataset.batch(n))\n"
+            "What is the same for all rows of a batch is no part of it: pass it to run as an argument of its own."
+        )
 
 
 def rows_of_batches(dataset: Any) -> int | None:

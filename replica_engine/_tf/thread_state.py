@@ -226,6 +226,20 @@ def of_thread() -> tuple:
     return default_graph(), eager, device_and_name_scope() if eager else None, locals_of_thread()
 
 
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside the block, no callback of `tf.debugging` sees the ops that are made or run: they are not the user's.
+
+    TensorFlow's flag that a callback runs would do for the ops of graphs, but not for eager ones.
+    """
+    own = _context.context()._thread_local_data
+    before, own.op_callbacks = own.op_callbacks, []
+    try:
+        yield
+    finally:
+        own.op_callbacks = before
+
+
 def of_update() -> tuple[Any, ...]:
     """This thread's eager device, name scope, and the component that an update on it writes; for `set_of_update`."""
     context = _context.context()

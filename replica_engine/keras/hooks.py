@@ -313,8 +313,14 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
             with _lock:
                 if id(metric) not in _found:
                     _found[id(metric)] = metric
-                    _logger.info("every replica computes whole batches: the metric %r does not only add", metric.name)
-            raise NotASum(metric.name)
+                    _logger.info(
+                        "Every replica computes whole batches, and a step takes as long as on one device, because "
+                        "`update_state` of the metric %r does not only add to its variables, as far as its operations "
+                        "show. Write it with sums, as in `self.total.assign_add(...)`, or leave it out of `compile` "
+                        "and compute it from `predict`.",
+                        metric.name,
+                    )
+            raise NotASum  # without a reason: that is told above, and concerns all steps
         return result
 
     return update_state

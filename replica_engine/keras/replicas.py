@@ -36,6 +36,7 @@ from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.variables import ReplicatedVariables, used_by
 from replica_engine.process import scoped
+from replica_engine.process.afterwards import afterwards
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import models
 from replica_engine.strategies.backend import compiles
@@ -127,11 +128,12 @@ class Replicas:
         with outside:
             with _lock:
                 self._enter()
-            try:
+            with afterwards(self._left, "giving the model back"):
                 yield
-            finally:
-                with _lock:
-                    self._exit()
+
+    def _left(self) -> None:
+        with _lock:
+            self._exit()
 
     def _enter(self) -> None:
         current = _inside.get(self.original)
@@ -312,10 +314,8 @@ class Replicas:
         if batch is not None and not keras_model.is_built(self._model):
             with _lock:
                 self._suspend()
-                try:
+                with afterwards(self._resume, "giving the model to the replicas"):
                     keras_model.build(self._model, batch)
-                finally:
-                    self._resume()
         state, counted = keras_model.state_of(self._model), keras_model.counts(self._model)
         if self._known != state or self._counted != counted:
             self.changed()

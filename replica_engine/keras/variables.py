@@ -11,6 +11,8 @@ that plain variable:
   gradients that an optimizer accumulates. Weights that a step assigns, such as the moving statistics of a batch
   normalization, are averaged over replicas. Seeds keep the value of replica 0. Trained weights and the optimizer's
   other variables are equal on all replicas anyway.
+
+All this moves values, whatever they are: `tf.debugging.enable_check_numerics` checks ops of the user, and not these.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from replica_engine._tf.graphs import captures
 from replica_engine._tf.keras import layouts
 from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.thread_state import unobserved
+from replica_engine.process.afterwards import afterwards
 from replica_engine.strategies.backend import backend_of
 from replica_engine.values.seeds import seed_of
 
@@ -57,21 +61,27 @@ class ReplicatedVariables:
         is not a sum, only the value of replica 0 counts.
         """
         counted = [shared for shared in self._shared.values() if shared.is_of_metric and shared.is_distributed()]
-        for shared in counted:
-            shared.gather()
-            shared.put_plain()
-        try:
-            yield
-        finally:
+        with unobserved():
+            for shared in counted:
+                shared.gather()
+                shared.put_plain()
+
+        @unobserved()
+        def put_back() -> None:
             for shared in counted:
                 shared.put_distributed()
                 shared.spread()
 
+        with afterwards(put_back, "giving the metrics back to the replicas"):
+            yield
+
+    @unobserved()
     def reconcile(self) -> None:
         """Makes replicas agree on the values that each has assigned for itself; does not change metrics."""
         for shared in self._shared.values():
             shared.reconcile()
 
+    @unobserved()
     def enter(self) -> None:
         """Puts the distributed variables into the model's Keras variables."""
         self._find()
@@ -79,6 +89,7 @@ class ReplicatedVariables:
             shared.put_distributed()
         self._spread()
 
+    @unobserved()
     def leave(self) -> bool:
         """Puts the plain variables back into the model's Keras variables.
 
@@ -103,6 +114,7 @@ class ReplicatedVariables:
         _put_all_plain(shared for shared in self._shared.values() if shared.is_under())
         return True
 
+    @unobserved()
     def renew(self, in_step: bool = False) -> bool:
         """Shares the variables that the model has now and gives back those it had; called between `enter` and `leave`.
 
@@ -337,16 +349,18 @@ def used_by(function: Any, is_between_steps: bool, at_work: Callable[[], Any]) -
             else:
                 knows.add(id(shared))
     used = [each for key, each in found.items() if key not in knows]
-    with at_work():
+    with at_work(), unobserved():
         for shared, writes in used:
             shared.before_use(writes, is_between_steps)
-    try:
-        yield
-    finally:
-        with at_work():
+
+    def give_to_replicas() -> None:
+        with at_work(), unobserved():
             for shared, writes in used:
                 if writes:
                     shared.after_write(is_between_steps)
+
+    with afterwards(give_to_replicas, "giving the values to the replicas"):
+        yield
 
 
 def _put_all_plain(shared: Iterable[_Shared]) -> None:
@@ -403,7 +417,8 @@ def _around(plain: Any, strategy: tf.distribute.Strategy, synchronization: Any, 
 def kept_if(raised: type[BaseException], model: keras.Model) -> Iterator[None]:
     """Gives all variables of a model their values again if the block raises an exception of this class."""
     parts = [part for each in keras_model.variables_of(model) for part in _components(keras_model.underlying(each))]
-    values = [tf.identity(part.read_value()) for part in parts]
+    with unobserved():
+        values = [tf.identity(part.read_value()) for part in parts]
     try:
         yield
     except raised:

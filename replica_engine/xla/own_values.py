@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
 from replica_engine.errors import ReplicaValueError
+from replica_engine.process.afterwards import afterwards
 from replica_engine.xla.body import num_replicas, replica_id
 from replica_engine.xla.state.device_value import DeviceValue, accesses_noted
 
@@ -115,13 +116,13 @@ def _own_on_host(values: dict[DeviceValue, list[np.ndarray]], replica: int) -> I
         with each.host_writes(whole=True):
             variables.write(each.handles[0], values[each][replica])
 
-    try:
-        with accesses_noted(note):
-            yield
-    finally:
+    def keep() -> None:
         for each in seen:
             values[each][replica] = np.array(variables.read(each.handles[0], each.dtype).numpy())
             each.set_values(values[each])
+
+    with afterwards(keep, "keeping the replica's values"), accesses_noted(note):
+        yield
 
 
 def _bytes(value: Any) -> Any:

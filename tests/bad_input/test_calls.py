@@ -222,6 +222,27 @@ def test_a_dataset_of_single_samples():
         strategy.experimental_distribute_dataset(dataset)
 
 
+def of_one(*shapes):
+    return tf.data.Dataset.from_tensors(tuple(tf.zeros(shape) for shape in shapes)).repeat(4)
+
+
+@pytest.mark.parametrize("shapes", [([13], [1]), ([1, 3], [4, 3])])
+def test_a_dataset_of_elements_that_some_replicas_would_get_only_a_part_of(shapes):
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    with pytest.raises(InputsError, match="some parts and none of others"):
+        strategy.experimental_distribute_dataset(of_one(*shapes))
+    strategy.experimental_distribute_dataset(of_one(*shapes).batch(4))
+    MirroredStrategy(["CPU:0"]).experimental_distribute_dataset(of_one(*shapes))
+
+
+def test_a_dataset_of_two_batches_of_different_sizes():
+    """As for training with samples that have labels and others that have none."""
+    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    few, many = next(iter(strategy.experimental_distribute_dataset(of_one([2, 3], [16, 3]))))
+    assert [each.shape[0] for each in few.values] == [1, 1]
+    assert [each.shape[0] for each in many.values] == [8, 8]
+
+
 def test_inputs_of_two_dtypes():
     def double(batch):
         return 2 * batch["x"]

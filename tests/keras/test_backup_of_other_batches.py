@@ -161,7 +161,34 @@ def test_a_loop_of_its_own_says_so_too(caplog):
 @pytest.mark.parametrize(("before", "now"), [([0], [1]), ([0], []), ([1, 2], [0, 2]), ([0, 1], [1])])
 def test_another_frozen_layer(in_scope, before, now, tmp_path):
     """Weights of one shape, so what the optimizer keeps of one could be read into another."""
+    fit = fitting(tmp_path, in_scope)
+    with pytest.raises(InterruptedError):
+        fit(before, Ends(3))
+    with pytest.raises(BackupError, match=r"in which .*/(kernel|bias) was (frozen|trained), and here it is"):
+        fit(now)
+    fit(before)
 
+
+def test_a_layer_that_is_frozen_only_now(tmp_path):
+    """It stays as it is, and each of the others goes on with what the optimizer has kept of it."""
+    fit, ends = fitting(tmp_path), Ends(3)
+    starts = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: seen.append(state(starts.model)))
+    seen = []
+
+    def state(model):
+        return [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+
+    with pytest.raises(InterruptedError):
+        fit([], starts, ends)
+    stopped = seen[-1]
+    seen.clear()
+    fit([0], starts)
+    assert all(np.array_equal(one, other) for one, other in zip(seen[0], stopped, strict=True))
+    frozen, trained = np.array_equal(seen[0][0], seen[-1][0]), np.array_equal(seen[0][2], seen[-1][2])
+    assert (frozen, trained) == (True, False)
+
+
+def fitting(tmp_path, in_scope=False):
     def fit(frozen, *callbacks):
         strategy = replica_engine.MirroredStrategy(replica_engine.logical_devices(2))
         with strategy.scope() if in_scope else contextlib.nullcontext():
@@ -174,8 +201,4 @@ def test_another_frozen_layer(in_scope, before, now, tmp_path):
         backup = BackupAndRestore(tmp_path, save_freq=1, asynchronous=False)
         model.fit(X, X, batch_size=8, verbose=0, callbacks=[backup, *callbacks])
 
-    with pytest.raises(InterruptedError):
-        fit(before, Ends(3))
-    with pytest.raises(BackupError, match=r"in which .*/(kernel|bias) was (frozen|trained), and here it is"):
-        fit(now)
-    fit(before)
+    return fit

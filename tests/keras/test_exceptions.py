@@ -276,3 +276,54 @@ def test_a_failure_when_an_outer_model_is_given_back_to_its_replicas(pair, is_us
         pair.replicated.fit(ALL, shuffle=False, verbose=0, callbacks=[UsesInner()])
     monkeypatch.undo()
     is_usable(pair)
+
+
+@pytest.fixture
+def checks():
+    tf.debugging.enable_check_numerics()
+    yield
+    tf.debugging.disable_check_numerics()
+
+
+def test_a_check_of_all_ops_that_finds_nan(both, checks):
+    """What the step has written by then is data, which the check of all ops does not look at while it goes back."""
+
+    def logarithm(x):
+        return tf.math.log(x * 0.0 - 1.0)
+
+    model = keras.Sequential([keras.Input((4,)), layers.Lambda(logarithm), layers.Dense(2)])
+    model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="in logarithm"):
+        replicate_model(model, strategy=both(2)).fit(X[:8], Y[:8], verbose=0)
+
+
+@pytest.mark.on("mirrored", "tpu")
+def test_values_that_are_nan_go_to_the_replicas_and_back_under_a_check_of_all_ops(both, checks):
+    model = regression()
+    model.fit(ALL, verbose=0)
+    total = model.metrics[0].variables[0]
+    total.assign(np.nan)
+    replicated = replicate_model(model, strategy=both(2))
+    for _ in range(10):  # also when it is done by a graph
+        assert np.isfinite(replicated.predict_on_batch(X[:8])).all()
+    replicated.reset_metrics()
+    assert np.isfinite(replicated.train_on_batch(X[:8], Y[:8]))
+
+
+def test_what_fails_while_the_model_is_left_does_not_hide_the_exception(both, monkeypatch):
+    own, raised = _Shared.gather, []
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raised.append(Mine("from a callback"))
+            raise raised[0]
+
+    def gather(self):
+        if raised:
+            raise OSError("no room")
+        own(self)
+
+    monkeypatch.setattr(_Shared, "gather", gather)
+    with pytest.raises(Mine, match="from a callback") as found:
+        replicate_model(regression(), strategy=both(2)).fit(ALL, verbose=0, callbacks=[Fails()])
+    assert found.value.__notes__ == ["also failed, while giving the model back: OSError: no room"]

@@ -188,6 +188,20 @@ def test_several_steps_in_one_launch(trains_alike):
 
 
 @pytest.mark.on("mirrored")
+def test_a_metric_that_is_no_sum_is_named_once_for_all_steps_and_without_a_warning(both, caplog):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Biggest()])
+    replicated = replicate_model(model, strategy=both(2))
+    caplog.set_level("INFO", "replica_engine")
+    for run in (replicated.train_on_batch, replicated.test_on_batch):
+        run(X[:4], Y[:4])
+    (told,) = [each for each in caplog.records if "whole batch" in each.getMessage()]
+    assert told.levelname == "INFO"
+    assert "because `update_state` of the metric 'biggest' does not only add" in told.getMessage()
+    assert "assign_add" in told.getMessage()
+
+
+@pytest.mark.on("mirrored")
 def test_eager_steps_with_a_metric_that_is_no_sum(trains_alike):
     trains_alike(model_with(Biggest, run_eagerly=True), 2, X, Y, batch_size=9)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 # global_seed, _rng: the values that tf.random.set_seed set. It makes a new generator each time, even for an equal seed.
 # _seed: the seed itself, to restore it without clearing TensorFlow's caches of kernels.
-# op_callbacks, invoking_op_callbacks: the callbacks of this thread, and whether one runs, in which none is called.
+# op_callbacks: the callbacks of this thread.
 from tensorflow.python.eager import context as _context
 
 # add_op_callback: calls a function for each new op; the function may return other results to use instead.
@@ -140,14 +140,3 @@ def intercepted(replace: Replace, draw: Draw, kinds: Container[str]) -> Iterator
         for each in others:
             _op_callbacks.add_op_callback(each)
         _op_callbacks.remove_op_callback(callback)
-
-
-@contextlib.contextmanager
-def unobserved() -> Iterator[None]:
-    """Inside the block, no callback of `tf.debugging` sees the ops that are made: they are not the user's."""
-    context = _context.context()
-    before, context.invoking_op_callbacks = context.invoking_op_callbacks, True
-    try:
-        yield
-    finally:
-        context.invoking_op_callbacks = before

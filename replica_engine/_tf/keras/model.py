@@ -44,6 +44,7 @@ from tensorflow.python.trackable.data_structures import ListWrapper as _ListWrap
 from replica_engine._tf import versions
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine._tf.thread_state import unobserved
 
 versions.check_keras()
 
@@ -319,7 +320,8 @@ def own_variables(model: keras.Model) -> list[tf.Variable]:
 
 @contextlib.contextmanager
 def _unchanged(variables: Iterable[tf.Variable]) -> Iterator[None]:
-    before = [(variable, tf.identity(variable)) for variable in variables]
+    with unobserved():
+        before = [(variable, tf.identity(variable)) for variable in variables]
     try:
         yield
     finally:

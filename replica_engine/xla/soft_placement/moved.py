@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import variables
-from replica_engine._tf.graphs import replaced_ops, xla_ops
+from replica_engine._tf import thread_state, variables
+from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LoweringError
 from replica_engine.xla.host_calls.call import HostCall, HostCalls
 from replica_engine.xla.soft_placement.piece import Piece, Source
@@ -140,7 +140,7 @@ def _move(
 
     while True:
         try:
-            with replaced_ops.unobserved():
+            with thread_state.unobserved():
                 copy = xla_ops.trace(name, build, [spec for _, spec in inputs.specs])
             break
         except MoveToHost as found:
