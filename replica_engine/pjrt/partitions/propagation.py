@@ -115,7 +115,7 @@ def _of_result(value: Any) -> Any:
 
 def _of_argument(value: Any) -> Any:
     argument: Any = ir.BlockArgument(value)
-    owner, index = argument.owner.owner, argument.arg_number
+    owner, index = argument.owner.owner.operation, argument.arg_number  # a view of a function has its own name
     if owner.name == "func.func":
         if "arg_attrs" not in owner.attributes:
             return None
