@@ -43,6 +43,7 @@ OTHERS = {
     "transform along time": lambda x, i, table, kernel: tf.signal.irfft(
         tf.signal.rfft(tf.transpose(x, [0, 2, 1])) * 2.0
     ),
+    "eigenvalues": lambda x, i, table, kernel: tf.linalg.eigvalsh(tf.stop_gradient(tf.matmul(x, x, transpose_a=True))),
     "last rows set": lambda x, i, table, kernel: keras.ops.slice_update(
         tf.stop_gradient(table), [9, 0], tf.stop_gradient(x[0, :2])
     ),
