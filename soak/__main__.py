@@ -1,4 +1,4 @@
-"""`python -m soak`: faults in a process, in processes, in jobs, load, trainings; then writes docs/reliability.md."""
+"""`python -m soak`: faults of many kinds, load, values in parts, trainings; then writes docs/reliability.md."""
 
 from __future__ import annotations
 

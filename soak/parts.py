@@ -45,20 +45,20 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = {
-    "4 x 1: length": Layout((4, 1), (None, "batch", None)),
-    "4 x 1: batch and weights": Layout((4, 1), weights=("batch", None)),
-    "1 x 4: length and weights": Layout((1, 4), (None, "model", None), ("model", None)),
-    "1 x 4: channels and weights": Layout((1, 4), (None, None, "model"), (None, "model")),
-    "2 x 2: batch": Layout((2, 2)),
-    "2 x 2: length": Layout((2, 2), (None, "model", None)),
-    "2 x 2: batch and length": Layout((2, 2), ("batch", "model", None)),
-    "2 x 2: length and channels": Layout((2, 2), (None, "batch", "model"), (None, "model")),
-    "2 x 2: batch and weights on both axes": Layout((2, 2), weights=("model", "batch")),
-    "2 x 2: results and weights": Layout((2, 2), weights=("model", None), results=("batch", "model")),
-    "2 replicas of 2 x 2: batch, length and weights": Layout(
+    "4 x 1, length": Layout((4, 1), (None, "batch", None)),
+    "4 x 1, batch and weights": Layout((4, 1), weights=("batch", None)),
+    "1 x 4, length and weights": Layout((1, 4), (None, "model", None), ("model", None)),
+    "1 x 4, channels and weights": Layout((1, 4), (None, None, "model"), (None, "model")),
+    "2 x 2, batch": Layout((2, 2)),
+    "2 x 2, length": Layout((2, 2), (None, "model", None)),
+    "2 x 2, batch and length": Layout((2, 2), ("batch", "model", None)),
+    "2 x 2, length and channels": Layout((2, 2), (None, "batch", "model"), (None, "model")),
+    "2 x 2, batch and weights on both axes": Layout((2, 2), weights=("model", "batch")),
+    "2 x 2, results and weights": Layout((2, 2), weights=("model", None), results=("batch", "model")),
+    "2 replicas of 2 x 2, batch, length and weights": Layout(
         (2, 2), ("batch", "model", None), ("model", None), replicas=2
     ),
-    "2 replicas of 2 x 2: channels and weights": Layout(
+    "2 replicas of 2 x 2, channels and weights": Layout(
         (2, 2), ("batch", None, "model"), ("batch", "model"), replicas=2
     ),
 }

@@ -29,8 +29,8 @@ def test_the_sweep_has_ten_thousand_cases():
 
 def test_values_and_gradients_are_compared_in_a_process_of_their_own():
     names = ["lookup, int64", "any and all", BAD]
-    (found,) = parts.swept("tiny", ["2 x 2: batch and length"], names)
-    assert found == {"layout": "2 x 2: batch and length", "count": 5, "wrong": []}
+    (found,) = parts.swept("tiny", ["2 x 2, batch and length"], names)
+    assert found == {"layout": "2 x 2, batch and length", "count": 5, "wrong": []}
 
 
 def test_a_process_that_ends_is_halved_until_the_operation_is_known(monkeypatch):
@@ -38,10 +38,10 @@ def test_a_process_that_ends_is_halved_until_the_operation_is_known(monkeypatch)
 
     def program(name, task, longest):
         _, layouts, names = json.loads(task)
-        good = [each for each in layouts if each != "2 x 2: batch" or BAD not in names]
+        good = [each for each in layouts if each != "2 x 2, batch" or BAD not in names]
         lines = [json.dumps({"layout": each, "count": len(names), "wrong": []}) for each in good]
         if len(good) < len(layouts):
-            return Ended(-6, "\n".join(lines[: layouts.index("2 x 2: batch")]), "Check failed")
+            return Ended(-6, "\n".join(lines[: layouts.index("2 x 2, batch")]), "Check failed")
         return Ended(0, "\n".join([*lines, "done"]), "")
 
     monkeypatch.setattr(parts, "program", program)
@@ -49,7 +49,7 @@ def test_a_process_that_ends_is_halved_until_the_operation_is_known(monkeypatch)
     assert sum(each["count"] for each in found) == 3 * len(parts.LAYOUTS)
     assert {each["layout"] for each in found} == set(parts.LAYOUTS)
     (wrong,) = [each for each in found if each["wrong"]]
-    assert (wrong["layout"], wrong["wrong"]) == ("2 x 2: batch", [f"{BAD}: the process ended with -6: Check failed"])
+    assert (wrong["layout"], wrong["wrong"]) == ("2 x 2, batch", [f"{BAD}: the process ended with -6: Check failed"])
 
 
 @pytest.mark.parametrize(
