@@ -1,4 +1,4 @@
-"""`python -m soak`: faults in a process, in processes, in jobs, load, trainings; then writes docs/reliability.md."""
+"""`python -m soak`: faults of many kinds, load, values in parts, trainings; then writes docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from soak.outcome import Outcome
 
-SUITES = ("faults", "processes", "restarts", "lost", "network", "checkpoints", "backups", "load", "trainings")
+SUITES = ("faults", "processes", "restarts", "lost", "network", "checkpoints", "backups", "load", "parts", "trainings")
 
 
 def main() -> int:
@@ -37,6 +37,9 @@ def main() -> int:
     )
     parser.add_argument("--kills", type=int, default=300, help="number of killed saves, and fits (default %(default)s)")
     parser.add_argument("--runs", type=int, default=100_000, help="number of small runs in a row (default %(default)s)")
+    parser.add_argument(
+        "--parts", type=int, default=1_000, help="most operations of divided values (default %(default)s)"
+    )
     parser.add_argument("--trainings", type=int, default=500, help="number of random trainings (default %(default)s)")
     parser.add_argument(
         "--repeats", type=int, default=3, help="how often each training is trained (default %(default)s)"
@@ -94,6 +97,11 @@ def _suite(name: str, flags: argparse.Namespace) -> Iterator[Outcome]:
         from soak import backups
 
         yield from backups.run(flags.kills, flags.seed)
+        return
+    if name == "parts":
+        from soak import parts
+
+        yield from parts.run(flags.parts, flags.seconds)
         return
     from replica_engine import logical_devices
 

@@ -11,7 +11,8 @@ class Outcome:
     """A row of the table.
 
     Attributes:
-        suite: "faults", "processes", "restarts", "lost", "network", "checkpoints", "backups", "load" or "trainings".
+        suite: "faults", "processes", "restarts", "lost", "network", "checkpoints", "backups", "load", "parts"
+            or "trainings".
         where: the strategy, or the kind of program.
         what: the fault or load.
         count: how often it was run.

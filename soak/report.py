@@ -71,6 +71,7 @@ _TITLES = {
     "checkpoints": "Killed while checkpoints are saved",
     "backups": "Killed while fit makes backups",
     "load": "Load",
+    "parts": "Operations of values in parts",
     "trainings": "Random trainings",
 }
 
@@ -85,6 +86,7 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
         f"{count['lost']:,} with a lost one, {count['network']:,} faults in a network, "
         f"{count['checkpoints']:,} killed while saving, {count['backups']:,} in a fit with backups, "
         f"{count['load']:,} runs under load, "
+        f"{count['parts']:,} cases of operations in parts, "
         f"{count['trainings']:,} random trainings. "
         f"**{lost} lost.**"
     )

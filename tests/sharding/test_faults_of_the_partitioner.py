@@ -39,10 +39,12 @@ OTHERS = {
     "image in strides": lambda x, i, table, kernel: tf.nn.conv2d(
         x[..., tf.newaxis], tf.reshape(kernel, [4, 4, 1, 1])[:3, :3], 2, "SAME"
     ),
+    "largest of windows": lambda x, i, table, kernel: tf.nn.max_pool1d(x, 3, 1, "SAME"),
     "transform": lambda x, i, table, kernel: tf.abs(tf.signal.fft(tf.cast(x, "complex64"))),
     "transform along time": lambda x, i, table, kernel: tf.signal.irfft(
         tf.signal.rfft(tf.transpose(x, [0, 2, 1])) * 2.0
     ),
+    "eigenvalues": lambda x, i, table, kernel: tf.linalg.eigvalsh(tf.stop_gradient(tf.matmul(x, x, transpose_a=True))),
     "last rows set": lambda x, i, table, kernel: keras.ops.slice_update(
         tf.stop_gradient(table), [9, 0], tf.stop_gradient(x[0, :2])
     ),
@@ -112,3 +114,16 @@ def test_values_and_gradients_are_those_of_one_device(make, kinds, layout, batch
         )
     ]
     assert not different
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_a_row_is_set_at_an_index_cut_out_of_divided_ones(dtype):
+    """They are fewer than the devices, and shapes are changed into themselves, which stops Shardy and not XLA."""
+
+    def step(numbers, rows):
+        index = tf.cast(xla.constrain(numbers, (None, "batch"))[:1, :1], dtype)
+        return tf.tensor_scatter_nd_update(rows, index, rows[2:] * 2.0)
+
+    strategy, table = on_one_axis(), tf.reshape(tf.range(6.0), [3, 2])
+    (found,) = strategy.experimental_local_results(strategy.run(step, (tf.constant([[1, 0, 2]]), table)))
+    np.testing.assert_array_equal(found, [[0, 1], [8, 10], [4, 5]])

@@ -14,7 +14,7 @@ from replica_engine.pjrt.partitions import reductions
 from replica_engine.pjrt.partitions.indexed import Gather, Scatter
 from replica_engine.pjrt.partitions.layout import MESH, Layout, dimensions
 from replica_engine.pjrt.partitions.local import Devices, computed_locally
-from replica_engine.pjrt.partitions.propagation import Divided, Propagated, inline_calls, propagated
+from replica_engine.pjrt.partitions.propagation import Divided, Propagated, drop_reshapes, inline_calls, propagated
 
 _ROUNDS = 32
 """How often Shardy is asked again, at most: what one fault needs whole may divide another operation in another way."""
@@ -43,6 +43,7 @@ def avoid(module: Any, layout: Layout, channels: Iterator[int]) -> None:
         channels: numbers of channels that no other collective of the module has.
     """
     inline_calls(module)
+    drop_reshapes(module)
     devices = Devices(layout, channels)
     names = {name for fault in FAULTS for name in fault.operations}
     for _ in range(_ROUNDS):
@@ -233,6 +234,24 @@ def _spread_whole(pad: Any, divided: Propagated, devices: Devices) -> None:
     _constrain(pad, divided, {0: _spread(pad)}, {0: _spread(pad)})
 
 
+def _overlapping(pooled: Any) -> list[int]:
+    """The dimensions in which windows of a gradient of max pooling share elements."""
+    windows, strides = (
+        list(ir.DenseI64ArrayAttr(pooled.attributes[f"window_{name}"])) for name in ("dimensions", "strides")
+    )
+    return [each for each, (size, stride) in enumerate(zip(windows, strides, strict=True)) if size > stride]
+
+
+def _overlaps_divided(pooled: Any, divided: Propagated, devices: Devices) -> bool:
+    values = (*divided.operands[:2], *divided.results)
+    return any(value[each] for value in values for each in _overlapping(pooled))
+
+
+def _pool_whole(pooled: Any, divided: Propagated, devices: Devices) -> None:
+    whole = _overlapping(pooled)
+    _constrain(pooled, divided, {0: whole, 1: whole}, {0: whole})
+
+
 def _transforms_divided(operation: Any, divided: Propagated, devices: Devices) -> bool:
     return True
 
@@ -296,6 +315,9 @@ FAULTS = (
     # A pad between elements, as in the gradient of a convolution with strides, puts some at wrong places, on a mesh of
     # two axes. It costs what the row before costs.
     Fault(("stablehlo.pad",), _spreads_divided, _spread_whole),
+    # The gradient of max pooling adds what neighbours found in windows that overlap to one of them only, where the
+    # length is divided. It costs what the row before costs.
+    Fault(("stablehlo.select_and_scatter",), _overlaps_divided, _pool_whole),
     # Rows that fill a batch up to equal parts are counted into row 0 by a scatter; a gather or scatter along a divided
     # dimension ends the process at times, on a mesh of two axes; a scatter that sets elements sets some in each part.
     Fault(("stablehlo.gather", "stablehlo.scatter"), _indexes_wrongly, _index_locally),

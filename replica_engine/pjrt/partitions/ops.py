@@ -28,7 +28,7 @@ _WITH_IDS = (_REDUCE, "stablehlo.all_gather", "stablehlo.reduce_scatter")
 
 def convert(module: Any, layout: Layout, channels: Iterator[int]) -> None:
     """Converts the operations of a module; `channels` numbers the collectives that have one."""
-    calls, constraints, collectives, ids = [], [], [], []
+    calls, constraints, collectives, ids, tuples = [], [], [], [], []
 
     def collect(operation: Any) -> Any:
         if operation.name == "stablehlo.custom_call":
@@ -37,6 +37,8 @@ def convert(module: Any, layout: Layout, channels: Iterator[int]) -> None:
                 calls.append(operation)
             elif name == CONSTRAIN:
                 constraints.append(operation)
+            elif _is_tuple(operation):
+                tuples.append(operation)
         elif operation.name.removeprefix("stablehlo.") in COLLECTIVES:
             collectives.append(operation)
         elif operation.name == "stablehlo.replica_id":
@@ -46,6 +48,8 @@ def convert(module: Any, layout: Layout, channels: Iterator[int]) -> None:
     module.operation.walk(collect)
     for each in constraints:
         _constrain(each)
+    for each in tuples:
+        _without_tuple(each)
     for each in map(_without_tuple, calls):
         if layout.rows:
             _call_by_first(each, layout, channels)
@@ -60,12 +64,15 @@ def convert(module: Any, layout: Layout, channels: Iterator[int]) -> None:
             _of_device(each, layout)
 
 
+def _is_tuple(call: Any) -> bool:
+    return len(call.results) == 1 and str(call.results[0].type).startswith("tuple<")
+
+
 def _without_tuple(call: Any) -> Any:
-    """A call whose results are one tuple, as TensorFlow writes several, as one with several results."""
-    kinds = [each.type for each in call.results]
-    if len(kinds) != 1 or not str(kinds[0]).startswith("tuple<"):
+    """A call whose results are one tuple, as TensorFlow writes several, as one with several, which Shardy asks for."""
+    if not _is_tuple(call):
         return call
-    kind = ir.TupleType(kinds[0])
+    kind = ir.TupleType(call.results[0].type)
     kinds = [kind.get_type(index) for index in range(kind.num_types)]
     with ir.InsertionPoint(call), call.location:
         names = [each if isinstance(each, str) else each.name for each in call.attributes]  # by the version of jaxlib

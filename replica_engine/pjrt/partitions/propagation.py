@@ -77,6 +77,21 @@ def inline_calls(module: Any) -> None:
             each.erase()
 
 
+def drop_reshapes(module: Any) -> None:
+    """Drops reshapes into the same shape: XLA does so before it asks Shardy, whom one along a length of 1 stops."""
+    found = []
+
+    def collect(operation: Any) -> Any:
+        if operation.name == "stablehlo.reshape" and operation.operands[0].type == operation.results[0].type:
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(collect)
+    for each in found:
+        each.results[0].replace_all_uses_with(each.operands[0])
+        each.erase()
+
+
 def _functions(module: Any) -> list[Any]:
     return [each for each in module.body.operations if each.operation.name == "func.func"]
 
@@ -115,7 +130,7 @@ def _of_result(value: Any) -> Any:
 
 def _of_argument(value: Any) -> Any:
     argument: Any = ir.BlockArgument(value)
-    owner, index = argument.owner.owner, argument.arg_number
+    owner, index = argument.owner.owner.operation, argument.arg_number  # a view of a function has its own name
     if owner.name == "func.func":
         if "arg_attrs" not in owner.attributes:
             return None
