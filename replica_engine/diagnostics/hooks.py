@@ -18,6 +18,7 @@ from replica_engine.diagnostics.suspicions import asked_for
 from replica_engine.diagnostics.tracebacks import shortened, shortened_of_graph, without_ours
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.engine import current_replica
+from replica_engine.errors import ReplicaEngineError
 
 
 def install() -> None:
@@ -55,6 +56,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         own = raised_in_op(error)
         if own is not None:
             raise shortened(own) from None
+        ours = ours or isinstance(error, ReplicaEngineError)
         raise shortened_of_graph(error, self) if ours else without_ours(error)
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.graph_errors import name_lines, remove_ours, shorten_text
 from replica_engine.diagnostics.user_frames import is_internal, is_plumbing
+from replica_engine.errors import ReplicaEngineError
 
 E = TypeVar("E", bound=BaseException)
 
@@ -55,8 +56,11 @@ def shortened(error: E, is_hidden: Callable[[str], bool] = is_internal) -> E:
 def shortened_of_graph(error: E, fn: object) -> E:
     """Like `shortened`, for what the call of a `tf.function` raised; it names the user's lines of the ops that failed.
 
-    TensorFlow's own filter has removed its frames, and left in what this library puts around its functions.
+    TensorFlow's own filter has removed its frames, and left in what this library puts around its functions. AutoGraph
+    passes the errors of this library on, and so has named no lines of the function.
     """
+    if isinstance(error, ReplicaEngineError) and not autograph.has_note(error):
+        as_raised(error)
     if tf.debugging.is_traceback_filtering_enabled() and isinstance(error, tf.errors.OpError):
         with contextlib.suppress(Exception):  # a failure here must not hide the exception itself
             name_lines(error, fn)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.diagnostics.user_frames import FOLDERS
+from replica_engine.errors import ReplicaEngineError
 
 
 @pytest.fixture
@@ -48,6 +49,24 @@ def test_a_note_takes_the_place_of_generated_code(strategy):
     (note,) = (note for note in caught.value.__notes__ if note.startswith("in user code:"))
     assert f'{__file__}", line {step.__code__.co_firstlineno + 1}, in step' in note
     assert "in fails_below" in note
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not show notes, and so shows generated code")
+def test_an_error_of_the_librarys_shows_no_generated_code_either(strategy):
+    def step():
+        context = tf.distribute.get_replica_context()
+        if context.replica_id_in_sync_group == 0:
+            context.all_reduce("SUM", 1.0)
+
+    def not_a_batch():
+        strategy.experimental_distribute_dataset(tf.data.Dataset.range(8))
+
+    for fn in (lambda: strategy.run(step), not_a_batch):
+        with pytest.raises(ReplicaEngineError) as caught:
+            tf.function(fn)()
+        assert not any("autograph" in file for file in files_of(caught.value))
+        (note,) = (note for note in caught.value.__notes__ if note.startswith("in user code:"))
+        assert f'File "{__file__}", line ' in note
 
 
 def test_a_call_with_too_few_arguments_names_the_users_function(strategy):

@@ -235,9 +235,14 @@ def _name_as_written(error: BaseException) -> None:
         error.args = (error.args[0].removeprefix(_CONVERTED), *error.args[1:])
 
 
+def has_note(error: BaseException) -> bool:
+    """Whether an exception has a note of `as_user_raised`."""
+    return any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
+
+
 def has_users_lines(error: BaseException) -> bool:
     """Whether a note of `as_user_raised` is shown with an exception; Python 3.10 shows no notes."""
-    return sys.version_info >= (3, 11) and any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
+    return sys.version_info >= (3, 11) and has_note(error)
 
 
 class _Line(NamedTuple):
