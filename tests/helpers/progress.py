@@ -53,13 +53,18 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._failed += report.failed
+        if report.failed:
+            self._failed += 1
+            self._write(f"failed: {report.nodeid}")
         if report.when == "teardown" and report.nodeid in self._weights:
             self._done += self._weights.pop(report.nodeid)
             percent = int(100 * self._done / self._total)
             if percent >= self._printed + EVERY and self._weights:
                 self._printed = percent
-                self._config.pluginmanager.getplugin("terminalreporter").write_line(self._line(percent))
+                self._write(self._line(percent))
+
+    def _write(self, line: str) -> None:
+        self._config.pluginmanager.getplugin("terminalreporter").write_line(line)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._total and tiers.tier(self._config) == tiers.QUICK:
