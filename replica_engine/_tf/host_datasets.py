@@ -68,7 +68,8 @@ class HostDatasets:
                 "    dataset = tf.data.Dataset.from_tensor_slices(x).batch(n)\n"
                 "    dataset = strategy.experimental_distribute_dataset(dataset)"
             )
-        _check_shares(dataset, self._num_replicas_in_sync)  # type: ignore[attr-defined]
+        if isinstance(dataset, tf.data.Dataset):
+            _check_shares(dataset, self._num_replicas_in_sync)  # type: ignore[attr-defined]
         try:
             distributed = super()._experimental_distribute_dataset(in_own_memory(dataset), options)  # type: ignore[misc]
             return _on_host(distributed)
