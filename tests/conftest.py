@@ -138,6 +138,7 @@ if HAS_XLA:
 else:
     collect_ignore = ["sharding", "xla", "tpu", *(f"bad_input/test_{name}.py" for name in ("collectives", "replicate"))]
     collect_ignore += [
+        "faults/test_parts.py",
         "hosts/test_tpu_faults.py",
         "hosts/test_tpu_workers.py",
         "replica/test_user_lines.py",

@@ -7,14 +7,10 @@ import json
 
 import numpy as np
 import pytest
-from helpers.versions import HAS_XLA
 
 from soak import parts
 from soak.part_operations import INDEXED, OPERATIONS
 from soak.processes import Ended
-
-if not HAS_XLA:
-    pytest.skip("needs jax", allow_module_level=True)
 from soak.programs.parts import agree, different
 
 BAD = "conv2d"
