@@ -44,9 +44,6 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 # Threads of NumPy's linear algebra spin for a while when a process begins, and tests multiply small matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# What TensorFlow says of instructions and drivers when it starts; its warnings and errors are printed.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-
 # Rewriting the assertions of all tests takes seconds, and compiling this library takes one: processes share what the
 # first one made.
 sys.dont_write_bytecode = False
@@ -178,6 +175,9 @@ def pytest_configure(config):
         config.add_cleanup(server.close)
         if config.get_verbosity() == 0:
             config.pluginmanager.register(progress.Progress(config))
+    paths = [pathlib.Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    if any(WITHOUT_TENSORFLOW not in (path, *path.parents) for path in paths) and _runs_tests(config):
+        _set_tensorflow_up()  # before the conftest.py of a folder imports it
     config.addinivalue_line(
         "markers", "full(why): left for `make test-full`, since it says nothing new, but takes long"
     )
@@ -193,13 +193,22 @@ def pytest_configure(config):
 def pytest_collectstart(collector):
     """Sets TensorFlow up before a test module that may start it is imported."""
     if isinstance(collector, pytest.Module) and WITHOUT_TENSORFLOW not in collector.path.parents:
-        with quiet.quiet_start():
-            importlib.import_module("helpers.devices")
+        _set_tensorflow_up()
         looks = collector.config.getoption("--portable") or tiers.tier(collector.config) != tiers.QUICK
         if HAS_XLA and looks and "helpers.portable" not in sys.modules:
             importlib.import_module("helpers.portable").look_at_each_program()
         if os.environ.get("KEPT_PROGRAMS") and "helpers.kept_programs" not in sys.modules:
             importlib.import_module("helpers.kept_programs").keep_each_program()
+
+
+def _runs_tests(config):
+    """Whether this process runs tests: a worker of xdist, or the only process."""
+    return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+
+
+def _set_tensorflow_up():
+    with quiet.quiet_start():
+        importlib.import_module("helpers.devices")
 
 
 @pytest.hookimpl(wrapper=True)
