@@ -66,12 +66,10 @@ class Progress:
     def _write(self, line: str) -> None:
         self._config.pluginmanager.getplugin("terminalreporter").write_line(line)
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._total and tiers.tier(self._config) == tiers.QUICK:
+    def pytest_terminal_summary(self) -> None:
+        if self._total and not self._weights and tiers.tier(self._config) == tiers.QUICK:
             failed = f"{self._failed} failed" if self._failed else "all passed"
-            terminalreporter.write_line(
-                f"{self._count:,} tests, {failed}. `make test-full` runs the cases that are left."
-            )
+            self._write(f"{self._count:,} tests, {failed}. `make test-full` runs the cases that are left.")
 
     def _line(self, percent: int) -> str:
         so_far = time.monotonic() - self._began
