@@ -39,8 +39,8 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
-	  { echo "Python 3.10 to 3.13 is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || \
+	  { echo "Python 3.11 to 3.14 is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
 	         "Name another one: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)

@@ -35,7 +35,9 @@ class Cell(NamedTuple):
         pythons: minor versions of Python; the first that is found is taken.
         tensorflow: what to install as TensorFlow.
         pins: the versions of other packages.
-        xla: whether replicas can be compiled there, for which Python 3.11 and TensorFlow 2.19 are needed.
+        keras: the package of Keras that is there alone. keras and keras-nightly have the same files, and an environment
+            gets both where TensorFlow asks for the other one than this library.
+        xla: whether replicas can be compiled there, for which jax is needed.
         tags: by which nox selects it.
         required: whether a failure is one of this library.
     """
@@ -43,6 +45,7 @@ class Cell(NamedTuple):
     pythons: tuple[str, ...]
     tensorflow: str
     pins: tuple[str, ...] = ()
+    keras: str = ""
     xla: bool = True
     tags: tuple[str, ...] = ()
     required: bool = True
@@ -50,17 +53,28 @@ class Cell(NamedTuple):
 
 CELLS = {
     "oldest": Cell(
-        ("3.10", "3.11"), "tensorflow-cpu==2.18.0", ("keras==3.8.*", "numpy==1.26.*"), xla=False, tags=("oldest",)
+        ("3.11",),
+        "tensorflow-cpu==2.19.0",
+        ("keras==3.10.*", "numpy==2.0.*", "jax==0.8.0", "jaxlib==0.8.0"),
+        tags=("oldest",),
     ),
-    "2.18, new Keras": Cell(("3.12",), "tensorflow-cpu==2.18.*", ("numpy==2.0.*",), xla=False),
-    "2.19": Cell(("3.11",), "tensorflow-cpu==2.19.*", ("keras==3.9.*", "jax==0.8.0", "jaxlib==0.8.0")),
+    "without jax": Cell(
+        ("3.11",), "tensorflow-cpu==2.19.0", ("keras==3.10.*", "numpy==1.26.*"), xla=False, tags=("oldest",)
+    ),
     "2.20": Cell(("3.12",), "tensorflow-cpu==2.20.*", ("keras==3.11.*", "jax==0.9.*", "jaxlib==0.9.*")),
-    "2.20, Python 3.13": Cell(("3.13",), "tensorflow==2.20.*", ("jax==0.10.0", "jaxlib==0.10.0")),
-    "2.21, Python 3.10": Cell(("3.10",), "tensorflow==2.21.*", ("numpy==1.26.*",), xla=False),
     "2.21, old jax": Cell(("3.11",), "tensorflow-cpu==2.21.*", ("jax==0.8.0", "jaxlib==0.8.0")),
-    "2.21, Python 3.12": Cell(("3.12",), "tensorflow==2.21.*", ("keras==3.13.*", "jax==0.9.*", "jaxlib==0.9.*")),
-    "newest": Cell(("3.13",), "tensorflow-cpu==2.21.*", ("jax==0.10.*", "jaxlib==0.10.*"), tags=("newest",)),
-    "nightly": Cell(("3.12",), "tf-nightly-cpu", ("jax==0.10.*", "jaxlib==0.10.*"), required=False),
+    "2.21": Cell(("3.12",), "tensorflow==2.21.*", ("keras==3.13.*", "jax==0.10.*", "jaxlib==0.10.*")),
+    "2.21, Python 3.13": Cell(("3.13",), "tensorflow-cpu==2.21.*", ("jax==0.11.*", "jaxlib==0.11.*")),
+    "2.22": Cell(
+        ("3.13",), "tensorflow==2.22.0rc0", ("jax==0.12.*", "jaxlib==0.12.*"), keras="keras==3.15.*", tags=("newest",)
+    ),
+    "2.22, Python 3.14": Cell(
+        ("3.14",), "tensorflow==2.22.0rc0", ("jax==0.12.*", "jaxlib==0.12.*"), keras="keras==3.15.*", tags=("newest",)
+    ),
+    "keras-nightly": Cell(
+        ("3.13",), "tensorflow==2.22.0rc0", ("jax==0.12.*", "jaxlib==0.12.*"), keras="keras-nightly", tags=("newest",)
+    ),
+    "nightly": Cell(("3.12",), "tf-nightly-cpu", ("jax==0.12.*", "jaxlib==0.12.*"), required=False),
 }
 """At most ten: the ends of each range, and each minor version of TensorFlow and of Python between them."""
 
@@ -77,7 +91,7 @@ TESTS = (
 XLA_TESTS = ("tests/xla/test_stages.py",)
 SELECTED = "not concurrent and not test_imports_run_one_way"  # the second checks the source, on any version alike
 
-SHOWN = ("tensorflow", "tensorflow-cpu", "tf-nightly-cpu", "keras", "numpy", "jax")
+SHOWN = ("tensorflow", "tensorflow-cpu", "tf-nightly-cpu", "keras", "keras-nightly", "numpy", "jax")
 
 
 def interpreter(version: str) -> str | None:
@@ -103,7 +117,11 @@ def add(name: str, cell: Cell) -> None:
         extras = "test,xla" if cell.xla else "test"
         before = () if cell.required else ("--prerelease", "allow")
         session.install(*before, "--editable", f".[{extras}]", cell.tensorflow, *cell.pins)
-        session.run_install("uv", "pip", "check", external=True)
+        if cell.keras:
+            session.run_install("uv", "pip", "uninstall", "keras", "keras-nightly", external=True)
+            session.install("--no-deps", cell.keras)
+        else:
+            session.run_install("uv", "pip", "check", external=True)
         began = time.monotonic()
         report = pathlib.Path(session.create_tmp()) / "report.xml"
         session.run(
@@ -135,7 +153,7 @@ def note(name: str, session: nox.Session, report: pathlib.Path, seconds: int) ->
         "skipped": sum(case.find("skipped") is not None for case in cases),
         "failed": sorted(f"{case.get('classname')}.{case.get('name')}" for case in failed),
         "seconds": seconds,
-        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
     RESULTS.write_text(json.dumps({each: results[each] for each in CELLS if each in results}, indent=1) + "\n")
     return len(failed)

@@ -80,8 +80,7 @@ Three families say whose turn it is:
 
 The programs begin with `import tensorflow as tf`, `from replica_engine import ...` and the like, and with
 `replica_engine.logical_devices(8)` where they name CPU devices. Messages name the line of the program, which is
-`program.py` here. Of tracebacks the user's frames are shown. (On Python 3.10, which does not print notes of exceptions,
-the last lines are in its `__notes__`.)
+`program.py` here. Of tracebacks the user's frames are shown.
 """
 
 INTRODUCED = {

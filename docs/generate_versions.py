@@ -23,7 +23,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     rows.append("| " + "--- | " * 11)
     for name, cell in results.items():
         package = next(each for each in cell if each.startswith(("tensorflow", "tf-")))
-        versions = [cell.get(column, "none") for column in COLUMNS]
+        versions = [cell.get(column, cell.get(f"{column}-nightly", "none")) for column in COLUMNS]
         counts = [cell["passed"], cell["skipped"], len(cell["failed"]), f"{cell['seconds'] / 60:.1f}", cell["date"]]
         row = [name, cell["python"], f"`{package}` {cell[package]}", *versions, *counts]
         rows.append(f"| {' | '.join(map(str, row))} |")

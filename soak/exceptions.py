@@ -1,14 +1,13 @@
 """Exceptions of every kind that a program can raise, including unusual ones.
 
-One kind is left out: exceptions that refuse a `__traceback__`, such as frozen dataclasses. Since Python 3.11 they
-cannot pass through a context manager that contextlib makes from a generator, and TensorFlow has many of those: another
-exception leaves `strategy.scope()`, also with TensorFlow's own strategies, and the scope may stay entered.
+One kind is left out: exceptions that refuse a `__traceback__`, such as frozen dataclasses. They cannot pass through a
+context manager that contextlib makes from a generator, and TensorFlow has many of those: another exception leaves
+`strategy.scope()`, also with TensorFlow's own strategies, and the scope may stay entered.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -112,13 +111,9 @@ KINDS: dict[str, Callable[[], BaseException]] = {
     "refuses notes": lambda: NoNotes(TEXT),
     "BaseException of the user's": lambda: OfItsOwn(TEXT),
     "with a cause": _with_cause,
+    "exception group": lambda: ExceptionGroup(TEXT, [ValueError("one"), OSError("two")]),
 }
 """For each kind, a function that makes an exception."""
-
-if sys.version_info >= (3, 11):
-    KINDS["exception group"] = lambda: ExceptionGroup(  # noqa: F821 (of Python 3.11)
-        TEXT, [ValueError("one"), OSError("two")]
-    )
 
 NO_NOTES = ("refuses notes",)
 """The kinds that refuse notes."""

@@ -10,7 +10,7 @@ from helpers.versions import HAS_XLA
 
 import replica_engine
 
-NEEDS_JAX = re.compile(r"replica_engine\.(xla|pjrt|strategies\.tpu)")  # and jax needs Python 3.11
+NEEDS_JAX = re.compile(r"replica_engine\.(xla|pjrt|strategies\.tpu)")
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(replica_engine.__path__, "replica_engine.")

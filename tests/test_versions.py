@@ -50,6 +50,6 @@ def test_the_bounds_of_jax_too():
     from replica_engine.pjrt.jaxlib import OLDEST, TESTED
 
     text = (ROOT / "pyproject.toml").read_text()
-    ((oldest, beyond),) = set(re.findall(r'"jax(?:\[\w+\])?>=([\d.]+),<([\d.]+);', text))
+    ((oldest, beyond),) = set(re.findall(r'"jax(?:\[\w+\])?>=([\d.]+),<([\d.]+)"', text))
     assert versions.minor(oldest) == OLDEST[:2]
     assert versions.minor(beyond) == (TESTED[0], TESTED[1] + 1)

@@ -23,8 +23,7 @@ from replica_engine._tf.graphs import control_flow, row_updates
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import added_losses, files, fitting, layouts, normalization
 from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine._tf.keras import metrics as keras_metrics
-from replica_engine._tf.keras.trainer import BUILD, COMPILES, EXCLUDED, FRAMES, METHOD, MODULE, REDUCE, TRAINER
+from replica_engine._tf.keras.trainer import BASE, BUILD, COMPILES, EXCLUDED, FRAMES, METHOD, MODULE, REDUCE, TRAINER
 
 
 class Patch(NamedTuple):
@@ -102,7 +101,7 @@ PATCHES: tuple[Patch, ...] = (
         "only notes which variables an update writes",
     ),
     Patch(
-        f"{COMPILES}.Trainer",
+        f"{COMPILES}.{BASE}",
         "compile",
         "metrics, and an optimizer that is given by its name, are made in the scope of the model",
         "the first `scope()` once Keras is imported",
@@ -146,13 +145,6 @@ PATCHES: tuple[Patch, ...] = (
                 "the first `scope()` once Keras is imported",
             ),
         )
-    ),
-    Patch(
-        f"{keras_metrics.MODULE}.{keras_metrics.VARIABLE}",
-        keras_metrics.INITIALIZE,
-        "Keras before 3.10: the variables of metrics have a value on each replica",
-        "the first `scope()` once Keras is imported",
-        "only notes that Keras makes a variable",
     ),
     Patch(
         f"{layouts.VARIABLES}.{layouts.VARIABLE}",

@@ -1,4 +1,4 @@
-"""TensorFlow's profiler: tells whether it runs, and adds spans. Checked on TensorFlow 2.18 to 2.21."""
+"""TensorFlow's profiler: tells whether it runs, and adds spans. Checked on TensorFlow 2.19 to 2.22."""
 
 from __future__ import annotations
 

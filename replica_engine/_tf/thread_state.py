@@ -1,7 +1,7 @@
 """The state that TensorFlow keeps separately for each thread, and that a replica thread takes over from its caller.
 
 Each function reads or writes one of TensorFlow's thread-local variables. `replica_engine.threads.inherited_state` says
-what is inherited, and why. Checked on TensorFlow 2.21.0.
+what is inherited, and why. Checked on TensorFlow 2.19 to 2.22.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from tensorflow.python.distribute import distribute_lib as _distribute
 # caching_scope_local: whether reads of variables are cached (used with parameter servers).
 from tensorflow.python.distribute.distribute_utils import caching_scope_local as _caching
 
+# _active_context: what can end this thread's calls, as a stack; in TensorFlow before 2.22, one thing for all threads.
+from tensorflow.python.eager import cancellation as _cancellation
+
 # context, eager_mode, ensure_initialized: whether TensorFlow has started, and eager mode inside a graph. The context
 # also has the thread's op callbacks.
 from tensorflow.python.eager import context as _context
@@ -40,6 +43,7 @@ from tensorflow.python.ops import summary_ops_v2 as _summary
 from tensorflow.python.ops import variable_scope as _variable_scope
 
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
+_CANCELS_BY_THREAD = isinstance(_cancellation._active_context, threading.local)
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
 PRIORITY = 100  # the default priority of variable creators
 _stand_ins = threading.local()
@@ -211,12 +215,16 @@ def actual_summaries() -> Iterator[None]:
 
 
 def locals_of_thread() -> tuple:
-    """This thread's op callbacks, summary state, traceback filtering and caching scope, to be set on another thread."""
+    """This thread's state that is to be set on another thread.
+
+    That is op callbacks, summary state, traceback filtering, the caching scope, and what cancels calls.
+    """
     return (
         _context.context()._thread_local_data.op_callbacks,
         _summary_fields(_summary._summary_state),
         tf.debugging.is_traceback_filtering_enabled(),
         _caching_fields(_caching),
+        (*getattr(_cancellation._active_context, "manager_stack", ()),),
     )
 
 
@@ -287,7 +295,7 @@ def _are_same(some: tuple, others: tuple) -> bool:
 
 
 def _set_locals(values: tuple) -> None:
-    callbacks, summary, filtering, caching = values
+    callbacks, summary, filtering, caching, managers = values
     _context.context()._thread_local_data.op_callbacks = callbacks
     for name, value in zip(SUMMARY_FIELDS, summary, strict=True):
         setattr(_summary._summary_state, name, value)
@@ -297,3 +305,5 @@ def _set_locals(values: tuple) -> None:
         tf.debugging.disable_traceback_filtering()
     for name, value in zip(CACHING_FIELDS, caching, strict=True):
         setattr(_caching, name, value)
+    if _CANCELS_BY_THREAD:
+        _cancellation._active_context.manager_stack = [*managers]

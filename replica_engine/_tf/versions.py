@@ -3,31 +3,32 @@
 This module is imported before the rest of `_tf`, so that a wrong version is reported before a private name is missing.
 `docs/versions.md` says what was run on which versions. What differs between the versions of these ranges:
 
-- Keras before 3.10 counts the steps of an optimizer elsewhere (`keras/accumulation.py`), and does not ask for a value
-  of a metric's variables on each replica (`keras/metrics.py`).
 - `profiler.py`: whether a profile is being taken is a variable before TensorFlow 2.21, and a function since then.
-- `stablehlo` in `graphs/xla_ops.py` needs TensorFlow 2.19: without it there are no compiled replicas.
+- `thread_state.py`: what cancels calls is of the process before TensorFlow 2.22, and of a thread since then.
+- `graphs/python_ops.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the graph of
+  its op since then.
+- `keras/trainer.py`: the classes of trainers have other names since Keras 3.16.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import functools
+import importlib.util
 import logging
+import pathlib
+import re
 import sys
 
 import numpy as np
 
-from replica_engine.errors import BackendMissingError, TensorFlowVersionError
+from replica_engine.errors import TensorFlowVersionError
 from replica_engine.errors.versions import untested_version
 
-TENSORFLOW = ((2, 18), (2, 21))
+TENSORFLOW = ((2, 19), (2, 22))
 """The oldest and the newest minor version of TensorFlow that the library was tested with."""
 
-KERAS = ((3, 8), (3, 15))
+KERAS = ((3, 10), (3, 16))
 """The oldest and the newest minor version of Keras that the library was tested with."""
-
-STABLEHLO = (2, 19)
-"""The oldest version of TensorFlow that lowers a function to StableHLO."""
 
 try:
     import tensorflow as tf
@@ -59,10 +60,19 @@ def check(package: str, version: str, tested: tuple[tuple[int, int], tuple[int, 
         logging.getLogger("replica_engine").warning(untested_version(package, version, oldest, newest))
 
 
-def keras() -> tuple[int, int]:
-    """The minor version of Keras; the newest that was tested if Keras is not imported."""
-    module = sys.modules.get("keras")
-    return KERAS[1] if module is None else minor(module.__version__)
+@functools.cache
+def keras() -> str | None:
+    """The version of Keras, which need not be imported; None without it.
+
+    It is that of its files. The packages keras and keras-nightly have the same folder, so where both are installed, the
+    one that was installed last is there, whatever pip says.
+    """
+    found = importlib.util.find_spec("keras")
+    file = pathlib.Path(found.origin).parent / "src" / "version.py" if found is not None and found.origin else None
+    if file is None or not file.is_file():
+        return None
+    written = re.search(r'^__version__ = "(.+)"', file.read_text(encoding="utf-8"), re.MULTILINE)
+    return written and written[1]
 
 
 def check_keras() -> None:
@@ -74,29 +84,9 @@ def check_keras() -> None:
     check("Keras", sys.modules["keras"].__version__, KERAS)
 
 
-def check_stablehlo() -> None:
-    """Refuses compiled replicas where TensorFlow cannot lower them.
-
-    Raises:
-        BackendMissingError: TensorFlow is too old for that.
-    """
-    if minor(tf.__version__) < STABLEHLO:
-        oldest = _text(STABLEHLO)
-        raise BackendMissingError(
-            f"TensorFlow {tf.__version__} is installed; TPUStrategy and replica_engine.xla need {oldest} or newer, "
-            "which lowers functions to StableHLO. MirroredStrategy works with this version. Install a newer one "
-            "with\n"
-            f'    pip install --upgrade "tensorflow>={oldest}" "replica-engine[xla]"     # or tensorflow-cpu'
-        )
-
-
 def of_worker() -> dict[str, str]:
     """The versions of packages that must be equal on all workers of a job: numbers and saved files depend on them."""
-    try:
-        keras = importlib.metadata.version("keras")  # not imported yet, perhaps
-    except importlib.metadata.PackageNotFoundError:
-        keras = "not there"
-    return {"tensorflow": tf.__version__, "keras": keras, "numpy": np.__version__}
+    return {"tensorflow": tf.__version__, "keras": keras() or "not there", "numpy": np.__version__}
 
 
 def explained(error: ImportError) -> TensorFlowVersionError | None:

@@ -35,7 +35,7 @@ _ASKING = (
     ("int() argument must be", "int(x)"),
     ("as a Python `bool`", "if x"),
     ("Iterating over a symbolic", "for each in x"),
-    ("interpreted as an integer", "range(x)"),
+    ("interpreted as an integer", "float(x), int(x) or range(x)"),  # of all three since TensorFlow 2.22
     ("no attribute 'item'", "x.item()"),
     ("no attribute 'tolist'", "x.tolist()"),
     ("must be real number", "'%f' % x"),

@@ -41,7 +41,7 @@ def shortened(error: E, is_hidden: Callable[[str], bool] = is_internal) -> E:
         shorten_text(error, is_hidden)
     frames = []
     frame = error.__traceback__
-    in_note = autograph.has_users_lines(error)
+    in_note = autograph.has_note(error)
     while frame is not None:
         file = frame.tb_frame.f_code.co_filename
         if not is_hidden(file) and not (in_note and autograph.is_generated(file)):

@@ -39,15 +39,11 @@ def warning(name: str, text: str) -> str:
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an exception, as `error.add_note(note)` does.
 
-    On Python 3.10, which has no `add_note`, the note goes to `__notes__`; tracebacks do not print it there. An
-    exception that accepts no note (a frozen dataclass, for example) stays without it: this function never raises,
+    An exception that accepts no note (a frozen dataclass, for example) stays without it: this function never raises,
     because the exception matters more than its note.
     """
     with contextlib.suppress(Exception):
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:
-            error.__notes__ = [*getattr(error, "__notes__", []), note]  # type: ignore[attr-defined]
+        error.add_note(note)
 
 
 def in_words(error: BaseException) -> str:

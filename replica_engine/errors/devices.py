@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, byte_size, shown, warning
@@ -198,10 +197,9 @@ class BackendMissingError(ReplicaEngineError, ImportError):
     @classmethod
     def not_installed(cls) -> BackendMissingError:
         """jax is not installed."""
-        needs = " (It takes Python 3.11 or newer.)" if sys.version_info < (3, 11) else ""
         return cls(
             "TPUStrategy and replica_engine.xla run programs through jax, which is not installed. Install it with\n"
-            f'    pip install "replica-engine[xla]"     # CPU; [cuda] for GPUs, [tpu] for TPUs{needs}'
+            '    pip install "replica-engine[xla]"     # CPU; [cuda] for GPUs, [tpu] for TPUs'
         )
 
     @classmethod

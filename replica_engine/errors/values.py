@@ -163,7 +163,7 @@ _INSTEAD = {
     "if x": "Write tf.where(x > 0, a, b), or tf.cond. AutoGraph turns `if` and `while` into ops where it is on: not "
     "with autograph=False, and not in a function whose source it cannot read, such as one of two lambdas on a line.",
     "for each in x": "Write tf.unstack(x), or tf.map_fn(fn, x).",
-    "range(x)": "Write tf.range(x).",
+    "float(x), int(x) or range(x)": "Write tf.cast(x, tf.float32), tf.cast(x, tf.int32) or tf.range(x).",
     "v.numpy()": "Compute with v itself, v * 2.0, and read v.numpy() after the run. To see it while the function runs: "
     "tf.print(v).",
     "x.item()": _RETURNED,

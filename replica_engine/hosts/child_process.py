@@ -2,9 +2,9 @@
 
 `python -m` and `python -c` put the current folder before the standard library, and an empty entry of PYTHONPATH is the
 current folder too. A file there that is named like a module of the standard library would run in the process that has
-the token of the job. `python -P` is not known before Python 3.11, and does nothing about PYTHONPATH. So a child starts
-isolated, with the standard library only. Then it gets the folders of this process behind that: what it imports besides
-the standard library is what this process would import.
+the token of the job. `python -P` does nothing about PYTHONPATH. So a child starts isolated, with the standard library
+only. Then it gets the folders of this process behind that: what it imports besides the standard library is what this
+process would import.
 
 The user's own script is not started so: its folder stays first, as with `python script.py`.
 """

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LogError
@@ -159,7 +158,7 @@ def joined(strategy: tf.distribute.Strategy, outputs: Any) -> Any:
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
     """The metric variables that each replica counts in separately and whose values are added up."""
-    return [variable for variable in model.metrics_variables if keras_metrics.is_counted(variable)]
+    return [variable for variable in model.metrics_variables if keras_model.is_counted(variable)]
 
 
 def _value(name: str, value: Any, share: Shard) -> tf.Tensor:

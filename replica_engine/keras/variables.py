@@ -28,7 +28,6 @@ import tensorflow as tf
 from replica_engine._tf import distribute, reduction, variables
 from replica_engine._tf.graphs import captures
 from replica_engine._tf.keras import layouts
-from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.thread_state import unobserved
 from replica_engine.process.afterwards import afterwards
@@ -183,7 +182,7 @@ class _Shared:
         self._is_state = is_state
         self._is_seed = keras_model.is_seed(variable)
         kind = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
-        if not is_accumulator and not keras_metrics.is_counted(variable):
+        if not is_accumulator and not keras_model.is_counted(variable):
             kind = (self.plain.synchronization, self.plain.aggregation)
         self._distributed = _around(self.plain, strategy, *kind)
         self._components = list({id(value): value for value in self._distributed._values}.values())

@@ -1,4 +1,4 @@
-"""Every name of jax and jaxlib that the library uses, each with its reason. Checked on jax and jaxlib 0.8.0 to 0.10.2.
+"""Every name of jax and jaxlib that the library uses, each with its reason. Checked on jax and jaxlib 0.8.0 to 0.12.0.
 
 jax is an extra (`pip install replica-engine[xla]`). Importing this module without jax, or with a version that lacks
 one of these names, raises BackendMissingError, an ImportError that names the install command.
@@ -21,7 +21,7 @@ from replica_engine.errors.versions import untested_version
 OLDEST = (0, 8, 0)
 """The oldest version that serves: the limit below could not be set before, so XLA ended the process after 40 s."""
 
-TESTED = (0, 10)
+TESTED = (0, 12)
 """The newest minor version that this was checked on."""
 
 try:
@@ -83,7 +83,7 @@ try:
 except ImportError as error:
     raise BackendMissingError(
         f"jax {jax.__version__} lacks a name that replica_engine uses ({error}). Install a version that "
-        'replica_engine was tested with:\n    pip install "jax==0.10.2" "jaxlib==0.10.2"'
+        'replica_engine was tested with:\n    pip install "jax<0.13" "jaxlib<0.13"'
     ) from None
 
 # XLA aborts the process when a replica waits in a collective for longer than 40 s. A loaded machine may well take that
@@ -151,6 +151,9 @@ def result_handler(aval: ShapedArray, sharding: NamedSharding) -> Any:
     return array_result_handler(aval, sharding, committed=True, **_WITHOUT_CHECKS)
 
 
+FOLDS_DIVISIONS = VERSION >= (0, 11, 2)
+"""Whether XLA can divide integers by 0 while it compiles; 0.10.2 and 0.11.0 end the process."""
+
 APART = ("xla_disable_hlo_passes", "cpu-all-reduce-combiner")
 """The option for programs whose all-reduces stay apart: otherwise all operands are in memory until the last one is."""
 
@@ -215,6 +218,7 @@ __all__ = [
     "BY_TRANSFERS",
     "CPU_OPTIONS",
     "DYNAMIC",
+    "FOLDS_DIVISIONS",
     "HOST_CALL_TARGETS",
     "JAXLIB_VERSION",
     "RUNTIME_ERRORS",

@@ -46,7 +46,6 @@ def _apply(optimizer: Any, grads: Any, variables: Any) -> None:
     """
     step = _AccumulationStep(optimizer, list(variables))
     tf.distribute.get_replica_context().merge_call(step.run, args=(list(grads),))
-    keras_accumulation.count(optimizer)
 
 
 class _AccumulationStep:

@@ -21,7 +21,6 @@ import tensorflow as tf
 from replica_engine._tf import distribute, quick_scopes
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine.checkpoints import saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
@@ -116,7 +115,6 @@ class ReplicaThreads:
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
         accumulation.extend_keras(has_backend)
-        kwargs = keras_metrics.with_value_of_each_replica(kwargs)
         return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
 
     def _use_merge_call(self) -> bool:

@@ -11,7 +11,6 @@ import tensorflow as tf
 from replica_engine._tf import distribute, patches
 from replica_engine._tf.keras import added_losses, layouts, normalization
 from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.op_lines import here
@@ -38,7 +37,6 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     keras_hooks.extend_build(_check_batch, explained, is_ours, _watch_metrics)
     keras_hooks.compile_in_scope(is_ours)
     patches.hide_frames(FOLDERS)
-    keras_metrics.extend_variables()
     normalization.synchronize_masked(is_ours)
     keep_attributes()
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)

@@ -11,6 +11,7 @@ what it controls or what breaks without it:
 - op callbacks: debuggers that watch every op;
 - summaries: default writer, step, whether to record;
 - traceback filtering: whether tracebacks show TensorFlow's own frames;
+- what cancels calls: the caller could not end ops that wait; TensorFlow before 2.22 has it for all threads;
 - variable caching scope: whether reads of variables are cached;
 - Keras' dtype policy, for layers made in a replica;
 - lines of generated code: without the caller's map, an op that fails names a line that AutoGraph generated;

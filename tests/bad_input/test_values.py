@@ -95,6 +95,7 @@ def test_a_python_number_without_autograph():
     with pytest.raises(TypeError) as caught:
         strategy.run(step, args=(tf.constant(1),))
     assert "function or by TPUStrategy: while it is traced, a tensor" in str(caught.value.__notes__)
+    assert "Write tf.cast(x, tf.float32)" in str(caught.value.__notes__)
 
 
 def test_the_array_of_a_variable():

@@ -6,11 +6,10 @@ import sys
 import pytest
 import tensorflow as tf
 from helpers.golden import shows
-from helpers.versions import HAS_XLA, WHY_NO_XLA
 from tensorflow.python.autograph.impl import api
 
 import replica_engine
-from replica_engine.errors import BackendMissingError, TensorFlowVersionError
+from replica_engine.errors import TensorFlowVersionError
 from replica_engine.errors.versions import untested_version
 
 
@@ -46,12 +45,12 @@ def test_without_tensorflow():
 @pytest.fixture
 def _old_tensorflow(monkeypatch):
     import_again(monkeypatch)
-    monkeypatch.setattr(tf, "__version__", "2.17.1")
+    monkeypatch.setattr(tf, "__version__", "2.18.1")
 
 
 @pytest.mark.usefixtures("_old_tensorflow")
 def test_with_an_old_tensorflow():
-    """Where TensorFlow 2.17.1 is installed."""
+    """Where TensorFlow 2.18.1 is installed."""
     with pytest.raises(TensorFlowVersionError, match="replica_engine needs 2"):
         replica_engine.MirroredStrategy(["CPU:0"])
 
@@ -79,17 +78,3 @@ def test_with_a_tensorflow_that_lacks_a_name():
     """Where TensorFlow 2.30.0 is installed, and has other names."""
     with pytest.raises(TensorFlowVersionError, match="Install the newest version that replica_engine was tested"):
         replica_engine.accumulate(2)
-
-
-@pytest.fixture
-def _tensorflow_without_stablehlo(monkeypatch):
-    import_again(monkeypatch, "strategies.tpu.strategy", "strategies.tpu", "xla.body", "xla", "_tf.graphs.xla_ops")
-    monkeypatch.setattr(tf, "__version__", "2.18.1")
-
-
-@pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
-@pytest.mark.usefixtures("_tensorflow_without_stablehlo")
-def test_compiled_replicas_with_an_old_tensorflow():
-    """Where TensorFlow 2.18.1 is installed."""
-    with pytest.raises(BackendMissingError, match="19 or newer, which lowers functions to StableHLO"):
-        replica_engine.TPUStrategy(num_cores=2)

@@ -26,6 +26,8 @@ from tensorflow.python.framework.auto_control_deps import AutomaticControlDepend
 from tensorflow.python.ops import script_ops, summary_ops_v2
 from tensorflow.python.util import tf_stack
 
+from replica_engine._tf import versions
+
 
 class Private(NamedTuple):
     """One private attribute: the object that has it, its name, and what the library needs it for."""
@@ -45,8 +47,9 @@ def _called() -> None:
     """A function that an op of a graph calls."""
 
 
-with tf.Graph().as_default() as _outermost:
+with tf.Graph().as_default() as _outermost, func_graph.FuncGraph("inner").as_default() as _inner:
     tf.numpy_function(_called, [], [])
+_keeps_called = _outermost if versions.minor(tf.__version__) < (2, 22) else _inner
 _context = context.context()
 _dataset = tf.distribute.OneDeviceStrategy("CPU:0").experimental_distribute_dataset(tf.data.Dataset.range(1))
 
@@ -71,7 +74,7 @@ PRIVATE = (
     Private(_op, "_add_control_input", "ops with effects wait for the arguments of a run"),
     Private(_op, "_update_input", "counting with as many places as two equal limits say"),
     Private(_op, "_set_attr", "writes to arrays that do not grow; the number of a gradient"),
-    Private(_outermost, "_py_funcs_used_in_graph", "letting go of Python functions with the graph that calls them"),
+    Private(_keeps_called, "_py_funcs_used_in_graph", "letting go of Python functions with the graph that calls them"),
     Private(_called, "ag_dnc_wrapper__", "letting go of Python functions with the graph that calls them"),
     Private(script_ops._py_funcs, "get", "looking up a tf.py_function"),
     Private(

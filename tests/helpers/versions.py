@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import sys
 
 PACKAGES = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")
 
@@ -24,7 +23,7 @@ if not TENSORFLOW:
 JAXLIB = _minor_version("jaxlib")
 """The minor version of jaxlib, such as (0, 10); () without it."""
 
-HAS_XLA = sys.version_info >= (3, 11) and TENSORFLOW >= (2, 19)
-"""Whether replicas can be compiled: jax needs Python 3.11, and older versions of TensorFlow give no StableHLO."""
+HAS_XLA = bool(JAXLIB)
+"""Whether replicas can be compiled."""
 
-WHY_NO_XLA = "compiled replicas need Python 3.11 and TensorFlow 2.19"
+WHY_NO_XLA = "compiled replicas need jax"

@@ -4,7 +4,6 @@ import os
 import pathlib
 import signal
 import socket
-import sys
 import threading
 
 import psutil
@@ -459,8 +458,7 @@ member.check()
     assert "has raised ValueError: here" in printed
     assert "collected" not in destroyed
     assert (tmp_path / "log").read_text() == "the last line"
-    if sys.version_info >= (3, 11):  # which prints notes
-        assert "\nstart all workers again from the last checkpoint; `replica-engine launch --max-" in printed
+    assert "\nstart all workers again from the last checkpoint; `replica-engine launch --max-" in printed
 
 
 def test_a_forked_child_neither_says_goodbye_nor_keeps_the_connection():

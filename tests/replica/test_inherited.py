@@ -10,8 +10,9 @@ import keras
 import pytest
 import tensorflow as tf
 
-# Op callbacks and the scope that caches reads of variables have no public name.
+# Op callbacks, the scope that caches reads of variables, and cancellation have no public name.
 from tensorflow.python.distribute.distribute_utils import cache_variable_reads, caching_scope_local
+from tensorflow.python.eager import cancellation
 from tensorflow.python.framework import op_callbacks
 
 import replica_engine
@@ -161,6 +162,17 @@ def test_traceback_filtering(mirrored):
     finally:
         tf.debugging.enable_traceback_filtering()
     assert local(mirrored, tf.debugging.is_traceback_filtering_enabled) == [True, True]
+
+
+def test_what_cancels_calls(mirrored):
+    manager = cancellation.CancellationManager()
+    queue = tf.queue.FIFOQueue(1, tf.int32)
+    with cancellation.CancellationManagerContext(manager):
+        assert local(mirrored, cancellation.context) == [manager, manager]
+        manager.start_cancel()
+        with pytest.raises(tf.errors.CancelledError):
+            mirrored.run(tf.function(queue.dequeue))  # nothing else would end it
+    assert local(mirrored, cancellation.context) == [None, None]
 
 
 def test_variable_caching_scope(mirrored):

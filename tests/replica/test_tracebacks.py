@@ -1,6 +1,5 @@
 """Whose frames a traceback shows."""
 
-import sys
 import traceback
 
 import keras
@@ -38,7 +37,6 @@ def test_the_users_frames_follow_the_line_that_called_run(strategy):
     assert sum("tensorflow" in file for file in files_of(caught.value)) == 0
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not show notes, and so shows generated code")
 def test_a_note_takes_the_place_of_generated_code(strategy):
     def step():
         fails_below()
@@ -51,7 +49,6 @@ def test_a_note_takes_the_place_of_generated_code(strategy):
     assert "in fails_below" in note
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not show notes, and so shows generated code")
 def test_an_error_of_the_librarys_shows_no_generated_code_either(strategy):
     def step():
         context = tf.distribute.get_replica_context()

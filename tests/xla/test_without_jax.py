@@ -76,10 +76,10 @@ UNFIT = """
 
     needed = jaxlib._jax.batched_device_put
     del jaxlib._jax.batched_device_put
-    refused(f"jax {version}", "batched_device_put", 'pip install "jax==0.10.2" "jaxlib==0.10.2"')
+    refused(f"jax {version}", "batched_device_put", 'pip install "jax<0.13" "jaxlib<0.13"')
     jaxlib._jax.batched_device_put = needed
 
-    for new in (version, "0.10.10", "0.11", "1.0.0.dev20300101", "0.11.0rc1"):
+    for new in (version, "0.12.10", "0.13", "1.0.0.dev20300101", "0.13.0rc1"):
         jax.__version__ = new
         for name in [name for name in __import__("sys").modules if name.startswith("replica_engine.pjrt")]:
             del __import__("sys").modules[name]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import linecache
 import re
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -238,11 +237,6 @@ def _name_as_written(error: BaseException) -> None:
 def has_note(error: BaseException) -> bool:
     """Whether an exception has a note of `as_user_raised`."""
     return any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ()))
-
-
-def has_users_lines(error: BaseException) -> bool:
-    """Whether a note of `as_user_raised` is shown with an exception; Python 3.10 shows no notes."""
-    return sys.version_info >= (3, 11) and has_note(error)
 
 
 class _Line(NamedTuple):

@@ -1,4 +1,4 @@
-"""Ops that call a Python function of this library. Checked on TensorFlow 2.21.0."""
+"""Ops that call a Python function of this library. Checked on TensorFlow 2.19 to 2.22."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine._tf import versions
 from replica_engine._tf.graphs.kept import keep
 from replica_engine.errors import ReplicaEngineError
 
+_BY_OUTERMOST = versions.minor(tf.__version__) < (2, 22)
 _lock = threading.Lock()
 _raised: deque[ReplicaEngineError] = deque(maxlen=8)  # by Python ops whose function has not yet been left
 
@@ -20,8 +22,9 @@ _raised: deque[ReplicaEngineError] = deque(maxlen=8)  # by Python ops whose func
 def python_op(fn: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
     """Like `tf.numpy_function`, with a function that lives as long as the graph of the op.
 
-    TensorFlow keeps it as long as the outermost graph: under eager mode, for the life of the process. An error of this
-    library that the function raises can be had again (`raised_in_op`): TensorFlow keeps the text only.
+    TensorFlow before 2.22 keeps it as long as the outermost graph: under eager mode, for the life of the process. Since
+    then it keeps it as long as the graph of the op, but not as long as those around it. An error of this library that
+    the function raises can be had again (`raised_in_op`): TensorFlow keeps the text only.
     """
 
     @functools.wraps(fn)
@@ -34,12 +37,12 @@ def python_op(fn: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any
             raise
 
     results = tf.numpy_function(noted, inputs, dtypes, stateful=True)
-    own = outer = tf.compat.v1.get_default_graph()
-    while isinstance(outer, tf.__internal__.FuncGraph):
-        outer = outer.outer_graph
+    graph = tf.compat.v1.get_default_graph()
     called = noted.ag_dnc_wrapper__  # type: ignore[attr-defined]  # what TensorFlow has registered for `fn`
-    if keep(own, called):
-        outer._py_funcs_used_in_graph.remove(called)
+    if keep(graph, called) and _BY_OUTERMOST:
+        while isinstance(graph, tf.__internal__.FuncGraph):
+            graph = graph.outer_graph
+        graph._py_funcs_used_in_graph.remove(called)
     return results
 
 

@@ -1,6 +1,6 @@
 """TensorFlow's support for programs that XLA compiles: cross-replica ops, tracing for XLA, StableHLO.
 
-Checked on TensorFlow 2.19 to 2.21. TensorFlow 2.18 has no StableHLO; importing this module raises there.
+Checked on TensorFlow 2.19 to 2.22.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ from tensorflow.python.framework import func_graph as _func_graph
 # XLAControlFlowContext: tells TensorFlow's loops and branches that XLA compiles them.
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
 
-from replica_engine._tf import versions
 from replica_engine._tf.graphs import gradients, replaced_ops
-
-versions.check_stablehlo()
 
 _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 

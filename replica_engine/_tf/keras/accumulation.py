@@ -2,7 +2,7 @@
 
 Keras keeps one accumulator per weight. `_backend_apply_gradients` adds to the accumulators in k - 1 of k steps, and
 updates the weights in the last one, in two branches of one condition. The functions here are the pieces of that method,
-for code that puts a reduction over replicas between them. Checked on Keras 3.8 to 3.15. This module does not import
+for code that puts a reduction over replicas between them. Checked on Keras 3.10 to 3.16. This module does not import
 Keras.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import versions
 from replica_engine._tf.distribute import DistributedVariable
 
 MODULE = "keras.src.backend.tensorflow.optimizer"
@@ -59,12 +58,6 @@ def update(optimizer: Any, grads: list[Any], variables: list[Any]) -> None:
     clipped = optimizer._clip_gradients(grads)
     optimizer._apply_weight_decay(variables)
     optimizer._backend_update_step(clipped, variables, optimizer.learning_rate)
-
-
-def count(optimizer: Any) -> None:
-    """Counts a step where Keras leaves that to the method that is replaced: before Keras 3.10."""
-    if versions.keras() < (3, 10):
-        optimizer._iterations.assign_add(1)
 
 
 def average(optimizer: Any) -> None:

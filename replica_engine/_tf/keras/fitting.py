@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
 
 from replica_engine._tf.keras.hooks import wrap
-from replica_engine._tf.keras.trainer import MODULE, TRAINER
+from replica_engine._tf.keras.trainer import class_of_trainers
 
 CALLBACK_LIST = "keras.src.callbacks.callback_list"
 LIST, BEGIN = "CallbackList", "on_train_begin"
@@ -39,7 +39,7 @@ def watch(begin: Callable[..., Any], steps: Callable[..., Any], fit: Callable[..
     """
     wrap(getattr(sys.modules[CALLBACK_LIST], LIST), BEGIN, begin)
     wrap(getattr(sys.modules[EPOCH_ITERATOR], ITERATOR), STEPS, steps)
-    wrap(getattr(sys.modules[MODULE], TRAINER), "fit", fit, _MARK, shortened=True)
+    wrap(class_of_trainers(), "fit", fit, _MARK, shortened=True)
 
 
 def saveable(iterator: Any) -> Any:

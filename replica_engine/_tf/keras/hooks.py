@@ -19,13 +19,14 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras.trainer import (
+    BASE,
     BUILD,
     COMPILES,
     FRAMES,
     METHOD,
     MODULE,
     REDUCE,
-    TRAINER,
+    class_of_trainers,
     first_batch,
     size_of_rest,
     strategy_of,
@@ -95,7 +96,7 @@ def extend_trainer(make: Make) -> None:
     def extended(own: Callable[..., Any], model: Any, step_function: Callable[..., Any]) -> Callable[..., Any]:
         return make(model, step_function, own(model, step_function))
 
-    wrap(_trainer(), METHOD, extended)
+    wrap(class_of_trainers(), METHOD, extended)
 
 
 def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
@@ -116,7 +117,7 @@ def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
         with strategy.scope() if outside else contextlib.nullcontext():
             return own(model, *args, **kwargs)
 
-    wrap(getattr(sys.modules.get(COMPILES), "Trainer", None), "compile", compiled)
+    wrap(getattr(sys.modules.get(COMPILES), BASE, None), "compile", compiled)
 
 
 def extend_build(
@@ -163,8 +164,8 @@ def extend_build(
         built_now(model)
         return result
 
-    wrap(_trainer(), BUILD, built)
-    wrap(_trainer(), "fit", _fit, shortened=True)
+    wrap(class_of_trainers(), BUILD, built)
+    wrap(class_of_trainers(), "fit", _fit, shortened=True)
 
 
 _begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit", default=None)
@@ -342,7 +343,3 @@ def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[],
 
     wrap(tf.GradientTape, "gradient", of_tape)
     wrap(tf, "gradients", of_graph)
-
-
-def _trainer() -> Any:
-    return getattr(sys.modules.get(MODULE), TRAINER, None)

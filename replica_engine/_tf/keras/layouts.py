@@ -1,7 +1,7 @@
 """Keras' variables while they are made, and the parts of `keras.distribution` that have no public name.
 
 A strategy that divides variables must know which Keras variable a TensorFlow variable is made for: layouts go by its
-path. Checked on Keras 3.8 to 3.15. This module does not import Keras.
+path. Checked on Keras 3.10 to 3.16. This module does not import Keras.
 """
 
 from __future__ import annotations

@@ -20,9 +20,6 @@ from keras.src.api_export import REGISTERED_OBJS_TO_NAMES as _public_names
 # compute_output_spec: calls a function in a graph that is thrown away, so that it makes variables and changes none.
 from keras.src.backend import compute_output_spec as _compute_output_spec
 
-# The trainer of models under TensorFlow; it has Keras' own step methods, which a model may override.
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as _Trainer
-
 # loss: the module that has the mask of a loss.
 from keras.src.losses import loss as _loss
 
@@ -123,6 +120,11 @@ def is_masked(value: Any) -> bool:
 def is_seed(variable: keras.Variable) -> bool:
     """Whether the variable is the state of a seed generator."""
     return variable.name == "seed_generator_state"
+
+
+def is_counted(variable: keras.Variable) -> bool:
+    """Whether each replica counts in a value of its own of a metric's variable, and the values are added up."""
+    return variable.aggregation == "sum" and variable.synchronization == "on_read"
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -416,7 +418,9 @@ def serialized_as(kind: type, other: type) -> type:
 def own_functions(model: keras.Model) -> list[str]:
     """The names of the methods for making Keras' functions that the model overrides."""
     names = [f"make_{name}_function" for name in _FUNCTIONS]
-    return [name for name in names if getattr(type(model), name) is not getattr(_Trainer, name)]
+    return [
+        name for name in names if getattr(type(model), name) is not getattr(keras_trainer.class_of_trainers(), name)
+    ]
 
 
 def masked(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:

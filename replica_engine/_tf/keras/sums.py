@@ -6,7 +6,7 @@ variable, and the graph shows what the new value is made of: "old value + someth
 is a sum over samples, as far as a graph can tell. "The larger of the old value and x" is not.
 
 The graph is made on a thread of its own: there is no replica on it, so nothing there waits for other replicas or counts
-for them. Checked on Keras 3.8 to 3.15. This module imports Keras, so only code that already has a Keras model should
+for them. Checked on Keras 3.10 to 3.16. This module imports Keras, so only code that already has a Keras model should
 import it.
 """
 

@@ -2,7 +2,7 @@
 
 Keras runs `steps_per_execution` steps as a loop of a `tf.function` on the host and offers no other way. The trainer's
 method `_make_function` takes the function that does one step, and makes the function that `fit` and `evaluate` call.
-Checked on Keras 3.15.1. This module does not import Keras; if Keras has no such method, Keras' own loop stays.
+Checked on Keras 3.10 to 3.16. This module does not import Keras; if Keras has no such method, Keras' own loop stays.
 
 `reduce_per_replica` combines the logs of all replicas: it takes the mean, but under a `tf.distribute.TPUStrategy` it
 takes the logs of replica 0. This library's TPUStrategy is a subclass, and takes the mean (`hooks.combine_logs`).
@@ -21,8 +21,12 @@ import tensorflow as tf
 from tensorflow.python.data.ops.batch_op import _BatchDataset, _ParallelBatchDataset
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 
+from replica_engine._tf import versions
+
+_RENAMED = versions.minor(versions.keras() or "3.16") >= (3, 16)
+
 MODULE = "keras.src.backend.tensorflow.trainer"
-TRAINER = "TensorFlowTrainer"
+TRAINER = "Trainer" if _RENAMED else "TensorFlowTrainer"
 METHOD = "_make_function"
 BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
@@ -36,7 +40,13 @@ EXCLUDED = "_EXCLUDED_PATHS"
 """The module that filters tracebacks, and the folders whose files it leaves out."""
 
 COMPILES = "keras.src.trainers.trainer"
-"""The module whose class `Trainer` has `compile`."""
+BASE = "BaseTrainer" if _RENAMED else "Trainer"
+"""The class of all backends' trainers, which has `compile`, and its module."""
+
+
+def class_of_trainers() -> Any:
+    """The class of models' trainers under TensorFlow, which has Keras' own step methods; None before Keras is there."""
+    return getattr(sys.modules.get(MODULE), TRAINER, None)
 
 
 def strategy_of(model: Any) -> Any:
@@ -46,7 +56,7 @@ def strategy_of(model: Any) -> Any:
 
 def has_keras_step(model: Any, name: str) -> bool:
     """Whether a step such as `train_step` is Keras' own and not overridden by the model."""
-    own = getattr(type(model), name) is not getattr(getattr(sys.modules[MODULE], TRAINER), name)
+    own = getattr(type(model), name) is not getattr(class_of_trainers(), name)
     return not own and name not in vars(model)
 
 

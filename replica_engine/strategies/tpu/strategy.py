@@ -13,7 +13,6 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine._tf.keras import metrics as keras_metrics
 from replica_engine._tf.reduction import QuietReduction
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import explained
@@ -205,7 +204,6 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
         accumulation.extend_keras(has_backend)
-        kwargs = keras_metrics.with_value_of_each_replica(kwargs)
         colocate_with = kwargs.pop("colocate_with", None)
         if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
             return next_creator(**kwargs)
