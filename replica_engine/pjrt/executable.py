@@ -27,7 +27,7 @@ import numpy as np
 
 from replica_engine._version import __version__
 from replica_engine.hosts import Program
-from replica_engine.pjrt import conversions, cpu_rewrites, host_transfers
+from replica_engine.pjrt import conversions, cpu_rewrites, folded_divisions, host_transfers
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import (
     APART,
@@ -161,6 +161,7 @@ class Executable:
             if cpu_rewrites.enabled():
                 cpu_rewrites.rewrite(module, devices.platform)
             conversions.as_by_kernels(module, devices.platform)
+            folded_divisions.keep(module)
             partition(module)
             if works_more:
                 add_work(module)

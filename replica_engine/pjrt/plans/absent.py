@@ -20,7 +20,7 @@ from typing import Any
 
 from replica_engine.errors import BackendMissingError, DeviceError, ProgramError, ReplicaTimeoutError
 from replica_engine.hosts import child_process
-from replica_engine.pjrt import conversions, cpu_rewrites, host_transfers
+from replica_engine.pjrt import conversions, cpu_rewrites, folded_divisions, host_transfers
 from replica_engine.pjrt.accelerators import LIBTPU
 from replica_engine.pjrt.jaxlib import JAXLIB_VERSION
 from replica_engine.pjrt.markers import expand_markers
@@ -83,6 +83,7 @@ def compile_absent(
     if cpu_rewrites.enabled():
         cpu_rewrites.rewrite(module, slice_.chip.platform)
     conversions.as_by_kernels(module, slice_.chip.platform)
+    folded_divisions.keep(module)
     partition(module)
     host_transfers.convert(module)  # for GPUs too: the compiler knows their call only where a GPU is
     request |= {"name": name, "replicas": replicas, "parts": parts, "memory": slice_.chip.memory}
