@@ -493,7 +493,7 @@ NETWORKS: dict[str, Operation] = {
 LOSSES: dict[str, Operation] = {
     "cross entropy": lambda v: tf.nn.softmax_cross_entropy_with_logits(tf.nn.softmax(v.x * 2.0), v.x),
     "binary cross entropy": lambda v: tf.nn.sigmoid_cross_entropy_with_logits(tf.sigmoid(v.x * 2.0), v.x),
-    "mean squared error": lambda v: keras.losses.MeanSquaredError()(v.x * 2.0, v.x @ v.kernel),
+    "mean squared error": lambda v: tf.reduce_mean(keras.losses.mean_squared_error(v.x * 2.0, v.x @ v.kernel)),
     "Huber": lambda v: keras.losses.huber(v.x * 2.0, v.x @ v.kernel),
     "hinge": lambda v: keras.losses.hinge(tf.sign(v.x), v.x @ v.kernel),
     "divergence": lambda v: keras.losses.kl_divergence(tf.nn.softmax(v.x), tf.nn.softmax(v.x @ v.kernel)),
