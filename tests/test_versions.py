@@ -1,10 +1,12 @@
 """The page of versions is what the matrix wrote, and all places name the same bounds."""
 
+import importlib.metadata
 import importlib.util
 import json
 import pathlib
 import re
 
+import keras
 import pytest
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
@@ -43,6 +45,14 @@ def test_the_bounds_of_pip_are_those_of_the_import():
         found = re.search(rf'"{package}>=([\d.]+),<([\d.]+)"', text)
         assert versions.minor(found[1]) == oldest
         assert versions.minor(found[2]) == (major, number + 1)
+
+
+def test_the_version_of_keras_is_that_of_its_files(monkeypatch):
+    """keras-nightly may lie over keras, or be there alone; then pip names another version, or none."""
+    assert versions.keras() == keras.__version__
+    versions.keras.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "3.0.0")
+    assert versions.of_worker()["keras"] == keras.__version__
 
 
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)

@@ -7,7 +7,8 @@ This module is imported before the rest of `_tf`, so that a wrong version is rep
 - `thread_state.py`: what cancels calls is of the process before TensorFlow 2.22, and of a thread since then.
 - `graphs/python_ops.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the graph of
   its op since then.
-- `keras/trainer.py`: the classes of trainers have other names since Keras 3.16.
+- `keras/trainer.py`, `keras/layouts.py`: classes of trainers, and modules of the TensorFlow backend, have other names
+  since Keras 3.16.
 """
 
 from __future__ import annotations
@@ -73,6 +74,12 @@ def keras() -> str | None:
         return None
     written = re.search(r'^__version__ = "(.+)"', file.read_text(encoding="utf-8"), re.MULTILINE)
     return written and written[1]
+
+
+def keras_renamed() -> bool:
+    """Whether Keras has the names that it has since 3.16."""
+    version = keras()
+    return version is None or minor(version) >= (3, 16)
 
 
 def check_keras() -> None:

@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, variables
+from replica_engine._tf import distribute, variables, versions
 from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras.hooks import wrap
 
-VARIABLES, VARIABLE, INITIALIZE = "keras.src.backend.tensorflow.core", "Variable", "_initialize"
+_OPS = "keras.src.backend.tensorflow.ops" if versions.keras_renamed() else "keras.src.backend.tensorflow"
+VARIABLES, VARIABLE, INITIALIZE = f"{_OPS}.core", "Variable", "_initialize"
 BY_INITIALIZER = "_initialize_with_initializer"
 _INITIALIZERS = "keras.src.initializers"
 _DISTRIBUTION = "keras.src.distribution.distribution_lib"
 BACKEND, DISTRIBUTE = "keras.src.backend.tensorflow.distribution_lib", "distribute_tensor"
-NUMPY, DIVIDE = "keras.src.backend.tensorflow.numpy", "divide"
+NUMPY, DIVIDE = f"{_OPS}.numpy", "divide"
 _GLOBAL_STATE = "keras.src.backend.common.global_state"
 _ATTRIBUTE = "distribution"
 _MARK = "_replica_engine_layouts"

@@ -23,10 +23,8 @@ from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 
 from replica_engine._tf import versions
 
-_RENAMED = versions.minor(versions.keras() or "3.16") >= (3, 16)
-
 MODULE = "keras.src.backend.tensorflow.trainer"
-TRAINER = "Trainer" if _RENAMED else "TensorFlowTrainer"
+TRAINER = "Trainer" if versions.keras_renamed() else "TensorFlowTrainer"
 METHOD = "_make_function"
 BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
@@ -40,7 +38,7 @@ EXCLUDED = "_EXCLUDED_PATHS"
 """The module that filters tracebacks, and the folders whose files it leaves out."""
 
 COMPILES = "keras.src.trainers.trainer"
-BASE = "BaseTrainer" if _RENAMED else "Trainer"
+BASE = "BaseTrainer" if versions.keras_renamed() else "Trainer"
 """The class of all backends' trainers, which has `compile`, and its module."""
 
 
