@@ -29,7 +29,12 @@ try:
 except ImportError as error:
     raise BackendMissingError.not_installed() from error
 
-VERSION = tuple(map(int, re.findall(r"\d+", jax.__version__)[:3]))
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+VERSION = _numbers(jax.__version__)
 """The version of jax, without what follows its numbers."""
 
 if VERSION < OLDEST:
@@ -151,9 +156,6 @@ def result_handler(aval: ShapedArray, sharding: NamedSharding) -> Any:
     return array_result_handler(aval, sharding, committed=True, **_WITHOUT_CHECKS)
 
 
-FOLDS_DIVISIONS = VERSION >= (0, 11, 2)
-"""Whether XLA can divide integers by 0 while it compiles; 0.10.2 and 0.11.0 end the process."""
-
 APART = ("xla_disable_hlo_passes", "cpu-all-reduce-combiner")
 """The option for programs whose all-reduces stay apart: otherwise all operands are in memory until the last one is."""
 
@@ -164,6 +166,9 @@ DYNAMIC = "Shardy propagation only supports ranked tensors with a static shape"
 """What the error of a program says that has a value of a size that depends on data, and is divided over devices."""
 
 JAXLIB_VERSION = importlib.metadata.version("jaxlib")
+
+FOLDS_DIVISIONS = _numbers(JAXLIB_VERSION) >= (0, 11, 2)
+"""Whether XLA can divide integers by 0 while it compiles; in jaxlib 0.10.2 and 0.11.0 it ends the process."""
 
 
 def cache_limit() -> int:
