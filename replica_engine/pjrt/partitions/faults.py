@@ -92,7 +92,7 @@ def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> b
         *zip(operation.operands, divided.operands, strict=True),
         *zip(operation.results, divided.results, strict=True),
     ]
-    if any(_uneven(value, each, devices) for value, each in values):
+    if any(_uneven(value, each, devices) for value, each in values) or _mixes_axes(divided, devices):
         return True
     if operation.name == "stablehlo.gather":
         return _needs_neighbours(Gather(operation), divided.operands[0], devices)
@@ -102,6 +102,17 @@ def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> b
     if scatter.adds:
         return _needs_neighbours(scatter, divided.results[0], devices)
     return bool(scatter.indexed(divided.results[0]))
+
+
+def _mixes_axes(divided: Propagated, devices: Devices) -> bool:
+    """Whether values have several axes beside other replicas: the partitioner looks for groups that are not there."""
+    return devices.layout.replicas > 1 and len(_axes(divided)) > 1
+
+
+def _axes(divided: Propagated) -> dict[str, None]:
+    """The axes that divide the values of an operation, those of the results first."""
+    values = (*divided.results, *divided.operands)
+    return dict.fromkeys(name for value in values for entry in value for name in entry)
 
 
 def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, devices: Devices) -> bool:
@@ -132,13 +143,22 @@ def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> Non
 def _index_whole(
     operation: Any, divided: Propagated, devices: Devices, operands: dict[int, Any], results: dict[int, Any]
 ) -> None:
-    """Makes what is indexed whole along the indexed dimensions, and all else along those of unequal parts."""
+    """Makes what is indexed whole along the indexed dimensions, and all else along those of unequal parts.
+
+    Where axes must not be mixed, one of them is left.
+    """
+    axes = [*_axes(divided)][1:] if _mixes_axes(divided, devices) else []
+
+    def together(value: Any, each: Divided, whole: Any) -> list[int]:
+        others = [place for place, names in enumerate(each) if {*names} & {*axes}]
+        return [*_uneven(value, each, devices), *others, *whole]
+
     before = {
-        index: [*_uneven(value, each, devices), *operands.get(index, ())]
+        index: together(value, each, operands.get(index, ()))
         for index, (value, each) in enumerate(zip(operation.operands, divided.operands, strict=True))
     }
     after = {
-        index: [*_uneven(value, each, devices), *results.get(index, ())]
+        index: together(value, each, results.get(index, ()))
         for index, (value, each) in enumerate(zip(operation.results, divided.results, strict=True))
     }
     _constrain(
@@ -332,7 +352,8 @@ FAULTS = (
     Fault(("stablehlo.select_and_scatter",), _overlaps_divided, _pool_whole),
     # Rows that fill a batch up to equal parts are counted into row 0 by a scatter; a gather or scatter along a divided
     # dimension ends the process at times, on a mesh of two axes, or with several numbers in an index; a scatter that
-    # sets elements sets some in each part; one whose updates are divided may end the process.
+    # sets elements sets some in each part; one whose updates are divided may end the process, and beside other replicas
+    # either may where values have two axes.
     Fault(("stablehlo.gather", "stablehlo.scatter"), _indexes_wrongly, _index_locally),
     # The largest and the smallest of divided values drop NaN, and so does their place.
     Fault(("stablehlo.reduce",), reductions.drops_nan, reductions.reduce_in_two_steps),
