@@ -346,7 +346,6 @@ IMAGES: dict[str, Operation] = {
     "max pooling": lambda v: tf.nn.max_pool2d(v.image, 3, 2, "SAME"),
     "max pooling, valid": lambda v: tf.nn.max_pool2d(v.image, 2, 2, "VALID"),
     "max pooling step by step": lambda v: tf.nn.max_pool2d(v.image, 2, 1, "SAME"),
-    "max pooling with NaN": lambda v: tf.stop_gradient(tf.nn.max_pool2d(_with_nan(v.image), 2, 2, "SAME")),
     "average pooling": lambda v: tf.nn.avg_pool2d(v.image, 2, 2, "VALID"),
     "average pooling step by step": lambda v: tf.nn.avg_pool2d(v.image, 3, 1, "SAME"),
     "pooling 3d": lambda v: tf.nn.avg_pool3d(v.volume, 2, 2, "SAME"),

@@ -61,6 +61,7 @@ LAYOUTS = {
     "2 replicas of 2 x 2, channels and weights": Layout(
         (2, 2), ("batch", None, "model"), ("batch", "model"), replicas=2
     ),
+    "2 replicas of 2 x 2, length and channels": Layout((2, 2), (None, "batch", "model"), (None, "model"), replicas=2),
 }
 
 

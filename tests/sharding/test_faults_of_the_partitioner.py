@@ -27,6 +27,13 @@ INDEXED = {
     "lookup of samples": lambda x, i, table, kernel: tf.gather(x, i[:, 0] % x.shape[0]),
     "sums of segments": lambda x, i, table, kernel: tf.math.unsorted_segment_sum(rows(x), ids(i), 10),
     "largest of segments": lambda x, i, table, kernel: tf.math.unsorted_segment_max(rows(x), ids(i), 10),
+    "products of segments": lambda x, i, table, kernel: tf.math.unsorted_segment_prod(rows(x) / 3, ids(i), 10),
+    "elements of samples": lambda x, i, table, kernel: tf.gather_nd(
+        x,
+        tf.stack(
+            [tf.range(x.shape[0], dtype="int64"), tf.cast(i[:, 0] % 6, "int64"), tf.cast(i[:, 1] % 4, "int64")], 1
+        ),
+    ),
     "one element set": lambda x, i, table, kernel: tf.tensor_scatter_nd_update(table, [[2]], x[0, :1]),
     "counts": lambda x, i, table, kernel: tf.math.confusion_matrix(ids(i), ids(i)[::-1], 10, dtype=tf.float32),
 }
@@ -66,6 +73,7 @@ def on_two_axes(replicas=1):
 
 CASES = [
     pytest.param(on_one_axis, INDEXED, None, 5, id="one axis-indexed-odd"),
+    pytest.param(on_one_axis, INDEXED, (None, "batch", None), 8, id="one axis-indexed-length"),
     pytest.param(on_one_axis, OTHERS, (None, "batch", None), 8, id="one axis-others-length"),
     *(
         pytest.param(on_two_axes, kinds, layout, batch, id=f"two axes-{name}-{layout}-{batch}")
@@ -73,6 +81,7 @@ CASES = [
         for layout, batch in zip(LAYOUTS, (5, 8, 1, 8, 5), strict=True)
     ),
     pytest.param(lambda: on_two_axes(2), INDEXED, None, 5, id="replicas of two axes-indexed-odd"),
+    pytest.param(lambda: on_two_axes(2), INDEXED, ("batch", None, "model"), 8, id="replicas of two axes-indexed-even"),
     pytest.param(lambda: on_two_axes(2), OTHERS, (None, "model", None), 8, id="replicas of two axes-others-length"),
 ]
 

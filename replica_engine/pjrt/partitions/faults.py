@@ -88,19 +88,36 @@ def _uneven(value: Any, divided: Divided, devices: Devices) -> list[int]:
 
 
 def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> bool:
-    is_gather = operation.name == "stablehlo.gather"
-    indexed = (
-        Gather(operation).indexed(divided.operands[0]) if is_gather else Scatter(operation).indexed(divided.results[0])
-    )
     values = [
         *zip(operation.operands, divided.operands, strict=True),
         *zip(operation.results, divided.results, strict=True),
     ]
-    if any(_uneven(value, each, devices) for value, each in values):
+    if any(_uneven(value, each, devices) for value, each in values) or _mixes_axes(divided, devices):
         return True
-    if not indexed:
-        return False
-    return _has_two_axes(devices) or not (is_gather or Scatter(operation).adds)
+    if operation.name == "stablehlo.gather":
+        return _needs_neighbours(Gather(operation), divided.operands[0], devices)
+    scatter = Scatter(operation)
+    if _has_two_axes(devices) and scatter.divides_updates_wrongly(divided):
+        return True
+    if scatter.adds:
+        return _needs_neighbours(scatter, divided.results[0], devices)
+    return bool(scatter.indexed(divided.results[0]))
+
+
+def _mixes_axes(divided: Propagated, devices: Devices) -> bool:
+    """Whether values have several axes beside other replicas: the partitioner looks for groups that are not there."""
+    return devices.layout.replicas > 1 and len(_axes(divided)) > 1
+
+
+def _axes(divided: Propagated) -> dict[str, None]:
+    """The axes that divide the values of an operation, those of the results first."""
+    values = (*divided.results, *divided.operands)
+    return dict.fromkeys(name for value in values for entry in value for name in entry)
+
+
+def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, devices: Devices) -> bool:
+    """Whether an index may lie in another part, in a way that the partitioner does not know."""
+    return bool(indexed.indexed(divided)) and (_has_two_axes(devices) or len(indexed.map) > 1)
 
 
 def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> None:
@@ -115,20 +132,33 @@ def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> Non
         if scatter.is_single and scatter.is_of_rows(divided.results[0]) and _is_plain(divided, devices):
             scatter.compute_locally(divided, devices)
         else:
-            whole = dict.fromkeys(range(len(operation.results)), scatter.map)
-            _index_whole(operation, divided, devices, whole, whole)
+            count = len(operation.results)
+            whole = dict.fromkeys(range(count), scatter.map)
+            updates: dict[int, Any] = {}
+            if scatter.divides_updates_wrongly(divided):
+                updates = {count: scatter.batch, **dict.fromkeys(range(count + 1, 2 * count + 1), scatter.places)}
+            _index_whole(operation, divided, devices, whole | updates, whole)
 
 
 def _index_whole(
     operation: Any, divided: Propagated, devices: Devices, operands: dict[int, Any], results: dict[int, Any]
 ) -> None:
-    """Makes what is indexed whole along the indexed dimensions, and all else along those of unequal parts."""
+    """Makes what is indexed whole along the indexed dimensions, and all else along those of unequal parts.
+
+    Where axes must not be mixed, one of them is left.
+    """
+    axes = [*_axes(divided)][1:] if _mixes_axes(divided, devices) else []
+
+    def together(value: Any, each: Divided, whole: Any) -> list[int]:
+        others = [place for place, names in enumerate(each) if {*names} & {*axes}]
+        return [*_uneven(value, each, devices), *others, *whole]
+
     before = {
-        index: [*_uneven(value, each, devices), *operands.get(index, ())]
+        index: together(value, each, operands.get(index, ()))
         for index, (value, each) in enumerate(zip(operation.operands, divided.operands, strict=True))
     }
     after = {
-        index: [*_uneven(value, each, devices), *results.get(index, ())]
+        index: together(value, each, results.get(index, ()))
         for index, (value, each) in enumerate(zip(operation.results, divided.results, strict=True))
     }
     _constrain(
@@ -321,7 +351,9 @@ FAULTS = (
     # length is divided. It costs what the row before costs.
     Fault(("stablehlo.select_and_scatter",), _overlaps_divided, _pool_whole),
     # Rows that fill a batch up to equal parts are counted into row 0 by a scatter; a gather or scatter along a divided
-    # dimension ends the process at times, on a mesh of two axes; a scatter that sets elements sets some in each part.
+    # dimension ends the process at times, on a mesh of two axes, or with several numbers in an index; a scatter that
+    # sets elements sets some in each part; one whose updates are divided may end the process, and beside other replicas
+    # either may where values have two axes.
     Fault(("stablehlo.gather", "stablehlo.scatter"), _indexes_wrongly, _index_locally),
     # The largest and the smallest of divided values drop NaN, and so does their place.
     Fault(("stablehlo.reduce",), reductions.drops_nan, reductions.reduce_in_two_steps),

@@ -105,7 +105,10 @@ class Scatter(Indexed):
         self.inserted = list(numbers.inserted_window_dims)
         self.vector = numbers.index_vector_dim
         self.has_batches = bool(numbers.input_batching_dims)
-        self.indices, self.updates = (ir.RankedTensorType(each.type) for each in list(operation.operands)[1:3])
+        first = len(operation.results)  # several values are changed at the same places
+        self.indices, self.updates = (ir.RankedTensorType(operation.operands[first + each].type) for each in (0, 1))
+        self.places = [each for each in range(self.updates.rank) if each not in self.windows]  # of indices in updates
+        self.batch = [each for each in range(self.indices.rank) if each != self.vector]
 
     @property
     def is_single(self) -> bool:
@@ -117,6 +120,14 @@ class Scatter(Indexed):
         """Whether it adds its updates, and so may add them in any order and in parts."""
         block = self.operation.regions[0].blocks[0]
         return [each.name for each in block.operations] == ["stablehlo.add", "stablehlo.return"]
+
+    def divides_updates_wrongly(self, divided: Propagated) -> bool:
+        """Whether updates are divided that are not added up, or otherwise than their indices are."""
+        indices, *updates = divided.operands[len(self.operation.results) :]
+        pairs = [
+            (indices[each], one[place]) for one in updates for each, place in zip(self.batch, self.places, strict=True)
+        ]
+        return any(one != other or (one and not self.adds) for one, other in pairs)
 
     def is_of_rows(self, divided: Divided) -> bool:
         """Whether it changes single elements of the dimensions that are indexed and divided."""
@@ -137,10 +148,8 @@ class Scatter(Indexed):
             if whole and _fits(size, operand[each], used, devices):
                 inputs[each] = of_updates[place] = operand[each]
                 used |= {*operand[each]}
-        batch = [each for each in range(self.indices.rank) if each != self.vector]
-        places = [each for each in range(self.updates.rank) if each not in self.windows]
         of_indices, summed = [_NONE] * self.indices.rank, _NONE
-        for place, each in zip(places, batch, strict=True):
+        for place, each in zip(self.places, self.batch, strict=True):
             names = updates[place] or indices[each]
             if self.adds and _fits(self.indices.get_dim_size(each), names, used, devices):
                 of_indices[each] = of_updates[place] = names
