@@ -1,5 +1,6 @@
 """Checkpoints and saved models of several workers in one shared folder."""
 
+import concurrent.futures
 import os
 import threading
 
@@ -285,16 +286,14 @@ def test_what_the_chief_cannot_begin_is_the_error_of_all(programs, tmp_path):
 def test_workers_compare_what_they_have_heard_for_as_long_as_they_train(monkeypatch):
     """About once a second: the job kept the values of each time, and has no room after some minutes."""
     monkeypatch.setattr("replica_engine.hosts.job._MOST_VALUES", 5)
-    text = """
-from replica_engine.strategies.saving_together import Saving
-saving = Saving(member, lambda name, limited: None)
-print([saving.exchange("signals", -each) for each in range(9)] == [[each, -each] for each in range(9)], flush=True)
-"""
-    with job() as made:
-        process = made.start(1, text)
-        saving = Saving(made.join(0), lambda name, limited: None)
-        assert [saving.exchange("signals", each) for each in range(9)] == [[each, -each] for each in range(9)]
-        assert process.stdout.readline() == "True\n"
+    with job() as made, concurrent.futures.ThreadPoolExecutor(2) as pool:
+
+        def exchanged(worker):
+            saving = Saving(made.join(worker), lambda name, limited: None)
+            return [saving.exchange("signals", each * (1 - 2 * worker)) for each in range(9)]
+
+        for found in pool.map(exchanged, range(2)):
+            assert found == [[each, -each] for each in range(9)]
 
 
 class Chief:
