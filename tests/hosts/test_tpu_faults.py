@@ -271,6 +271,7 @@ for batch in strategy.experimental_distribute_dataset(x):
 """
 
 
+@pytest.mark.full("found as reductions that differ are, below")
 def test_another_size_of_batches_is_named(programs):
     with job(join=LONGER) as made:
         started = [programs.start(TPU_HEAD + BATCHES, env=made.environment(each)) for each in range(2)]
@@ -282,7 +283,7 @@ def test_another_size_of_batches_is_named(programs):
             assert re.search(r"worker 1: compilation of `lambda` at program.py:\d+ of .* float32\[8\], program", err)
 
 
-@pytest.mark.parametrize("later", [0, 1])
+@pytest.mark.parametrize("later", [0, pytest.param(1, marks=pytest.mark.full("test_job.py has it without processes"))])
 def test_another_order_is_found(programs, later):
     """When the programs are compiled, before there is a number; later, soon after the launch."""
     with job(join=LONGER) as made:

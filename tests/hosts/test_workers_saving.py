@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import threading
 
+import pytest
 from helpers.jobs import LONGER, job
 from helpers.workers import HEAD, TAIL, alone, failing, files, outputs
 
@@ -383,6 +384,7 @@ def test_an_exception_while_a_checkpoint_is_written_is_printed_last_and_the_othe
     assert files(tmp_path) == []
 
 
+@pytest.mark.full("a save is a launch that not all come to, which test_launcher.py has")
 def test_a_checkpoint_of_the_chief_alone_is_found(programs, tmp_path):
     with job(join=LONGER) as made:
         started = [
