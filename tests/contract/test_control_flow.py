@@ -252,7 +252,6 @@ def test_autograph_returns(check):
     check(program, lambda merging, x: merging.light(merging.light(merging.light(x)) * 2.0), 2)
 
 
-@ALONE_TOO
 def test_an_eager_run(strategy, merging, per_replica):
     """Operators of an eager replica are Python; those of a `tf.function` that it calls are not."""
     size = strategy.num_replicas_in_sync

@@ -413,6 +413,7 @@ def test_logs_of_a_whole_batch_are_those_of_one_device(trains_alike):
     trains_alike(lambda: in_parts(Logging(rows=rows)), 3, X[:2], REAL[:2, :1], batch_size=2)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 @pytest.mark.parametrize("is_eager", [False, True], ids=["traced", "eager"])
 @pytest.mark.parametrize("rows", [8, 7])
 def test_an_output_of_the_length_of_a_shard_is_no_row_of_a_sample(both, alike, rows, is_eager):

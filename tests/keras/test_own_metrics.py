@@ -209,10 +209,12 @@ def test_eager_steps_with_a_metric_that_is_no_sum(trains_alike):
     trains_alike(model_with(Biggest, run_eagerly=True), 2, X, Y, batch_size=9)
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_an_update_that_shows_nothing_before_it_runs(trains_alike):
     trains_alike(model_with(HelpedByAFunction), 2, X, Y, batch_size=8)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_an_update_that_depends_on_its_arguments(alone_and_replicated, alike):
     def make():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
