@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,22 +26,44 @@ LIBRARIES = ("tensorflow", "keras", "jax", "numpy")
 
 
 def summary(array: np.ndarray) -> list[Any]:
-    """What is kept of an array: dtype and shape, then its elements, or sums over them with different factors."""
+    """What is kept of an array: dtype and shape, then its elements, or two sums over them.
+
+    The first adds up their sizes. In the second each has a factor of its own, so it is another one for another order.
+    """
     if array.dtype.kind in "USO":
         return ["text", array.tolist()]
     values = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64).reshape(-1)
     values = np.concatenate([values.real, values.imag]) if array.dtype.kind == "c" else values
     finite = np.isfinite(values)
-    kind = f"{array.dtype}{list(array.shape)}" + (f" of which {int((~finite).sum())} not finite" * (not finite.all()))
+    kind = f"{array.dtype}{list(array.shape)}".replace(" ", "") + (
+        f" of which {int((~finite).sum())} not finite" * (not finite.all())
+    )
     values = np.where(finite, values, 0)
     if values.size <= WHOLE:
         return [kind, *map(_short, values)]
     places = np.arange(values.size)
-    return [kind, *map(_short, (values.sum(), np.abs(values).sum(), (values * np.cos(1.3 * places + 0.7)).sum()))]
+    return [kind, *map(_short, (np.abs(values).sum(), (values * np.cos(1.3 * places + 0.7)).sum()))]
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.11g}")
+    return float(f"{value:.9g}")
+
+
+def joined(numbers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with one array for the values of all replicas, if they are alike, so that the file is small."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, array in numbers.items():
+        parts.setdefault(re.sub(r" of replica \d+$", " of replicas", name), []).append(array)
+    made = {}
+    for name, arrays in parts.items():
+        alike = len({(array.dtype, array.shape[1:], array.ndim) for array in arrays}) == 1
+        if len(arrays) == 1:
+            made[name] = arrays[0]
+        elif alike:
+            made[name] = np.concatenate([np.atleast_1d(array) for array in arrays])
+        else:
+            made |= {f"{name} {index}": array for index, array in enumerate(arrays)}
+    return made
 
 
 def apart(kept: list[Any], found: list[Any]) -> float:
@@ -50,12 +73,15 @@ def apart(kept: list[Any], found: list[Any]) -> float:
     if kept[0] == "text":
         return 0.0 if kept == found else np.inf
     one, other = np.array(kept[1:], np.float64), np.array(found[1:], np.float64)
-    largest = np.abs(one).max(initial=0)
-    return float((np.abs(one - other).max(initial=0) - ABSOLUTE) / largest) if largest else float(np.any(other))
+    largest, distance = np.abs(one).max(initial=0), np.abs(one - other).max(initial=0) - ABSOLUTE
+    if distance <= 0:
+        return 0.0
+    return float(distance / largest) if largest else np.inf
 
 
 def far(kept: dict[str, Any], numbers: dict[str, np.ndarray]) -> Iterator[str]:
     """What is not as kept: the array with both summaries."""
+    numbers = joined(numbers)
     for name, summarized in kept["arrays"].items():
         tolerance = kept["tolerances"].get(name, TOLERANCE)
         if name not in numbers:
@@ -81,12 +107,18 @@ def write(plain: Recorded, nudged: list[Recorded], plans: dict[str, int]) -> Non
     }
     lines = [f'"versions": {json.dumps(versions())}']
     for name, kept in programs.items():
-        arrays = ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in kept.pop("arrays").items())
-        lines.append(f'{json.dumps(name)}: {json.dumps(kept)[:-1]}, "arrays": {{\n  {arrays}}}}}')
+        arrays = ",\n".join(f" {_compact(key)}:{_compact(value)}" for key, value in kept["arrays"].items())
+        rest = _compact({key: value for key, value in kept.items() if key != "arrays"})
+        lines.append(f'{_compact(name)}:{rest[:-1]},"arrays":{{\n{arrays}}}}}')
     FILE.write_text("{" + ",\n".join(lines) + "}\n")
 
 
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
 def _kept(numbers: dict[str, np.ndarray], nudged: list[dict[str, np.ndarray]], plan: int) -> dict[str, Any]:
+    numbers, nudged = joined(numbers), [joined(each) for each in nudged]
     kept: dict[str, Any] = {"plan": plan, "tolerances": {}, "rounding": [], "arrays": {}}
     for name, array in numbers.items():
         summarized = summary(array)
