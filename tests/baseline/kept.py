@@ -20,7 +20,7 @@ FACTOR = 100
 """How much farther than a nudge by a unit in the last place values may move."""
 MOST = 1e-2
 """An array that rounding alone moves farther than this says nothing, and is not kept."""
-WHOLE = 3
+WHOLE = 2
 """Arrays of as many elements are kept whole."""
 LIBRARIES = ("tensorflow", "keras", "jax", "numpy")
 
@@ -46,7 +46,7 @@ def summary(array: np.ndarray) -> list[Any]:
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.9g}")
+    return float(f"{value:.8g}")
 
 
 def joined(numbers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
