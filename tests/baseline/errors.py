@@ -63,6 +63,7 @@ def _uncompiled(strategy: Any, value: Any) -> Any:
 
 
 def _unbuilt(strategy: Any, value: Any) -> Any:
+    keras.backend.clear_session()  # the message has the names, which count what the process has made
     return replicate_model(keras.Sequential([keras.layers.Dense(1)]), strategy=strategy)
 
 
