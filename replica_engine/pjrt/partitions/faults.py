@@ -95,12 +95,12 @@ def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> b
     if any(_uneven(value, each, devices) for value, each in values) or _mixes_axes(divided, devices):
         return True
     if operation.name == "stablehlo.gather":
-        return _needs_neighbours(Gather(operation), divided.operands[0], devices)
+        return _needs_neighbours(Gather(operation), divided.operands[0], divided.operands[1], devices)
     scatter = Scatter(operation)
     if _has_two_axes(devices) and scatter.divides_updates_wrongly(divided):
         return True
     if scatter.adds:
-        return _needs_neighbours(scatter, divided.results[0], devices)
+        return _needs_neighbours(scatter, divided.results[0], divided.operands[len(operation.results)], devices)
     return bool(scatter.indexed(divided.results[0]))
 
 
@@ -115,9 +115,14 @@ def _axes(divided: Propagated) -> dict[str, None]:
     return dict.fromkeys(name for value in values for entry in value for name in entry)
 
 
-def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, devices: Devices) -> bool:
-    """Whether an index may lie in another part, in a way that the partitioner does not know."""
-    return bool(indexed.indexed(divided)) and (_has_two_axes(devices) or len(indexed.map) > 1)
+def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, indices: Divided, devices: Devices) -> bool:
+    """Whether an index may lie in another part, in a way that the partitioner does not know.
+
+    It knows the samples of a batch, of which each part has its own indices.
+    """
+    along = {name for each in indexed.indexed(divided) for name in divided[each]}
+    of_batch = {name for entry in indices for name in entry}
+    return bool(along) and (_has_two_axes(devices) or (len(indexed.map) > 1 and not along <= of_batch))
 
 
 def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> None:
