@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pathlib
 import pickle
@@ -29,12 +30,13 @@ def of_library(library: pathlib.Path, folder: pathlib.Path, only: str = "", nudg
     """
     folder.mkdir(parents=True, exist_ok=True)
     shares = [_Share(library, folder, index, only, nudge) for index in range(PROCESSES)]
-    try:
-        while sum(share.is_running() for share in shares):
-            time.sleep(0.2)
-    finally:
-        for share in shares:
-            share.end()
+    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
+        try:
+            for each in [pool.submit(share.finish) for share in shares]:
+                each.result()
+        finally:
+            for share in shares:
+                share.end()
     return {name: numbers for share in shares for name, numbers in share.recorded.items()}
 
 
@@ -43,6 +45,7 @@ class _Share:
 
     def __init__(self, library: pathlib.Path, folder: pathlib.Path, index: int, only: str, nudge: int | None):
         self.recorded: Recorded = {}
+        self._is_given_up = False
         self._library, self._index, self._only, self._nudge = library, index, only, nudge
         self._file, self._log = folder / f"share {index}.pickle", folder / f"share {index}.log"
         self._log.unlink(missing_ok=True)
@@ -60,26 +63,28 @@ class _Share:
             self._process = subprocess.Popen(command, cwd=self._library, env=environment, stdout=log, stderr=log)
 
     def end(self) -> None:
-        """Ends the process, if it has not ended."""
+        """Ends the process, if it has not ended; none goes on after it."""
+        self._is_given_up = True
         self._process.kill()
         self._process.wait()
 
-    def is_running(self) -> bool:
-        """Whether there is more to come; starts the next process if one has ended in a program."""
-        if (status := self._process.poll()) is None:
-            return True
+    def finish(self) -> None:
+        """Waits for the last program; starts the next process where one has ended in a program."""
+        while not self._has_finished(self._process.wait()) and not self._is_given_up:
+            self._begin()
+
+    def _has_finished(self, status: int) -> bool:
         begun = None
         for name, numbers in _entries(self._file):
             begun = name if numbers is None else None
             if numbers is not None:
                 self.recorded[name] = numbers
         if status == 0:
-            return False
+            return True
         if begun is None:
             raise RuntimeError(f"No program has begun. {self._log} has the reason:\n{self._log.read_text()[-2000:]}")
         self.recorded[begun] = {"raised": np.array(f"the process ended with {status}")}
-        self._begin()
-        return True
+        return False
 
 
 def _entries(file: pathlib.Path) -> Iterator[tuple[str, dict[str, np.ndarray] | None]]:
