@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs", "reliability.md")
@@ -15,12 +15,16 @@ BEGIN, END = "<!-- begin: make soak -->", "<!-- end: make soak -->"
 
 def machine() -> dict[str, str]:
     """Describes the machine and the versions."""
-    names = ("tensorflow", "jax", "keras", "numpy")
+    try:
+        tensorflow = version("tensorflow")
+    except PackageNotFoundError:
+        tensorflow = version("tensorflow-cpu")
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-    } | {name: version(name) for name in names}
+        "tensorflow": tensorflow,
+    } | {name: version(name) for name in ("jax", "keras", "numpy")}
 
 
 def write(figures: str, page: str = PAGE) -> None:

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from helpers import fork_server, progress, quiet, tiers
-from helpers.versions import HAS_XLA, JAXLIB, TENSORFLOW
+from helpers import environment, fork_server, progress, quiet, tiers
+from helpers.versions import HAS_XLA
 
 import replica_engine
 from replica_engine.hosts.addresses import held_address
@@ -29,20 +29,7 @@ from replica_engine.testing import no_leaked_threads
 if TYPE_CHECKING:
     import tensorflow as tf
 
-# Tests compile many small programs and run each a few times: LLVM need not spend long on them, in subprocesses either,
-# nor XLA on fused loops of its newer kind. With XLA_FLAGS= in the environment they are compiled as users' are.
-QUICK_TO_COMPILE = (
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    # XLA exits where it does not know it.
-    *(["--xla_cpu_use_fusion_emitters=false"] if (2, 20) <= TENSORFLOW < (2, 22) and JAXLIB < (0, 11) else []),
-)
-os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_COMPILE))
-# For each op of each graph, oneDNN's pass searches all kernels: 3% of the time of all tests. Only some CPUs have it on.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-
-# Threads of NumPy's linear algebra spin for a while when a process begins, and tests multiply small matrices.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+environment.set_up()
 
 # Rewriting the assertions of all tests takes seconds, and compiling this library takes one: processes share what the
 # first one made.
@@ -133,7 +120,8 @@ if HAS_XLA:
         modules=("test_collectives", "test_host_ops", "test_keras", "test_uneven_batches", "test_variables"),
     )
 else:
-    collect_ignore = ["sharding", "xla", "tpu", *(f"bad_input/test_{name}.py" for name in ("collectives", "replicate"))]
+    collect_ignore = ["baseline", "sharding", "xla", "tpu"]
+    collect_ignore += [f"bad_input/test_{name}.py" for name in ("collectives", "replicate")]
     collect_ignore += [
         "faults/test_parts.py",
         "hosts/test_tpu_faults.py",

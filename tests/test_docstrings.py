@@ -18,7 +18,14 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("package", sorted({name.split(".")[1] for name in MODULES}))
+TRAINS = pytest.mark.full("its examples train and compile, as the tests do")
+MARKS = dict.fromkeys(("keras", "strategies", "testing", "xla"), TRAINS)
+
+
+@pytest.mark.parametrize(
+    "package",
+    [pytest.param(name, marks=MARKS.get(name, ())) for name in sorted({name.split(".")[1] for name in MODULES})],
+)
 def test_examples_run(package):
     names = [name for name in MODULES if name.split(".")[1] == package]
     failed = [name for name in names if doctest.testmod(importlib.import_module(name), verbose=False).failed]

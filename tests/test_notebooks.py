@@ -153,6 +153,7 @@ def outputs_of(cell, kind):
     return [output for output in cell["outputs"] if output["output_type"] == kind]
 
 
+@pytest.mark.full("a page of the documentation")
 def test_the_tutorial_shows_what_it_prints(monkeypatch, tmp_path):
     """Runs the cells in one namespace, and compares what they show with what is stored."""
     cells = [cell for cell in json.loads(TUTORIAL.read_text())["cells"] if cell["cell_type"] == "code"]

@@ -10,6 +10,7 @@ TensorFlow:
   dataset.
 - `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
+- `handled`: functions around which TensorFlow or Keras has put a handler of errors.
 - `profiler`: whether the profiler runs, and spans in its traces.
 
 Keras:

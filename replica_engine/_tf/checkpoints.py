@@ -20,13 +20,15 @@ import functools
 import os
 import re
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 # checkpoint: Checkpoint._write is what save, write and CheckpointManager.save end in; _execute_callbacks is called
-# there at the end. Checkpoint.save, read and restore turn to AsyncCheckpointHelper before that.
+# there at the end. Checkpoint.save, read and restore turn to AsyncCheckpointHelper before that, which
+# _async_checkpointer makes. TrackableSaver.restore is what they and tf.saved_model.load end in.
 # checkpoint_context: in_preemption_save_context says that the process is about to be ended.
 # checkpoint_management: update_checkpoint_state_internal writes the file that lists the checkpoints,
 # _delete_file_if_exists deletes old ones, file_io is what it looks for files with.
@@ -52,7 +54,9 @@ MANAGEMENT = "tensorflow.python.checkpoint.checkpoint_management"
 SAVED_MODEL = "tensorflow.python.saved_model.save"
 HANDLER = "tensorflow.python.distribute.failure_handling.failure_handling.PreemptionCheckpointHandler"
 SAVER = "tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver"
-METHODS = WRITE, SAVE, READ, RESTORE, SYNC = "_write", "save", "read", "restore", "sync"
+READER = "tensorflow.python.checkpoint.checkpoint.TrackableSaver"
+METHODS = WRITE, HELPER, SYNC = "_write", "_async_checkpointer", "sync"
+SAVE, RESTORE = "save", "restore"
 STATE, DELETE, NODES = "update_checkpoint_state_internal", "_delete_file_if_exists", "save_and_return_nodes"
 FILES, MATCHING = "file_io", "get_matching_files"
 
@@ -144,10 +148,9 @@ def take_over(saves: Saves) -> None:
     if hasattr(getattr(cls, WRITE), _MARK):
         return
     _replace(cls, WRITE, functools.partial(_written, saves))
-    _replace(cls, SAVE, functools.partial(_saved, saves))
-    _replace(cls, READ, functools.partial(_read, saves))
-    _replace(cls, RESTORE, functools.partial(_restored, saves))
+    _replace(cls, HELPER, functools.partial(_helped, saves))
     _replace(cls, SYNC, functools.partial(_synchronized, saves))
+    _replace(_checkpoint.TrackableSaver, RESTORE, functools.partial(_read, saves))
     _replace(_functional_saver.MultiDeviceSaver, SAVE, functools.partial(_given, saves))
     _replace(_management, STATE, _listed)
     _replace(_management, DELETE, _deleted)
@@ -238,6 +241,8 @@ def _written(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
                 _leaves.reset(tokens[0])
                 _folder.reset(tokens[1])
 
+        if asynchronous:
+            getattr(self, HELPER)()  # so that `sync` waits for it
         take = functools.partial(original, self, path, options)
         # The process is about to be ended: what is on a thread then may be lost.
         saves.save(self, path, take, finish, asynchronous and not _context.in_preemption_save_context())
@@ -246,46 +251,66 @@ def _written(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
     return write
 
 
-def _saved(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def save(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        if options is None or not options.experimental_enable_async_checkpoint or not saves.concerns(self):
-            return original(self, file_prefix, options)
-        token = _asynchronously.set(True)
-        try:
-            return original(self, file_prefix, _synchronous(options))
-        finally:
-            _asynchronously.reset(token)
-
-    return save
-
-
 _asynchronously: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_asynchronously", default=False)
 """Whether `Checkpoint.save` was called with an option that it must not see itself."""
 
 
-def _restored(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def restore(self: Any, save_path: Any, options: Any = None) -> Any:
-        saves.wait(raises=False)  # the objects may have no variables yet: they get their values when they are made
-        if not saves.concerns(self):
-            return original(self, save_path, options)
-        self._checkpoint_options = None  # it would turn to AsyncCheckpointHelper
-        return original(self, save_path, _synchronous(options))  # which calls `read`, with the path of a SavedModel
+class _Helper:
+    """What a checkpoint has in the place of AsyncCheckpointHelper.
 
-    return restore
+    A program may have names of its own for methods of a checkpoint (`save = checkpoint.save`), from a time when it had
+    no variables of a strategy. These methods turn to the helper.
+    """
+
+    def __init__(self, saves: Saves, checkpoint: Any):
+        self._saves, self._checkpoint = saves, weakref.ref(checkpoint)
+
+    def save(self, file_prefix: Any, options: Any) -> Any:
+        token = _asynchronously.set(True)
+        try:
+            return self._synchronous().save(file_prefix, _synchronous(options))
+        finally:
+            _asynchronously.reset(token)
+
+    def read(self, save_path: Any, options: Any) -> Any:
+        return self._synchronous().read(save_path, _synchronous(options))
+
+    def restore(self, save_path: Any, options: Any) -> Any:
+        return self._synchronous().restore(save_path, _synchronous(options))
+
+    def sync(self) -> None:
+        self._saves.wait(raises=True)
+
+    def _synchronous(self) -> Any:
+        checkpoint = self._checkpoint()
+        assert checkpoint is not None, "it is being used"
+        checkpoint._checkpoint_options = None  # it would turn to the helper again
+        return checkpoint
+
+
+def _helped(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
+    def helper(self: Any) -> Any:
+        known = self._async_checkpointer_impl
+        is_ours = isinstance(known, _Helper)
+        if saves.concerns(self) is not is_ours:
+            if known is not None:
+                known.sync()
+            self._async_checkpointer_impl = None if is_ours else _Helper(saves, self)
+        return self._async_checkpointer_impl or original(self)
+
+    return helper
 
 
 def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def read(self: Any, save_path: Any, options: Any = None) -> Any:
-        saves.wait(raises=False)
-        if isinstance(save_path, (str, os.PathLike)):
-            save_path = saves.readable(os.fspath(save_path))
-        if save_path is None or not saves.concerns(self):
+    def restore(self: Any, save_path: Any, options: Any = None) -> Any:
+        saves.wait(raises=False)  # the objects may have no variables yet: they get their values when they are made
+        if not isinstance(save_path, (str, os.PathLike)):
             return original(self, save_path, options)
-        self._checkpoint_options = None
-        with saves.reading(os.fspath(save_path)):
-            return original(self, save_path, _synchronous(options))
+        path = saves.readable(os.fspath(save_path))
+        with saves.reading(path):
+            return original(self, path, options)
 
-    return read
+    return restore
 
 
 def _synchronized(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -212,13 +212,13 @@ PATCHES: tuple[Patch, ...] = (
     *(
         Patch(owner, name, "checkpoints are atomic, asynchronous, and in parts", _FIRST_SAVED, _NOT_OURS)
         for owner, name in (
-            *((checkpoints.CHECKPOINT, name) for name in checkpoints.METHODS if name != checkpoints.READ),
+            *((checkpoints.CHECKPOINT, name) for name in checkpoints.METHODS),
             (checkpoints.SAVER, checkpoints.SAVE),
         )
     ),
     Patch(
-        checkpoints.CHECKPOINT,
-        checkpoints.READ,
+        checkpoints.READER,
+        checkpoints.RESTORE,
         "checkpoints are read in parts, and from folders whose names TensorFlow takes for patterns",
         _FIRST_SAVED,
         "the second for all checkpoints",
@@ -282,7 +282,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     *(
         Patch(owner, name, "gradients that a step changes are known", _REPLICATED, _NOT_SHARDS)
-        for owner, name in (("tensorflow.GradientTape", "gradient"), ("tensorflow", "gradients"))
+        for owner, name in (("tensorflow.GradientTape", "gradient"), (keras_hooks.GRADIENTS, keras_hooks.HELPERS))
     ),
     Patch(keras_hooks.METRICS, keras_hooks.SAMPLEWISE, "means over shards count by samples", _REPLICATED, _SHARDS),
     Patch(

@@ -26,7 +26,13 @@ def strategy_of(name: str, replicas: int) -> Any:
     return replica_engine.MirroredStrategy(replica_engine.logical_devices(4)[:replicas])
 
 
-def trained(spec: Spec, one_device: bool = False, nudge: int | None = None, compiled: bool = False) -> Numbers:
+def trained(
+    spec: Spec,
+    one_device: bool = False,
+    nudge: int | None = None,
+    compiled: bool = False,
+    uses: tuple[str, ...] = ("evaluate", "predict"),
+) -> Numbers:
     """All numbers of a training: logs, metrics, weights, the state of the optimizer, predictions.
 
     Args:
@@ -34,13 +40,14 @@ def trained(spec: Spec, one_device: bool = False, nudge: int | None = None, comp
         one_device: trains with plain Keras, without a strategy.
         nudge: changes the initial weights by a unit in the last place, up or down at random from this seed.
         compiled: TensorFlow compiles the step of plain Keras with XLA.
+        uses: what is done with the trained model.
     """
     keras.backend.clear_session()
     before = keras.config.floatx()
     keras.config.set_floatx(spec.dtype)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return _Training(spec, one_device, nudge, compiled, folder).numbers
+            return _Training(spec, one_device, nudge, compiled, uses, folder).numbers
     finally:
         keras.config.set_floatx(before)
 
@@ -52,7 +59,9 @@ class _Training:
         numbers: what came out.
     """
 
-    def __init__(self, spec: Spec, one_device: bool, nudge: int | None, compiled: bool, folder: str):
+    def __init__(
+        self, spec: Spec, one_device: bool, nudge: int | None, compiled: bool, uses: tuple[str, ...], folder: str
+    ):
         self.spec, self.one_device, self.folder = spec, one_device, folder
         self._compiled = compiled
         self._is_plain = one_device  # what trains now is plain Keras
@@ -70,7 +79,7 @@ class _Training:
         if spec.between is not None:
             self._between(spec.between)
             self._fit("second", self.runner, 1)
-        self._use()
+        self._use(uses)
 
     def _make(self) -> None:
         self.model = model.built(self.spec)
@@ -189,7 +198,7 @@ class _Training:
                     layer.trainable = False
             self._compile(made)
 
-    def _use(self) -> None:
+    def _use(self, uses: tuple[str, ...]) -> None:
         """`evaluate` and `predict`."""
         size = self._test_batch()
         x, y, *weights = data.samples(self.spec, 2 * size, data.TEST)
@@ -197,10 +206,12 @@ class _Training:
             tested: dict[str, Any] = {"x": self._dataset(data.batches(self.spec, (size, size), data.TEST))}
         else:
             tested = {"x": x, "y": y, "batch_size": size} | ({"sample_weight": weights[0]} if weights else {})
-        found = self.runner.evaluate(verbose=0, return_dict=True, **tested)
-        self.numbers |= {f"evaluate {name}": np.asarray(value) for name, value in found.items()}
-        outputs = tf.nest.flatten(self.runner.predict(x, batch_size=size, verbose=0))
-        self.numbers |= {f"predict {index}": np.asarray(each) for index, each in enumerate(outputs)}
+        if "evaluate" in uses:
+            found = self.runner.evaluate(verbose=0, return_dict=True, **tested)
+            self.numbers |= {f"evaluate {name}": np.asarray(value) for name, value in found.items()}
+        if "predict" in uses:
+            outputs = tf.nest.flatten(self.runner.predict(x, batch_size=size, verbose=0))
+            self.numbers |= {f"predict {index}": np.asarray(each) for index, each in enumerate(outputs)}
 
 
 _OWN = {"own_loss": model.own_loss, "own_metric": model.own_metric, "LargestError": model.LargestError}

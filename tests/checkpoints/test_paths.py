@@ -155,7 +155,13 @@ def fit(model, backup, *callbacks, data=None):
         *(pytest.param(name, marks=pytest.mark.full("other characters")) for name in ("a*/[!b]", "job?\\")),
     ],
 )
-@pytest.mark.parametrize("model", [None, *KINDS])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(kind, marks=pytest.mark.full("as on threads") if kind == "compiled" else ())
+        for kind in [None, *KINDS]
+    ],
+)
 def test_a_training_goes_on_from_a_folder_whose_name_is_a_pattern(model, name, tmp_path):
     """Its variables, and the state of the iterator of its dataset, are read."""
     with pytest.raises(InterruptedError):

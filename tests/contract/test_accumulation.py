@@ -282,6 +282,7 @@ def test_fit_of_a_replicated_model(strategy):
 
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
+@pytest.mark.full("as test_a_group_is_one_step_with_the_mean_of_its_gradients, in a fit")
 def test_a_group_of_batches_is_a_batch(strategy):
     """With momentum alone: without accumulation Keras treats the rows of a table otherwise than dense gradients."""
 
@@ -351,7 +352,13 @@ def test_with_a_cross_replica_optimizer(strategy, per_replica, reduction):
 
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
-@pytest.mark.parametrize("k", [None, 2], ids=["plain", "accumulating"])
+@pytest.mark.parametrize(
+    "k",
+    [
+        pytest.param(None, id="plain", marks=pytest.mark.full("keras/test_layers.py has it")),
+        pytest.param(2, id="in groups"),
+    ],
+)
 def test_an_overflow_on_one_replica_counts_for_all(strategy, per_replica, k):
     """Keras itself asks the first replica alone, and weights become infinite where another one overflows."""
     with strategy.scope():

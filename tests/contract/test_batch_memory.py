@@ -67,6 +67,7 @@ def test_arrays_that_python_gives_to_a_dataset_stay_as_they_are(strategy, source
     np.testing.assert_allclose(sums, ROWS * COLUMNS / np.e, rtol=1e-5)
 
 
+@pytest.mark.replicas(2)
 def test_fit_leaves_the_arrays_of_a_sequence_as_they_are(strategy):
     inputs, targets = [[aligned(value) for _ in range(4)] for value in (1.0, 2.0)]
 
@@ -121,6 +122,7 @@ def test_a_step_that_finds_no_batch_changes_no_variable(strategy, nested):
         assert int(own.read_value()) == 4 * epoch
 
 
+@pytest.mark.replicas(2)
 def test_fit_of_a_dataset_of_unknown_length_counts_its_batches_and_no_more(strategy):
     data = [(np.full([8, 3], index, "float32"), np.ones([8, 1], "float32")) for index in range(3)]
     specs = tuple(tf.TensorSpec([None, size], tf.float32) for size in (3, 1))

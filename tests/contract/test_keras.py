@@ -264,6 +264,8 @@ def test_a_custom_train_step_runs_in_replicas(strategy):
     assert losses[1] < losses[0]
 
 
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
 def test_an_optimizer_by_name_outside_the_scope_trains_as_one_inside(strategy):
     def history(compiles_inside):
         with strategy.scope():
@@ -272,7 +274,7 @@ def test_an_optimizer_by_name_outside_the_scope_trains_as_one_inside(strategy):
                 model.compile("adam", "mse", metrics=["mae"])
         if not compiles_inside:
             model.compile("adam", "mse", metrics=["mae"])
-        return fit(model), model.evaluate(batches(), verbose=0), model.get_weights(), model
+        return fit(model, epochs=1), model.evaluate(batches(), verbose=0), model.get_weights(), model
 
     *inside, _ = history(compiles_inside=True)
     *outside, model = history(compiles_inside=False)

@@ -56,7 +56,7 @@ def test_an_empty_batch_has_no_loss_and_no_gradient(strategy):
     assert replica_engine.join_outputs(strategy, strategy.run(lambda x: x, args=(shares,)), 0).shape == (0, 3)
 
 
-@pytest.mark.replicas(4)
+@pytest.mark.replicas(2)
 def test_a_loop_over_uneven_batches_trains_as_one_device_does(strategy):
     """Three batches of 8 and 5 samples, Adam: a few units in the last place (6e-8) a step."""
 

@@ -20,14 +20,14 @@ def _skip_without_jax(page):
         pytest.importorskip("jax")
 
 
-FIRST = re.compile(r"README|docs/(start|tutorials|index)")
-"""The pages of a reader's first day; the programs of others run in the full tier."""
+FIRST = re.compile(r"README|docs/(index|start|tutorials/(index|own_loop))")
+"""The pages of a reader's first hour; the programs of others run in the full tier."""
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=() if FIRST.match(str(page)) else (pytest.mark.full("no page of the first day"),))
+        pytest.param(page, marks=() if FIRST.match(str(page)) else (pytest.mark.full("no page of the first hour"),))
         for page in pages.pages()
     ],
 )

@@ -19,7 +19,7 @@ def inject(injections):
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("seed", range(0, 150, 50))
+@pytest.mark.parametrize("seed", [0, pytest.param(50, marks=pytest.mark.full("another number"))])
 def test_on_threads(seed):
     """Each model and its strategies are new here, so earlier tests cannot hide a fault."""
     inject([Injection.drawn(number, only_quick=True) for number in range(seed, seed + 50)])

@@ -159,6 +159,7 @@ def own_strategies():
 
 
 @pytest.mark.usefixtures("own_strategies")
+@pytest.mark.full("a whole training of the soak, of which the parts are tested")
 def test_a_metric_that_counts_replicas_is_found(monkeypatch):
     """Real trainings: all their other numbers are those of one device, in both runs."""
 

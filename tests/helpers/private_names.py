@@ -188,6 +188,7 @@ PRIVATE = (
     Private(checkpoint, "_execute_callbacks", "callbacks of a checkpoint that is complete"),
     Private(functional_saver.MultiDeviceSaver, "_get_shards_by_task", "the values of a checkpoint"),
     Private(tf.train.Checkpoint(), "_checkpoint_options", "reading without TensorFlow's own thread"),
+    Private(tf.train.Checkpoint(), "_async_checkpointer_impl", "what saves asynchronously, and `sync` waits for"),
     Private(functional_saver.MultiDeviceSaver({}), "_registered_savers", "objects that write files of their own"),
     Private(tf.distribute.MirroredStrategy, "_collective_key_base", "separate collective keys for each strategy"),
 )

@@ -67,7 +67,7 @@ class OnReplica:
 
     def map(self, body, x, y):
         rows = tf.map_fn(
-            lambda step: body(x + step, y), tf.constant([0.0, 0.5]), fn_output_signature=(x.dtype, y.dtype)
+            lambda step: body(x + step, y), tf.constant([0.0, 0.5], x.dtype), fn_output_signature=(x.dtype, y.dtype)
         )
         return tuple(tf.reduce_mean(each, 0) for each in rows)
 

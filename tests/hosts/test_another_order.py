@@ -24,7 +24,9 @@ both = [sums, means]
 """
 
 
-@pytest.mark.parametrize(("traced", "later"), [(0, 0), (1, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("traced", "later"), [(0, 0), (1, 1), pytest.param(1, 0, marks=pytest.mark.full("each is above"))]
+)
 def test_another_order_is_found(programs, traced, later):
     """At the first launch before there is a number; later, soon after it."""
     with job(join=LONGER) as made:
@@ -106,11 +108,13 @@ for each in (second, first) if me else (first, second):
 @pytest.mark.parametrize(
     ("what", "right"),
     [
-        ("eager", [2.0, 20.0]),
         ("sizes", [2.0, 80.0]),
         ("kinds", [4.0, 80.0]),
         ("functions", [2.0, 20.0]),
-        ("loops", [6.0, 60.0]),
+        *(
+            pytest.param(*case, marks=pytest.mark.full("as sizes, or as functions"))
+            for case in (("eager", [2.0, 20.0]), ("loops", [6.0, 60.0]))
+        ),
     ],
 )
 def test_swapped_launches_give_no_number(programs, what, right):
@@ -139,7 +143,7 @@ for batch in dataset:
 """
 
 
-@pytest.mark.parametrize("of_function", [0, 1])
+@pytest.mark.parametrize("of_function", [0, pytest.param(1, marks=pytest.mark.full("the same batches"))])
 def test_another_size_of_batches_is_found(programs, of_function):
     with job(join=LONGER) as made:
         started = [

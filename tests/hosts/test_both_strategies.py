@@ -109,7 +109,10 @@ except errors.WorkerLostError as error:
 """
 
 
-@pytest.mark.parametrize(("kind", "victim"), [*zip(KINDS, (0, 1), strict=False)])
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [("threads", 0), *(pytest.param(kind, 1, marks=pytest.mark.full("the same connection")) for kind in KINDS[1:])],
+)
 def test_the_network_is_cut(programs, kind, victim):
     """The way of one worker to the coordinator: it hears no coordinator, and the other is told that it is silent."""
     with job(join=LONGER) as made, socket.create_server(("127.0.0.1", 0)) as steps_run:

@@ -197,7 +197,11 @@ except replica_engine.errors.ProgramDisagreementError as error:
                 "1: compilation of `creation of the variable kernel, float32[64, 16], whole on each replica ('zero1'",
             ],
         ),
-        ("meshes", ["ModelParallel, mesh 'batch'=2 x 'model'=2", "ModelParallel, mesh 'batch'=1 x 'model'=4"]),
+        pytest.param(
+            "meshes",
+            ["ModelParallel, mesh 'batch'=2 x 'model'=2", "ModelParallel, mesh 'batch'=1 x 'model'=4"],
+            marks=pytest.mark.full("another word of the same comparison"),
+        ),
     ],
 )
 def test_workers_that_divide_in_other_ways_are_told_when_they_make_the_first_variable(programs, case, words):

@@ -1,8 +1,10 @@
 """Checkpoints and saved models of several workers in one shared folder."""
 
+import concurrent.futures
 import os
 import threading
 
+import pytest
 from helpers.jobs import LONGER, job
 from helpers.workers import HEAD, TAIL, alone, failing, files, outputs
 
@@ -285,16 +287,14 @@ def test_what_the_chief_cannot_begin_is_the_error_of_all(programs, tmp_path):
 def test_workers_compare_what_they_have_heard_for_as_long_as_they_train(monkeypatch):
     """About once a second: the job kept the values of each time, and has no room after some minutes."""
     monkeypatch.setattr("replica_engine.hosts.job._MOST_VALUES", 5)
-    text = """
-from replica_engine.strategies.saving_together import Saving
-saving = Saving(member, lambda name, limited: None)
-print([saving.exchange("signals", -each) for each in range(9)] == [[each, -each] for each in range(9)], flush=True)
-"""
-    with job() as made:
-        process = made.start(1, text)
-        saving = Saving(made.join(0), lambda name, limited: None)
-        assert [saving.exchange("signals", each) for each in range(9)] == [[each, -each] for each in range(9)]
-        assert process.stdout.readline() == "True\n"
+    with job() as made, concurrent.futures.ThreadPoolExecutor(2) as pool:
+
+        def exchanged(worker):
+            saving = Saving(made.join(worker), lambda name, limited: None)
+            return [saving.exchange("signals", each * (1 - 2 * worker)) for each in range(9)]
+
+        for found in pool.map(exchanged, range(2)):
+            assert found == [[each, -each] for each in range(9)]
 
 
 class Chief:
@@ -384,6 +384,7 @@ def test_an_exception_while_a_checkpoint_is_written_is_printed_last_and_the_othe
     assert files(tmp_path) == []
 
 
+@pytest.mark.full("a save is a launch that not all come to, which test_launcher.py has")
 def test_a_checkpoint_of_the_chief_alone_is_found(programs, tmp_path):
     with job(join=LONGER) as made:
         started = [

@@ -1,7 +1,8 @@
 """Both strategies, and short ways to say what nearly every test here says: as on one device.
 
 Tracing and compiling take nearly all the time. So a claim is tested on both kinds of strategies where they differ in
-code, and else on one of them, with `pytest.mark.on("mirrored")` or `pytest.mark.on("tpu")`.
+code, and else on one of them, with `pytest.mark.on("mirrored")` or `pytest.mark.on("tpu")`. With `rest="tpu"` it is
+tested on that in the full tier: the parts of it that differ are watched by others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,14 +62,18 @@ class Pair:
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "on(kind): run the test, or those of a module, on this kind of strategy only")
+    config.addinivalue_line(
+        "markers", "on(kind, rest): run the test, or those of a module, on this kind of strategy, and not on all"
+    )
 
 
 def pytest_generate_tests(metafunc):
-    """Runs a test that takes `both` on each kind of strategy, or on the one that it is marked with."""
+    """Runs a test that takes `both` on each kind of strategy, or on the ones that it is marked with."""
     if "both" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("on")
         kinds = [kind if kind in MAKERS else "mirrored" for kind in marker.args] if marker else list(MAKERS)
+        if marker and (rest := marker.kwargs.get("rest")) in MAKERS and rest not in kinds:
+            kinds.append(pytest.param(rest, marks=pytest.mark.full("as on the other kind of strategy")))
         metafunc.parametrize("both", kinds, indirect=True, scope="module")
 
 

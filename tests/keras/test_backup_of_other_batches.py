@@ -66,17 +66,18 @@ def generator(batch_size=8):
     return {"x": tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)}
 
 
-def train(folder, data, steps_at_once=1, after=None, kind="threads"):
-    """Trains for three epochs; returns how many steps all processes have made, and the rows of each epoch."""
+def train(folder, data, steps_at_once=1, after=None, kind="threads", epochs=3):
+    """Trains; returns how many steps all processes have made, and the rows of each epoch."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("adam", "mse", metrics=[Seen()], steps_per_execution=steps_at_once)
+    is_eager = kind == "plain" and steps_at_once == 1  # which saves the time to trace it
+    model.compile("adam", "mse", metrics=[Seen()], steps_per_execution=steps_at_once, run_eagerly=is_eager)
     devices = replica_engine.logical_devices(2)
     trained = replicate_model(model, strategy=replica_engine.MirroredStrategy(devices)) if kind == "threads" else model
     backup = BackupAndRestore(folder, save_freq=1, asynchronous=False)
     callbacks = [backup] if after is None else [backup, Ends(after)]
     with contextlib.suppress(InterruptedError):
-        history = trained.fit(**data, epochs=3, verbose=0, callbacks=callbacks).history
+        history = trained.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks).history
         return int(model.optimizer.iterations.numpy()), history["seen"]
 
 
@@ -100,8 +101,8 @@ def test_another_number_of_steps_at_once(data, first, second, after, tmp_path):
 
 def restart(tmp_path, before, now):
     """Ends a training after 5 batches, and starts it with other data."""
-    train(tmp_path, before, after=6, kind="plain")
-    return train(tmp_path, now, kind="plain")
+    train(tmp_path, before, after=6, kind="plain", epochs=1)
+    return train(tmp_path, now, kind="plain", epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def fitting(tmp_path, in_scope=False):
             model = keras.Sequential([keras.Input((3,)), *(keras.layers.Dense(3) for _ in range(4))])
             for index in frozen:
                 model.layers[index].trainable = False
-            model.compile("adam", "mse")
+            model.compile("adam", "mse", run_eagerly=True)
             if in_scope:
                 model.optimizer.build(model.trainable_variables)
         backup = BackupAndRestore(tmp_path, save_freq=1, asynchronous=False)

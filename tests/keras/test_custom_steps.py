@@ -240,6 +240,7 @@ def test_a_loss_of_ones_own(trains_alike):
     trains_alike(make, 2, X, [REAL, REAL], batch_size=9)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_a_step_may_keep_its_state_in_a_weight(both, batched):
     """Counted once a step, not once for each replica."""
 
@@ -346,35 +347,34 @@ LARGE = 33_554_433  # float32 has 33,554,432 and 33,554,436
 
 
 class Logging(InParts):
-    """Returns what `value` makes of the model, the samples and the loss."""
+    """Returns what each of `values` makes of the model and the samples."""
 
-    def __init__(self, value):
+    def __init__(self, **values):
         super().__init__()
-        self.value = value
+        self.logged = values
 
     def train_step(self, data):
         loss = self.error(data)
         self.seen.assign(LARGE - 1)
-        return {"value": self.value(self, data[0]), "loss": loss}
+        return {"loss": loss, **{name: value(self, data[0]) for name, value in self.logged.items()}}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        lambda model, x: tf.reduce_mean(x, 0)[:3],
-        lambda model, x: tf.reduce_mean(x, 0, keepdims=True)[:, :1, tf.newaxis][0],
-        lambda model, x: LARGE + tf.reduce_mean(tf.cast(x, "float64")),
-        lambda model, x: tf.constant(LARGE),
-        lambda model, x: model.seen,
-        lambda model, x: tf.convert_to_tensor(model.seen) + 1,
-        lambda model, x: tf.convert_to_tensor(model.seen) == LARGE - 1,
-        lambda model, x: model.optimizer.iterations,
-    ],
-    ids=["vector", "one number", "float64", "integer", "variable", "computed", "bool", "iterations"],
-)
-def test_logs_keep_their_shape_and_precision(trains_alike, value):
+def test_logs_keep_their_shape_and_precision(trains_alike):
+    values = {
+        "vector": lambda model, x: tf.reduce_mean(x, 0)[:3],
+        "one number": lambda model, x: tf.reduce_mean(x, 0, keepdims=True)[:, :1, tf.newaxis][0],
+        "float64": lambda model, x: LARGE + tf.reduce_mean(tf.cast(x, "float64")),
+        "integer": lambda model, x: tf.constant(LARGE),
+        "variable": lambda model, x: model.seen,
+        "computed": lambda model, x: tf.convert_to_tensor(model.seen) + 1,
+        "bool": lambda model, x: tf.convert_to_tensor(model.seen) == LARGE - 1,
+        "iterations": lambda model, x: model.optimizer.iterations,
+    }
     exact = {"rtol": 1e-9, "atol": 1e-6}
-    trains_alike(lambda: in_parts(Logging(value)), 2, X[:10], REAL[:10, :1], batch_size=10, close=exact)
+    _, _, found = trains_alike(
+        lambda: in_parts(Logging(**values)), 2, X[:10], REAL[:10, :1], batch_size=10, close=exact
+    )
+    assert found.keys() == {"loss", *values}
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_logs_keep_their_shape_and_precision(trains_alike, value):
     ids=["of samples", "length", "length and state", "count", "text"],
 )
 def test_logs_that_replicas_cannot_combine_are_refused(both, batched, value, text):
-    model = replicate_model(in_parts(Logging(value)), strategy=both(2))
+    model = replicate_model(in_parts(Logging(value=value)), strategy=both(2))
     with pytest.raises(LogError, match=f"(?s)'value'.*{text}"):
         model.fit(batched(10, X[:10], REAL[:10, :1]), verbose=0)
 
@@ -397,7 +397,7 @@ def test_logs_that_replicas_cannot_combine_are_refused(both, batched, value, tex
 @pytest.mark.on("mirrored")
 def test_a_graph_knows_a_vector_that_is_as_long_as_a_shard_by_chance(both, batched):
     """It is traced for any number of samples, for `fit` and then for a method that gives it other parts of a batch."""
-    model = replicate_model(in_parts(Logging(lambda model, x: tf.reduce_mean(x, 0)[:3])), strategy=both(2))
+    model = replicate_model(in_parts(Logging(value=lambda model, x: tf.reduce_mean(x, 0)[:3])), strategy=both(2))
     model.fit(batched(6, X[:6], REAL[:6, :1]), verbose=0)
     logs = model.train_on_batch(X[:6], REAL[:6, :1], return_dict=True)
     np.testing.assert_allclose(logs["value"], X[:6].mean(0)[:3], rtol=1e-5)
@@ -406,10 +406,14 @@ def test_a_graph_knows_a_vector_that_is_as_long_as_a_shard_by_chance(both, batch
 @pytest.mark.on("mirrored")
 def test_logs_of_a_whole_batch_are_those_of_one_device(trains_alike):
     """Of a batch of fewer samples than replicas, which every replica computes."""
-    make = lambda: in_parts(Logging(lambda model, x: tf.reduce_sum(x, 1) * tf.cast(tf.size(x), "float32")))  # noqa: E731
-    trains_alike(make, 3, X[:2], REAL[:2, :1], batch_size=2)
+
+    def rows(model, x):
+        return tf.reduce_sum(x, 1) * tf.cast(tf.size(x), "float32")
+
+    trains_alike(lambda: in_parts(Logging(rows=rows)), 3, X[:2], REAL[:2, :1], batch_size=2)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 @pytest.mark.parametrize("is_eager", [False, True], ids=["traced", "eager"])
 @pytest.mark.parametrize("rows", [8, 7])
 def test_an_output_of_the_length_of_a_shard_is_no_row_of_a_sample(both, alike, rows, is_eager):
@@ -431,6 +435,7 @@ def test_an_output_of_the_length_of_a_shard_is_no_row_of_a_sample(both, alike, r
         alike(found, expected)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_a_normalization_over_replicas_in_a_step_of_ones_own(trains_alike):
     """Gradients get the weights of the shards, of 2 and 1 samples, after they have gone through its reductions."""
 

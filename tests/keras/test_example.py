@@ -4,9 +4,12 @@ import pathlib
 import runpy
 import sys
 
+import pytest
+
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "keras_replicas.py"
 
 
+@pytest.mark.full("an example, of what other tests watch")
 def test_it_trains_with_a_progress_bar_and_writes_a_picture(tmp_path, monkeypatch, capsys):
     picture = tmp_path / "out.png"
     flags = ["--replicas=1,2", "--epochs=1", "--strategy=mirrored", f"--output={picture}"]

@@ -53,13 +53,11 @@ def in_callbacks(call, strategy, use, norm=False):
     def note(*_, **__):
         seen.append(see())
 
-    names = ("on_train_batch_end", "on_epoch_end", "on_test_batch_end", "on_predict_batch_end", "on_train_end")
-    call(used, [keras.callbacks.LambdaCallback(**dict.fromkeys(names[:2], note))])
-
     class Others(keras.callbacks.Callback):
         on_test_batch_end = on_predict_batch_end = on_train_end = note
 
-    call(used, [Others()])
+    of_batches = keras.callbacks.LambdaCallback(on_train_batch_end=note, on_epoch_end=note)
+    call(used, [of_batches, Others()])
     return [*seen, see()], model.get_weights()
 
 
@@ -176,9 +174,17 @@ READ = {
 WRITE = {"assigns": assigns, "assigns, jit_compile": assigns_through_jit, "set_weights": sets_weights}
 
 
-def reads(model):
-    uses = {name: use(model) for name, use in READ.items()}
-    return lambda: {name: see() for name, see in uses.items()}
+def all_of(kinds):
+    """One after the other, each of which sees what those before it have written."""
+
+    def use(model):
+        uses = {name: kind(model) for name, kind in kinds.items()}
+        return lambda: {name: see() for name, see in uses.items()}
+
+    return use
+
+
+reads, writes = all_of(READ), all_of(WRITE)
 
 
 def called(model):
@@ -208,9 +214,8 @@ def test_what_reads_in_a_callback_of_fit_sees_the_values_of_that_moment(on):
     alike(fit, on, reads)
 
 
-@pytest.mark.parametrize("name", WRITE)
-def test_what_writes_in_a_callback_of_fit_reaches_the_training(on, name):
-    alike(fit, on, WRITE[name])
+def test_what_writes_in_a_callback_of_fit_reaches_the_training(on):
+    alike(fit, on, writes)
 
 
 @pytest.mark.parametrize("call", [evaluate, predict])
@@ -222,23 +227,25 @@ def test_moving_statistics_are_those_of_one_device(on):
     alike(fit, on, called, norm=True)
 
 
-def test_a_function_traced_in_a_callback_serves_other_replicas_later():
+# On threads on other devices the function captures a copy, and is of those replicas only.
+FROM_TO = {"threads": ("compiled", "threads, other devices"), "compiled": ("fsdp", "threads"), "fsdp": ("compiled",)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(first, second) for first, others in FROM_TO.items() for second in others if {first, second} <= {*STRATEGIES}],
+)
+def test_a_function_traced_in_a_callback_serves_other_replicas_later(first, second):
     """It was traced with the variables of one strategy, and is called in a callback of another one."""
-    made = {name: strategy() for name, strategy in STRATEGIES.items()}
-    for name, first in made.items():
-        for second in made.values():
-            if name == "threads, other devices":
-                continue  # there the function has captured a copy, and is of these replicas only
-            model, used = make(first)
-            generate = tf.function(lambda x, model=model: model(x))
-            call = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_, generate=generate, **__: generate(X[:2]))
-            used.fit(DATA, epochs=1, verbose=0, callbacks=[call])
-            seen = []
-            note = keras.callbacks.LambdaCallback(
-                on_epoch_end=lambda *_, generate=generate, model=model, seen=seen, **__: seen.append(
-                    (generate(X[:2]).numpy(), X[:2] @ model.get_weights()[0])
-                )
-            )
-            replicate_model(model, strategy=second).fit(DATA, epochs=2, verbose=0, callbacks=[note])
-            for found, right in seen:
-                np.testing.assert_allclose(found, right, rtol=1e-5)
+    model, used = make(STRATEGIES[first]())
+    generate = tf.function(lambda x: model(x))
+    seen = []
+
+    def see(*_, **__):
+        seen.append((generate(X[:2]).numpy(), X[:2] @ model.get_weights()[0]))
+
+    for trained, epochs in ((used, 1), (replicate_model(model, strategy=STRATEGIES[second]()), 2)):
+        trained.fit(DATA, epochs=epochs, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=see)])
+    assert len(seen) == 3
+    for found, right in seen:
+        np.testing.assert_allclose(found, right, rtol=1e-5)

@@ -102,6 +102,7 @@ def test_a_batch_normalization_keeps_finite_statistics_on_small_and_uneven_batch
         assert all(np.isfinite(weight).all() for weight in pair.original.get_weights())
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_dropout_drops_while_training_only_and_the_same_for_the_same_seed(both):
     ones, weights = np.ones((2, 50), "float32"), np.linspace(1.0, 2.0, 50, dtype="float32")[None].repeat(2, 0)
 
@@ -253,6 +254,7 @@ def with_an_added_loss():
     return stack((4,), *parts, layers.Dense(3))
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_losses_that_layers_add_are_those_of_each_replica(trains_alike):
     trains_alike(with_an_added_loss, 2, X, Y, batch_size=9)
 
@@ -309,7 +311,10 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("kind", MASKED)
+IN_OTHERS = dict.fromkeys(("Masking", "without scale"), pytest.mark.full("as two of them"))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=IN_OTHERS.get(kind, ())) for kind in MASKED])
 def test_a_synchronized_normalization_is_so_with_a_mask(trains_alike, kind):
     """Also where replicas see unlike numbers of samples."""
     random = np.random.default_rng(0)

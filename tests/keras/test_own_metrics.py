@@ -141,9 +141,8 @@ def trained():
 KINDS = (Biggest, Smallest, Last, Decaying, Total, BiggestOfAll)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full("another number"))])
-def test_metrics_that_are_no_sums(alone_and_replicated, batched, alike, size):
-    alone, replicated = alone_and_replicated(model_with(*KINDS), size)
+def test_metrics_that_are_no_sums(alone_and_replicated, batched, alike):
+    alone, replicated = alone_and_replicated(model_with(*KINDS), 2)
     for data in (batched(9, X, Y), batched(31, X, Y)):  # the rest is 8 and 4 samples
         options = {"verbose": 0, "return_dict": True}
         alike(replicated.evaluate(data, **options), alone.evaluate(data, **options))
@@ -155,10 +154,12 @@ def test_metrics_that_are_no_sums(alone_and_replicated, batched, alike, size):
     alike([each.result() for each in replicated.metrics], [each.result() for each in alone.metrics])
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_training_with_metrics_that_are_no_sums(trains_alike):
     trains_alike(model_with(*KINDS), 3, X, Y, batch_size=9, validation_data=(X[:8], Y[:8]), epochs=2)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_a_step_of_its_own_with_a_metric_that_is_no_sum(trains_alike):
     trains_alike(trained, 2, X, Y, batch_size=9, epochs=2)
 
@@ -173,6 +174,7 @@ class Careful(Trained):
             return {"worst": 0.0}
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_a_step_that_handles_exceptions(trains_alike):
     def make():
         model = Careful()
@@ -183,6 +185,7 @@ def test_a_step_that_handles_exceptions(trains_alike):
     trains_alike(make, 2, X, Y, batch_size=9)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_several_steps_in_one_launch(trains_alike):
     trains_alike(model_with(Biggest, Total, steps_per_execution=3), 2, X, Y, batch_size=8)
 
@@ -206,10 +209,12 @@ def test_eager_steps_with_a_metric_that_is_no_sum(trains_alike):
     trains_alike(model_with(Biggest, run_eagerly=True), 2, X, Y, batch_size=9)
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_an_update_that_shows_nothing_before_it_runs(trains_alike):
     trains_alike(model_with(HelpedByAFunction), 2, X, Y, batch_size=8)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_an_update_that_depends_on_its_arguments(alone_and_replicated, alike):
     def make():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -224,6 +229,7 @@ def test_an_update_that_depends_on_its_arguments(alone_and_replicated, alike):
         alike(found, expected)
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_the_result_of_a_sum_that_is_its_variable(alone_and_replicated, alike):
     models = alone_and_replicated(model_with(Total), 2)
     for method in ("test_on_batch", "train_on_batch"):
@@ -245,14 +251,14 @@ def test_a_batch_is_divided_where_metrics_only_add(both, kinds, parts):
 
 
 def test_a_parity_check_of_a_metric_that_is_no_sum():
-    report = check_parity(model_with(*KINDS)(), X, Y, replicas=2, steps=2)
+    report = check_parity(model_with(*KINDS, run_eagerly=True)(), X[:9], Y[:9], replicas=2, steps=1)
     assert report.ok, report
 
 
 def test_a_parity_check_finds_a_metric_that_reads_other_numbers(monkeypatch):
     """As one would that is no sum, and that nobody noticed."""
     monkeypatch.setattr("replica_engine._tf.keras.sums.has_own_update", lambda metric: False)
-    report = check_parity(model_with(Biggest)(), X, Y, replicas=2, steps=2)
+    report = check_parity(model_with(Biggest, run_eagerly=True)(), X[:9], Y[:9], replicas=2, steps=1)
     assert "biggest" in {each.name for each in report.differences}
 
 
@@ -308,15 +314,16 @@ class Summed(keras.metrics.Mean):
 
 
 @pytest.fixture
-def warnings_in_scope(both, caplog):
+def warnings_in_scope(both, batched, caplog):
     """`warnings_in_scope(*metrics)`: the metrics that are warned of in Keras' own `fit` and `evaluate` in a scope."""
 
     def warnings_in_scope(*metrics, **options):
         with both(2).scope():
             model = model_with(*metrics, **options)()
+        data = batched(8, X[:16], Y[:16])
         for _ in range(2):
-            model.fit(X[:32], Y[:32], batch_size=8, verbose=0, validation_data=(X[:32], Y[:32]))
-            model.evaluate(X[:32], Y[:32], batch_size=8, verbose=0)
+            model.fit(data, verbose=0, validation_data=data)
+            model.evaluate(data, verbose=0)
         found = [each.getMessage() for each in caplog.records if each.name == "replica_engine"]
         assert all(f"{__file__}:" in each for each in found)
         return [each.split("'")[1] for each in found]
@@ -324,6 +331,7 @@ def warnings_in_scope(both, caplog):
     return warnings_in_scope
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_in_a_scope_metrics_that_are_no_sums_are_warned_of_once(warnings_in_scope):
     assert sorted(warnings_in_scope(Biggest, Smallest, Last, Extreme)) == ["biggest", "extreme", "last", "smallest"]
 
@@ -333,14 +341,16 @@ def test_in_a_scope_eager_steps_are_warned_of(warnings_in_scope):
     assert warnings_in_scope(Biggest, Total, run_eagerly=True) == ["biggest"]
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_in_a_scope_sums_are_not_warned_of(warnings_in_scope):
     assert not warnings_in_scope(Total, Limited, Conditional, LastSum, Restarted, Averaged, Summed, keras.metrics.AUC)
 
 
-def test_in_a_scope_of_one_replica_nothing_is_warned_of(both, caplog):
+@pytest.mark.on("tpu", rest="mirrored")
+def test_in_a_scope_of_one_replica_nothing_is_warned_of(both, batched, caplog):
     with both(1).scope():
         model = model_with(Biggest)()
-    model.fit(X, Y, verbose=0)
+    model.fit(batched(8, X[:8], Y[:8]), verbose=0)
     assert not caplog.text
 
 
@@ -402,10 +412,12 @@ class LengthOfErrors(Own):
         self.value.assign_add(tf.sqrt(tf.reduce_sum((y - outputs) ** 2)))
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_a_sum_of_what_is_no_sum_over_samples(trains_alike):
     trains_alike(model_with(LengthOfErrors), 2, X, Y, batch_size=8)
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_looking_at_a_metric_leaves_nothing_in_it_and_in_its_functions(both):
     metric = KeepsItsLast()
     model, alone = model_with(lambda: metric)(), model_with(KeepsItsLast)()

@@ -80,6 +80,7 @@ def learns(trained, digits):
 
 
 @pytest.mark.on("tpu")
+@pytest.mark.full("as on threads below; the numbers of compiled steps are compared everywhere")
 def test_a_dense_model_learns_digits(learns):
     assert learns(dense) > 0.9
 
@@ -90,10 +91,12 @@ def test_a_convolutional_model_learns_digits(learns):
 
 
 @pytest.mark.on("mirrored")
+@pytest.mark.full("test_recurrence_with_a_mask trains one on less data")
 def test_a_recurrent_model_trains_on_digits(trained):
     trained(recurrent, 3)
 
 
+@pytest.mark.full("its layers train as on one device in test_layers.py")
 def test_a_mobile_net_takes_a_step():
     """Of Keras' applications, cut as people cut it to use it: its first blocks, with 9 batch normalizations.
 

@@ -79,6 +79,7 @@ def test_predict_takes_every_sample_once_and_in_order(pair, alike):
     alike(pair.replicated.predict_on_batch(X[:5]), outputs[:5])
 
 
+@pytest.mark.on("tpu", rest="mirrored")
 def test_batches_by_hand_give_what_they_give_on_one_device(pair, alike):
     """Metrics go on from call to call until `reset_metrics`, as Keras' do."""
     for size in (9, 5):

@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -246,8 +244,8 @@ except TimeoutError:
 """
 
 
-def test_the_exit_of_the_process_does_not_wait_for_what_was_abandoned():
-    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=500)
+def test_the_exit_of_the_process_does_not_wait_for_what_was_abandoned(programs):
+    done = programs.run(EXITS)
     assert done.returncode == 0, done.stderr
     assert time.time() - float(done.stdout) < 60
 

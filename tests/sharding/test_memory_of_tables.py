@@ -38,3 +38,18 @@ def test_a_step_has_a_part_of_the_table_and_of_its_gradient_on_each_device(mesh,
     assert part <= plan.memory.arguments <= part + little
     assert plan.memory.temporary <= 2 * part + little  # the gradient, and what is made of it
     assert f"f32[{ROWS},{COLUMNS}]" not in plan.as_text()
+
+
+def test_each_device_looks_up_in_its_own_samples():
+    strategy = replica_engine.TPUStrategy(num_cores=4, cores_per_replica=4, distribution="fsdp")
+
+    def step(x, places):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = tf.gather(x, places, batch_dims=1)
+            loss = tf.reduce_sum(found**2)
+        return found, tape.gradient(loss, x)
+
+    plan = strategy.plan(step, (tf.TensorSpec([64, 16, 8]), tf.TensorSpec([64, 5], tf.int32)))
+    assert "f32[16,5,8]" in plan.as_text()
+    assert "f32[64," not in plan.as_text()

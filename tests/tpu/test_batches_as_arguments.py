@@ -29,10 +29,12 @@ def always(monkeypatch):
 
 @pytest.fixture
 def no_host_calls(monkeypatch):
+    """`no_host_calls()`: from now on no program may call the host for its batches."""
+
     def refuse(*_):
         raise AssertionError("the program calls the host for its batches")
 
-    monkeypatch.setattr(device_loop._Feed, "emit", refuse)
+    return lambda: monkeypatch.setattr(device_loop._Feed, "emit", refuse)
 
 
 def trained(prefetch=None, iterations=10):
@@ -59,23 +61,18 @@ def trained(prefetch=None, iterations=10):
     return weights.numpy().tobytes(), context.last_step_outputs["loss"].numpy().tobytes(), int(seen.numpy())
 
 
-@pytest.mark.parametrize("prefetch", [None, 1, 6], ids=["one chunk", "each alone", "chunks of three"])
-def test_the_numbers_are_those_of_a_loop_that_calls_the_host(always, prefetch):
+def test_a_chunk_is_a_launch_and_the_numbers_are_those_of_a_loop_that_calls_the_host(always, no_host_calls):
+    """All steps in one chunk, each alone, and chunks of three."""
     always(False)
     expected = trained()
-    always(True)
-    assert trained(prefetch) == expected
     assert expected[2] == 40
-
-
-@pytest.mark.usefixtures("no_host_calls")
-@pytest.mark.parametrize(("prefetch", "launches"), [(None, 1), (1, 10), (6, 4)])
-def test_a_chunk_is_a_launch_and_calls_no_host(always, prefetch, launches):
     always(True)
-    before = xla.counts()
-    trained(prefetch)
-    made = xla.counts() - before
-    assert (made.launches, made.compiles) == (launches, 1)
+    no_host_calls()
+    for ahead, launches in ((None, 1), (1, 10), (6, 4)):
+        before = xla.counts()
+        assert trained(ahead) == expected, ahead
+        made = xla.counts() - before
+        assert (made.launches, made.compiles) == (launches, 1)
 
 
 def fitted():
@@ -87,17 +84,12 @@ def fitted():
     return history, [weight.numpy().tobytes() for weight in model.weights]
 
 
-def test_steps_of_keras(always):
+def test_steps_of_keras(always, no_host_calls):
     always(False)
     expected = fitted()
     always(True)
+    no_host_calls()
     assert fitted() == expected
-
-
-@pytest.mark.usefixtures("no_host_calls")
-def test_steps_of_keras_call_no_host(always):
-    always(True)
-    fitted()
 
 
 def test_an_iterator_that_ends_early_keeps_the_steps_before(always):

@@ -36,10 +36,16 @@ for _ in range(2):
 """
 
 
-def outcome(*arguments, **variables):
+def alone(program, *arguments, env):
+    """Runs a program in an interpreter of its own: jax looks for plugins when it is imported, and finds them there."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def outcome(run, *arguments, **variables):
+    """What the program prints, and its warnings of a platform."""
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
-    process = subprocess.run(command, env=env | variables, capture_output=True, text=True, timeout=300, check=False)
+    process = run(PROGRAM, *arguments, env=env | variables)
     assert process.returncode == 0, process.stderr
     return process.stdout, [line for line in process.stderr.split("\n") if "could not start" in line]
 
@@ -53,7 +59,7 @@ def test_a_gpu_that_is_in_use(tmp_path, quietly):
     folder = tmp_path / "jax_plugins" / "broken"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(PLUGIN.format(quietly=quietly))
-    printed, warnings = outcome("gpu", tmp_path)
+    printed, warnings = outcome(alone, "gpu", tmp_path)
     reason = "jax could not start the GPU platform: the devices are in use by process 4711\n"
     assert printed.startswith(f"error: {reason}")
     assert printed.endswith("This process has: cpu.\ncpu True\ncpu True\n")
@@ -65,15 +71,15 @@ def test_a_gpu_that_is_in_use(tmp_path, quietly):
 
 
 @pytest.mark.full("as the GPU, with the library of TPUs")
-def test_a_tpu_whose_library_cannot_be_opened():
-    printed, warnings = outcome("tpu", TPU_LIBRARY_PATH="/nowhere/libtpu.so")
+def test_a_tpu_whose_library_cannot_be_opened(programs):
+    printed, warnings = outcome(programs.run, "tpu", TPU_LIBRARY_PATH="/nowhere/libtpu.so")
     assert printed.startswith("error: jax could not start the TPU platform: ")
     assert "libtpu.so" in printed.split("\n")[0]
     assert len(warnings) == 1
     assert "libtpu.so" in warnings[0]
 
 
-def test_a_machine_without_accelerators_gets_no_warning():
-    printed, warnings = outcome("tpu")
+def test_a_machine_without_accelerators_gets_no_warning(programs):
+    printed, warnings = outcome(programs.run, "tpu")
     assert printed.startswith("error: jax finds no TPU device.")
     assert warnings == []

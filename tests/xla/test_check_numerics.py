@@ -65,7 +65,6 @@ def beside_strings(x):
 
 FUNCTIONS = [
     (lambda x: tf.math.log(x), [1.0, 2.0], [1.0, -1.0], "Log"),
-    (lambda x: 1.0 / x, [1.0, 2.0], [1.0, 0.0], "RealDiv"),
     (lambda x: tf.exp(x), [1.0, 2.0], [1.0, 1000.0], "Exp"),
     (inner, [1.0, 2.0], [1.0, -2.0], "Log"),
     (in_loop, [2.0, 3.0], [2.0, -1.0], "Log"),
@@ -135,13 +134,8 @@ def test_without_soft_placement_the_error_says_what_added_the_op():
         TPUStrategy(num_cores=2, soft_placement=False).run(tf.math.log, args=(tf.constant([1.0]),))
 
 
-@pytest.mark.parametrize(
-    ("layers", "kind"),
-    [
-        (["dropout"], "scope"),
-        pytest.param(["dropout", "tanh"], "replicated", marks=pytest.mark.full("the check is that of a scope")),
-    ],
-)
+@pytest.mark.parametrize(("layers", "kind"), [(["dropout"], "scope"), (["dropout", "tanh"], "replicated")])
+@pytest.mark.full("a step of Keras is a body as those above, with a gradient and dropout")
 def test_fit(layers, kind):
     strategy = TPUStrategy(num_cores=2)
     x = np.linspace(0.1, 1.0, 24, dtype="float32").reshape(8, 3)

@@ -153,11 +153,9 @@ class TestInsideControlFlow:
         ("name", "loop"),
         [
             ("sum", "maximum_iterations"),
-            ("sum", "tf.range"),
             ("max", "tf.range"),
             ("gather", "maximum_iterations"),
             ("exchange 0 1", "tf.range"),
-            ("permute", "maximum_iterations"),
         ],
     )
     def test_loops(self, name, loop):

@@ -132,17 +132,14 @@ def test_gradients_of_gradients_are_those_of_the_ops():
         np.testing.assert_allclose(one, right, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "loss", [keras.losses.CosineSimilarity(), lambda y, p: keras.ops.norm(p, axis=-1)], ids=["cosine", "norm"]
-)
-def test_a_model_of_a_row_of_zeros_trains(loss):
+def test_a_model_of_a_row_of_zeros_trains():
     x, y = np.random.default_rng(0).normal(size=(2, 8, 4)).astype("float32")
     x[3] = 0
 
     def losses(prepare):
         keras.utils.set_random_seed(2)
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, activation="selu")])
-        model.compile("sgd", loss)
+        model.compile("sgd", keras.losses.CosineSimilarity())
         return prepare(model).fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
 
     found = losses(lambda model: replicate_model(model, strategy=TPUStrategy(num_cores=2)))
@@ -245,7 +242,7 @@ def test_a_nan_has_the_place_that_it_has_on_one_device(dtype):
         return tf.nest.flatten(found)
 
     args = [*computed(ROWS, dtype), *computed(ANYWHERE, dtype)]
-    for size in (1, 2):
+    for size in (1, 2) if dtype == "float32" else (2,):
         found = xla.replicate(places, [args] * size)[-1]
         for index, (one, right) in enumerate(zip(found, places(*args), strict=True)):
             one, right = (tf.cast(each, tf.float64) for each in (one, right))  # NumPy knows no NaN of bfloat16

@@ -13,6 +13,7 @@ NUMBERS = (*INTEGERS, *FLOATS, "complex64", "complex128")
 WITHOUT_VARIABLES = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")
 KNOWN_NARROW = ("int4", "uint4", "float8_e4m3fn", "float8_e5m2", *WITHOUT_VARIABLES)
 NARROW = [name for name in KNOWN_NARROW if hasattr(tf.dtypes.experimental, name)]
+EVERY = ["bool", *NUMBERS, *NARROW]
 
 
 def dtype_of(name):
@@ -32,46 +33,54 @@ def check(results, name, *expected):
         assert got.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize("name", ["bool", *NUMBERS, *NARROW])
 class TestEveryDtype:
-    def test_goes_in_and_comes_out(self, name):
-        """As a vector, as a scalar and of no elements."""
-        first, second = array(name, 0, 1, 1, 0, 1), array(name, 1, 1, 0, 0, 1)
-        empty = first[:0].reshape(0, 2)
-        inputs = [[part, tf.constant(part[0]), empty] for part in (first, second)]
-        vectors, scalars, empties = zip(*xla.replicate(lambda *x: x, inputs), strict=True)
-        check(vectors, name, first, second)
-        check(scalars, name, first[0], second[0])
-        check(empties, name, empty, empty)
-        check(xla.replicate(lambda x: x, [[tf.constant(second)]] * 2), name, second, second)
+    """All in one program."""
 
-    def test_is_captured_and_compiled_in(self, name):
-        value = array(name, 1, 0, 1)
-        outside = tf.constant(value)
-        results = xla.replicate(lambda: (outside, tf.constant(value)), num_replicas=2)
-        for column in zip(*results, strict=True):
+    def test_goes_in_and_comes_out(self):
+        """As a vector, as a scalar and of no elements; a vector is an array, or a tensor."""
+        parts = [(array(name, 0, 1, 1, 0, 1), array(name, 1, 1, 0, 0, 1)) for name in EVERY]
+        inputs = [
+            [[part, tf.constant(part[0]), part[:0].reshape(0, 2), tf.constant(part)] for part in of_replica]
+            for of_replica in zip(*parts, strict=True)
+        ]
+        found = zip(*xla.replicate(lambda *x: x, inputs), strict=True)
+        for name, (first, second), of_dtype in zip(EVERY, parts, found, strict=True):
+            vectors, scalars, empties, tensors = zip(*of_dtype, strict=True)
+            check(vectors, name, first, second)
+            check(scalars, name, first[0], second[0])
+            check(empties, name, *[first[:0].reshape(0, 2)] * 2)
+            check(tensors, name, first, second)
+
+    def test_is_captured_and_compiled_in(self):
+        values = [array(name, 1, 0, 1) for name in EVERY]
+        outside = [tf.constant(value) for value in values]
+        results = xla.replicate(lambda: [*outside, *map(tf.constant, values)], num_replicas=2)
+        for name, value, column in zip(EVERY * 2, values * 2, zip(*results, strict=True), strict=True):
             check(column, name, value, value)
 
-    def test_inside_a_function(self, name):
-        first, second = array(name, 0, 1, 1), array(name, 1, 1, 0)
-        parts = [first, first[0], second, second[0]]  # cut here: TensorFlow's own slices lack some of the dtypes
-        step = tf.function(lambda a, b, c, d: xla.replicate(lambda x, y: (x, y), [[a, b], [c, d]]))
-        vectors, scalars = zip(*step(*map(tf.constant, parts)), strict=True)
-        check(vectors, name, first, second)
-        check(scalars, name, first[0], second[0])
+    def test_inside_a_function(self):
+        pairs = [(array(name, 0, 1, 1), array(name, 1, 1, 0)) for name in EVERY]
+        # Scalars are cut here: TensorFlow's own slices lack some of the dtypes.
+        inputs = [[[tf.constant(part), tf.constant(part[0])] for part in of] for of in zip(*pairs, strict=True)]
+        found = zip(*tf.function(lambda parts: xla.replicate(lambda *x: x, parts))(inputs), strict=True)
+        for name, (first, second), of_dtype in zip(EVERY, pairs, found, strict=True):
+            vectors, scalars = zip(*of_dtype, strict=True)
+            check(vectors, name, first, second)
+            check(scalars, name, first[0], second[0])
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_are_computed_in_their_own_dtype(name):
-    x = array(name, 1, 2, 3)
-    check(xla.replicate(lambda x: x * x + x, [[x], [x + x]]), name, array(name, 2, 6, 12), array(name, 6, 20, 42))
+def test_numbers_are_computed_in_their_own_dtype():
+    inputs = [[array(name, 1, 2, 3) for name in NUMBERS], [array(name, 2, 4, 6) for name in NUMBERS]]
+    found = zip(*xla.replicate(lambda *numbers: [x * x + x for x in numbers], inputs), strict=True)
+    for name, of_dtype in zip(NUMBERS, found, strict=True):
+        check(of_dtype, name, array(name, 2, 6, 12), array(name, 6, 20, 42))
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_narrow_numbers_are_cast(name):
-    x = array(name, 1, 2, 3)
-    results = xla.replicate(lambda x: tf.cast(tf.cast(x, tf.float32) * 2.0, x.dtype), [[x]] * 2)
-    check(results, name, array(name, 2, 4, 6), array(name, 2, 4, 6))
+def test_narrow_numbers_are_cast():
+    inputs = [[array(name, 1, 2, 3) for name in NARROW]] * 2
+    found = xla.replicate(lambda *xs: [tf.cast(tf.cast(x, tf.float32) * 2.0, x.dtype) for x in xs], inputs)
+    for name, of_dtype in zip(NARROW, zip(*found, strict=True), strict=True):
+        check(of_dtype, name, array(name, 2, 4, 6), array(name, 2, 4, 6))
 
 
 def test_integers_of_64_bits_keep_their_width():
@@ -93,13 +102,14 @@ def test_python_numbers_are_of_the_dtypes_that_tensorflow_gives_them():
     assert [part.dtype for part in results[1]] == [tf.int32, tf.float32, tf.int32, tf.float32]
 
 
-@pytest.mark.parametrize("name", FLOATS)
-def test_what_is_no_number_passes_unchanged(name):
-    special = array(name, float("nan"), float("inf"), -float("inf"), -0.0, 0.0)
-    plain = array(name, 1, 2, 3, 4, 5)
-    check(xla.replicate(lambda x: x, [[special], [plain]]), name, special, plain)
-    variable = tf.Variable(special)
-    check(xla.replicate(lambda: variable.read_value(), num_replicas=2), name, special, special)
+def test_what_is_no_number_passes_unchanged():
+    special = [array(name, float("nan"), float("inf"), -float("inf"), -0.0, 0.0) for name in FLOATS]
+    plain = [array(name, 1, 2, 3, 4, 5) for name in FLOATS]
+    variables = [tf.Variable(value) for value in special]
+    found = xla.replicate(lambda *x: [*x, *(each.read_value() for each in variables)], [special, plain])
+    of_replicas = zip([*special, *special], [*plain, *special], strict=True)
+    for name, expected, column in zip(FLOATS * 2, of_replicas, zip(*found, strict=True), strict=True):
+        check(column, name, *expected)
 
 
 def test_what_is_no_number_is_no_error():
@@ -131,18 +141,20 @@ def test_bytes_in_the_other_order_are_put_right():
     check(xla.replicate(lambda x: x + 1, [[other]] * 2), "int32", np.int32([1, 2, 3]), np.int32([1, 2, 3]))
 
 
-@pytest.mark.parametrize("name", [name for name in ("bool", *NUMBERS, *NARROW) if name not in WITHOUT_VARIABLES])
-def test_every_dtype_is_kept_in_a_variable(name):
-    before, after = array(name, 0, 1, 1), array(name, 1, 0, 1)
-    variable = tf.Variable(before)
+def test_every_dtype_is_kept_in_a_variable():
+    names = [name for name in EVERY if name not in WITHOUT_VARIABLES]
+    variables = [tf.Variable(array(name, 0, 1, 1)) for name in names]
 
-    def fn(x):
-        read = tf.identity(variable)
-        variable.assign(x)
+    def fn(*values):
+        read = [tf.identity(variable) for variable in variables]
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
         return read
 
-    check(xla.replicate(fn, [[after]] * 2), name, before, before)
-    check([variable], name, after)
+    found = xla.replicate(fn, [[array(name, 1, 0, 1) for name in names]] * 2)
+    for name, variable, column in zip(names, variables, zip(*found, strict=True), strict=True):
+        check(column, name, *[array(name, 0, 1, 1)] * 2)
+        check([variable], name, array(name, 1, 0, 1))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])

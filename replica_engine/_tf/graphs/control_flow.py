@@ -70,12 +70,10 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable as _Res
 # variable_accessed: tells tapes that a variable was read.
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
 
-# filter_traceback: removes the frames of TensorFlow's files, and of other excluded ones, from an error's traceback.
-from tensorflow.python.util import traceback_utils as _tracebacks
-
 from replica_engine._tf import batches
 from replica_engine._tf.graphs import captures, function
 from replica_engine._tf.graphs.kept import keep
+from replica_engine._tf.handled import cell_of
 
 _Function: Any = tf.__internal__.function.Function
 _FuncGraph: Any = tf.__internal__.FuncGraph
@@ -160,24 +158,25 @@ def wrap(wrapped: Wrapped, around: Callable[..., Any]) -> None:
     """Calls `around(original, *args, **kwargs)` wherever TensorFlow calls a function; each `around` once."""
     owner, attribute, _ = wrapped
     original = getattr(owner, attribute, None)
+    cell = cell_of(original)
+    if cell is not None:
+        original = cell.cell_contents
     before = original
     while before is not None and getattr(before, _AROUND, None) is not around:
         before = getattr(before, _ORIGINAL, None)
     if original is None or before is not None:
         return
-    # TensorFlow's filter of tracebacks stays outermost, so that it removes the frames of this library as well.
-    filtered = owner is _Function and attribute == "__call__" and hasattr(original, "__wrapped__")
-    inner = original.__wrapped__ if filtered else original
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return around(inner, *args, **kwargs)
+        return around(original, *args, **kwargs)
 
-    if filtered:
-        replacement = _tracebacks.filter_traceback(replacement)
     setattr(replacement, _ORIGINAL, original)
     setattr(replacement, _AROUND, around)
-    setattr(owner, attribute, replacement)
+    if cell is None:
+        setattr(owner, attribute, replacement)
+    else:
+        cell.cell_contents = replacement
     if owner is _autograph_all:  # Converted functions call a copy, which AutoGraph makes with the first of them.
         setattr(_autograph_api._TRANSPILER.get_extra_locals()["ag__"], attribute, replacement)
 

@@ -39,7 +39,7 @@ def watch(begin: Callable[..., Any], steps: Callable[..., Any], fit: Callable[..
     """
     wrap(getattr(sys.modules[CALLBACK_LIST], LIST), BEGIN, begin)
     wrap(getattr(sys.modules[EPOCH_ITERATOR], ITERATOR), STEPS, steps)
-    wrap(class_of_trainers(), "fit", fit, _MARK, shortened=True)
+    wrap(class_of_trainers(), "fit", fit, _MARK)
 
 
 def saveable(iterator: Any) -> Any:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.handled import cell_of
 from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras.trainer import (
     BASE,
     BUILD,
     COMPILES,
-    FRAMES,
     METHOD,
     MODULE,
     REDUCE,
@@ -38,7 +38,8 @@ LOSS, COMPILED, COMPILED_LOSS = "Loss", "keras.src.trainers.compile_utils", "Com
 """The class of losses, and that of what `compile` makes of the losses of all outputs, with its module."""
 AVERAGES = "tensorflow.python.ops.nn_impl_distribute"
 AVERAGE_LOSS, REGULARIZATION = "compute_average_loss", "scale_regularization_loss"
-_HANDLED = "fn"  # the variable that a function with a handler of errors has closed over
+GRADIENTS, HELPERS, HELPER = "tensorflow.python.ops.gradients_impl", "gradients_util", "_GradientsHelper"
+"""The module of `tf.gradients`, its name for the module of its helpers, and the one that `tf.gradients` calls."""
 REDUCE_LOSSES = "reduce_weighted_values"
 SCALE_LOSSES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
 SAMPLEWISE = "reduce_to_samplewise_values"
@@ -68,26 +69,24 @@ Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any
 """Takes a model, its step and Keras' own function; returns the function to call with an iterator."""
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any], mark: str = _MARK, shortened: bool = False) -> None:
-    """Makes Keras call `around(original, ...)` in place of a function or method, unless it does so already.
-
-    With `shortened`, Keras takes its own frames out of the tracebacks of the original, and ours go with them.
-    """
+def wrap(owner: Any, name: str, around: Callable[..., Any], mark: str = _MARK) -> None:
+    """Makes Keras call `around(original, ...)` in place of a function or method, unless it does so already."""
     original = getattr(owner, name, None)
+    cell = cell_of(original)
+    if cell is not None:
+        original = cell.cell_contents
     if original is None or hasattr(original, mark):
         return
-    code = getattr(original, "__code__", None)  # none: an object that another library has put there
-    shortened = shortened and code is not None and code.co_filename == sys.modules[FRAMES].__file__
-    if shortened:
-        original = original.__wrapped__
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    made = sys.modules[FRAMES].filter_traceback(wrapped) if shortened else wrapped
-    setattr(made, mark, True)
-    setattr(owner, name, made)
+    setattr(wrapped, mark, True)
+    if cell is None:
+        setattr(owner, name, wrapped)
+    else:
+        cell.cell_contents = wrapped
 
 
 def extend_trainer(make: Make) -> None:
@@ -165,7 +164,7 @@ def extend_build(
         return result
 
     wrap(class_of_trainers(), BUILD, built)
-    wrap(class_of_trainers(), "fit", _fit, shortened=True)
+    wrap(class_of_trainers(), "fit", _fit)
 
 
 _begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit", default=None)
@@ -297,29 +296,19 @@ def extend_averages(
 ) -> None:
     """Makes `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` compute something else in a shard.
 
-    Programs have names of their own for them (`from tensorflow.nn import compute_average_loss`). So the functions stay,
-    and what they call is replaced: TensorFlow has put a handler of errors around each.
-
     Args:
         average: takes TensorFlow's function and the arguments of the first.
         regularization: takes those of the second.
         in_shard: whether a shard is being computed.
     """
     for name, other in ((AVERAGE_LOSS, average), (REGULARIZATION, regularization)):
-        function: Any = getattr(sys.modules[AVERAGES], name)
-        if hasattr(function, _MARK):
-            continue
-        setattr(function, _MARK, True)
-        cell = function.__closure__[function.__code__.co_freevars.index(_HANDLED)]
-        cell.cell_contents = _in_shards(cell.cell_contents, other, in_shard)
+        wrap(sys.modules[AVERAGES], name, functools.partial(_scaled, other, in_shard))
 
 
-def _in_shards(own: Callable[..., Any], other: Callable[..., Any], in_shard: Callable[[], bool]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def scaled(*args: Any, **kwargs: Any) -> Any:
-        return other(own, *args, **kwargs) if in_shard() else own(*args, **kwargs)
-
-    return scaled
+def _scaled(
+    other: Callable[..., Any], in_shard: Callable[[], bool], own: Callable[..., Any], *args: Any, **kw: Any
+) -> Any:
+    return other(own, *args, **kw) if in_shard() else own(*args, **kw)
 
 
 def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[], bool]) -> None:
@@ -342,4 +331,20 @@ def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[],
         return gradients
 
     wrap(tf.GradientTape, "gradient", of_tape)
-    wrap(tf, "gradients", of_graph)
+    graph_gradients = sys.modules[GRADIENTS]
+    if not isinstance(getattr(graph_gradients, HELPERS), _Noting):
+        setattr(graph_gradients, HELPERS, _Noting(getattr(graph_gradients, HELPERS), of_graph))
+
+
+class _Noting:
+    """TensorFlow's module of helpers, for `tf.gradients` alone: loops and branches have gradients of their own.
+
+    Programs have names of their own for `tf.gradients`, so the function stays.
+    """
+
+    def __init__(self, own: Any, around: Callable[..., Any]):
+        self._own, self._around = own, around
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._own, name)
+        return functools.partial(self._around, found) if name == HELPER else found

@@ -92,32 +92,31 @@ def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> b
         *zip(operation.operands, divided.operands, strict=True),
         *zip(operation.results, divided.results, strict=True),
     ]
-    if any(_uneven(value, each, devices) for value, each in values) or _mixes_axes(divided, devices):
+    if any(_uneven(value, each, devices) for value, each in values) or _are_beside_others(devices):
         return True
     if operation.name == "stablehlo.gather":
-        return _needs_neighbours(Gather(operation), divided.operands[0], devices)
+        return _needs_neighbours(Gather(operation), divided.operands[0], divided.operands[1], devices)
     scatter = Scatter(operation)
     if _has_two_axes(devices) and scatter.divides_updates_wrongly(divided):
         return True
     if scatter.adds:
-        return _needs_neighbours(scatter, divided.results[0], devices)
+        return _needs_neighbours(scatter, divided.results[0], divided.operands[len(operation.results)], devices)
     return bool(scatter.indexed(divided.results[0]))
 
 
-def _mixes_axes(divided: Propagated, devices: Devices) -> bool:
-    """Whether values have several axes beside other replicas: the partitioner looks for groups that are not there."""
-    return devices.layout.replicas > 1 and len(_axes(divided)) > 1
+def _are_beside_others(devices: Devices) -> bool:
+    """Whether there are other replicas: the partitioner looks for groups of their devices that are not there."""
+    return devices.layout.replicas > 1 and _has_two_axes(devices)
 
 
-def _axes(divided: Propagated) -> dict[str, None]:
-    """The axes that divide the values of an operation, those of the results first."""
-    values = (*divided.results, *divided.operands)
-    return dict.fromkeys(name for value in values for entry in value for name in entry)
+def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, indices: Divided, devices: Devices) -> bool:
+    """Whether an index may lie in another part, in a way that the partitioner does not know.
 
-
-def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, devices: Devices) -> bool:
-    """Whether an index may lie in another part, in a way that the partitioner does not know."""
-    return bool(indexed.indexed(divided)) and (_has_two_axes(devices) or len(indexed.map) > 1)
+    It knows the samples of a batch, of which each part has its own indices.
+    """
+    along = {name for each in indexed.indexed(divided) for name in divided[each]}
+    of_batch = {name for entry in indices for name in entry}
+    return bool(along) and (_has_two_axes(devices) or (len(indexed.map) > 1 and not along <= of_batch))
 
 
 def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> None:
@@ -145,13 +144,12 @@ def _index_whole(
 ) -> None:
     """Makes what is indexed whole along the indexed dimensions, and all else along those of unequal parts.
 
-    Where axes must not be mixed, one of them is left.
+    Beside other replicas all are whole.
     """
-    axes = [*_axes(divided)][1:] if _mixes_axes(divided, devices) else []
 
     def together(value: Any, each: Divided, whole: Any) -> list[int]:
-        others = [place for place, names in enumerate(each) if {*names} & {*axes}]
-        return [*_uneven(value, each, devices), *others, *whole]
+        rank = ir.RankedTensorType(value.type).rank
+        return [*range(rank)] if _are_beside_others(devices) else [*_uneven(value, each, devices), *whole]
 
     before = {
         index: together(value, each, operands.get(index, ()))
@@ -353,7 +351,7 @@ FAULTS = (
     # Rows that fill a batch up to equal parts are counted into row 0 by a scatter; a gather or scatter along a divided
     # dimension ends the process at times, on a mesh of two axes, or with several numbers in an index; a scatter that
     # sets elements sets some in each part; one whose updates are divided may end the process, and beside other replicas
-    # either may where values have two axes.
+    # either may, whatever is divided.
     Fault(("stablehlo.gather", "stablehlo.scatter"), _indexes_wrongly, _index_locally),
     # The largest and the smallest of divided values drop NaN, and so does their place.
     Fault(("stablehlo.reduce",), reductions.drops_nan, reductions.reduce_in_two_steps),

@@ -1,0 +1,86 @@
+"""Compares the checkout with another state of the library, or keeps values.
+
+python -m tests.baseline --base FOLDER      runs all programs on FOLDER/replica_engine and on the checkout, and compares
+python -m tests.baseline --base .           runs them twice on the checkout: nothing may differ
+python -m tests.baseline --base FOLDER --only "loops 0"    the programs with this in their names
+python -m tests.baseline --keep             writes kept.json; the head of the package says when
+python -m tests.baseline --list             says what each program is
+
+The status is 1 if a difference is not in `allowed.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+from helpers import environment
+
+from tests.baseline import kept, record
+from tests.baseline.allowed import ALLOWED
+from tests.baseline.compare import differences
+
+BUILD = record.CHECKOUT / "build" / "baseline"
+NUDGES = (1, 2, 3)
+
+
+def main() -> int:
+    """Does what the arguments say."""
+    parser = argparse.ArgumentParser(prog="python -m tests.baseline", description=__doc__.partition("\n")[0])
+    parser.add_argument("--base", type=pathlib.Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    for name in ("--record", "--share", "--done"):  # of the processes that `record` starts
+        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--nudge", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    environment.set_up()
+    if given.record:
+        record.write(pathlib.Path(given.record), given.share, given.only, given.done, given.nudge)
+    elif given.keep:
+        _keep(given.only)
+    elif given.list:
+        _list(given.only)
+    elif given.base is not None:
+        return _compare(given.base.resolve(), given.only)
+    else:
+        parser.error("one of --base, --keep and --list is needed")
+    return 0
+
+
+def _compare(base: pathlib.Path, only: str) -> int:
+    before = record.of_library(base, BUILD / "base", only)
+    now = record.of_library(record.CHECKOUT, BUILD / "checkout", only)
+    used, new = set(), []
+    for difference in differences(before, now):
+        lines = [line for line in ALLOWED if line.allows(difference)]
+        used.update(lines)
+        print(f"{difference}\n    {f'allowed: {lines[0].why}' if lines else 'NOT ALLOWED'}")
+        new += [] if lines else [difference]
+    for line in (each for each in ALLOWED if each not in used and not only):
+        print(f"Nothing needs this line of allowed.py: {line}")
+    programs = sorted({difference.program for difference in new})
+    print(f"{len(now)} programs; {len(new)} differences in {len(programs)} that are not allowed: {', '.join(programs)}")
+    return bool(new)
+
+
+def _keep(only: str) -> None:
+    from tests.baseline.programs import programs
+
+    plain = record.of_library(record.CHECKOUT, BUILD / "kept", only)
+    nudged = [record.of_library(record.CHECKOUT, BUILD / f"nudge {nudge}", only, nudge) for nudge in NUDGES]
+    kept.write(plain, nudged, {program.name: program.check for program in programs()})
+
+
+def _list(only: str) -> None:
+    from tests.baseline.programs import programs
+
+    for program in programs():
+        if only in program.name:
+            print(f"{program.name}: {program.plan}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
