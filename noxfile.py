@@ -58,9 +58,7 @@ CELLS = {
         ("keras==3.10.*", "numpy==2.0.*", "jax==0.8.0", "jaxlib==0.8.0"),
         tags=("oldest",),
     ),
-    "without jax": Cell(
-        ("3.11",), "tensorflow-cpu==2.19.0", ("keras==3.10.*", "numpy==1.26.*"), xla=False, tags=("oldest",)
-    ),
+    "without jax": Cell(("3.11",), "tensorflow-cpu==2.19.0", ("keras==3.10.*", "numpy==1.26.*"), xla=False),
     "2.20": Cell(("3.12",), "tensorflow-cpu==2.20.*", ("keras==3.11.*", "jax==0.9.*", "jaxlib==0.9.*")),
     "2.21, old jax": Cell(("3.11",), "tensorflow-cpu==2.21.*", ("jax==0.8.0", "jaxlib==0.8.0")),
     "2.21": Cell(("3.12",), "tensorflow==2.21.*", ("keras==3.13.*", "jax==0.10.*", "jaxlib==0.10.*")),
