@@ -126,7 +126,7 @@ def _tier(fault: Fault) -> str:
         chosen.write_text("\n".join(tests), encoding="utf-8")
         files = sorted({test.partition("::")[0] for test in tests})
         for tier in ("quick", "rest") if tests else ():
-            ended = _pytest(copy, "-x", "-n", "0", "--timeout", "90", "--tier", tier, *files, CHOSEN=str(chosen))
+            ended = _pytest(copy, "-x", "-n", "0", "--timeout", "300", "--tier", tier, *files, CHOSEN=str(chosen))
             if ended not in (0, 5):  # 5: none of them belongs to the tier
                 return tier
     return "none"
