@@ -213,7 +213,7 @@ def actual_summaries() -> Iterator[None]:
 def locals_of_thread() -> tuple:
     """This thread's op callbacks, summary state, traceback filtering and caching scope, to be set on another thread."""
     return (
-        _context.context()._thread_local_data.op_callbacks,
+        (*_context.context()._thread_local_data.op_callbacks,),
         _summary_fields(_summary._summary_state),
         tf.debugging.is_traceback_filtering_enabled(),
         _caching_fields(_caching),
@@ -288,7 +288,8 @@ def _are_same(some: tuple, others: tuple) -> bool:
 
 def _set_locals(values: tuple) -> None:
     callbacks, summary, filtering, caching = values
-    _context.context()._thread_local_data.op_callbacks = callbacks
+    # Each thread has a list of its own: what traces a function adds and removes callbacks in place.
+    _context.context()._thread_local_data.op_callbacks = [*callbacks]
     for name, value in zip(SUMMARY_FIELDS, summary, strict=True):
         setattr(_summary._summary_state, name, value)
     if filtering:
