@@ -189,7 +189,8 @@ def test_time_runs_out(how, loops, release):
     began = time.perf_counter()
     with pytest.raises(ReplicaTimeoutError) as caught:
         program()
-    assert time.perf_counter() - began < 30
+    waited = time.perf_counter() - began
+    assert all(row.seconds <= waited for row in [*caught.value.rows, caught.value.coordinator])
     states = [row.state for row in caught.value.rows]
     assert states == ["running" if replica == STUCK else "waiting in a merge call" for replica in range(4)]
     notes = "\n".join(caught.value.__notes__)
