@@ -52,6 +52,9 @@ def main() -> int:
         print(*(f"{fault.name}   {fault.change}" for fault in chosen), sep="\n")
         return 0
     _reached()
+    with tempfile.TemporaryDirectory() as folder:
+        if _pytest(_copy(folder), "tests/engine")[0]:
+            sys.exit("the tests fail without a fault")
     tiers: collections.Counter[str] = collections.Counter()
     with concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
         tested = {pool.submit(_tier, fault, flags.thorough): fault for fault in chosen}
