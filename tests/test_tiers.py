@@ -1,6 +1,7 @@
 """What `make test` leaves out is left for the full tier, and each value of a parameter is in both."""
 
 import itertools
+import pathlib
 import types
 
 from helpers import tiers
@@ -59,3 +60,12 @@ def test_what_is_asked_for_by_name_is_run_in_full():
     assert tiers.tier(config()) == "quick"
     assert tiers.tier(config(keyword="gather")) == tiers.tier(config(args=["tests/a.py::test_b"])) == "all"
     assert tiers.tier(config("rest", keyword="gather")) == "rest"
+
+
+def test_each_expensive_test_is_there_and_left_for_the_full_tier():
+    root = pathlib.Path(__file__).parents[1]
+    for name in tiers.expensive():
+        file, *_, function = name.split("::")
+        assert f"def {function}(" in (root / file).read_text(encoding="utf-8"), name
+        of = {tier: chosen(tier, cases(name, x=[1, 2]))[0] for tier in ("quick", "rest")}
+        assert of == {"quick": [], "rest": [f"{name}[1]", f"{name}[2]"]}

@@ -188,9 +188,8 @@ def stay_eager(policy: int, device: str, name_scope: str) -> None:
 
 
 def leave_eager() -> None:
-    """Undoes `stay_eager`, except for the policy."""
+    """Takes the device of `stay_eager` from the thread. The policy and the name scope are set in each run."""
     tf.device(None).__enter__()
-    tf.name_scope("").__enter__()
 
 
 def variable_scope(store: Any, scope: Any) -> contextlib.AbstractContextManager[Any]:

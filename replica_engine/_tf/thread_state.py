@@ -220,7 +220,7 @@ def locals_of_thread() -> tuple:
     That is op callbacks, summary state, traceback filtering, the caching scope, and what cancels calls.
     """
     return (
-        _context.context()._thread_local_data.op_callbacks,
+        (*_context.context()._thread_local_data.op_callbacks,),
         _summary_fields(_summary._summary_state),
         tf.debugging.is_traceback_filtering_enabled(),
         _caching_fields(_caching),
@@ -296,7 +296,8 @@ def _are_same(some: tuple, others: tuple) -> bool:
 
 def _set_locals(values: tuple) -> None:
     callbacks, summary, filtering, caching, managers = values
-    _context.context()._thread_local_data.op_callbacks = callbacks
+    # Each thread has a list of its own: what traces a function adds and removes callbacks in place.
+    _context.context()._thread_local_data.op_callbacks = [*callbacks]
     for name, value in zip(SUMMARY_FIELDS, summary, strict=True):
         setattr(_summary._summary_state, name, value)
     if filtering:

@@ -210,8 +210,8 @@ def run(mistaken: Mistaken, start: Start) -> Numbers:
 def said(error: BaseException) -> str:
     """The class of an exception, and the first line of its text that is its own.
 
-    In a tf.function, TensorFlow puts the lines of a traceback before it. Lines and addresses are left out, and digits
-    that rounding may change.
+    In a tf.function, TensorFlow puts the lines of a traceback before it. Lines and addresses are left out, digits that
+    rounding may change, and the values of a tensor: they are those of the replica that failed first.
     """
     own = (line.strip() for line in str(error).splitlines())
     lines = [line for line in own if line and not line.startswith(("in user code", "File ", "Traceback", "Graph exec"))]
@@ -221,5 +221,6 @@ def said(error: BaseException) -> str:
 
 def _without_places(text: str) -> str:
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
+    text = re.sub(r"\[\[[^]]*\]\.\.\.\]", "[...]", text)
     text = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)
     return re.sub(r"[^\s\"'(]*\.py:\d+", "a line", text)[:300]

@@ -96,7 +96,7 @@ def test_a_replica_that_is_stuck_in_python(release):
     first, second = caught.value.rows
     assert (first.state, first.merge_calls) == ("waiting in a merge call", 2)
     assert (second.state, second.merge_calls) == ("running", 1)
-    assert second.seconds >= LEFT / 2
+    assert LEFT / 2 <= second.seconds < 1000
     assert "test_timeouts.py" in second.where
     assert "release.wait()" in second.stack
     assert "release.wait()" in caught.value.table

@@ -163,6 +163,20 @@ def test_assigning_the_same_number_in_replicas_merges(strategy, aggregation):
     assert components(strategy, v) == [5.0 * times] * n
 
 
+def test_a_step_returns_what_each_assignment_gave_and_the_variable_itself(strategy):
+    v = make(strategy, 0.0, FIRST)
+
+    def fn():
+        return v.assign_add(1.0), v.assign_add(1.0), v.read_value(), v
+
+    *values, returned = strategy.run(fn)
+    strategy.run(fn)
+    assert [[float(each) for each in strategy.experimental_local_results(value)] for value in values] == [
+        [number] * strategy.num_replicas_in_sync for number in (1.0, 2.0, 2.0)
+    ]
+    assert returned is v
+
+
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
 def test_replicas_see_what_they_assigned(strategy, run, local, per_replica, aggregation):
     v = make(strategy, 0.0, aggregation)

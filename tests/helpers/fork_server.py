@@ -22,7 +22,7 @@ ADDRESS = "REPLICA_ENGINE_TEST_PROGRAMS"
 # TensorFlow, jaxlib and this library read these when they start. So the server must not pass on its own values.
 NOT_FOR_ALL = ("XLA_FLAGS", "TF_NUM_INTEROP_THREADS")
 # conftest.py sets these so that programs compile quickly; programs that tests start need them too.
-FOR_EACH = ("XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS")
+FOR_EACH = ("XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "PYTEST_CURRENT_TEST", "REACH")
 
 
 class Server:

@@ -3,17 +3,24 @@
 `make test` runs every test function. Of one with several parameters it runs as many cases as give each value of each
 parameter once; in the contract suite once on threads and once compiled. Combinations of values are left for the full
 tier. So are the forms of `run` and the rows of the table of strategies that share the code of others, in modules that
-are not about them, and what is marked `full`, with the reason.
+are not about them, what is marked `full`, with the reason, and what `expensive.txt` lists.
 
 What somebody asks for by name, with `-k` or `file::test`, is run in full.
 """
 
+import pathlib
 from collections import defaultdict
 from collections.abc import Iterable
 
 import pytest
 
 QUICK, REST, ALL = "quick", "rest", "all"
+EXPENSIVE = pathlib.Path(__file__).with_name("expensive.txt")
+
+
+def expensive() -> set[str]:
+    """The test functions of which a tier of everything once has parts in cheaper ones."""
+    return {line for line in EXPENSIVE.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
 
 
 def tier(config: pytest.Config) -> str:
@@ -26,9 +33,10 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves in the list what the tier has."""
     if (asked := tier(config)) == ALL:
         return
-    functions = defaultdict(list)
+    functions, left_out = defaultdict(list), expensive()
     for item in items:
-        functions[item.nodeid.partition("[")[0]].append(item)
+        if (function := item.nodeid.partition("[")[0]) not in left_out:
+            functions[function].append(item)
     quick = {item.nodeid for cases in functions.values() for item in _each_value_once(cases)}
     chosen = [item for item in items if (item.nodeid in quick) == (asked == QUICK)]
     config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in quick) != (asked == QUICK)])

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.jobs import LONGER, job
+from helpers.jobs import LONGER, is_stopped, job, until
 from helpers.workers import TPU_HEAD, TPU_TAIL, read
 
 PROGRAM = """
@@ -118,6 +118,35 @@ def test_a_host_call_that_fails_in_a_loop_leaves_the_steps_before_and_ends_the_l
     assert "2 of 5 steps of the device loop ran; the values that they wrote are kept" in failed["notes"]
     assert failed["kept"] == [2, 2.0, [3.0] * 4]
     assert "worker 1 goes on with the wait at the next steps of `step`" in other["other"]
+
+
+STOPS = """
+from replica_engine.pjrt import exchange
+
+strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+with strategy.scope():
+    weight = tf.Variable(tf.ones([1024, 64]))
+strategy.run(lambda: weight.assign_add(tf.ones([1024, 64])))
+if me == 1:  # after all have come to read the value, and before the devices exchange it
+    exchange._wait_for_turn = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    weight.numpy()
+except replica_engine.errors.WorkerLostError as error:
+    found["lost"] = str(error)
+"""
+
+
+def test_a_worker_that_stops_while_a_value_is_read_is_named(programs):
+    with job(join=LONGER) as made:
+        reads, stops = (programs.start(TPU_HEAD + STOPS + TPU_TAIL, env=made.environment(each)) for each in range(2))
+        try:
+            until(lambda: is_stopped(stops.pid), LONGER)
+            made.limit(heartbeat=3.0)
+            found, _ = read(reads, LONGER)
+        finally:
+            stops.kill()
+            reads.kill()
+    assert "worker 1 of 2" in found["lost"]
 
 
 INITIAL = """

@@ -6,7 +6,8 @@ Each folder of the library has its share of the faults, by size. Those that nobo
 the reason, and others are drawn in their place. For each fault the quick tests that run the changed function begin,
 until one fails; if none does, those of the full tier. Which tests run a function is found once, by a run of all tests
 in a copy of the library whose functions say that they were called; it takes as long as `make test-full`, and its answer
-stays in build/reach until that folder is removed.
+stays in build/reach until that folder is removed. Where very many tests run a function, a part of them is taken;
+`--thorough` takes all.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.mutants.faults import Fault, faults
 ROOT = pathlib.Path(__file__).parents[2]
 REACH = ROOT / "build" / "reach"
 LEFT_OUT = ("demo", "errors/pages", "testing")  # programs to copy, pages, and what only tests use
-PARTICULAR, OTHERS = 100, 100  # how many tests begin: those that run the fewest functions, and some of the rest
+PARTICULAR, OTHERS = 60, 120  # of how many test functions: those that run the fewest functions, and some of the rest
 
 EQUIVALENT: dict[str, str] = {}
 """Faults that nobody could see, and why."""
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=50, help="number of faults (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default %(default)s)")
     parser.add_argument("--only", help="the faults whose names begin so")
+    parser.add_argument("--thorough", action="store_true", help="take all tests that run a function")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time (default %(default)s)")
     flags = parser.parse_args()
@@ -50,11 +52,16 @@ def main() -> int:
         print(*(f"{fault.name}   {fault.change}" for fault in chosen), sep="\n")
         return 0
     _reached()
+    with tempfile.TemporaryDirectory() as folder:
+        if _pytest(_copy(folder), "tests/engine")[0]:
+            sys.exit("the tests fail without a fault")
     tiers: collections.Counter[str] = collections.Counter()
     with concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:
-        for fault, tier in zip(chosen, pool.map(_tier, chosen), strict=True):
+        tested = {pool.submit(_tier, fault, flags.thorough): fault for fault in chosen}
+        for done in concurrent.futures.as_completed(tested):
+            (tier, test), fault = done.result(), tested[done]
             tiers[tier] += 1
-            print(f"{tier:6} {fault.name}   {fault.change}", flush=True)
+            print(f"{tier:6} {fault.name}   {fault.change}   {test}", flush=True)
     print(f"make test finds {tiers['quick']} of {len(chosen)}, make test-full {tiers['rest']} more")
     return 1 if tiers["none"] else 0
 
@@ -83,11 +90,13 @@ def _drawn(flags: argparse.Namespace) -> list[Fault]:
     return list(chosen.values())
 
 
-def _pytest(copy: pathlib.Path, *arguments: str, **environment: str) -> int:
-    """How the tests end in a copy of the checkout."""
+def _pytest(copy: pathlib.Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """How the tests end in a copy of the checkout, and which one fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.reach", *arguments]
     env = {**os.environ, "PYTHONPATH": str(copy), **environment}
-    return subprocess.run(command, cwd=copy, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
+    done = subprocess.run(command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return done.returncode, (failed[0].split(" ")[1] if failed else "")
 
 
 def _copy(folder: str) -> pathlib.Path:
@@ -108,17 +117,20 @@ def _reached() -> dict[str, set[str]]:
     return reach.of_tests(REACH)
 
 
-def _tests(fault: Fault) -> list[str]:
+def _tests(fault: Fault, thorough: bool) -> list[str]:
     """The tests that may find a fault: those that run the fewest functions first."""
     function, reached = fault.name.split(":")[0], _reached()
-    tests = sorted((test for test in reached if function in reached[test]), key=lambda test: (len(reached[test]), test))
-    others = tests[PARTICULAR:]
-    return tests[:PARTICULAR] + random.Random(0).sample(others, min(OTHERS, len(others)))
+    cases = collections.defaultdict(list)
+    for test in sorted((test for test in reached if function in reached[test]), key=lambda test: len(reached[test])):
+        cases[test.partition("[")[0]].append(test)
+    chosen, others = [*cases][:PARTICULAR], [*cases][PARTICULAR:]
+    chosen += others if thorough else random.Random(0).sample(others, min(OTHERS, len(others)))
+    return [test for function in chosen for test in cases[function]]
 
 
-def _tier(fault: Fault) -> str:
-    """The tier that has a test which fails with the fault: "quick" or "rest"; or "none"."""
-    tests = _tests(fault)
+def _tier(fault: Fault, thorough: bool) -> tuple[str, str]:
+    """The tier that has a test which fails with the fault, "quick" or "rest", and the test; or "none"."""
+    tests = _tests(fault, thorough)
     with tempfile.TemporaryDirectory() as folder:
         copy = _copy(folder)
         (copy / "replica_engine" / fault.path).write_text(fault.text, encoding="utf-8")
@@ -126,10 +138,10 @@ def _tier(fault: Fault) -> str:
         chosen.write_text("\n".join(tests), encoding="utf-8")
         files = sorted({test.partition("::")[0] for test in tests})
         for tier in ("quick", "rest") if tests else ():
-            ended = _pytest(copy, "-x", "-n", "0", "--timeout", "90", "--tier", tier, *files, CHOSEN=str(chosen))
+            ended, test = _pytest(copy, "-x", "-n", "0", "--timeout", "300", "--tier", tier, *files, CHOSEN=str(chosen))
             if ended not in (0, 5):  # 5: none of them belongs to the tier
-                return tier
-    return "none"
+                return tier, test
+    return "none", ""
 
 
 if __name__ == "__main__":

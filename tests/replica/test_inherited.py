@@ -5,6 +5,7 @@ stand in for neither.
 """
 
 import contextvars
+import threading
 
 import keras
 import pytest
@@ -16,6 +17,7 @@ from tensorflow.python.eager import cancellation
 from tensorflow.python.framework import op_callbacks
 
 import replica_engine
+from replica_engine import xla
 from replica_engine._tf import quick_scopes
 from replica_engine.strategies.backend import OnBackend
 
@@ -135,6 +137,26 @@ def test_op_callbacks(mirrored):
     assert devices == ["CPU:0", "CPU:1"]
     mirrored.run(lambda: tf.constant(1.0) + 1.0)
     assert len(devices) == 2
+
+
+def test_what_replicas_trace_at_the_same_time_is_each_ones_own(tmp_path):
+    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"], concurrent=True)
+    meet = threading.Barrier(2)
+
+    def body(x):
+        meet.wait(120)
+        drawn = tf.random.uniform([])  # compiled replicas draw it another way: an op is made in place of it
+        meet.wait(120)
+        return x + drawn
+
+    def fn():  # on another number of devices: programs of the same ones are traced one after another
+        devices = 1 + int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        return xla.replicate(body, [[tf.ones([])]] * devices)[0]
+
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):  # so that the replicas' state is the caller's
+        drawn = strategy.run(fn)
+    assert all(1.0 <= value < 2.0 for value in drawn.values)
+    assert 0.0 <= xla.replicate(lambda: tf.random.uniform([]), num_replicas=1)[0] < 1.0  # nothing stays on this thread
 
 
 def test_summary_writer_and_step(mirrored, tmp_path):

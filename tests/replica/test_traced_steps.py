@@ -189,7 +189,8 @@ def test_time_runs_out(how, loops, release):
     began = time.perf_counter()
     with pytest.raises(ReplicaTimeoutError) as caught:
         program()
-    assert time.perf_counter() - began < 30
+    waited = time.perf_counter() - began
+    assert all(row.seconds <= waited for row in [*caught.value.rows, caught.value.coordinator])
     states = [row.state for row in caught.value.rows]
     assert states == ["running" if replica == STUCK else "waiting in a merge call" for replica in range(4)]
     notes = "\n".join(caught.value.__notes__)
@@ -351,12 +352,17 @@ def test_without_marks_time_runs_out_too(release):
     assert "it is not known which of its updates were made" in "\n".join(caught.value.__notes__)
 
 
+def takes_long(x):
+    time.sleep(0.2)
+    return x
+
+
 def works_longer(x, weight):
-    """A step in which one replica works ten times as long."""
+    """A step in which one replica takes a fifth of a second, however busy the machine is."""
     context = tf.distribute.get_replica_context()
-    is_slow = tf.get_static_value(context.replica_id_in_sync_group) == STUCK
-    for _ in range(30 if is_slow else 3):
-        x = tf.tanh(x @ weight)
+    if tf.get_static_value(context.replica_id_in_sync_group) == STUCK:
+        x = tf.ensure_shape(tf.numpy_function(takes_long, [x], tf.float32), x.shape)
+    x = tf.tanh(x @ weight)
     return context.all_reduce("MEAN", x)
 
 
@@ -377,7 +383,7 @@ def test_the_slowest_replica_of_traced_steps_is_named(form, tmp_path, capsys):
 
     @tf.function
     def loop():
-        for _ in tf.range(20):
+        for _ in tf.range(8):
             strategy.run(works_longer, args=(x, weight))
 
     if form == "fit":

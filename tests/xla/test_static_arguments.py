@@ -1,6 +1,7 @@
 """Arguments that are not tensors are compiled in, so each value of them has a program of its own."""
 
 import dataclasses
+import functools
 
 import pytest
 import tensorflow as tf
@@ -210,3 +211,16 @@ def test_a_function_that_calls_the_host_is_found_again_by_its_cells():
     rate = 3.0
     strategy.run(one)
     assert seen == [1.0] * 4 + [2.0] * 2 + [1.0] * 2 + [2.0] * 4 + [3.0] * 2
+
+
+@pytest.mark.parametrize("of_body", [False, True], ids=["the body", "what the body calls"])
+def test_partials_with_other_arguments_are_other_functions(of_body):
+    def scaled(x, factor=1.0, *, added=0.0):
+        return factor * x + added
+
+    def run(*args, **kwargs):
+        fn = functools.partial(scaled, *args, **kwargs)
+        body = (lambda x: fn(x)) if of_body else fn
+        return [float(each) for each in xla.replicate(body, [[tf.constant(1.0)], [tf.constant(2.0)]])]
+
+    assert [run(), run(factor=3.0), run(factor=4.0), run(added=1.0)] == [[1.0, 2.0], [3.0, 6.0], [4.0, 8.0], [2.0, 3.0]]

@@ -474,7 +474,7 @@ def _leave_all() -> None:
 
 
 def _after_fork() -> None:
-    for member in list(_members):
+    for member in _members:
         member._forget()
     _members.clear()
 
