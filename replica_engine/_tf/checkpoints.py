@@ -55,7 +55,7 @@ SAVED_MODEL = "tensorflow.python.saved_model.save"
 HANDLER = "tensorflow.python.distribute.failure_handling.failure_handling.PreemptionCheckpointHandler"
 SAVER = "tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver"
 READER = "tensorflow.python.checkpoint.checkpoint.TrackableSaver"
-METHODS = WRITE, HELPER, SYNC = "_write", "_async_checkpointer", "sync"
+METHODS = WRITE, HELPER = "_write", "_async_checkpointer"
 SAVE, RESTORE = "save", "restore"
 STATE, DELETE, NODES = "update_checkpoint_state_internal", "_delete_file_if_exists", "save_and_return_nodes"
 FILES, MATCHING = "file_io", "get_matching_files"
@@ -149,7 +149,6 @@ def take_over(saves: Saves) -> None:
         return
     _replace(cls, WRITE, functools.partial(_written, saves))
     _replace(cls, HELPER, functools.partial(_helped, saves))
-    _replace(cls, SYNC, functools.partial(_synchronized, saves))
     _replace(_checkpoint.TrackableSaver, RESTORE, functools.partial(_read, saves))
     _replace(_functional_saver.MultiDeviceSaver, SAVE, functools.partial(_given, saves))
     _replace(_management, STATE, _listed)
@@ -311,15 +310,6 @@ def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, path, options)
 
     return restore
-
-
-def _synchronized(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def sync(self: Any) -> None:
-        if saves.concerns(self):
-            saves.wait(raises=True)
-        original(self)
-
-    return sync
 
 
 def _given(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:

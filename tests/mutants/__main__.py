@@ -33,7 +33,10 @@ REACH = ROOT / "build" / "reach"
 LEFT_OUT = ("demo", "errors/pages", "testing")  # programs to copy, pages, and what only tests use
 PARTICULAR, OTHERS = 60, 120  # of how many test functions: those that run the fewest functions, and some of the rest
 
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT = {
+    "pjrt.exchange.whole:wait:0": "the result is fetched next, which waits for the same program with the same errors",
+    "xla.state.device_value.DeviceValue._restore_shape:copy:0": "a TensorShape serves as a shape too",
+}
 """Faults that nobody could see, and why."""
 
 

@@ -97,8 +97,18 @@ class TestConvolutions:
         assert found == {CONVOLUTION: 2}
 
     def test_half_precision_stays_as_it_is(self):
-        op = lambda x, w: tf.cast(tf.nn.conv2d(tf.cast(x, tf.bfloat16), tf.cast(w, tf.bfloat16), 1, "SAME"), x.dtype)  # noqa: E731
-        assert rewrites(op, random(2, 2, 2, 2), random(3, 3, 2, 2)) == {}
+        for op, *operands in (
+            (lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 2), random(3, 3, 2, 2)),
+            (lambda x: tf.nn.max_pool2d(x, 2, 2, "VALID"), random(3, 8, 8, 4)),
+            (tf.matmul, random(4, 7, 6), random(6, 5)),
+        ):
+            half = lambda *args, op=op: tf.cast(op(*(tf.cast(each, tf.bfloat16) for each in args)), tf.float32)  # noqa: E731
+            assert rewrites(op, *operands) != {} == rewrites(half, *operands)
+
+    def test_empty_batches_stay_as_they_are(self):
+        assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(0, 2, 2, 2), random(3, 3, 2, 2)) == {}
+        assert rewrites(lambda x: tf.nn.max_pool2d(x, 2, 2, "VALID"), random(0, 8, 8, 4)) == {}
+        assert rewrites(tf.matmul, random(0, 7, 6), random(6, 5)) == {}
 
     def test_one_and_three_dimensions(self):
         assert rewrites(lambda x, w: tf.nn.conv1d(x, w, 1, "SAME"), random(4, 2, 6), random(3, 6, 5))[CONVOLUTION] > 0

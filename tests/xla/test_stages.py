@@ -78,20 +78,20 @@ class TestStages:
         assert values(results) == [[2.0, 4.0]] * 2
 
     @pytest.mark.parametrize(
-        "inputs",
+        ("inputs", "differs"),
         [
-            [[tf.zeros([3])]] * 2,
-            [[tf.zeros([2], tf.int32)]] * 2,
-            [[[tf.zeros([2])]]] * 2,
-            [[tf.zeros([2]), 1]] * 2,
-            [[], []],
-            None,
+            ([[tf.zeros([3])]] * 2, r"args\[0\] has shape \(3,\) instead of \(2,\)"),
+            ([[tf.zeros([2], tf.int32)]] * 2, r"args\[0\] has dtype int32 instead of float32"),
+            ([[[tf.zeros([2])]]] * 2, r"the structure differs, args\[0\] is missing"),
+            ([[tf.zeros([2]), 1]] * 2, r"the structure differs, args\[1\] is unexpected"),
+            ([[], []], r"the structure differs, args\[0\] is missing"),
+            (None, r"the structure differs, args\[0\] is missing"),
         ],
         ids=["shape", "dtype", "structure", "number", "empty", "none"],
     )
-    def test_other_inputs_than_compiled_for_are_refused(self, inputs):
+    def test_other_inputs_than_compiled_for_are_refused(self, inputs, differs):
         compiled = xla.lower(lambda x: x * 2.0, X).compile()
-        with pytest.raises(InputsError, match=r"compiled for.*xla.lower"):
+        with pytest.raises(InputsError, match=rf"compiled for these inputs: {differs}.*xla.lower"):
             compiled(inputs)
         assert values(compiled(X)) == [[2.0, 4.0], [6.0, 8.0]]
 

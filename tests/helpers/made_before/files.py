@@ -63,7 +63,7 @@ def a_manager_of_checkpoints():
 def methods_of_a_checkpoint():
     training = _Training()
     save, restore = training.checkpoint.save, training.checkpoint.restore
-    write, read = training.checkpoint.write, training.checkpoint.read
+    write, read, sync = training.checkpoint.write, training.checkpoint.read, training.checkpoint.sync
     for folder in (training.beside, training.folder):
         save(os.path.join(folder, "ckpt"))
         write(os.path.join(folder, "written"))
@@ -77,7 +77,7 @@ def methods_of_a_checkpoint():
             assert float(training.module.weight) == 3.0
         path = save(os.path.join(training.folder, "asynchronous"), ASYNCHRONOUS)
         training.module.weight.assign(0.0)
-        training.checkpoint.sync()
+        sync()
         restore(path)
         assert float(training.module.weight) == 3.0
 
