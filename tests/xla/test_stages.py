@@ -12,6 +12,7 @@ from helpers.host_work import values
 from replica_engine import xla
 from replica_engine.errors import InputsError, LoweringError, ReplicaEngineError
 from replica_engine.pjrt.devices import device_group
+from replica_engine.pjrt.jaxlib import VERSION
 from replica_engine.xla import Counts
 from replica_engine.xla.stages.program_cache import ProgramCache
 
@@ -312,8 +313,9 @@ def test_a_program_is_portable():
     text = xla.lower(swap, None, 2).as_text()
     assert portable.artifact(text).startswith(b"ML")
     assert text.count("may_alias") == 2
-    with pytest.raises(Exception, match=r"mhlo\.copy"):
-        portable.artifact(text.replace("stablehlo.reshape %arg0", '"mhlo.copy"(%arg0)'))
+    if VERSION >= (0, 10):  # older jaxlib writes it, and the plugin that reads it fails
+        with pytest.raises(Exception, match=r"mhlo\.copy"):
+            portable.artifact(text.replace("stablehlo.reshape %arg0", '"mhlo.copy"(%arg0)'))
 
 
 def test_the_text_does_not_depend_on_what_was_traced_before():
