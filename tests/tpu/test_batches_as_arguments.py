@@ -14,7 +14,7 @@ from replica_engine.errors import ReplicaTimeoutError
 from replica_engine.xla.loop import chunks, device_loop, prefetch
 from replica_engine.xla.stages.compiled import Compiled
 
-SOON = 20  # seconds until a thread that should have gone on by then is stuck
+SOON = 200  # seconds until a thread that should have gone on by then is stuck
 
 ROWS = np.random.default_rng(0).normal(size=[40, 6]).astype("float32")
 
