@@ -144,6 +144,7 @@ class Job:
         self._knows_statuses = knows_statuses
         self._local = local
         self._strangers = ""
+        self._untold = ""  # of strangers, as no member was there
         self._members: dict[int, _Member] = {}
         self._statuses: dict[int, int] = {}
         self._ending: dict[int, float] = {}  # members that seem to have ended, and until when to wait for the rest
@@ -198,6 +199,7 @@ class Job:
         self._members[worker] = _Member(str(host), int(pid), versions, int(replicas), now, str(came_to))
         self._compare_members(worker)
         self._miss_ended(now)
+        self._warn_of_strangers()
         if self.complete and self.failure is None:
             self._tell(None, ["go", self._reached()])
 
@@ -233,11 +235,15 @@ class Job:
             self._miss_ended(now)
 
     def refused_strangers(self, text: str) -> None:
-        """Others than the workers have connected, as the text says; one member warns of it."""
-        self._strangers = text
+        """Others than the workers have connected, as the text says; one member warns of it, once one is there."""
+        self._strangers = self._untold = text
+        self._warn_of_strangers()
+
+    def _warn_of_strangers(self) -> None:
         there = [worker for worker, member in self._members.items() if not member.left and not member.closed]
-        if there:
-            self._tell(min(there), ["warning", text])
+        if there and self._untold:
+            self._tell(min(there), ["warning", self._untold])
+            self._untold = ""
 
     def tick(self, now: float) -> None:
         """Looks at everything that depends on the time; to be called several times a second."""

@@ -67,6 +67,10 @@ _NORMAL = (
     (r"\bProcess \d+", "Process N"),
     (r"\bThread-\d+", "Thread-N"),
     (r"0x[0-9a-f]{6,}", "0x..."),
+    (  # of float(), on TensorFlow 2.22, whose symbolic tensors have an __index__
+        r"'SymbolicTensor' object cannot be interpreted as an integer",
+        "float() argument must be a string or a real number, not 'SymbolicTensor'",
+    ),
     (r'ResourceHandle\(name="\d+"', 'ResourceHandle(name="N"'),
     (r"\b(replica_body_\w+)_\d+", r"\1_N"),
 )

@@ -71,6 +71,14 @@ def test_all_are_told_when_all_are_there():
     assert played.told == [(None, ["go", "10.0.0.1"])]
 
 
+def test_the_first_member_is_told_of_strangers_that_came_before_it():
+    played = Played(joined=0)
+    played.job.refused_strangers("strangers are there")
+    played.join(1)
+    played.join(0)
+    assert [told for told in played.told if told[1][0] == "warning"] == [(1, ["warning", "strangers are there"])]
+
+
 def test_silence():
     played = Played()
     played.wait(10, beats=(0, 1, 2))
