@@ -73,6 +73,21 @@ def shuffles_on_threads(epoch_iterator: Any) -> bool:
     return has_threads and is_distributed and epoch_iterator.data_adapter.shuffle
 
 
+def shuffled_epoch(epoch_iterator: Any) -> int | None:
+    """The number by which Keras shuffles a PyDataset in this epoch, since Keras 3.16; None for other data."""
+    return getattr(epoch_iterator.data_adapter, "_epoch", None)
+
+
+def set_shuffled_epoch(epoch_iterator: Any, epoch: int | None) -> None:
+    """Lets Keras shuffle a PyDataset as in the epoch with that number, before it begins to read it."""
+    adapter = epoch_iterator.data_adapter
+    if epoch is None or shuffled_epoch(epoch_iterator) in (None, epoch):
+        return
+    adapter._epoch = epoch
+    if adapter.enqueuer is not None and adapter.enqueuer.is_running():  # it has begun with the order of another epoch
+        adapter.enqueuer.stop()
+
+
 def writes_variables(epoch_iterator: Any) -> bool:
     """Whether a function of a dataset of tf.data writes variables, as one that draws from a generator does."""
     left = [epoch_iterator.data_adapter.get_tf_dataset()] if is_of_dataset(epoch_iterator) else []

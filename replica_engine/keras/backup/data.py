@@ -108,6 +108,7 @@ class Place:
             "made": self._made,
             "taken": self._taken,
             "random": self._random,
+            "shuffled_epoch": fitting.shuffled_epoch(source),
             "steps_seen": source._steps_seen,
             "batches": source._num_batches,
             "rows": fitting.rows_of(source),
@@ -170,6 +171,7 @@ class Place:
         if batch:
             self._warn_of_other_batches(saved, has_file)
         before, last = random_state.captured(), None
+        fitting.set_shuffled_epoch(source, saved.get("shuffled_epoch"))
         if fitting.is_of_dataset(source):
             for _ in range(saved["made"] - bool(batch or goes_on) - has_file):
                 last = iter(source._get_iterator())
