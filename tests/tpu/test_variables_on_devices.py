@@ -62,6 +62,10 @@ def test_what_an_assignment_returned_is_the_variable_as_it_is_now(two, counter):
     assert float(kept.numpy()) == 6.0
 
 
+def test_a_component_that_a_step_returns_is_its_variable(two, counter):
+    assert two.strategy.run(lambda: counter.values[0]) is counter
+
+
 def test_a_value_once_read_stays_as_it_was(two, counter):
     """It is not a view of the memory that the next step writes to."""
     large = two.variable(tf.zeros([1 << 16]))
