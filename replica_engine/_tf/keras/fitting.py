@@ -84,8 +84,9 @@ def set_shuffled_epoch(epoch_iterator: Any, epoch: int | None) -> None:
     if epoch is None or shuffled_epoch(epoch_iterator) in (None, epoch):
         return
     adapter._epoch = epoch
-    if adapter.enqueuer is not None and adapter.enqueuer.is_running():  # it has begun with the order of another epoch
-        adapter.enqueuer.stop()
+    enqueuer = getattr(adapter, "enqueuer", None)
+    if enqueuer is not None and enqueuer.is_running():  # it has begun with the order of another epoch
+        enqueuer.stop()
 
 
 def writes_variables(epoch_iterator: Any) -> bool:
