@@ -19,7 +19,7 @@ EXPENSIVE = pathlib.Path(__file__).with_name("expensive.txt")
 
 
 def expensive() -> set[str]:
-    """The test functions of which a tier of everything once has parts in cheaper ones."""
+    """The test functions that `expensive.txt` names: what they run is run by cheaper ones too."""
     return {line for line in EXPENSIVE.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")}
 
 
