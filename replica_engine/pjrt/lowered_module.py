@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
-from replica_engine.pjrt.jaxlib import ir, make_ir_context
+from replica_engine.pjrt.jaxlib import ir, program_context
 from replica_engine.pjrt.markers import CONSTRAIN, HOST_CALL, PREFIX, parameters_of, restore_constraint, target
 from replica_engine.pjrt.partitions import of_one_replica
 
@@ -88,7 +88,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
         UnreadableModule: jaxlib does not read an operation.
     """
     text = _TRUTH_VALUES.sub(_listed, text).replace(_UNKNOWN, f'"{_OTHER}"(')
-    with make_ir_context() as context, ir.Location.unknown(context):
+    with program_context() as context, ir.Location.unknown(context):
         context.allow_unregistered_dialects = True
         try:
             module = ir.Module.parse(text)
@@ -127,7 +127,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
 
 def of_replica(text: str, replica: int) -> str:
     """The text of a module without collectives, for one replica: its number takes the place of the replica id."""
-    with make_ir_context() as context, ir.Location.unknown(context):
+    with program_context() as context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
         for each in _operations(module, [_REPLICA_ID])[_REPLICA_ID]:
             with ir.InsertionPoint(each):

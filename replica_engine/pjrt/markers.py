@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
-from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir, make_ir_context
+from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir, program_context
 
 PREFIX = "replica_engine."
 
@@ -60,7 +60,7 @@ def expand_markers(program: str, platform: str) -> Any:
         program: the text of the module.
         platform: what it will run on.
     """
-    with make_ir_context():
+    with program_context():
         module = ir.Module.parse(program)
         markers: list[Any] = []
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine.pjrt import folded_divisions
-from replica_engine.pjrt.jaxlib import ir, make_ir_context
+from replica_engine.pjrt.jaxlib import ir, program_context
 
 DIVIDED = """
 module {
@@ -35,7 +35,7 @@ module {
 @pytest.mark.parametrize(("folds", "kept"), [(False, {"remainder i32": True, "divide i32": True}), (True, {})])
 def test_only_divisions_of_known_integers_wait_for_the_run(monkeypatch, folds, kept):
     monkeypatch.setattr(folded_divisions, "FOLDS_DIVISIONS", folds)
-    with make_ir_context():
+    with program_context():
         module = ir.Module.parse(DIVIDED)
         folded_divisions.keep(module)
         assert module.operation.verify()

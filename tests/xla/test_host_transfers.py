@@ -18,7 +18,7 @@ from jax._src.callback import _aval_to_xla_shape, _emit_tpu_python_callback
 import replica_engine
 from replica_engine import xla
 from replica_engine.pjrt import executable, host_transfers
-from replica_engine.pjrt.jaxlib import BY_TRANSFERS, VERSION, Shape, ir, make_cpu_client, make_ir_context
+from replica_engine.pjrt.jaxlib import BY_TRANSFERS, VERSION, Shape, ir, make_cpu_client, program_context
 from replica_engine.pjrt.markers import expand_markers
 
 CONVERT = host_transfers.convert
@@ -213,7 +213,7 @@ def test_the_transfers_are_those_of_jaxs_own_callbacks_on_tpus():
             new_channel=lambda: next(channels), add_host_callback=lambda _: None, aval_to_ir_types_cache={}
         )
     )
-    with make_ir_context(), ir.Location.unknown():
+    with program_context(), ir.Location.unknown():
         jaxs = ir.Module.parse(ONE_CALL)
         (main,) = jaxs.body.operations
         call, end = main.regions[0].blocks[0].operations

@@ -26,7 +26,7 @@ from replica_engine.pjrt.jaxlib import (
     absent_gpus,
     absent_tpus,
     ir,
-    make_ir_context,
+    program_context,
 )
 from replica_engine.pjrt.plans.plan import hlo_text, plan_of
 
@@ -62,7 +62,7 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
 
     def compiled(extra: list[tuple[str, Any]]) -> Any:
         options.env_option_overrides = [*map(tuple, request["compile_options"]), *extra]
-        with make_ir_context():
+        with program_context():
             module = ir.Module.parse(program)
             return devices[0].client.compile(module, executable_devices=on, compile_options=options)
 
