@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import json
 import pathlib
 import re
@@ -134,4 +134,4 @@ def _kept(numbers: dict[str, np.ndarray], nudged: list[dict[str, np.ndarray]], p
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that numbers may depend on."""
-    return {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {name: importlib.import_module(name).__version__ for name in LIBRARIES}
