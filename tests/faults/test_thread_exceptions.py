@@ -176,6 +176,23 @@ def test_an_error_of_the_update_is_no_half_update():
     assert values(strategy, [other]) == [[5.0, 0.0]]
 
 
+def test_an_update_that_leaves_a_device_entered_is_left_without_it():
+    """As where an exception comes between entering a device and the block that leaves it."""
+    strategy = replica_engine.MirroredStrategy(DEVICES[:2])
+    with strategy.scope():
+        weight = tf.Variable(0.0)
+
+    def update(component):
+        tf.device("CPU:1").__enter__()
+        raise Killed
+
+    with strategy.scope():
+        with pytest.raises((Killed, RuntimeError)):  # TensorFlow raises where devices are left in another order
+            strategy.extended.update(weight, update)
+        assert tf.constant(1.0).device.endswith("CPU:0")
+    check_nothing_is_left(strategy)
+
+
 def test_components_become_equal_when_no_other_thread_updates_them():
     """Thread A adds to component 0 and is broken off while thread B has added to component 0 only."""
     strategy = replica_engine.MirroredStrategy(DEVICES[:2])
