@@ -517,7 +517,7 @@ import logging
 
 class Interrupts(logging.Handler):  # Ctrl-C, as soon as the warning comes that the first launch waits
     def emit(self, record):
-        if "all_reduce SUM" in record.getMessage():
+        if "for the other workers to come to `all_reduce SUM" in record.getMessage():
             logging.getLogger("replica_engine").removeHandler(self)
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -395,7 +395,7 @@ class DeviceValue:
         assert isinstance(self._devices, PartitionedGroup), "the value is divided"
         name = xla_ops.variable_name(self.handles[0])
         what = f"the variable {name!r} after {self._steps} steps"
-        into = host_memory.array(tuple(self._shape), np.dtype(array.dtype))
+        into = host_memory.array(self._shape, np.dtype(array.dtype))
         exchange.whole(self._devices, array, self.axes, what, into, self.limits)
         return variables.tensor_on(into)
 
