@@ -21,7 +21,6 @@ from absl.flags import FLAGS, argparse_flags
 from replica_engine._version import __version__
 from replica_engine.errors import explain
 from replica_engine.hosts import cli as launch
-from replica_engine.pjrt.plans import cli as plan
 from replica_engine.telemetry.report import cli as trace_report
 
 DESCRIPTION = "Run one TensorFlow function on N replicas."
@@ -32,7 +31,10 @@ Each command also takes --help, and absl's flags, such as --verbosity=-1
 WRONG_FLAGS = 2
 INTERRUPTED = 130  # the exit status that shells report for a program that Ctrl-C ended
 UNREAD = 141  # the one for a program that SIGPIPE ended
-REMOVED = {"demo": "run `make demo` in a clone, or `python -m examples.demo`"}
+REMOVED = {
+    "demo": "run `make demo` in a clone, or `python -m examples.demo`",
+    "plan": 'write `print(strategy.plan(step, args=(batch,), topology="v5e:2x4"))` in the script',
+}
 """Commands of version 0.3, and what to do instead."""
 
 
@@ -79,7 +81,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"replica-engine {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     launch.add_parser(commands)
-    plan.add_parser(commands)
     trace_report.add_parser(commands)
     explain.add_parser(commands)
     parser.set_defaults(run=lambda flags: _no_command(parser))

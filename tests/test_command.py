@@ -91,7 +91,9 @@ def test_a_picture_in_an_unknown_format_is_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "instead"), [(["demo", "--replicas", "2"], "python -m examples.demo")], ids=["demo"]
+    ("command", "instead"),
+    [(["demo", "--replicas", "2"], "python -m examples.demo"), (["plan", "train.py"], "print(strategy.plan(step, ")],
+    ids=["demo", "plan"],
 )
 def test_a_command_of_version_0_3_says_what_to_do_instead(capsys, command, instead):
     with pytest.raises(SystemExit) as exit_:
