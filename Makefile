@@ -64,7 +64,7 @@ $(VENV)/.extras-%: pyproject.toml $(VENV)/.$(TENSORFLOW) | $(BIN)/python
 	@touch $@
 
 demo: $(VENV)/.extras-$(DEMO_EXTRAS)
-	@$(BIN)/python -m replica_engine demo --strategy $(STRATEGY) --replicas $(REPLICAS) --epochs $(EPOCHS) $(ARGS)
+	@TF_CPP_MIN_LOG_LEVEL=2 $(BIN)/python -m examples.demo --strategy $(STRATEGY) --replicas $(REPLICAS) --epochs $(EPOCHS) $(ARGS)
 
 # TPUStrategy is tested wherever jax can be installed.
 TEST_EXTRAS := test$(COMMA)xla

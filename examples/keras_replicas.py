@@ -15,11 +15,12 @@ import matplotlib
 
 import replica_engine
 from replica_engine import logical_devices
-from replica_engine.demo.data import load_digits
 from replica_engine.keras import replicate_model
 
 matplotlib.use("Agg")  # writes the picture to a file, without a window
 from matplotlib import pyplot
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 BATCH = 51
 
@@ -56,17 +57,15 @@ class Clock(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self._began)
 
 
-def train(strategy, digits, epochs):
+def train(strategy, images, labels, test_images, test_labels, epochs):
     """Trains on the replicas of a strategy; returns the loss of each epoch, and the samples per second."""
     model = replicate_model(build_model(), strategy=strategy)
     clock = Clock()
-    history = model.fit(
-        digits.train_images, digits.train_labels, BATCH, epochs, shuffle=False, callbacks=[clock]
-    )  # Keras' own progress bar
-    _, accuracy = model.evaluate(digits.test_images, digits.test_labels, verbose=0)
+    history = model.fit(images, labels, BATCH, epochs, shuffle=False, callbacks=[clock])  # Keras' own progress bar
+    _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
     print(f"{strategy.num_replicas_in_sync} replicas: test accuracy {accuracy:.4f}")
     best = min(clock.seconds[1:] or clock.seconds)  # the first epoch compiles
-    return history.history["loss"], len(digits.train_labels) / best
+    return history.history["loss"], len(labels) / best
 
 
 def draw(results, path):
@@ -94,14 +93,15 @@ def main():
 
     counts = [int(count) for count in options.replicas.split(",")]
     devices = logical_devices(max(counts))
-    digits = load_digits()
+    images, labels = load_digits(return_X_y=True)
+    images, test_images, labels, test_labels = train_test_split(images / 16, labels, random_state=0, stratify=labels)
     results = {}
     for count in counts:
         if options.strategy == "mirrored":
             strategy = replica_engine.MirroredStrategy(devices[:count])
         else:
             strategy = replica_engine.TPUStrategy(num_cores=count)
-        results[count] = train(strategy, digits, options.epochs)
+        results[count] = train(strategy, images, labels, test_images, test_labels, options.epochs)
     draw(results, options.output)
     print(f"wrote {options.output}")
 

@@ -4,7 +4,6 @@ Two backends run the function. `threads` runs it on one Python thread for each r
 compiles it to one program for N devices (`TPUStrategy`). The packages follow, from the top layer to the bottom;
 a package imports only itself and lower layers:
 
-    demo/         the program behind `python -m replica_engine demo`, written to be read and copied
     compat/       the names of TensorFlow's contrib TPUStrategy of 2018
     testing/      helpers for tests, yours too: parity check, leak check, scripted interleavings
     keras/        replicate_model: a Keras model on N replicas, in one line

@@ -19,10 +19,8 @@ from absl import app
 from absl.flags import FLAGS, argparse_flags
 
 from replica_engine._version import __version__
-from replica_engine.demo import cli as demo
 from replica_engine.errors import explain
 from replica_engine.hosts import cli as launch
-from replica_engine.pjrt.plans import cli as plan
 from replica_engine.telemetry.report import cli as trace_report
 
 DESCRIPTION = "Run one TensorFlow function on N replicas."
@@ -33,6 +31,11 @@ Each command also takes --help, and absl's flags, such as --verbosity=-1
 WRONG_FLAGS = 2
 INTERRUPTED = 130  # the exit status that shells report for a program that Ctrl-C ended
 UNREAD = 141  # the one for a program that SIGPIPE ended
+REMOVED = {
+    "demo": "run `make demo` in a clone, or `python -m examples.demo`",
+    "plan": 'write `print(strategy.plan(step, args=(batch,), topology="v5e:2x4"))` in the script',
+}
+"""Commands of version 0.3, and what to do instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,9 +80,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(prog=_name(), description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"replica-engine {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    demo.add_parser(commands)
     launch.add_parser(commands)
-    plan.add_parser(commands)
     trace_report.add_parser(commands)
     explain.add_parser(commands)
     parser.set_defaults(run=lambda flags: _no_command(parser))
@@ -100,10 +101,9 @@ def _no_command(parser: argparse.ArgumentParser) -> int:
 def _run(flags: argparse.Namespace) -> int:
     try:
         return flags.run(flags)
-    except BaseException as error:
-        if _interrupted(error):
-            _leave()
-        raise
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 class OneLineParser(argparse_flags.ArgumentParser):
@@ -124,6 +124,9 @@ class OneLineParser(argparse_flags.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
+        for removed, instead in REMOVED.items():
+            if message.startswith(f"argument COMMAND: invalid choice: {removed!r}"):
+                self.exit(WRONG_FLAGS, f"{self.prog}: there is no command {removed} any more; {instead}\n")
         hint = ""
         if message.startswith(("the following arguments are required", "unrecognized arguments")):
             hint = self._hint([word.strip(",") for word in message.split() if word.startswith("--")])
@@ -150,15 +153,6 @@ class OneLineParser(argparse_flags.ArgumentParser):
         return [*self._option_string_actions, *(flag for parser in chosen for flag in parser._known_flags())]
 
 
-def _interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C caused an error. TensorFlow may raise another error while KeyboardInterrupt passes through it."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 def _is_unread() -> bool:
     """Whether nobody reads what this process prints, as in `replica-engine explain | head -1`; the rest is dropped."""
     poll = select.poll()
@@ -169,14 +163,6 @@ def _is_unread() -> bool:
     os.dup2(nothing, sys.stdout.fileno())
     os.close(nothing)
     return True
-
-
-def _leave() -> NoReturn:
-    """Exits at once, because TensorFlow may take many seconds to free a distributed dataset."""
-    print("\ninterrupted", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

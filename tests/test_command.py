@@ -7,6 +7,7 @@ import pytest
 
 import replica_engine
 from replica_engine.__main__ import main
+from replica_engine.telemetry.report import cli
 
 # The command, with another body, so that it needs no TensorFlow.
 LOGGING = """
@@ -89,7 +90,55 @@ def test_a_picture_in_an_unknown_format_is_refused(capsys):
     assert ".jpg: a picture must end in one of .png, .svg, .pdf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["launch"], ["timeline"], ["demo"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [(["demo", "--replicas", "2"], "python -m examples.demo"), (["plan", "train.py"], "print(strategy.plan(step, ")],
+    ids=["demo", "plan"],
+)
+def test_a_command_of_version_0_3_says_what_to_do_instead(capsys, command, instead):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--verbosity=1", *command])
+    out, err = capsys.readouterr()
+    assert (exit_.value.code, out) == (2, "")
+    assert f"there is no command {command[0]} any more; " in err
+    assert instead in err
+    assert err.count("\n") == 1
+
+
+def test_without_a_command_it_lists_them(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "launch    start N workers of a script on this machine" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["launch", "--workers", "many", "train.py"], "argument --workers: "),
+        (["timeline", "run.json", "--outputs", "x.png"], "did you mean --output, and not --outputs?"),
+    ],
+    ids=["value", "name"],
+)
+def test_a_wrong_flag_is_one_line(capsys, flags, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(flags)
+    out, err = capsys.readouterr()
+    assert (exit_.value.code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c(capsys, monkeypatch):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert main(["timeline", "run.json"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+@pytest.mark.parametrize("command", [[], ["launch"], ["timeline"]], ids=" ".join)
 @pytest.mark.parametrize(
     ("started", "named"),
     [

@@ -33,7 +33,6 @@ FOLDERS = tuple(
 )
 """The folders of this library whose frames no user needs."""
 
-_DEMO = os.path.join(OURS, "demo") + os.sep  # a program to read and to copy, so it counts as the user's
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 # Frames between the user's line and the function that it calls.
 WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
@@ -157,9 +156,7 @@ def is_called_by_user() -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
     """Whether a file belongs to Python, to this package, to TensorFlow, to Keras or to a package that these call."""
-    if filename.startswith(OURS):
-        return not filename.startswith(_DEMO)
-    return _is_standard(filename) or filename.startswith(_plumbing())
+    return filename.startswith(OURS) or _is_standard(filename) or filename.startswith(_plumbing())
 
 
 def is_installed(filename: str) -> bool:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from typing import Any
 
-from replica_engine.errors.base import ReplicaEngineError, brief, shown
+from replica_engine.errors.base import ReplicaEngineError, brief
 
 
 class ParityError(ReplicaEngineError, AssertionError):
     """N replicas compute other numbers than one device. The message is the report of `check_parity`.
 
     Raised by `raise_if_different` of the report. Begin with the first difference that it lists: what comes after it may
-    follow from it. Known causes that it finds say what to write.
+    follow from it.
     """
 
 
 class ParityArgumentError(ReplicaEngineError, ValueError):
     """`check_parity` cannot check what it was given.
 
-    Raised by `check_parity`. Write the call as the message shows: a model with its data, or a step, its batch and the
-    variables that it changes.
+    Raised by `check_parity`. Write the call as the message shows: a model with its data.
     """
 
     @classmethod
@@ -42,23 +42,26 @@ class ParityArgumentError(ReplicaEngineError, ValueError):
         return cls("The data has no rows, so there is no batch to compare on.")
 
     @classmethod
-    def bad_variables(cls, given: object) -> ParityArgumentError:
-        """`variables` holds something that is not a tf.Variable, such as the targets or a model."""
-        shape = getattr(given, "shape", None)
-        got = brief(given) if shape is None else f"{type(given).__name__} of shape {shown(tuple(shape))}"
+    def other_replicas(cls, strategy: Any, replicas: int) -> ParityArgumentError:
+        """A strategy has another number of replicas than was asked for."""
+        name, present = type(strategy).__name__, strategy.num_replicas_in_sync
         return cls(
-            "variables must be a tf.Variable, a structure of them, or a function that makes what the step uses, also "
-            f"Keras models, layers, optimizers and tf.Modules: variables=lambda: ...; got {got}. All parts of a batch "
-            "go into the second argument: check_parity(step, (x, y), variables)."
+            f"The {name} in strategies has {present} replicas, but replicas={replicas}. Make them equal: "
+            f"check_parity(..., replicas={present}, strategies=[strategy])."
         )
 
     @classmethod
-    def not_passed(cls, step: str, names: Sequence[str]) -> ParityArgumentError:
-        """The step changes variables that were not passed as `variables`."""
-        listed = ", ".join(names)
+    def refused(cls, model: object, unknown: Collection[str]) -> ParityArgumentError:
+        """What is checked is no model, as a step of the user's own was in version 0.3, or an argument is unknown."""
+        instead = {
+            "random_layers": "make the model without layers that draw random numbers",
+            "seed": "leave it out, since all runs draw from one seed",
+            "tolerance": "write rtol",
+        }
+        if wrong := [name for name in unknown if name not in ("inputs", "variables", "reduction", "uneven")]:
+            words = f": {instead[wrong[0]]}" if wrong[0] in instead else ""
+            return cls(f"check_parity(model, x, y, sample_weight) takes no argument {wrong[0]}{words}.")
         return cls(
-            f"{step} changes variables that are not in `variables`: {listed}. Each strategy needs variables of its "
-            f"own. Pass them, and take the copies as the step's first argument: def {step}(variables, ...), "
-            f"check_parity({step}, inputs, variables=[{listed}]). For models and optimizers, pass a function that "
-            'makes them: variables=lambda: {"model": ..., "optimizer": ...}.'
+            f"check_parity takes a Keras model, check_parity(model, x, y); got {brief(model)}. A training loop of your "
+            "own is compared by two runs, on one device and on N replicas, and np.allclose."
         )

@@ -26,16 +26,13 @@ _logger = logging.getLogger("replica_engine")
 
 
 @contextlib.contextmanager
-def compiling(
-    what: str, was_read: Callable[[], bool] = lambda: False, only_traced: bool = False, runs: bool = True
-) -> Iterator[None]:
+def compiling(what: str, was_read: Callable[[], bool] = lambda: False, only_traced: bool = False) -> Iterator[None]:
     """Logs at level INFO that something was compiled, with the time, and at level WARNING if it takes long.
 
     Args:
         what: a description of what the `with` block traces, compiles and runs for the first time.
         was_read: asked after the block: whether the program was read from the cache folder, and not compiled.
         only_traced: whether nothing is compiled.
-        runs: whether it runs too.
     """
     started = time.monotonic()
     doing, done_words = ("tracing", "traced") if only_traced else ("compiling", "compiled")
@@ -53,7 +50,7 @@ def compiling(
         done.set()
         teller.join()
     made = "read the program for" if was_read() else done_words
-    _logger.info("%s %s%s in %.1f s", made, what, ", and ran it once," if runs else "", time.monotonic() - started)
+    _logger.info("%s %s, and ran it once, in %.1f s", made, what, time.monotonic() - started)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ from replica_engine.keras.compiling import compiling, layers_named, sparse_input
 from replica_engine.keras.hooks import needs_whole_batches, overwrites_in_own_step
 from replica_engine.keras.shard import Longer, Shard
 from replica_engine.keras.steps import Logs, Undivided, across_replicas, follow, joined, run_step
-from replica_engine.pjrt.plans import rehearsal
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import rows, samples
 from replica_engine.values.regroup import regroup, select
@@ -171,10 +170,7 @@ class OnXla:
             made = xla.counts() - before
             return made.cache_hits > 0 and made.compiles == 0
 
-        with (
-            compiling(self._what(name, step, size), was_read, runs=rehearsal.current() is None),
-            layers_named(self._model),
-        ):
+        with compiling(self._what(name, step, size), was_read), layers_named(self._model):
             outputs = run(name, data, size)
         self._compiled.add(key)
         self._tell_of_many(name)

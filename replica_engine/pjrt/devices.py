@@ -16,7 +16,7 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import make_cpu_client
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.partitions import ReplicaMesh
-from replica_engine.pjrt.plans import chips, rehearsal
+from replica_engine.pjrt.plans import chips
 from replica_engine.process import cores
 
 PLATFORMS = ("tpu", "gpu", "cpu")
@@ -44,10 +44,7 @@ def device_group(platform: str | None = None, count: int | None = None, mesh: Re
     """
     if count is not None:
         count = _number(count)
-    platform = platform_named(platform)
-    if (run := rehearsal.current()) is not None:
-        platform, count = "cpu", count or run.count
-    platform = platform or _best()
+    platform = platform_named(platform) or _best()
     if platform == "cpu":
         count = count or cores()
         if count > MOST_CPU_DEVICES:

@@ -16,7 +16,8 @@ from replica_engine.testing.leaks import no_leaked_threads
 from replica_engine.testing.sequencer import Sequencer
 
 if TYPE_CHECKING:
-    from replica_engine.testing.parity import ParityReport, check_parity
+    from replica_engine.testing.parity import check_parity
+    from replica_engine.testing.parity_report import ParityReport
 
 __all__ = ["ParityReport", "Sequencer", "check_parity", "logical_devices", "no_leaked_threads"]
 

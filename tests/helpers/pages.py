@@ -224,15 +224,11 @@ def _parse(arguments: list[str], where: str, line: str) -> None:
     import argparse
 
     from replica_engine import __main__ as command
-    from replica_engine.demo import cli as demo
     from replica_engine.hosts import cli as launch
-    from replica_engine.pjrt.plans import cli as plan
 
     parser = command.OneLineParser(prog="replica-engine")
     commands = parser.add_subparsers(parser_class=argparse.ArgumentParser)
-    demo.add_parser(commands)
     launch.add_parser(commands)
-    plan.add_parser(commands)
     try:
         parser.parse_args(arguments)
     except SystemExit as end:

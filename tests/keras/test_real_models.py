@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from examples.demo.data import load_digits
 from replica_engine import MirroredStrategy, logical_devices
-from replica_engine.demo.data import load_digits
 from replica_engine.keras import replicate_model
 
 

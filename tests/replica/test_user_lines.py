@@ -292,10 +292,9 @@ def test_of_a_trace_whose_paths_lack_their_beginning(cut):
     assert user_line([("<ipython-input-1>", "1", "step"), *frames[1:2]]) == "<ipython-input-1>:1 in step"
 
 
-def test_the_whole_package_is_not_the_users_but_for_the_demo():
+def test_the_whole_package_is_not_the_users():
     package = pathlib.Path(replica_engine.__file__).parent
-    users = {path.relative_to(package).parts[0] for path in package.rglob("*.py") if not is_internal(str(path))}
-    assert users == {"demo"}
+    assert all(is_internal(str(path)) for path in package.rglob("*.py"))
 
 
 def test_a_package_of_the_users_is_the_users(programs, tmp_path):

@@ -32,12 +32,6 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES as _custom_
 # CompileLoss: what `compile` makes of the losses of all outputs.
 from keras.src.trainers.compile_utils import CompileLoss as _CompileLoss
 
-# Tracker: records the variables among an object's attributes.
-from keras.src.utils.tracking import Tracker as _Tracker
-
-# ListWrapper: TensorFlow's wrapper of a list that is an attribute; the list itself is an attribute of the wrapper.
-from tensorflow.python.trackable.data_structures import ListWrapper as _ListWrapper
-
 from replica_engine._tf import versions
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import trainer as keras_trainer
@@ -77,29 +71,6 @@ def contain(component: Any, container: Any | None) -> None:
             vars(holder).pop("_distributed_container", None)
         else:
             holder._distributed_container = weakref.ref(container)
-
-
-def keeps_track(value: Any) -> bool:
-    """Whether a value only records what other objects hold: a tracker, or a tracked list."""
-    return isinstance(value, (_Tracker, _ListWrapper))
-
-
-def compiled_parts(model: keras.Model) -> list[Any]:
-    """The losses and metrics that `compile` made for a model, including nested ones, but not optimizers."""
-    parts = [getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics", "_loss_tracker")]
-    found = [*(part for part in parts if part is not None), *metrics_of(model), *output_losses(model)]
-    return list({id(each): each for each in found}.values())
-
-
-def flat_losses(model: keras.Model) -> list[tuple[str, Any, tuple]]:
-    """The losses of `compile`, once built: for each its name, the loss, and its path in the structure of outputs."""
-    flat = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or ()
-    return [(_loss_name(each), each.loss, tuple(each.path)) for each in flat if each.loss is not None]
-
-
-def _loss_name(flat: Any) -> str:
-    function = getattr(flat.loss, "fn", None) or flat.loss
-    return str(getattr(function, "__name__", None) or getattr(flat.loss, "name", None) or flat.name)
 
 
 def is_loss_of(compiled: Any, loss: Any) -> bool:

@@ -21,7 +21,6 @@ from replica_engine.errors import DistributionError
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes
-from replica_engine.pjrt.plans import rehearsal
 from replica_engine.strategies.backend import HostSide
 from replica_engine.strategies.tpu import initial_parts, workers
 from replica_engine.strategies.tpu.distribution import Distribution, Made
@@ -242,7 +241,7 @@ def _axes(distribution: Distribution, devices: DeviceGroup, name: str, shape: tu
     is_state = made is not None and not made.trainable
     axes = distribution.axes_of(Made(_path(name), shape, dtype.size, layout, like, is_weight, is_state))
     part = dtype.size * math.prod(devices.on_each(shape, axes))
-    memory = None if rehearsal.current() else chip_memory(devices)  # a rehearsal is of other devices than these
+    memory = chip_memory(devices)
     if memory is not None and part > memory:
         raise DistributionError.too_large(_path(name), shape, part, memory, axes == WHOLE)
     return axes

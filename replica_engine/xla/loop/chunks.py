@@ -33,7 +33,6 @@ from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutErro
 from replica_engine.errors.base import add_note
 from replica_engine.errors.timeouts import FOR_BATCH, FOR_BATCH_OF_WORKER
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.pjrt.plans import rehearsal
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.loop.step import LoopBody
@@ -64,7 +63,7 @@ def are_arguments(devices: DeviceGroup, timed: bool, calls_host: bool = False) -
         return False
     if always is not None:
         return always
-    return _have_queue(devices) or (devices.size == 1 and not timed)
+    return devices.has_queue or (devices.size == 1 and not timed)
 
 
 def most_bytes(devices: DeviceGroup) -> int:
@@ -73,17 +72,12 @@ def most_bytes(devices: DeviceGroup) -> int:
     A chunk has one size, however many batches are in it, so that one program serves any number of steps. It is always
     sent whole.
     """
-    return 1 << 22 if _have_queue(devices) or devices.mesh is not None else 1 << 18
+    return 1 << 22 if devices.has_queue or devices.mesh is not None else 1 << 18
 
 
 def at_once(devices: DeviceGroup, prefetch: int | None) -> int:
     """How many chunks are on the devices at a time. Of their batches, all but that of the running step are ahead."""
-    return 2 if _have_queue(devices) and prefetch != 1 else 1
-
-
-def _have_queue(devices: DeviceGroup) -> bool:
-    run = rehearsal.current()
-    return devices.has_queue or (run is not None and run.topology is not None)
+    return 2 if devices.has_queue and prefetch != 1 else 1
 
 
 class ChunkBody(LoopBody):

@@ -27,7 +27,6 @@ from replica_engine.pjrt.host_transfers import UntransferableError
 from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
 from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
-from replica_engine.pjrt.plans import rehearsal
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.pjrt.workers import explain as explain_by_job
@@ -43,7 +42,7 @@ from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.explain import explain, original, undividable, unreadable
 from replica_engine.xla.stages.program import BodyProgram, Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
-from replica_engine.xla.state.device_value import axes_of, differs_by_replica, pinned
+from replica_engine.xla.state.device_value import axes_of, pinned
 
 
 class Lowered:
@@ -140,10 +139,6 @@ class Lowered:
 
     def executable(self, text: str, devices: DeviceGroup) -> Executable:
         """Compiles the text, or a text made from it, for devices; or reads what an earlier process compiled."""
-        run = rehearsal.current()
-        return self._compiled(text, devices) if run is None else self._rehearsed(run, text, devices)
-
-    def _compiled(self, text: str, devices: DeviceGroup) -> Executable:
         name, body = self.program.name, self.program.body
         calls = [_held_weakly(call) for call in self.program.host_calls.calls]
         limits = body.limits.timeout, body.limits.warn_after
@@ -222,28 +217,6 @@ class Lowered:
             )
         devices = devices or device_group(count=size)
         return Compiled(self.program, devices, self.executable(self._text, devices))
-
-    def _rehearsed(self, run: rehearsal.Rehearsal, text: str, devices: DeviceGroup) -> Executable:
-        """What takes the place of the executable while steps are planned and not run; see `rehearsal`."""
-        program = self.program
-
-        def plan() -> Plan:
-            if run.topology is not None:
-                return self._plan(None, run.topology)
-            try:
-                return self._compiled(text, devices).plan(program.name, chip_memory(devices))
-            except ProgramError as error:
-                if error.plan is None:
-                    raise
-                too_large: Plan = error.plan
-                return too_large
-
-        planned = run.note(program.name, plan) if program.is_users else None
-        ends = program.is_users and (planned is None or bool(program.host_calls.calls))
-        # A metric has a value on each replica. A step that writes nothing else is an evaluation.
-        trains = any(not differs_by_replica(program.handles[variable]) for variable, _ in program.writes)
-        sizes = program.results, program.writes, len(program.handles)
-        return rehearsal.Rehearsed(run, devices, *sizes, program.is_users and trains, planned, ends)
 
     def _plan(self, devices: DeviceGroup | None, topology: str) -> Plan:
         """The program compiled for chips that are not there."""

@@ -7,13 +7,15 @@ Nothing else needs to change.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from replica_engine.demo.data import Digits, steps_per_epoch, test_batches, training_batches
-from replica_engine.demo.progress import Progress
+from examples.demo.data import SEED, Digits, steps_per_epoch, test_batches, training_batches
+
+LEARNING_RATE = 0.1
 
 
 def train(
@@ -22,10 +24,8 @@ def train(
     *,
     epochs: int,
     batch_size: int,
-    learning_rate: float,
-    seed: int,
-    progress: Progress,
-) -> tuple[list[tf.Variable], float]:
+    verbose: bool,
+) -> tuple[list[tf.Variable], dict[str, list[float]], float]:
     """Trains a small convolutional net on the digits.
 
     Args:
@@ -33,37 +33,38 @@ def train(
         digits: the samples.
         epochs: how many times to go through the training samples.
         batch_size: the number of samples in a global batch, which is split over the replicas.
-        learning_rate: the step size.
-        seed: the seed of the initial weights and of the order of the samples.
-        progress: the progress display, which is told of each step and epoch.
+        verbose: whether to print a line for each epoch.
 
     Returns:
-        The trained weights, and the fraction of the test samples that the model classifies correctly.
+        The trained weights; the mean "loss" of each epoch, and the "seconds" of each step; and the fraction of the test
+        samples that the model classifies correctly.
     """
-    keras.utils.set_random_seed(seed)
+    keras.utils.set_random_seed(SEED)
     with strategy.scope():
         model = build_model()
         model.compile(
-            optimizer=keras.optimizers.SGD(learning_rate, momentum=0.9),
+            optimizer=keras.optimizers.SGD(LEARNING_RATE, momentum=0.9),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
 
-    model.fit(
+    clock = Clock()
+    fitted = model.fit(
         # One dataset with the batches of all epochs, one epoch after the other. The usual `dataset.shuffle(...)`
         # would train equally well. But under a strategy Keras opens the dataset once more to build the model, and
         # then the order of the samples would not be the same in every run.
-        training_batches(digits, batch_size=batch_size, epochs=epochs, seed=seed),
+        training_batches(digits, batch_size=batch_size, epochs=epochs),
         epochs=epochs,
         steps_per_epoch=steps_per_epoch(digits, batch_size),
         shuffle=False,
-        verbose=0,
-        callbacks=[ReportProgress(progress)],
+        verbose=2 if verbose else 0,  # a line for each epoch
+        callbacks=[clock],
     )
     _, accuracy = model.evaluate(test_batches(digits, batch_size=batch_size), verbose=0)
 
     # `value` of a Keras variable is its tf.Variable, which has a copy on every replica.
-    return [variable.value for variable in model.trainable_variables], accuracy
+    weights = [variable.value for variable in model.trainable_variables]
+    return weights, {"loss": fitted.history["loss"], "seconds": clock.seconds}, accuracy
 
 
 def build_model() -> keras.Model:
@@ -81,17 +82,18 @@ def build_model() -> keras.Model:
     )
 
 
-class ReportProgress(keras.callbacks.Callback):
-    """Reports each step and epoch of `fit` to the progress display."""
+class Clock(keras.callbacks.Callback):
+    """Measures the time of each step, in seconds."""
 
-    def __init__(self, progress: Progress):
+    def __init__(self) -> None:
         super().__init__()
-        self._progress = progress
+        self.seconds: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras before the first step of an epoch."""
+        self._began = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras after each step; the loss in `logs` is the mean since the epoch began."""
-        self._progress.step((logs or {})["loss"])
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras after each epoch."""
-        self._progress.epoch(loss=(logs or {})["loss"], accuracy=(logs or {})["accuracy"])
+        """Called by Keras after each step."""
+        self.seconds.append(time.perf_counter() - self._began)
+        self._began = time.perf_counter()

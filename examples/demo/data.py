@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
+from sklearn import datasets
+from sklearn.model_selection import train_test_split
 
-TEST_SHARE = 0.25
-SPLIT_SEED = 0  # fixed, not the seed of the training: all trainings use the same test samples
+SEED = 0  # of the split into training and test samples, the order of the samples, and the initial weights
+TEST_SAMPLES = 450
 
 
 class Digits(NamedTuple):
@@ -21,17 +23,14 @@ class Digits(NamedTuple):
 
 
 def load_digits() -> Digits:
-    """Loads the digits. A quarter is for testing; both parts have the same proportions of the ten digits."""
-    from sklearn import datasets
-    from sklearn.model_selection import train_test_split
-
+    """Loads the digits; `TEST_SAMPLES` are for testing. Both parts have the same proportions of the ten digits."""
     images, labels = datasets.load_digits(return_X_y=True)
     train_images, test_images, train_labels, test_labels = train_test_split(
         (images / 16).astype(np.float32),
         labels.astype(np.int32),
-        test_size=TEST_SHARE,
+        test_size=TEST_SAMPLES,
         stratify=labels,
-        random_state=SPLIT_SEED,
+        random_state=SEED,
     )
     return Digits(train_images, train_labels, test_images, test_labels)
 
@@ -41,23 +40,22 @@ def steps_per_epoch(digits: Digits, batch_size: int) -> int:
     return len(digits.train_labels) // batch_size
 
 
-def training_batches(digits: Digits, *, batch_size: int, epochs: int, seed: int) -> tf.data.Dataset:
+def training_batches(digits: Digits, *, batch_size: int, epochs: int) -> tf.data.Dataset:
     """Returns the batches of all epochs, one epoch after the other.
 
     Each epoch has a different order. It drops the samples that do not fill a whole batch, so that replicas get equal
-    shards of every batch. This function draws the orders itself instead of using `tf.data`. So the orders depend only
-    on the seed, however often the dataset is opened.
+    shards of every batch. This function draws the orders itself instead of using `tf.data`. So they are the same
+    however often the dataset is opened.
 
     Args:
         digits: the samples.
         batch_size: the number of samples in a global batch.
         epochs: the number of epochs.
-        seed: the seed of the orders.
 
     Returns:
         A dataset of `epochs * steps_per_epoch(digits, batch_size)` batches of images and labels.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
     samples = len(digits.train_labels)
     used = steps_per_epoch(digits, batch_size) * batch_size
     order = np.concatenate([rng.permutation(samples)[:used] for _ in range(epochs)])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from matplotlib import figure, ticker
+from matplotlib.axes import Axes
 
 COLOURS = {"custom": "#2a9d8f", "keras": "#e76f51"}
 
@@ -25,20 +25,12 @@ class Trained:
 
     loop: str
     replicas: int
-    losses: tuple[float, ...]
+    losses: Sequence[float]
     rate: float
 
 
 def draw(trained: list[Trained], path: str) -> None:
-    """Writes the picture; its suffix (.png, .svg, .pdf) selects the format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the picture cannot be written.
-        ValueError: matplotlib does not know the format.
-    """
-    from matplotlib import figure  # imported here, because the demo works without it
-
+    """Writes the picture; its suffix (.png, .svg, .pdf) selects the format."""
     whole = figure.Figure(figsize=(10, 4), layout="constrained")
     left, right = whole.subplots(1, 2)
     _losses(left, [each for each in trained if each.losses])
@@ -49,8 +41,6 @@ def draw(trained: list[Trained], path: str) -> None:
 
 
 def _losses(axes: Axes, trained: list[Trained]) -> None:
-    from matplotlib import ticker
-
     for each in trained:
         epochs = range(1, len(each.losses) + 1)
         one = each.replicas == 1

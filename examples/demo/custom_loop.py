@@ -12,13 +12,15 @@ The function never asks for the number of replicas. On one device the same code 
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.demo.data import Digits, steps_per_epoch, test_batches, training_batches
-from replica_engine.demo.progress import Progress
+from examples.demo.data import SEED, Digits, steps_per_epoch, test_batches, training_batches
 
 HIDDEN = 128
+LEARNING_RATE = 0.1
 MOMENTUM = 0.9
 
 
@@ -28,10 +30,8 @@ def train(
     *,
     epochs: int,
     batch_size: int,
-    learning_rate: float,
-    seed: int,
-    progress: Progress,
-) -> tuple[list[tf.Variable], float]:
+    verbose: bool,
+) -> tuple[list[tf.Variable], dict[str, list[float]], float]:
     """Trains two dense layers on the digits, with stochastic gradient descent and momentum.
 
     Args:
@@ -39,16 +39,15 @@ def train(
         digits: the samples.
         epochs: how many times to go through the training samples.
         batch_size: the number of samples in a global batch, which is split over the replicas.
-        learning_rate: the step size.
-        seed: the seed of the initial weights and of the order of the samples.
-        progress: the progress display, which is told of each step and epoch.
+        verbose: whether to print a line for each epoch.
 
     Returns:
-        The trained weights, and the fraction of the test samples that the model classifies correctly.
+        The trained weights; the mean "loss" of each epoch, and the "seconds" of each step; and the fraction of the test
+        samples that the model classifies correctly.
     """
     # A variable made in the scope has a copy on every replica, and all copies start out equal.
     with strategy.scope():
-        weights = [tf.Variable(value) for value in initial_weights(seed)]
+        weights = [tf.Variable(value) for value in initial_weights()]
         velocities = [tf.Variable(tf.zeros_like(weight)) for weight in weights]
 
     def replica_step(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -72,7 +71,7 @@ def train(
     def update_copy(weight: tf.Variable, velocity: tf.Variable, gradient: tf.Tensor) -> None:
         """Runs for each replica's copy of a weight, on the device of that copy."""
         velocity.assign(MOMENTUM * velocity + gradient)
-        weight.assign_sub(learning_rate * velocity)
+        weight.assign_sub(LEARNING_RATE * velocity)
 
     # The tf.function is around `run`, so the step of all replicas is one graph.
     @tf.function
@@ -80,19 +79,24 @@ def train(
         losses, correct = strategy.run(replica_step, args=(images, labels))
         return strategy.reduce("SUM", losses, axis=None), strategy.reduce("SUM", correct, axis=None)
 
-    dataset = training_batches(digits, batch_size=batch_size, epochs=epochs, seed=seed)
+    dataset = training_batches(digits, batch_size=batch_size, epochs=epochs)
     batches = iter(strategy.experimental_distribute_dataset(dataset))
     steps = steps_per_epoch(digits, batch_size)
-    for _ in range(epochs):
+    history: dict[str, list[float]] = {"loss": [], "seconds": []}
+    for epoch in range(epochs):
         total_loss, total_correct = 0.0, 0
         for _ in range(steps):
+            began = time.perf_counter()
             images, labels = next(batches)
             loss, correct = train_step(images, labels)
             total_loss += float(loss)
             total_correct += int(correct)
-            progress.step(float(loss))
-        progress.epoch(loss=total_loss / steps, accuracy=total_correct / (steps * batch_size))
-    return weights, evaluate(strategy, weights, digits, batch_size=batch_size)
+            history["seconds"].append(time.perf_counter() - began)
+        history["loss"].append(total_loss / steps)
+        if verbose:
+            accuracy = total_correct / (steps * batch_size)
+            print(f"epoch {epoch + 1}/{epochs} - loss: {total_loss / steps:.4f} - accuracy: {accuracy:.4f}", flush=True)
+    return weights, history, evaluate(strategy, weights, digits, batch_size=batch_size)
 
 
 def evaluate(strategy: tf.distribute.Strategy, weights: list[tf.Variable], digits: Digits, *, batch_size: int) -> float:
@@ -121,9 +125,9 @@ def evaluate(strategy: tf.distribute.Strategy, weights: list[tf.Variable], digit
     return correct / len(digits.test_labels)
 
 
-def initial_weights(seed: int) -> list[np.ndarray]:
+def initial_weights() -> list[np.ndarray]:
     """The weights of two dense layers, 64 pixels to `HIDDEN` units to 10 digits: kernel, bias, kernel, bias."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(SEED)
 
     def kernel(rows: int, columns: int) -> np.ndarray:
         return rng.normal(scale=(2 / rows) ** 0.5, size=(rows, columns)).astype(np.float32)

@@ -1,0 +1,332 @@
+"""`check_parity`: does a Keras model compute the same numbers on N replicas as on one device?
+
+The run on one device gives the numbers that are expected; then each strategy computes the same numbers, as
+`replicate_model` runs the model. All runs use the same model object, because some models cannot be copied. Each part of
+a run begins with the same values of all variables, and restores them:
+
+1. one forward pass in training mode, on a batch that the replicas divide evenly, for the output of each layer;
+2. predictions and an evaluation on a batch that they do not divide evenly;
+3. a step on each batch, with plain gradient descent in place of the model's optimizers: the change of a weight is its
+   gradient. Adam would hide a wrong factor, and make large what is nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute, thread_state
+from replica_engine._tf.graphs import replaced_ops
+from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import state as keras_state
+from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
+from replica_engine.errors.base import positive_int, shown
+from replica_engine.keras import replicate_model
+from replica_engine.keras.choice import compiled_strategy, divided_strategy, is_divided
+from replica_engine.keras.model import original_of
+from replica_engine.process.devices import logical_devices
+from replica_engine.strategies import MirroredStrategy
+from replica_engine.strategies.backend import compiles
+from replica_engine.testing.parity_report import RTOL, Difference, Numbers, ParityReport, compare
+from replica_engine.values import samples
+
+
+def check_parity(
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    replicas: int = 2,
+    steps: int = 5,
+    batch_size: int | None = None,
+    strategies: Iterable[Any] | str | None = None,
+    distribution: Any = None,
+    rtol: float | None = None,
+    atol: float = 0.0,
+    **unknown: Any,
+) -> ParityReport:
+    """Compares a model on N replicas with the model on one device, and reports the numbers that differ.
+
+    The model runs as it is, on N threads (`MirroredStrategy`) and on N compiled replicas (`TPUStrategy`), from equal
+    weights on equal batches. The check leaves it as it was: weights, optimizer, metrics, traced functions, and the
+    state of all random number generators. A model that is not built is built, as `fit` does.
+
+    Args:
+        model: a Keras model: functional, sequential or subclassed, compiled or not.
+        x, y, sample_weight: arrays, or structures of arrays, as `fit` takes them. `x` may instead be a
+            `tf.data.Dataset`, a `keras.utils.PyDataset` or an iterator of batches.
+        replicas: the number of replicas.
+        steps: the number of batches that are trained on. The last one has shards of unequal size.
+        batch_size: the number of rows of a batch. None takes up to 32.
+        strategies: the strategies to compare with one device: "MirroredStrategy", "TPUStrategy" or strategies of this
+            library. None takes all that can run here; the report names those that cannot.
+        distribution: one more candidate: `TPUStrategy(distribution=...)` with one replica, whose weights and batches
+            are divided over devices: over `replicas` devices for "fsdp" and "zero1", or over the mesh of a
+            `keras.distribution.ModelParallel`.
+        rtol: the largest error that counts as rounding, relative to the largest element of a tensor; for a weight,
+            relative to its largest change in the step. None takes 1e-4 for float32, which is 1000 roundings, 1e-8 for
+            float64, 2e-2 for float16 and 8e-2 for bfloat16.
+        atol: the absolute tolerance, which is added to the relative one.
+
+    Returns:
+        The report. `report.ok` says whether all compared numbers agree. `print(report)` shows which numbers differ, and
+        where they differ first. `report.raise_if_different()` is for tests.
+
+    Raises:
+        ParityArgumentError: an argument is invalid, or no strategy can run here.
+        ReplicateError: the model cannot be replicated.
+        DeviceError: a strategy was named, and there are fewer devices than replicas.
+        BackendMissingError: a `TPUStrategy` was named, or `distribution` passed, and jax is missing.
+        DistributionError: `distribution` is none, or its layouts do not fit the model.
+        BatchError: arrays have different lengths.
+        LoweringError: XLA cannot compile the model for the only strategy.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from replica_engine.testing import check_parity
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x, y = np.ones((20, 4), "float32"), np.ones((20, 1), "float32")
+        >>> report = check_parity(model, x, y, replicas=2, steps=2, strategies="TPUStrategy")
+        >>> report.ok
+        True
+        >>> report.batches
+        (20, 19)
+    """
+    if not isinstance(model, keras.Model) or unknown:
+        raise ParityArgumentError.refused(model, unknown)
+    for name, count in (("replicas", replicas), ("steps", steps), ("batch_size", batch_size or 1)):
+        if positive_int(count) is None:
+            raise ParityArgumentError(f"{name} must be a positive int; got {shown(count)}.")
+    left_out, compared = dict[str, str](), list[Difference]()
+    with distribute.outside_scopes():
+        candidates = _strategies(strategies, replicas, distribution, left_out)
+        model, batches = original_of(model), _batches(x, y, sample_weight, replicas, steps, batch_size)
+        _build(model, batches[0])
+        if rtol is None:
+            rtol = max(RTOL.get(each.compute_dtype, 0.0) for each in keras_model.layers_of(model)) or RTOL["float32"]
+        check = _Check(model, batches, replicas)
+        expected = check.numbers(None)
+        for name, strategy in candidates.items():
+            try:
+                compared += compare(name, expected, check.numbers(strategy), rtol, atol)
+            except LoweringError as error:
+                if len(candidates) == 1:
+                    raise
+                left_out[name] = str(error)
+    words = f"{rtol:g} of a tensor's largest value, and of a weight's largest change" + f" + {atol:g}" * (atol > 0)
+    names, rows = tuple(each for each in candidates if each not in left_out), tuple(map(samples.count, batches))
+    return ParityReport(f"model {model.name!r}", replicas, names, left_out, rows, words, tuple(compared))
+
+
+class _Check:
+    """What a run of a model computes.
+
+    Args:
+        model: the model.
+        batches: the batches to train on.
+        replicas: the number of replicas.
+    """
+
+    def __init__(self, model: keras.Model, batches: list[Any], replicas: int):
+        self._model = model
+        self._layers: list[str] | None = None  # whose outputs the first run found; later runs return the same
+        self._calls: dict[int, list[Any]] = {}  # by thread: names and outputs of layers, in the order of their calls
+        even = max(samples.count(batches[0]) // replicas, 1) * replicas
+        self._even = _dataset(samples.take(samples.pad(batches[0], replicas), 0, even))
+        self._batches = [(f"{samples.count(batch)} rows", _dataset(batch)) for batch in batches]
+        self._weights = {each.path: each for each in model.variables if not keras_model.is_seed(each)}
+
+    def numbers(self, strategy: tf.distribute.Strategy | None) -> list[Numbers]:
+        """The numbers of a strategy, or of one device (None), as far as the model has them."""
+        model, (rows, last), found = self._model, self._batches[-1], []
+        is_own = {name for name in ("train_step", "test_step") if not keras_trainer.has_keras_step(model, name)}
+        has_loss = getattr(model, "compiled", False)
+        if type(model).call is not keras.Model.call:  # and not only a train_step that runs other models
+            layers = [(layer, "call", self._reporting(layer)) for layer in keras_model.layers_of(model)]
+            places = [*layers, (model, "predict_step", self._outputs_of_layers)]
+            with self._part(strategy, places) as run:
+                outputs = run.predict(self._even, verbose=0)
+            outputs = {name: outputs[name] for name in self._layers or () if name in outputs}
+            found.append(Numbers("layer output", "training mode, shares of equal size", outputs))
+            with self._part(strategy) as run:
+                leaves = tf.nest.flatten(run.predict(last, verbose=0), expand_composites=True)
+            found.append(Numbers("prediction", rows, {f"output {index}": leaf for index, leaf in enumerate(leaves)}))
+            has_own_loss = "test_step" in is_own or type(model).compute_loss is not keras.Model.compute_loss
+            if has_loss and (has_own_loss or model.loss is not None or model.losses):
+                with self._part(strategy) as run:
+                    found += _logged(run.evaluate(last, verbose=0, return_dict=True), f"evaluation, {rows}")
+        if has_loss and ("train_step" in is_own or model.optimizer is not None):
+            with self._part(strategy) as run:
+                for number, (rows, batch) in enumerate(self._batches, 1):
+                    where = f"step {number} of {len(self._batches)}, {rows}"
+                    start = {path: variable.numpy() for path, variable in self._weights.items()}
+                    logs = run.fit(batch, shuffle=False, verbose=0).history
+                    found += _logged({name: value for name, (value,) in logs.items()}, where, number)
+                    now = {path: variable.numpy() for path, variable in self._weights.items()}
+                    found.append(Numbers("weight", where, now, number, start))
+                    _assign((variable, start[path]) for path, variable in self._weights.items())
+        return found
+
+    @contextlib.contextmanager
+    def _part(self, strategy: Any, places: Sequence[tuple[Any, str, Any]] = ()) -> Iterator[Any]:
+        """Inside the block, a model to run: the model itself, or a new replicated one, with programs of its own.
+
+        Restores the attributes of all layers and the values of all variables. All parts draw the same random numbers.
+
+        Args:
+            strategy: the strategy; None for one device.
+            places: objects, and the names and values of attributes that they have inside the block.
+        """
+        model = self._model
+        attributes = [(vars(each), dict(vars(each))) for each in keras_model.layers_of(model)]
+        variables = [*keras_model.variables_of(model), *keras_model.own_variables(model)]
+        values = [variable.numpy() for variable in variables]
+        try:
+            keras_model.exchange_functions(model, None)
+            model.jit_compile = False  # one device: XLA would draw other random numbers and round differently
+            for target, name, value in [*_plain_optimizers(model), *places]:
+                vars(target)[name] = value
+            with replaced_ops.seeded(0), keras_state.seeded(0):
+                yield model if strategy is None else replicate_model(model, strategy=strategy)
+        finally:
+            for now, before in attributes:
+                now.clear()
+                now.update(before)
+            _assign(zip(variables, values, strict=True))
+
+    def _reporting(self, layer: keras.layers.Layer) -> Callable[..., Any]:
+        """The `call` of a layer that notes the outputs."""
+        own = layer.call
+
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves = tf.nest.flatten(outputs := own(*args, **kwargs))
+            tensors = [each for each in leaves if isinstance(each, tf.Tensor) and each.shape.rank]
+            self._calls[threading.get_ident()] += [(layer.name, each) for each in tensors]
+            return outputs
+
+        return call
+
+    def _outputs_of_layers(self, data: Any) -> dict[str, Any]:
+        """The outputs that have a row per sample and that the model's own call makes (not inside a loop)."""
+        x, graph = keras.utils.unpack_x_y_sample_weight(data)[0], tf.compat.v1.get_default_graph()
+        calls = self._calls[threading.get_ident()] = []
+        self._model(x, training=True)
+        outputs: dict[str, Any] = {}
+        for name, leaf in calls:
+            again = sum(known.partition(" (")[0] == name for known in outputs)
+            outputs[f"{name} ({again + 1})" if again else name] = leaf
+        if self._layers is None:
+            sizes = {each.shape[0] for each in tf.nest.flatten(x) if isinstance(each, tf.Tensor) and each.shape.rank}
+            found = [name for name, each in outputs.items() if each.shape[0] in sizes]
+            self._layers = [name for name in found if tf.executing_eagerly() or outputs[name].graph is graph]
+        return {name: tf.identity(outputs[name]) for name in self._layers if name in outputs}
+
+    _outputs_of_layers.gives_rows = True  # type: ignore[attr-defined]
+
+
+def _plain_optimizers(model: keras.Model) -> Sequence[tuple[Any, str, Any]]:
+    """The places of a model's optimizers, and for each a gradient descent whose step is the gradient."""
+    return [
+        (layer, name, keras.optimizers.SGD(1.0))
+        for layer in keras_model.layers_of(model)
+        for name, value in vars(layer).items()
+        if isinstance(value, keras.optimizers.Optimizer)
+    ]
+
+
+def _logged(logs: dict[str, Any], where: str, step: int | None = None) -> Iterator[Numbers]:
+    """The losses and the metrics among the logs of a step."""
+    for kind in ("loss", "metric"):
+        of_kind = {key: value for key, value in logs.items() if (key.split("_")[-1] == "loss") == (kind == "loss")}
+        yield Numbers(kind, where, of_kind, step)
+
+
+def _strategies(given: Any, replicas: int, distribution: Any, left_out: dict[str, str]) -> dict[str, Any]:
+    """The strategies to compare with one device, by name; notes in `left_out` those that cannot run."""
+    made: dict[str, tf.distribute.Strategy] = {}
+    listed = [given] if isinstance(given, (str, tf.distribute.Strategy)) else given
+    for each in ("MirroredStrategy", "TPUStrategy") if listed is None else listed:
+        name = each if isinstance(each, str) else type(each).__name__
+        try:
+            made[f"{name} {len(made) + 1}" if name in made else name] = _strategy(each, replicas)
+        except (DeviceError, BackendMissingError) as error:
+            if given is not None:
+                raise
+            left_out[name] = str(error)
+    if distribution is not None:
+        made[f"TPUStrategy({distribution!r})"] = divided_strategy(distribution, replicas)
+    if not made:
+        raise ParityArgumentError.nothing_to_compare(left_out)
+    return made
+
+
+def _strategy(given: Any, replicas: int) -> tf.distribute.Strategy:
+    if given == "TPUStrategy":
+        return compiled_strategy(replicas)
+    if given == "MirroredStrategy":
+        gpus = tf.config.list_logical_devices("GPU")[:replicas] if thread_state.started() else []
+        return MirroredStrategy([gpu.name for gpu in gpus] if len(gpus) == replicas else logical_devices(replicas))
+    if not isinstance(given, tf.distribute.Strategy) or not (isinstance(given, MirroredStrategy) or compiles(given)):
+        raise ParityArgumentError.unknown_strategy(given)
+    if given.num_replicas_in_sync != (1 if is_divided(given) else replicas):
+        raise ParityArgumentError.other_replicas(given, replicas)
+    return given
+
+
+def _batches(x: Any, y: Any, sample_weight: Any, replicas: int, steps: int, batch_size: int | None) -> list[Any]:
+    """Batches as an epoch has them, which begins again after its last full one; the last is divided unevenly."""
+    if isinstance(x, keras.utils.PyDataset):
+        x = (x[index % len(x)] for index in range(steps))
+    if isinstance(x, tf.data.Dataset) or hasattr(x, "__next__"):
+        unpack = keras.utils.unpack_x_y_sample_weight
+        epoch = [unpack(samples.as_tensors(each)) for each in itertools.islice(iter(x), steps)]
+    else:
+        whole = samples.as_tensors(keras.tree.map_structure(_in_keras_dtype, (x, y, sample_weight)))
+        total = samples.count(whole)
+        size = min(batch_size or max(min(32, total) // replicas, 1) * replicas, total) or 1
+        epoch = [samples.take(whole, start, start + size) for start in range(0, total - size + 1, size)]
+    epoch = [each for each in epoch if samples.count(each)]
+    if not epoch:
+        raise ParityArgumentError.no_rows()
+    batches = list(itertools.islice(itertools.cycle(epoch), steps))
+    rows = samples.count(batches[-1])
+    if replicas > 1 and rows > 1 and rows % replicas == 0:
+        batches[-1] = samples.take(batches[-1], 0, rows - 1)
+    return batches
+
+
+def _in_keras_dtype(array: Any) -> Any:
+    """Converts arrays of floating-point numbers, as `fit` does."""
+    return array.astype(keras.config.floatx()) if isinstance(array, np.ndarray) and array.dtype.kind == "f" else array
+
+
+def _dataset(batch: Any) -> tf.data.Dataset:
+    # tf.data would stack the items of a list.
+    return tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(keras.utils.pack_x_y_sample_weight(*batch)))
+
+
+def _build(model: keras.Model, batch: Any) -> None:
+    if keras_model.strategy_of(model) is None and keras_model.unbuilt_layers(model):
+        if isinstance(model, keras.Sequential) and isinstance(batch[0], tf.Tensor):
+            model.build((None, *batch[0].shape[1:]))  # a call would fix the batch size
+        else:
+            model(samples.take(batch[0], 0, 1))
+
+
+def _assign(values: Iterable[tuple[Any, Any]]) -> None:
+    """Assigns values to those variables that have other ones."""
+    for variable, value in values:
+        if variable.numpy().tobytes() != value.tobytes():
+            variable.assign(value)
