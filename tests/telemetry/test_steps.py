@@ -125,25 +125,6 @@ def test_compiled_replicas_without_host_calls_are_not_said_to_be_equal(tmp_path,
     assert "Slowest: not known: compiled replicas run inside one program" in shown(capsys, path)
 
 
-@pytest.mark.parametrize(
-    ("merges", "line"),
-    [(0.1, "worker 1: it works 500 ms in a step, 2.5 times as long"), (0.4, "none, the workers work")],
-)
-def test_the_worker_that_keeps_the_others_waiting_is_named(tmp_path, capsys, merges, line):
-    """A step takes 0.6 s, of which worker 0 waits 0.4 s in a merge. What worker 1 does before its run is its own."""
-    written = []
-    for begin in (0.0, 0.6, 1.2, 1.8):
-        for worker, (before, merge) in enumerate(((0.0, 0.4), (0.15, merges))):
-            track = Track(f"worker {worker}: MultiWorkerMirroredStrategy", "coordinator (MainThread)")
-            written.append(Span(track, "run", "waiting", begin + before, begin + 0.6, None))
-            written.append(Span(track, "all_reduce", "merge", begin + 0.6 - merge, begin + 0.6, None))
-    path = tmp_path / "run.json"
-    write(str(path), written, 0.0, 2.4, 0)
-    out = shown(capsys, path)
-    assert f"Slowest worker: {line}" in out
-    assert "(median of 2 steps)" in out
-
-
 def test_a_run_inside_a_merge_is_part_of_the_step(tmp_path):
     track = Track("MirroredStrategy", "coordinator (MainThread)")
     inside = [Span(track, "run", "waiting", begin, end, None) for begin, end in ((0.4, 0.6), (0.0, 1.0), (2.0, 3.0))]

@@ -9,8 +9,6 @@ replica.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import re
 import statistics
 from collections.abc import Sequence
 
@@ -24,7 +22,6 @@ NO_STEP = (
 ON_HOST = ("host call",)  # kinds compared in a compiled program if its waits were not seen: all run until its end
 _RUNS = ("run", "trace")
 _CALLER = "coordinator"  # the thread that calls run
-_WORKER = re.compile(r"worker \d+:")  # how the groups of a job of several workers begin
 NOISE = 0.05  # a smaller part of the others' work, or of a replica's share of the step, names nobody
 LEAST = 0.5e-3  # seconds of a step: threads that are woken late make smaller differences, which mean nothing
 
@@ -63,8 +60,6 @@ def summary(timeline: Timeline) -> list[str]:
         if len(replicas) > 1:
             line += f". Slowest: {_slowest(timeline, group, replicas)}"
         lines.append(line)
-    if worker := slow_worker(timeline):
-        lines.append(f"Slowest worker: {worker}")
     if timeline.dropped:
         lines.append(f"{timeline.dropped:,} more spans were not kept: record a shorter time")
     return lines
@@ -122,32 +117,6 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], comp
         return None
     does = "its host calls take" if on_host else "it works"
     return Straggler(replicas[most].name, medians[most], others, len(steps), does)
-
-
-def slow_worker(timeline: Timeline) -> Straggler | str | None:
-    """The worker of a job that works longest from one step to the next, or why none is named; None without workers.
-
-    Workers wait for each other inside merges, so what is not a merge is a worker's own: also its time between steps.
-    """
-    groups = list(dict.fromkeys(track.group for track in timeline.tracks if _WORKER.match(track.group)))
-    if len(groups) < 2:
-        return None
-    if any(is_compiled(timeline, group) for group in groups):
-        return "not known: workers of compiled replicas wait for each other inside one program"
-    medians, count = {}, 0
-    for group in groups:
-        periods = list(itertools.pairwise(start for start, _ in compared(timeline, group)))
-        if not periods:
-            return f"not known, {NO_STEP}"
-        tracks = [track for track in timeline.tracks if track.group == group and track.name.startswith(_CALLER)]
-        merges = [sum(each) for each in zip(*(_work(track, periods, ("merge",)) for track in tracks), strict=True)]
-        own = [stop - start - merge for (start, stop), merge in zip(periods, merges, strict=True)]
-        medians[group.partition(":")[0]], count = statistics.median(own), len(own)
-    slowest = max(medians, key=lambda name: medians[name])
-    others = statistics.mean(seconds for name, seconds in medians.items() if name != slowest)
-    if medians[slowest] - others <= max(LEAST, NOISE * others):
-        return f"none, the workers work equally long ({_counted(count)})"
-    return Straggler(slowest, medians[slowest], others, count)
 
 
 def _slowest(timeline: Timeline, group: str, replicas: list[DrawnTrack]) -> Straggler | str:
