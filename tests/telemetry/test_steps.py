@@ -56,7 +56,7 @@ def test_who_traces_longest_is_no_straggler(tmp_path, capsys):
     path = tmp_path / "run.json"
     write(str(path), written * 2, 0.0, 1.0, 0)
     out = shown(capsys, path)
-    assert "MirroredStrategy, 1 s. Slowest: not known, no whole step is recorded; of a tf.function without marks" in out
+    assert "MirroredStrategy, 1 s. Slowest: not known, no whole step is recorded; of steps in a loop" in out
     assert "model.compile(..., run_eagerly=True) for fit" in out
 
 

@@ -56,7 +56,7 @@ def run(flags: argparse.Namespace) -> int:
         return _failed(str(error))
     print("\n".join(steps.summary(timeline)))
     if not any(track.spans for track in timeline.tracks):
-        return _failed("nothing is recorded, so there is nothing to draw")
+        return _failed("nothing is recorded, so there is nothing to draw; steps in a loop of a tf.function are not")
     output = flags.output or f"{os.path.splitext(flags.path)[0]}.png"
     try:
         picture.draw(timeline, output)

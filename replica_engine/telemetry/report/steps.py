@@ -16,8 +16,9 @@ from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timelin
 
 WORK = ("run", "host call")
 NO_STEP = (
-    "no whole step is recorded; of a tf.function without marks only the tracing is seen, so leave out marks=False, or "
-    "record eager steps: tf.config.run_functions_eagerly(True), or model.compile(..., run_eagerly=True) for fit"
+    "no whole step is recorded; of steps in a loop of a tf.function, and of those without marks (marks=False), only "
+    "the tracing is seen, so record steps that are calls, or eager ones: tf.config.run_functions_eagerly(True), or "
+    "model.compile(..., run_eagerly=True) for fit"
 )
 ON_HOST = ("host call",)  # kinds compared in a compiled program if its waits were not seen: all run until its end
 _RUNS = ("run", "trace")
