@@ -20,7 +20,6 @@ from absl.flags import FLAGS, argparse_flags
 
 from replica_engine._version import __version__
 from replica_engine.demo import cli as demo
-from replica_engine.errors import explain
 from replica_engine.hosts import cli as launch
 from replica_engine.pjrt.plans import cli as plan
 from replica_engine.telemetry.report import cli as trace_report
@@ -81,7 +80,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     launch.add_parser(commands)
     plan.add_parser(commands)
     trace_report.add_parser(commands)
-    explain.add_parser(commands)
+    gone = commands.add_parser("explain")  # no `help`, so that no list of commands has it
+    gone.add_argument("message", nargs="*")
+    gone.set_defaults(run=lambda flags: _explain_is_gone())
     parser.set_defaults(run=lambda flags: _no_command(parser))
     return parser.parse_args(argv)
 
@@ -94,6 +95,15 @@ def _name() -> str:
 
 def _no_command(parser: argparse.ArgumentParser) -> int:
     parser.print_help(sys.stderr)
+    return WRONG_FLAGS
+
+
+def _explain_is_gone() -> int:
+    print(
+        "explain: this command is gone. help(replica_engine.errors.ScopeError), in Python, says what an error means; "
+        "errors/ScopeError.html in the documentation (`make docs`) has a program that shows it",
+        file=sys.stderr,
+    )
     return WRONG_FLAGS
 
 
@@ -160,7 +170,7 @@ def _interrupted(error: BaseException | None) -> bool:
 
 
 def _is_unread() -> bool:
-    """Whether nobody reads what this process prints, as in `replica-engine explain | head -1`; the rest is dropped."""
+    """Whether nobody reads what this process prints, as in `replica-engine ... | head -1`; the rest is dropped."""
     poll = select.poll()
     poll.register(sys.stdout, 0)  # only whether the other end is closed
     if not poll.poll(0):

@@ -7,6 +7,7 @@ import pytest
 
 import replica_engine
 from replica_engine.__main__ import main
+from replica_engine.telemetry.trace_file import write
 
 # The command, with another body, so that it needs no TensorFlow.
 LOGGING = """
@@ -53,15 +54,21 @@ def test_flags_of_absl_stand_before_the_command_too():
     assert (done.returncode, done.stderr) == (7, "")
 
 
-@pytest.mark.parametrize("flags", [["explain"], ["explain", "ScopeError.variable"]], ids=" ".join)
-def test_a_reader_that_goes_away_is_no_error(flags):
-    """As `head -1` does. What is longer than a pipe fails while it is printed, and what is shorter at exit."""
-    command = [sys.executable, "-m", "replica_engine", *flags]
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    """As `head -1` does."""
+    write(str(tmp_path / "run.json"), [], 0.0, 1.0, 0)
+    command = [sys.executable, "-m", "replica_engine", "timeline", tmp_path / "run.json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
         process.wait()
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize("words", [[], ["ScopeError"], ["words", "of a message"]], ids=" ".join)
+def test_the_command_that_explained_errors_says_where_to_read(capsys, words):
+    assert main(["explain", *words]) == 2
+    assert "help(replica_engine.errors.ScopeError), in Python, says what" in capsys.readouterr().err
 
 
 def test_version(capsys):
