@@ -307,19 +307,6 @@ class ProgramError(ReplicaEngineError, RuntimeError):
             "Assign these variables, or load a checkpoint. If memory is the cause, use a smaller batch."
         )
 
-    @classmethod
-    def not_compiled(cls, name: str, replicas: int, topology: str, message: str) -> ProgramError:
-        """The compiler of a chip that is not there refuses the program."""
-        return cls(f"`{name}` for {replicas} replicas cannot be compiled for {topology}:\n{message.strip()}")
-
-    @classmethod
-    def compiler_died(cls, name: str, replicas: int, topology: str, how: str, words: str) -> ProgramError:
-        """The process of the compiler ended without an answer; `how`, and what it printed."""
-        return cls(
-            f"The compiler for {topology} ended its process ({how}) at `{name}` for {replicas} replicas, so there is "
-            f"no plan of it. This process goes on. It printed:\n{words}"
-        )
-
 
 class StuckProgramError(ReplicaEngineError, RuntimeError):
     """A compiled program that was interrupted has not ended, so no other program can run on its devices.
