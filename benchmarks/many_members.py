@@ -76,7 +76,7 @@ class Crowd:
         for at in range(round(seconds / BATCH)):
             self._round += 1
             log = wire.encode(["log", packed([PROGRAM] * LAUNCHES), self._round * LAUNCHES, [self._round, ""]])
-            beat = wire.encode(["beat", time.perf_counter(), []])
+            beat = wire.encode(["beat", []])
             for moment in range(MOMENTS):
                 for index in range(moment, len(self.sockets), MOMENTS):
                     if index != silent and index not in self.told:

@@ -1,4 +1,4 @@
-"""Writes docs/errors/: `python docs/generate_errors.py`.
+"""A hook of mkdocs that makes the pages of errors, which are in the site and in no folder.
 
 A page of a class has its docstring, the golden files of tests/errors with its name, and all its messages, which are
 read in the source: a message stands where it is raised. Warnings and notes share a page each.
@@ -17,7 +17,6 @@ from typing import Any
 from replica_engine import errors
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ROOT / "docs" / "errors"
 GOLDEN = ROOT / "tests" / "errors" / "golden"
 CODE = ROOT / "replica_engine"
 
@@ -51,23 +50,17 @@ WIDTH = 80
 SHORTEST = 24
 """Characters of the shortest string that is taken for a message; shorter ones are parts of one."""
 
-MADE = """\
-<!-- Made by `python docs/generate_errors.py` from the docstrings of `replica_engine.errors`, the messages in the source
-and the golden files of tests/errors. Change those. -->
-"""
-
-HEAD = f"""\
+HEAD = """\
 # Errors
 
-{MADE}
 Every error of the library has a page, with a program that comes to it, what that shows, and all its messages. So have
 the [warnings](warnings.md), and the [notes](notes.md) that the library adds to exceptions. All errors are in
 `replica_engine.errors`, and all but `ReplicaUnwound` are a `ReplicaEngineError`. An exception of your own code is never
 wrapped: it leaves `run` as the object that you raised, with notes on which replica raised it and where the others were.
 
-`replica-engine explain ScopeError` prints the page of a class, and `replica-engine explain "words of a message"` finds
-the page whose messages or examples have these words; without a name it lists all. Each error names its page in a note,
-`more: replica-engine explain ScopeError`, and so does the last line of most warnings. Both are left out of examples.
+Each error names its page in a note, `more: errors/ScopeError.html in the documentation`, and so does the last line of
+most warnings. Both are left out of examples. Without the pages, `help(replica_engine.errors.ScopeError)` says what an
+error means.
 
 Warnings are logged by the logger `replica_engine`, once for each cause; only those of a wait come again while it lasts.
 [How to leave one out](../in_your_process.md#what-it-logs).
@@ -90,8 +83,17 @@ INTRODUCED = {
 }
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages to the files of the site."""
+    from mkdocs.structure.files import File  # tests read the pages without mkdocs
+
+    for name, text in pages().items():
+        files.append(File.generated(config, f"errors/{name}", content=text))
+    return files
+
+
 def pages() -> dict[str, str]:
-    """The text of each file of docs/errors."""
+    """The text of each page, by the name of its file."""
     modules = [importlib.import_module(f"replica_engine.errors.{name}") for name in SECTIONS]
     classes = [error for module in modules for error in _classes(module)]
     messages = _messages()
@@ -102,7 +104,7 @@ def pages() -> dict[str, str]:
     functions = {name: what for module in modules for name, what in vars(module).items() if name in found}
     notes = {name for name in found if name.startswith("note_")}
     for title, names in (("warnings", found - notes), ("notes", notes)):
-        lines = [f"# {title.capitalize()} of the library\n", MADE, INTRODUCED[title]]
+        lines = [f"# {title.capitalize()} of the library\n", INTRODUCED[title]]
         for name in sorted(names):
             brief = [f"{_brief(functions[name])}\n"] if name in functions else []  # else the message says it all
             lines += [f"## {name}\n", *brief, *_examples(name)]
@@ -124,7 +126,6 @@ def _summary(modules: list[ModuleType]) -> Iterator[str]:
 
 def _page(error: type, messages: list[str]) -> Iterator[str]:
     yield f"# {error.__name__}\n"
-    yield MADE
     yield f"{_described(error)}\n"
     yield from _examples(error.__name__)
     if messages:
@@ -207,11 +208,3 @@ def _wrapped(text: str) -> str:
         indent = line[: len(line) - len(line.lstrip())]
         lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False) or [""]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    PAGES.mkdir(exist_ok=True)
-    for path in PAGES.glob("*.md"):
-        path.unlink()
-    for name, text in pages().items():
-        (PAGES / name).write_text(text)

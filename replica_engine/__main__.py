@@ -19,7 +19,6 @@ from absl import app
 from absl.flags import FLAGS, argparse_flags
 
 from replica_engine._version import __version__
-from replica_engine.errors import explain
 from replica_engine.hosts import cli as launch
 from replica_engine.telemetry.report import cli as trace_report
 
@@ -34,6 +33,8 @@ UNREAD = 141  # the one for a program that SIGPIPE ended
 REMOVED = {
     "demo": "run `make demo` in a clone, or `python -m examples.demo`",
     "plan": 'write `print(strategy.plan(step, args=(batch,), topology="v5e:2x4"))` in the script',
+    "explain": "`help(replica_engine.errors.ScopeError)`, in Python, says what an error means, and its page in the "
+    "documentation (`make docs`), errors/ScopeError.html, has a program that shows it",
 }
 """Commands of version 0.3, and what to do instead."""
 
@@ -82,7 +83,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     launch.add_parser(commands)
     trace_report.add_parser(commands)
-    explain.add_parser(commands)
     parser.set_defaults(run=lambda flags: _no_command(parser))
     return parser.parse_args(argv)
 
@@ -154,7 +154,7 @@ class OneLineParser(argparse_flags.ArgumentParser):
 
 
 def _is_unread() -> bool:
-    """Whether nobody reads what this process prints, as in `replica-engine explain | head -1`; the rest is dropped."""
+    """Whether nobody reads what this process prints, as in `replica-engine ... | head -1`; the rest is dropped."""
     poll = select.poll()
     poll.register(sys.stdout, 0)  # only whether the other end is closed
     if not poll.poll(0):

@@ -8,6 +8,7 @@ import pytest
 import replica_engine
 from replica_engine.__main__ import main
 from replica_engine.telemetry.report import cli
+from replica_engine.telemetry.trace_file import write
 
 # The command, with another body, so that it needs no TensorFlow.
 LOGGING = """
@@ -54,10 +55,10 @@ def test_flags_of_absl_stand_before_the_command_too():
     assert (done.returncode, done.stderr) == (7, "")
 
 
-@pytest.mark.parametrize("flags", [["explain"], ["explain", "ScopeError.variable"]], ids=" ".join)
-def test_a_reader_that_goes_away_is_no_error(flags):
-    """As `head -1` does. What is longer than a pipe fails while it is printed, and what is shorter at exit."""
-    command = [sys.executable, "-m", "replica_engine", *flags]
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    """As `head -1` does."""
+    write(str(tmp_path / "run.json"), [], 0.0, 1.0, 0)
+    command = [sys.executable, "-m", "replica_engine", "timeline", tmp_path / "run.json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
@@ -92,8 +93,12 @@ def test_a_picture_in_an_unknown_format_is_refused(capsys):
 
 @pytest.mark.parametrize(
     ("command", "instead"),
-    [(["demo", "--replicas", "2"], "python -m examples.demo"), (["plan", "train.py"], "print(strategy.plan(step, ")],
-    ids=["demo", "plan"],
+    [
+        (["demo", "--replicas", "2"], "python -m examples.demo"),
+        (["plan", "train.py"], "print(strategy.plan(step, "),
+        (["explain"], "help(replica_engine.errors.ScopeError)"),
+        (["explain", "words", "of a message"], "errors/ScopeError.html"),
+    ],
 )
 def test_a_command_of_version_0_3_says_what_to_do_instead(capsys, command, instead):
     with pytest.raises(SystemExit) as exit_:

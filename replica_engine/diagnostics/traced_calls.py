@@ -29,7 +29,7 @@ from typing import Any
 from replica_engine._tf import collectives, thread_state
 from replica_engine._tf.graphs import calls, waiting
 from replica_engine.diagnostics.traced_places import TracedRun, Whereabouts
-from replica_engine.diagnostics.traced_timeline import drawn
+from replica_engine.diagnostics.traced_timeline import draw
 from replica_engine.engine import ReplicaThread
 from replica_engine.errors import ReplicaTimeoutError, ReplicaUnwound
 from replica_engine.errors.base import add_note
@@ -118,9 +118,13 @@ class _Call:
                 watch.__exit__(None, None, None)
 
     def _drawn(self, execute: calls.Execute) -> Any:
-        every = [run.marks for run in self._function.runs if run.marks is not None]
-        with drawn(every, self._places.loops):
+        since = time.time()
+        try:
             return self._made(execute)
+        finally:
+            for run in self._function.runs:
+                if run.marks is not None and not run.loops:
+                    draw(run.marks, since)
 
     def _made(self, execute: calls.Execute) -> Any:
         if self._function.may_stay and self._can_be_left():

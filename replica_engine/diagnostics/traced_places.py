@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from replica_engine._tf.graphs import waiting
 from replica_engine.diagnostics.op_lines import user_line
-from replica_engine.diagnostics.traced_timeline import MarkedTimes
+from replica_engine.engine import SyncPoint
 from replica_engine.errors import CoordinatorRow, ReplicaRow
 from replica_engine.errors.timeouts import FINISHED, IN_FUNCTION, NOT_STARTED
 from replica_engine.telemetry.stacks import stack_of
@@ -28,10 +28,21 @@ class Updates(NamedTuple):
     own: list[Any]
 
 
-class Marks(MarkedTimes, Protocol):
+class Marks(Protocol):
     """The marks of one traced run, as `threads.marks.StepMarks` has them."""
 
+    names: Sequence[str]
+    group: str
     loops: bool
+
+    def meetings(self) -> list[SyncPoint]:
+        """The sync points that have marks, in the order in which they were traced."""
+
+    def times(self) -> list[list[float]]:
+        """The last times of each replica, in the order of its step, in seconds since the epoch.
+
+        They are: begin; for each sync point arrival and departure; end. 0.0 stands for what was not reached.
+        """
 
     def places(self, since: float) -> Sequence[Any]:
         """Where each replica is in a call that began at `since`, in seconds since the epoch."""

@@ -8,7 +8,7 @@ import operator
 import traceback
 from collections.abc import Sequence
 
-_MORE = "more: replica-engine explain "
+_MORE = "more: errors/"
 
 
 class ReplicaEngineError(Exception):
@@ -16,8 +16,8 @@ class ReplicaEngineError(Exception):
 
     The constructor of each subclass takes the message only. So code that copies an error as `type(error)(message)` gets
     an error of the same type. Keras does so with an exception that a layer raises. A message stands where it is raised.
-    One that branches, or that several places raise, is a class method. The first note of an error names its class,
-    which has a page in the documentation.
+    One that branches, or that several places raise, is a class method. The first note of an error names the
+    page of its class in the documentation.
 
     Example:
         >>> issubclass(MergeCallMismatchError, ReplicaEngineError)
@@ -28,12 +28,12 @@ class ReplicaEngineError(Exception):
 
     def __init__(self, *args: object):
         super().__init__(*args)
-        add_note(self, f"{_MORE}{type(self).__name__}")
+        add_note(self, f"{_MORE}{type(self).__name__}.html in the documentation")
 
 
 def warning(name: str, text: str) -> str:
     """The text of a warning, with a last line that names its part of the documentation."""
-    return f"{text}\n{_MORE}{name}"
+    return f"{text}\n{_MORE}warnings.html#{name} in the documentation"
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -47,15 +47,6 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
-    def no_room(cls, devices: Sequence[str], value: str, message: str) -> DeviceError:
-        """A value cannot be put on the devices, most often because their memory is full."""
-        return cls(
-            f"A value of {value} cannot be put on {', '.join(devices)}:\n{message.strip()}\nWhere memory is the cause, "
-            "let go of values that are not needed, use a smaller batch, or divide the model over devices: "
-            'TPUStrategy(distribution="fsdp").'
-        )
-
-    @classmethod
     def bad_count(cls, count: object) -> DeviceError:
         """The number of devices is not a positive int."""
         return cls(f"The number of devices must be a positive int; got {shown(count)}.")
@@ -72,14 +63,6 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
             f"experimental_split_to_logical_devices was called with partition_dimensions={shown(given)} for a tensor "
             f"of shape {shape}. Give one number for each dimension, which divides its size, with the product {count}: "
             f"{_devices_of_replica(count)}"
-        )
-
-    @classmethod
-    def not_served(cls, replicas: int, topology: str, message: str) -> DeviceError:
-        """The compiler refuses a program for a part of a slice."""
-        return cls(
-            f"A program for {replicas} of the devices of {topology} cannot be compiled. Take all devices of a slice. "
-            f"The compiler says:\n{message.strip()}"
         )
 
     @classmethod

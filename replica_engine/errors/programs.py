@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replica_engine.errors.base import ReplicaEngineError, at, byte_size, meant_reduction, shown, warning
+from replica_engine.errors.base import ReplicaEngineError, at, meant_reduction, shown, warning
 
 # What to write in place of a lookup whose number of rows is that of the different ids.
 ROWS_OF_UNIQUE = (
@@ -205,16 +205,6 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def diverges(cls, fn: str, where: str) -> LoweringError:
-        """Replicas of several devices may take different branches, in which all devices exchange values."""
-        return cls(
-            f"In `{fn}`, replicas may take different branches, or numbers of iterations,{at(where)}. Each replica has "
-            "several devices, and XLA has divided the branch so that devices of all replicas would wait for each other "
-            "in it, for ever. Let the condition be equal on all replicas (all_reduce it), compute both branches and "
-            "choose with tf.where, or use replicas of one device."
-        )
-
-    @classmethod
     def stays_on_host(
         cls, fn: str, op: str, where: str, described: str, is_dtype: bool, made_by: str, made_at: str
     ) -> LoweringError:
@@ -317,36 +307,6 @@ class ProgramError(ReplicaEngineError, RuntimeError):
             "Assign these variables, or load a checkpoint. If memory is the cause, use a smaller batch."
         )
 
-    @classmethod
-    def too_large(cls, name: str, replicas: int, each: int, limit: int) -> ProgramError:
-        """The program needs more memory than the device has."""
-        return cls(
-            f"The compiled program of `{name}` needs {byte_size(each)} for intermediate values and results on each of "
-            f"{replicas} replicas, but only {byte_size(limit)} of memory are available. The program was not launched, "
-            "so all variables keep their values. Use a smaller batch."
-        )
-
-    @classmethod
-    def refused(cls, name: str, devices: Sequence[str], message: str) -> ProgramError:
-        """The compiler of these devices fails. That of GPUs tries kernels out, and so may run out of memory."""
-        return cls(
-            f"`{name}` cannot be compiled for {len(devices)} replicas ({', '.join(devices)}):\n{message.strip()}\n"
-            "Nothing was launched, so all variables keep their values. If memory is the cause, use a smaller batch."
-        )
-
-    @classmethod
-    def not_compiled(cls, name: str, replicas: int, topology: str, message: str) -> ProgramError:
-        """The compiler of a chip that is not there refuses the program."""
-        return cls(f"`{name}` for {replicas} replicas cannot be compiled for {topology}:\n{message.strip()}")
-
-    @classmethod
-    def compiler_died(cls, name: str, replicas: int, topology: str, how: str, words: str) -> ProgramError:
-        """The process of the compiler ended without an answer; `how`, and what it printed."""
-        return cls(
-            f"The compiler for {topology} ended its process ({how}) at `{name}` for {replicas} replicas, so there is "
-            f"no plan of it. This process goes on. It printed:\n{words}"
-        )
-
 
 class StuckProgramError(ReplicaEngineError, RuntimeError):
     """A compiled program that was interrupted has not ended, so no other program can run on its devices.
@@ -378,14 +338,6 @@ class LostVariableError(ReplicaEngineError, RuntimeError):
 
     Raised when the variable is read. Assign it, or load a checkpoint; the failure of the program came before.
     """
-
-    @classmethod
-    def read(cls, name: str) -> LostVariableError:
-        """The variable is read, and no value has been assigned since the failure."""
-        return cls(
-            f"The value of the variable {name!r} is lost: it was donated to a compiled program that failed while it "
-            "ran (out of memory, for example). Assign the variable, or load a checkpoint."
-        )
 
 
 def compiled_again(name: str, folder: str, programs: int, found: Sequence[tuple[str, str | None, str | None]]) -> str:

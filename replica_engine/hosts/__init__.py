@@ -13,7 +13,7 @@ process is, and tells every worker which other one is lost, missing or different
     job           what the coordinator knows and decides
     strangers     connections that have not proved that they know the token
     member        a worker's side: `member` what it does, `channel` questions and answers, `connection` the thread,
-                  `links` whether the other machines answer, `clock` how far the clocks of two workers are apart
+                  `silence` for how long it hears nothing, `links` whether the other machines answer
     launch_log    what the workers launched, compared
     failure       the first failure of a job, as data
     wire          messages, and the proof of the token

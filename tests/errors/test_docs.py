@@ -1,30 +1,50 @@
-"""docs/errors is what the errors and their golden files are."""
+"""The pages of errors are what the errors and their golden files are, and errors and warnings name them."""
 
 import importlib.util
 import pathlib
+import pickle
+import re
 
 import pytest
 from helpers.golden import FOLDER
+
+from replica_engine.errors import ReplicateError, ScopeError
+from replica_engine.errors.base import in_words, warning
+from replica_engine.errors.inputs import warn_whole_batch
+from replica_engine.errors.versions import untested_version
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def generator():
+def pages():
     spec = importlib.util.spec_from_file_location("generate_errors", ROOT / "docs" / "generate_errors.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    return module.pages()
 
 
-@pytest.fixture(scope="module")
-def pages(generator):
-    return generator.pages()
+@pytest.mark.parametrize("error", [ScopeError.variable("weight", "train.py:12 in step"), ReplicateError("a message")])
+def test_an_error_names_its_page_and_keeps_doing_so(pages, error):
+    note = f"more: errors/{type(error).__name__}.html in the documentation"
+    assert f"{type(error).__name__}.md" in pages
+    assert error.__notes__ == [note]
+    assert type(error)(str(error)).__notes__ == [note]
+    assert pickle.loads(pickle.dumps(error)).__notes__ == [note]
+    assert "more:" not in str(error)
+    assert "more:" not in in_words(error)  # in messages that quote the error
 
 
-def test_the_pages_of_errors_are_up_to_date(generator, pages):
-    written = {path.name: path.read_text() for path in generator.PAGES.glob("*.md")}
-    assert pages == written, "python docs/generate_errors.py writes them."
+def test_the_last_line_of_a_warning_names_its_part(pages):
+    many = warning("many_traces", "`step` has been traced 8 times, and most traces are compiled.")
+    for text in (warn_whole_batch(512, 8, ""), many, untested_version("jax", "9", "1", "2")):
+        (name,) = re.findall(r"^more: errors/warnings\.html#(\w+) in the documentation$", text.splitlines()[-1])
+        assert f"\n## {name}\n" in pages["warnings.md"]
+
+
+def test_programs_fit_the_column_of_the_site():
+    programs = {path.name: path.read_text().partition("\n\n===")[0] for path in FOLDER.glob("*.txt")}
+    assert not [name for name, program in programs.items() if max(map(len, program.splitlines())) > 96]
 
 
 def test_each_golden_file_is_in_them_once(pages):

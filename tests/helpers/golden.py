@@ -37,7 +37,7 @@ from replica_engine import errors
 
 FOLDER = pathlib.Path(__file__).parents[1] / "errors" / "golden"
 UPDATE = "UPDATE_GOLDEN" in os.environ
-MORE = "more: replica-engine explain "  # this line ends each error and most warnings, and is left out
+MORE = "more: errors/"  # this line ends each error and most warnings, and is left out
 LINE = " what the user sees ".center(120, "=")
 
 _EAGER_ONLY = "_eager_only"
@@ -94,7 +94,8 @@ def shows(shown: Any, variant: str = "") -> Callable[[Callable[..., None]], Call
             else:
                 text, ended = _shown_by(program, **fixtures)
             topic = name.partition(".")[0]
-            seen = f"{MORE}{topic}\n" in text or not _has_more(topic)
+            page = topic if topic[0].isupper() else f"warnings.html#{topic}"
+            seen = f"{MORE}{page}" in text or not _has_more(topic)
             assert seen, f"The program has not come to {name}, but to this:\n{text}"
             compare(name + (f".{variant}" if variant else ""), _without_more(text))
             if runs_in_functions(program, name):

@@ -61,11 +61,6 @@ def pages() -> list[str]:
     return [name for path in found if not (name := path.relative_to(ROOT).as_posix()).startswith(MADE_ELSEWHERE)]
 
 
-def pages_of_errors() -> list[str]:
-    """The pages of errors, whose blocks run in tests/errors."""
-    return [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs" / "errors").glob("*.md"))]
-
-
 def blocks(page: str) -> list[Block]:
     """The fenced blocks of a page."""
     text = (ROOT / page).read_text(encoding="utf-8")

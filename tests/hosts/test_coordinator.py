@@ -26,7 +26,7 @@ def test_what_came_while_its_thread_stood_still_is_read_before_it_judges_a_silen
         if looks == 1:
             now += 1.5  # in which the sign of life comes that it reads next
         elif looks == 2:
-            made._job.received(0, ["beat", 0.0, []], now)
+            made._job.received(0, ["beat", []], now)
         elif looks < 10:
             now += seconds
         else:

@@ -53,7 +53,7 @@ class Played:
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker in beats:
-                self.say(worker, "beat", self.now, [], worker in in_step)
+                self.say(worker, "beat", [], worker in in_step)
             self.job.tick(self.now)
 
     def told_to(self, worker, kind):
@@ -374,7 +374,7 @@ def test_where_many_workers_are_is_summed_up():
         job.joined(worker, about, 0.0)
         job.received(worker, ["log", packed([TRAIN]), 1, [12, f"line 12; now waiting for {worker} s"]], 5.0)
     for worker in (3, 17, 800):
-        job.received(worker, ["beat", 5.0, [11, "line 7"]], 5.0)
+        job.received(worker, ["beat", [11, "line 7"]], 5.0)
     looked = []
     job.rows, rows = lambda now: looked.append(now) or rows(now), job.rows
     for worker in range(size - 1):
@@ -421,7 +421,7 @@ def test_messages_grow_with_the_members_and_not_with_the_launches():
         for worker in range(size):
             job.received(worker, ["log", packed([TRAIN] * 1000), tenth * 1000, []], tenth / 10)
             if tenth % 10 == 0:
-                job.received(worker, ["beat", 0.0, []], tenth / 10)
+                job.received(worker, ["beat", []], tenth / 10)
         job.tick(tenth / 10)
     assert [kind for _, kind in told].count("beat") == size * seconds
     assert len(told) == size * seconds + 1, "and that all are there"

@@ -17,7 +17,7 @@ from replica_engine.errors import (
 )
 from replica_engine.hosts import wire
 from replica_engine.hosts.member import BATCH
-from replica_engine.hosts.member.clock import Silence
+from replica_engine.hosts.member.silence import Silence
 
 FOLLOWS = """
 for line in sys.stdin:
@@ -247,16 +247,6 @@ def test_the_time_in_which_a_process_stood_still_is_not_the_silence_of_others():
         assert silence.seconds(now, planned=2.0) == pytest.approx(2.0)
 
 
-def test_the_clocks_of_one_machine_are_equal():
-    with job() as made:
-        made.start(1, FOLLOWS)
-        member = made.join(0)
-        while member.clock_offset is None:
-            member.rows()  # a message and its answer
-        offset = member.clock_offset
-    assert abs(offset.seconds) <= offset.error
-
-
 def test_a_wait_ends_when_another_thread_closes():
     with job() as made:
         made.start(1, FOLLOWS)
@@ -338,7 +328,7 @@ def test_who_cannot_prove_anything_is_told_nothing(caplog):
         for line in (
             wire.encode(["hello", "b", "no proof", 0, 2, {}]),
             wire.encode(["hello", "b", wire.proof(made.token, wire.MEMBER, "another", "b"), 0, 2, {}]),
-            wire.encode(["beat", 1.0, []]),
+            wire.encode(["beat", []]),
             b"GET / HTTP/1.1\r\n",
             b"x" * (1 << 15),
         ):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from replica_engine.errors import WorkerLostError, WorkerRow
 from replica_engine.hosts import wire
 from replica_engine.hosts.failure import Failure
-from replica_engine.hosts.member.clock import ClockComparison
 from replica_engine.hosts.wire import BadMessageError, Lines
 
 MESSAGES = st.lists(st.lists(st.text() | st.integers() | st.none(), max_size=3).map(lambda rest: ["kind", *rest]))
@@ -73,28 +72,3 @@ def test_a_failure_is_the_same_error_everywhere():
 def test_no_other_function_is_called_because_a_message_says_so(value):
     with pytest.raises((TypeError, ValueError)):
         Failure.from_json(value)
-
-
-def test_the_quickest_round_trip_says_how_far_clocks_are_apart():
-    clock = ClockComparison()
-    assert clock.offset is None
-    clock.add(10.0, 110.5, 11.0)
-    clock.add(20.0, 120.2, 20.2)
-    clock.add(30.0, 133.0, 34.0)
-    assert clock.offset.seconds == pytest.approx(100.1)
-    assert clock.offset.error == pytest.approx(0.1)
-
-
-def test_clocks_are_compared_while_a_round_trip_is_added():
-    class Interrupted:
-        """A measured round trip; while it is looked at, the thread that measures adds another one."""
-
-        @property
-        def error(self):
-            clock.add(20.0, 120.2, 20.2)
-            return 0.5
-
-    clock, first = ClockComparison(), Interrupted()
-    clock._measured.append(first)
-    assert clock.offset is first
-    assert clock.offset.error == pytest.approx(0.1)

@@ -1,5 +1,7 @@
 """The steps of a timeline, and the replica that is named as the slowest: from recordings that are written by hand."""
 
+import re
+
 import pytest
 
 from replica_engine.__main__ import main
@@ -56,17 +58,22 @@ def test_who_traces_longest_is_no_straggler(tmp_path, capsys):
     path = tmp_path / "run.json"
     write(str(path), written * 2, 0.0, 1.0, 0)
     out = shown(capsys, path)
-    assert "MirroredStrategy, 1 s. Slowest: not known, no whole step is recorded; of a tf.function without marks" in out
+    assert "MirroredStrategy, 1 s. Slowest: not known, no whole step is recorded; of steps in a loop" in out
     assert "model.compile(..., run_eagerly=True) for fit" in out
 
 
-def test_one_step_alone_is_said_to_be_little_to_judge_by(recorded, capsys):
-    assert "of one step; a first step traces and compiles, so record more" in shown(capsys, recorded([(0.5, 0.1)]))
+def test_of_fewer_than_five_steps_after_the_first_no_straggler_is_named(recorded, capsys):
+    work = [(0.5, 0.1), *[(0.001, 0.011)] * 4]
+    out = shown(capsys, recorded(work))
+    assert "5 steps in" in out
+    assert "Slowest: not known: record at least 5 steps after the first, which traces and compiles" in out
+    assert f"Slowest: {NAMES[1]}: it works" in shown(capsys, recorded([*work, (0.001, 0.011)]))
 
 
 def test_a_difference_that_is_small_in_the_step_is_not_named(recorded):
     timeline = spans.read(str(recorded([(0.1, 0.1), *[(0.100, 0.102)] * 5])))
-    assert steps.straggler(spans.by_replica(timeline.tracks), steps.compared(timeline, "MirroredStrategy")) is None
+    every = steps.compared(timeline, "MirroredStrategy")
+    assert steps.straggler(timeline.replicas("MirroredStrategy"), every) is None
 
 
 def test_a_difference_of_microseconds_is_not_named(recorded, capsys):
@@ -79,12 +86,11 @@ def test_the_picture_has_a_title_marks_for_steps_and_names_the_straggler(recorde
     import matplotlib
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
-    path, picture = recorded([(0.02, 0.02), *[(0.001, 0.011)] * 4]), tmp_path / "run.svg"
+    path, picture = recorded([(0.02, 0.02), *[(0.001, 0.011)] * 5]), tmp_path / "run.svg"
     shown(capsys, path, "--output", picture)
     drawn = picture.read_text()
-    assert f"MirroredStrategy, 5 steps in 88 ms. Slowest: {NAMES[1]}: it works 11 ms in a step" in drawn
-    for number in range(1, 6):
-        assert f">step {number}<" in drawn
+    assert f"MirroredStrategy, 6 steps in 100 ms. Slowest: {NAMES[1]}: it works 11 ms in a step" in drawn
+    assert marked(drawn) == [2, 3, 4, 5, 6]
     assert drawn.count("#c0392b") == 2  # the replica's name and the band behind its track
 
 
@@ -93,14 +99,49 @@ def test_marks_of_steps_leave_each_other_place(recorded, capsys, tmp_path, monke
 
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
     picture = tmp_path / "run.svg"
-    shown(capsys, recorded([(2.0, 2.0), *[(0.001, 0.011)] * 4]), "--output", picture)
-    assert [number for number in range(1, 6) if f">step {number}<" in picture.read_text()] == [1, 2]
+    shown(capsys, recorded([(2.0, 2.0), *[(0.001, 0.011)] * 4]), "--all", "--output", picture)
+    assert marked(picture.read_text()) == [1, 2]
+
+
+def marked(drawn):
+    """The numbers of the steps that are marked in a picture."""
+    return [int(number) for number in re.findall(r">step (\d+)<", drawn)]
+
+
+def test_some_steps_can_be_drawn(recorded, capsys, tmp_path, monkeypatch):
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    path, picture = recorded([(0.01, 0.01)] * 7), tmp_path / "run.svg"
+    for given, numbers in (("2:4", [2, 3, 4]), ("1:1", [1]), ("7:7", [7])):
+        shown(capsys, path, "--steps", given, "--output", picture)
+        assert marked(picture.read_text()) == numbers
+    assert main(["timeline", str(path), "--steps", "3:8", "--output", str(picture)]) == 1
+    assert "there is no step 8 among the 7 that are recorded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["3", "4:3", "0:2", "a:b", ":"])
+def test_what_are_no_numbers_of_steps(capsys, given):
+    with pytest.raises(SystemExit):
+        main(["timeline", "run.json", "--steps", given])
+    assert "write the numbers of the first and the last step, such as 2:8" in capsys.readouterr().err
+
+
+def test_a_replica_has_one_line_for_all_its_threads(tmp_path):
+    """A trace runs on a thread of the replica; steps of the graph are drawn from their marks."""
+    written = [
+        Span(Track("MirroredStrategy", NAMES[0], number), "run", "run", begin, begin + 1.0, None)
+        for number, begin in ((1, 4.0), (2, 2.0), (1, 0.0))
+    ]
+    write(str(tmp_path / "run.json"), written, 0.0, 5.0, 0)
+    (track,) = spans.read(str(tmp_path / "run.json")).tracks
+    assert [span.begin for span in track.spans] == [0.0, 2.0, 4.0]
 
 
 def test_the_replica_whose_host_calls_take_longest_is_named(tmp_path, capsys):
     """A launch is over long before its program, of which both replicas have a span of the same length."""
     written = []
-    for step in range(4):
+    for step in range(6):
         begin = float(step)
         written.append(Span(Track("TPUStrategy", "launch", order=-2), "step", "launch", begin, begin + 0.01, None))
         for replica, (name, seconds) in enumerate(zip(NAMES, (0.02, 0.5), strict=True)):
@@ -108,40 +149,21 @@ def test_the_replica_whose_host_calls_take_longest_is_named(tmp_path, capsys):
             written.append(Span(track, "step", "run", begin, begin + 0.9, None))
             written.append(Span(track, "look", "host call", begin + 0.3, begin + 0.3 + seconds, None))
     path = tmp_path / "run.json"
-    write(str(path), written, 0.0, 4.0, 0)
+    write(str(path), written, 0.0, 6.0, 0)
     out = shown(capsys, path, "--output", tmp_path / "run.svg")
     assert f"Slowest: {NAMES[1]}: its host calls take 500 ms in a step, 25.0 times as long as the others" in out
-    assert "(median of 3 steps)" in out
+    assert "(median of 5 steps)" in out
 
 
 def test_compiled_replicas_without_host_calls_are_not_said_to_be_equal(tmp_path, capsys):
     written = [
         Span(Track("TPUStrategy", name, 1, replica + 1), "step", "run", float(step), step + 0.9, None)
-        for step in range(4)
+        for step in range(6)
         for replica, name in enumerate(NAMES)
     ]
     path = tmp_path / "run.json"
-    write(str(path), written, 0.0, 4.0, 0)
+    write(str(path), written, 0.0, 6.0, 0)
     assert "Slowest: not known: compiled replicas run inside one program" in shown(capsys, path)
-
-
-@pytest.mark.parametrize(
-    ("merges", "line"),
-    [(0.1, "worker 1: it works 500 ms in a step, 2.5 times as long"), (0.4, "none, the workers work")],
-)
-def test_the_worker_that_keeps_the_others_waiting_is_named(tmp_path, capsys, merges, line):
-    """A step takes 0.6 s, of which worker 0 waits 0.4 s in a merge. What worker 1 does before its run is its own."""
-    written = []
-    for begin in (0.0, 0.6, 1.2, 1.8):
-        for worker, (before, merge) in enumerate(((0.0, 0.4), (0.15, merges))):
-            track = Track(f"worker {worker}: MultiWorkerMirroredStrategy", "coordinator (MainThread)")
-            written.append(Span(track, "run", "waiting", begin + before, begin + 0.6, None))
-            written.append(Span(track, "all_reduce", "merge", begin + 0.6 - merge, begin + 0.6, None))
-    path = tmp_path / "run.json"
-    write(str(path), written, 0.0, 2.4, 0)
-    out = shown(capsys, path)
-    assert f"Slowest worker: {line}" in out
-    assert "(median of 2 steps)" in out
 
 
 def test_a_run_inside_a_merge_is_part_of_the_step(tmp_path):

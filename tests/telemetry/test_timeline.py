@@ -195,7 +195,7 @@ class TestCommand:
     def test_prints_who_was_slowest_and_draws(self, mirrored, tmp_path, capsys, clock):
         path = tmp_path / "run.json"
         with replica_engine.timeline(path):
-            for _ in range(3):
+            for _ in range(6):
                 mirrored.run(lambda: straggling_step(lambda: clock(0.05)))
         assert main(["timeline", str(path)]) == 0
         output = capsys.readouterr().out
@@ -281,7 +281,7 @@ def test_the_compiled_replica_that_computes_longest_is_named(tpu, tmp_path, caps
     monkeypatch.setattr(device_waits.seen, "_rests_until", 0.0)
     step, path = straggling_program(tpu), tmp_path / "run.json"
     with replica_engine.timeline(path):
-        for _ in range(5):
+        for _ in range(6):
             tpu.run(step)
     waited = {
         track: sum(end - begin for _, name, begin, end in found if "waiting at" in name)

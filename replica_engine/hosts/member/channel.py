@@ -10,14 +10,12 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 from replica_engine.hosts import wire
 from replica_engine.hosts.failure import Failure
-from replica_engine.hosts.member.clock import ClockComparison, ClockOffset
 from replica_engine.hosts.member.connection import Connection
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 
@@ -73,7 +71,6 @@ class Channel:
         self._launched_by_us = welcome.launched_by_us
         self.reached = ""
         self._process = os.getpid()
-        self._clock = ClockComparison()
         self._left = False
         self._changed = threading.Condition()  # guards all that follows
         self._first_failure: Failure | None = None
@@ -100,11 +97,6 @@ class Channel:
             complete = self._complete  # what failed after that is not a failure to join
         if not complete:
             self.check()
-
-    @property
-    def clock_offset(self) -> ClockOffset | None:
-        """How far the coordinator's clock is ahead of this process' clock; None before it was measured."""
-        return self._clock.offset
 
     @property
     def failure(self) -> ReplicaEngineError | None:
@@ -240,8 +232,7 @@ class Channel:
         kind, *rest = message
         try:
             if kind == "beat":
-                sent, theirs = rest
-                self._clock.add(sent, theirs, time.perf_counter())
+                () = rest  # that it has come ends the coordinator's silence
             elif kind == "go":
                 (reached,) = rest
                 with self._changed:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from replica_engine.hosts import wire
-from replica_engine.hosts.member.clock import Silence
+from replica_engine.hosts.member.silence import Silence
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 
 GOODBYE = 2.0  # seconds to write the last messages

@@ -39,7 +39,6 @@ from replica_engine.hosts.member.leaving import note_uncaught
 from replica_engine.hosts.member.links import Links
 from replica_engine.hosts.wire import Lines, Message
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.all_workers import SharedTimelines
 from replica_engine.telemetry.watchdog import Watch, describe_workers, forget_workers, replicas
 
 LOGGER = logging.getLogger("replica_engine")
@@ -96,10 +95,9 @@ class Member(Channel):
         for message in early:
             self._take(message)
         _members.add(self)
-        self._timelines = SharedTimelines(self)
         self._connection.start()
         describe_workers(self.describe)
-        timeline.share(self._timelines)
+        timeline.name_after_worker(self.worker)
 
     def __enter__(self) -> Member:
         return self
@@ -334,7 +332,7 @@ class Member(Channel):
         self._close_links()
         _members.discard(self)
         forget_workers(self.describe)
-        timeline.share_no_more(self._timelines)
+        timeline.name_after_worker(0)
         if self._process != os.getpid():
             return
         self._connection.close()
@@ -436,7 +434,7 @@ class Member(Channel):
             if self._first_failure is not None:
                 return now + 1.0
             if now >= self._beat:
-                self._connection.queue(["beat", time.perf_counter(), self._progress(), self._in_step()])
+                self._connection.queue(["beat", self._progress(), self._in_step()])
                 self._beat = now + min(1.0, self._connection.heartbeat / _BEATS)
             return min(self._beat, self._batch) if self._entries else self._beat
 
@@ -450,7 +448,7 @@ class Member(Channel):
         self._changed = threading.Condition()
         self._unhook()
         forget_workers(self.describe)
-        timeline.share_no_more(self._timelines)
+        timeline.name_after_worker(0)
         self._connection.forget()
         self._close_links()
 

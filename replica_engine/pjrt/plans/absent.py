@@ -97,7 +97,11 @@ def compile_absent(
         answer_file = path / "answer.json"
         if not answer_file.exists():
             how = f"signal {-status}" if status < 0 else f"exit status {status}"
-            raise ProgramError.compiler_died(name, replicas, slice_.name, how, _words(path / "words") or "(nothing)")
+            raise ProgramError(
+                f"The compiler for {slice_.name} ended its process ({how}) at `{name}` for {replicas} replicas, so "
+                "there is no plan of it. This process goes on. It printed:\n"
+                f"{_words(path / 'words') or '(nothing)'}"
+            )
         answer = json.loads(answer_file.read_text())
         if "error" in answer:
             return _too_large(answer["error"], request, sizes)
@@ -203,8 +207,14 @@ def _too_large(error: str, request: Mapping[str, Any], sizes: tuple[int, int, in
     # A kernel that needs more of a core's shared memory than there is says nothing of the device's memory.
     if "RESOURCE_EXHAUSTED" not in error or "Shared memory" in error:
         if "device_count ==" in error or "replica group" in error:
-            raise DeviceError.not_served(request["replicas"], request["devices"], error)
-        raise ProgramError.not_compiled(request["name"], request["replicas"], request["devices"], error)
+            raise DeviceError(
+                f"A program for {request['replicas']} of the devices of {request['devices']} cannot be compiled. Take "
+                f"all devices of a slice. The compiler says:\n{error.strip()}"
+            )
+        raise ProgramError(
+            f"`{request['name']}` for {request['replicas']} replicas cannot be compiled for {request['devices']}:\n"
+            f"{error.strip()}"
+        )
     arguments, results, aliased = sizes
     temporary = None
     if found is not None:

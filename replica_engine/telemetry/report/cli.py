@@ -10,7 +10,7 @@ from replica_engine.telemetry.report import picture, spans, steps
 
 DESCRIPTION = """\
 Draws a timeline that `with replica_engine.timeline("run.json"):` recorded, and names the slowest replica: the one that
-works longest in a step, by the median over all steps but the first.
+works longest in a step, by the median over all steps but the first, if they are at least five.
 """
 EPILOG = """\
 example:
@@ -41,6 +41,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         type=_picture,
         help="file to draw to: .png, .svg or .pdf (default: the recording's name with .png)",
     )
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--all", action="store_true", help="draw the first step too, which traces and compiles")
+    part.add_argument(
+        "--steps", metavar="2:8", type=_numbers, help="draw some steps only: the numbers of the first and the last one"
+    )
     parser.set_defaults(run=run)
 
 
@@ -56,16 +61,35 @@ def run(flags: argparse.Namespace) -> int:
         return _failed(str(error))
     print("\n".join(steps.summary(timeline)))
     if not any(track.spans for track in timeline.tracks):
-        return _failed("nothing is recorded, so there is nothing to draw")
+        return _failed("nothing is recorded, so there is nothing to draw; steps in a loop of a tf.function are not")
     output = flags.output or f"{os.path.splitext(flags.path)[0]}.png"
     try:
-        picture.draw(timeline, output)
+        picture.draw(timeline, output, _part(timeline, flags))
     except ImportError:
         return _failed("drawing needs matplotlib: pip install matplotlib")
     except (OSError, ValueError) as error:
         return _failed(f"could not draw {output}: {error}")
     print(f"wrote {output}")
     return 0
+
+
+def _part(timeline: spans.Timeline, flags: argparse.Namespace) -> tuple[float, float]:
+    """Where the picture begins and ends, as the flags say."""
+    if flags.steps is None:
+        return picture.whole(timeline) if flags.all else picture.after_tracing(timeline)
+    first, last = flags.steps
+    found = steps.numbered(timeline)
+    if last > len(found):
+        raise ValueError(f"there is no step {last} among the {len(found)} that are recorded")
+    return found[first - 1][0], found[last - 1][1]
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    """The numbers of two steps, for argparse."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"{text}: write the numbers of the first and the last step, such as 2:8")
+    return int(first), int(last)
 
 
 def _picture(path: str) -> str:

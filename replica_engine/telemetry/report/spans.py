@@ -37,7 +37,10 @@ class DrawnSpan:
 
 @dataclasses.dataclass
 class DrawnTrack:
-    """A line of spans, sorted by their beginning; of spans that begin together the longest comes first."""
+    """A line of spans, sorted by their beginning; of spans that begin together the longest comes first.
+
+    All tracks of one name in a group are one line: a replica has a track for each thread that it ran on.
+    """
 
     group: str
     name: str
@@ -64,6 +67,10 @@ class Timeline:
     seconds: float
     dropped: int
 
+    def replicas(self, group: str) -> list[DrawnTrack]:
+        """The tracks of the replicas in a group."""
+        return [track for track in self.tracks if track.group == group and track.is_replica]
+
 
 def read(path: str) -> Timeline:
     """Reads a file that `replica_engine.timeline` wrote.
@@ -80,16 +87,6 @@ def read(path: str) -> Timeline:
         return _timeline(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ValueError(NOT_A_TIMELINE.format(path=path)) from None
-
-
-def by_replica(tracks: list[DrawnTrack]) -> list[DrawnTrack]:
-    """One track for each replica, joined from its tracks: a replica has one for each thread that it ran on."""
-    joined: dict[str, DrawnTrack] = {}
-    for track in tracks:
-        if track.is_replica:
-            known = joined.setdefault(track.name, DrawnTrack(track.group, track.name, track.order, []))
-            known.spans.extend(track.spans)
-    return list(joined.values())
 
 
 def _timeline(data: Any) -> Timeline:
@@ -109,8 +106,13 @@ def _timeline(data: Any) -> Timeline:
             _describe(track, event)
     for track in tracks.values():
         _share_out(track.spans)
+    lines: dict[tuple[str, str], DrawnTrack] = {}
+    for track in tracks.values():
+        lines.setdefault((track.group, track.name), dataclasses.replace(track, spans=[])).spans.extend(track.spans)
+    for line in lines.values():
+        line.spans.sort(key=_begins)
     numbers = {group: number for number, group in groups.items()}
-    ordered = sorted(tracks.values(), key=lambda track: (numbers.get(track.group, 0), track.order))
+    ordered = sorted(lines.values(), key=lambda line: (numbers.get(line.group, 0), line.order))
     about = data["otherData"]
     return Timeline(ordered, about["seconds"], about["dropped_spans"])
 
@@ -124,7 +126,7 @@ def _describe(track: DrawnTrack, event: dict[str, Any]) -> None:
 
 def _share_out(spans: list[DrawnSpan]) -> None:
     """Subtracts from each span's own time the time of the spans directly inside it."""
-    spans.sort(key=lambda span: (span.begin, -span.end))
+    spans.sort(key=_begins)
     around: list[DrawnSpan] = []
     for span in spans:
         while around and around[-1].end <= span.begin:
@@ -132,3 +134,8 @@ def _share_out(spans: list[DrawnSpan]) -> None:
         if around:
             around[-1].own -= min(span.end, around[-1].end) - span.begin
         around.append(span)
+
+
+def _begins(span: DrawnSpan) -> tuple[float, float]:
+    """The place of a span on its line."""
+    return span.begin, -span.end

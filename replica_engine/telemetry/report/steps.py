@@ -9,23 +9,22 @@ replica.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import re
 import statistics
 from collections.abc import Sequence
 
-from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline, by_replica
+from replica_engine.telemetry.report.spans import DrawnSpan, DrawnTrack, Timeline
 
 WORK = ("run", "host call")
 NO_STEP = (
-    "no whole step is recorded; of a tf.function without marks only the tracing is seen, so leave out marks=False, or "
-    "record eager steps: tf.config.run_functions_eagerly(True), or model.compile(..., run_eagerly=True) for fit"
+    "no whole step is recorded; of steps in a loop of a tf.function, and of those without marks (marks=False), only "
+    "the tracing is seen, so record steps that are calls, or eager ones: tf.config.run_functions_eagerly(True), or "
+    "model.compile(..., run_eagerly=True) for fit"
 )
 ON_HOST = ("host call",)  # kinds compared in a compiled program if its waits were not seen: all run until its end
 _RUNS = ("run", "trace")
 _CALLER = "coordinator"  # the thread that calls run
-_WORKER = re.compile(r"worker \d+:")  # how the groups of a job of several workers begin
 NOISE = 0.05  # a smaller part of the others' work, or of a replica's share of the step, names nobody
+FEWEST = 5  # steps of which a straggler is named: the median of fewer may be that of a slow moment
 LEAST = 0.5e-3  # seconds of a step: threads that are woken late make smaller differences, which mean nothing
 
 
@@ -49,7 +48,7 @@ class Straggler:
 
     def __str__(self) -> str:
         times = f", {self.seconds / self.others:.1f} times as long as the others" if self.others else ""
-        return f"{self.name}: {self.does} {_shown(self.seconds)} in a step{times} ({_counted(self.steps)})"
+        return f"{self.name}: {self.does} {_shown(self.seconds)} in a step{times} (median of {self.steps} steps)"
 
 
 def summary(timeline: Timeline) -> list[str]:
@@ -59,12 +58,9 @@ def summary(timeline: Timeline) -> list[str]:
         number = len(steps_of(timeline, group))
         counted = f"{number} {'step' if number == 1 else 'steps'} in " if number else ""
         line = f"{group}, {counted}{_shown(timeline.seconds)}"
-        replicas = by_replica([track for track in timeline.tracks if track.group == group])
-        if len(replicas) > 1:
-            line += f". Slowest: {_slowest(timeline, group, replicas)}"
+        if len(timeline.replicas(group)) > 1:
+            line += f". Slowest: {_slowest(timeline, group)}"
         lines.append(line)
-    if worker := slow_worker(timeline):
-        lines.append(f"Slowest worker: {worker}")
     if timeline.dropped:
         lines.append(f"{timeline.dropped:,} more spans were not kept: record a shorter time")
     return lines
@@ -75,7 +71,7 @@ def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
     tracks = [track for track in timeline.tracks if track.group == group]
     if is_compiled(timeline, group):
         # A launch ends before its program does. Each replica has a span for the program.
-        spans = [span for track in tracks if track.is_replica for span in track.spans if span.kind == "run"]
+        spans = [span for track in timeline.replicas(group) for span in track.spans if span.kind == "run"]
     else:
         spans = [span for span in _runs(tracks) if span.name == "run"]
     found: list[tuple[float, float]] = []
@@ -86,14 +82,20 @@ def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
     return found
 
 
+def numbered(timeline: Timeline) -> list[tuple[float, float]]:
+    """The steps that have numbers in a picture, from 1: those of the first group with replicas."""
+    groups = [track.group for track in timeline.tracks if track.is_replica] or [timeline.tracks[0].group]
+    return steps_of(timeline, groups[0])
+
+
 def compared(timeline: Timeline, group: str) -> list[tuple[float, float]]:
-    """The steps to compare: all but the first of several, which traces. Of compiled ones those with waits, if any."""
+    """The steps to compare: all but the first, which traces. Of compiled ones those with waits, if any."""
     every = steps_of(timeline, group)
     if is_compiled(timeline, group):
-        waits = _waits([track for track in timeline.tracks if track.group == group and track.is_replica])
+        waits = _waits(timeline.replicas(group))
         middles = [(span.begin + span.end) / 2 for span in waits]
         every = [step for step in every if any(step[0] < middle < step[1] for middle in middles)] or every
-    return every[1:] or every
+    return every[1:]
 
 
 def is_compiled(timeline: Timeline, group: str) -> bool:
@@ -102,14 +104,14 @@ def is_compiled(timeline: Timeline, group: str) -> bool:
 
 
 def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], compiled: bool = False) -> Straggler | None:
-    """The replica that works longest in the median step; None if no replica stands out.
+    """The replica that works longest in the median step; None if no replica stands out, or of fewer than five steps.
 
     Args:
         replicas: one track for each replica.
         steps: the steps to compare, in order and apart from each other.
         compiled: see `is_compiled`; then their host calls are compared, if the waits inside the program were not seen.
     """
-    if len(replicas) < 2 or not steps:
+    if len(replicas) < 2 or len(steps) < FEWEST:
         return None
     on_host = compiled and not _waits(replicas)
     work = [_work(track, steps, ON_HOST if on_host else WORK) for track in replicas]
@@ -124,46 +126,22 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], comp
     return Straggler(replicas[most].name, medians[most], others, len(steps), does)
 
 
-def slow_worker(timeline: Timeline) -> Straggler | str | None:
-    """The worker of a job that works longest from one step to the next, or why none is named; None without workers.
-
-    Workers wait for each other inside merges, so what is not a merge is a worker's own: also its time between steps.
-    """
-    groups = list(dict.fromkeys(track.group for track in timeline.tracks if _WORKER.match(track.group)))
-    if len(groups) < 2:
-        return None
-    if any(is_compiled(timeline, group) for group in groups):
-        return "not known: workers of compiled replicas wait for each other inside one program"
-    medians, count = {}, 0
-    for group in groups:
-        periods = list(itertools.pairwise(start for start, _ in compared(timeline, group)))
-        if not periods:
-            return f"not known, {NO_STEP}"
-        tracks = [track for track in timeline.tracks if track.group == group and track.name.startswith(_CALLER)]
-        merges = [sum(each) for each in zip(*(_work(track, periods, ("merge",)) for track in tracks), strict=True)]
-        own = [stop - start - merge for (start, stop), merge in zip(periods, merges, strict=True)]
-        medians[group.partition(":")[0]], count = statistics.median(own), len(own)
-    slowest = max(medians, key=lambda name: medians[name])
-    others = statistics.mean(seconds for name, seconds in medians.items() if name != slowest)
-    if medians[slowest] - others <= max(LEAST, NOISE * others):
-        return f"none, the workers work equally long ({_counted(count)})"
-    return Straggler(slowest, medians[slowest], others, count)
-
-
-def _slowest(timeline: Timeline, group: str, replicas: list[DrawnTrack]) -> Straggler | str:
+def _slowest(timeline: Timeline, group: str) -> Straggler | str:
     """The straggler, or in words why none is named."""
-    steps = compared(timeline, group)
-    if not steps:
+    if not steps_of(timeline, group):
         return f"not known, {NO_STEP}"
-    found = straggler(replicas, steps, is_compiled(timeline, group))
-    return found or f"{_nobody(timeline, group)} ({_counted(len(steps))})"
+    steps = compared(timeline, group)
+    if len(steps) < FEWEST:
+        return f"not known: record at least {FEWEST} steps after the first, which traces and compiles"
+    found = straggler(timeline.replicas(group), steps, is_compiled(timeline, group))
+    return found or f"{_nobody(timeline, group)} (median of {len(steps)} steps)"
 
 
 def _nobody(timeline: Timeline, group: str) -> str:
     """The words for a group without a straggler."""
     if not is_compiled(timeline, group):
         return "none, the replicas work equally long"
-    tracks = [track for track in timeline.tracks if track.group == group and track.is_replica]
+    tracks = timeline.replicas(group)
     if _waits(tracks):
         return "none, the replicas work equally long"
     if any(span.kind in ON_HOST for track in tracks for span in track.spans):
@@ -174,11 +152,6 @@ def _nobody(timeline: Timeline, group: str) -> str:
 def _waits(replicas: list[DrawnTrack]) -> list[DrawnSpan]:
     """The waits of replicas for each other, and not for their inputs."""
     return [span for track in replicas for span in track.spans if span.name.startswith("waiting at ")]
-
-
-def _counted(steps: int) -> str:
-    """How many steps were compared, for people."""
-    return f"median of {steps} steps" if steps > 1 else "of one step; a first step traces and compiles, so record more"
 
 
 def _shown(seconds: float) -> str:

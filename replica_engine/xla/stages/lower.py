@@ -18,7 +18,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError
-from replica_engine.errors.base import shown
+from replica_engine.errors.base import at, byte_size, shown
 from replica_engine.errors.timeouts import slow_compile
 from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
@@ -165,12 +165,27 @@ class Lowered:
                 if DYNAMIC in str(failed):
                     raise undividable(self.traced) from None
                 explain_by_job(devices.member, failed)
-                raise ProgramError.refused(name, devices.names, str(failed)) from failed
+                raise ProgramError(  # that of GPUs tries kernels out, and so may run out of memory
+                    f"`{name}` cannot be compiled for {len(devices.names)} replicas ({', '.join(devices.names)}):\n"
+                    f"{str(failed).strip()}\n"
+                    "Nothing was launched, so all variables keep their values. If memory is the cause, use a smaller "
+                    "batch."
+                ) from failed
         if self.traced.diverges and executable.exchanges_in_branches():
-            raise LoweringError.diverges(name, self.traced.diverges)
+            raise LoweringError(
+                f"In `{name}`, replicas may take different branches, or numbers of iterations,"
+                f"{at(self.traced.diverges)}. Each replica has several devices, and XLA has divided the branch so that "
+                "devices of all replicas would wait for each other in it, for ever. Let the condition be equal on all "
+                "replicas (all_reduce it), compute both branches and choose with tf.where, or use replicas of one "
+                "device."
+            )
         limit = memory_limit(devices)
         if limit is not None and executable.bytes_needed > limit:
-            error = ProgramError.too_large(name, devices.size, executable.bytes_needed, limit)
+            error = ProgramError(
+                f"The compiled program of `{name}` needs {byte_size(executable.bytes_needed)} for intermediate values "
+                f"and results on each of {devices.size} replicas, but only {byte_size(limit)} of memory are available. "
+                "The program was not launched, so all variables keep their values. Use a smaller batch."
+            )
             error.plan = executable.plan(name, chip_memory(devices))
             raise error
         return executable

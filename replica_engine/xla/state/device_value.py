@@ -401,7 +401,11 @@ class DeviceValue:
 
     def _check_there(self) -> None:
         if self._lost:
-            raise LostVariableError.read(xla_ops.variable_name(self.handles[0]))
+            raise LostVariableError(
+                f"The value of the variable {xla_ops.variable_name(self.handles[0])!r} is lost: it was donated to a "
+                "compiled program that failed while it ran (out of memory, for example). Assign the variable, or load "
+                "a checkpoint."
+            )
 
     def _is_as_on_host(self) -> bool:
         """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
