@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from replica_engine.keras import replicate_model
+from replica_engine.values import rows
 
 RANDOM = np.random.default_rng(0)
 WORDS = RANDOM.integers(0, 12, (16, 6)).astype("int32")
@@ -345,3 +346,33 @@ def test_rows_of_each_replica_stay_its_own(both, kind):
     own, total = (strategy.experimental_local_results(each) for each in tf.function(lambda: strategy.run(step))())
     for found in total:
         np.testing.assert_array_equal(found, sum(each.numpy() for each in own))
+
+
+@pytest.mark.parametrize(
+    ("indices", "left"),
+    [
+        ([0, 1, 0, 1, 0, 1], 2),
+        ([0, 1, 0, 1, 0, 2], 4),
+        ([0, 0, 0, 0, 0, 0], 2),
+        ([0, 0, 0, 0, 0], 3),
+        ([0, 1, 2, 3], 4),
+        ([3, 3], 2),
+        ([], 0),
+    ],
+    ids=["same", "one another", "unlike numbers by chance", "a rest", "all others", "less than replicas", "none"],
+)
+@pytest.mark.parametrize("is_static", [False, True])
+def test_joined_rows_of_three_replicas_keep_their_sum_when_they_are_compared(indices, left, is_static):
+    """Also if replicas have not brought as many: those who look at the joined rows cannot know."""
+    size = len(indices)
+
+    @tf.function(input_signature=[tf.TensorSpec([size if is_static else None], tf.int32)])
+    def compared(indices):
+        values = 1.0 + tf.range(tf.size(indices), dtype=tf.float32)[:, None]
+        joined = tf.IndexedSlices(values, indices, tf.constant([4, 1]))
+        found = rows.compared(joined, 3)
+        return found.values, tf.convert_to_tensor(joined), tf.convert_to_tensor(found)
+
+    values, expected, found = compared(tf.constant(indices, tf.int32))
+    assert np.count_nonzero(values) == left
+    np.testing.assert_allclose(found, expected)
