@@ -7,7 +7,7 @@ import pytest
 from replica_engine.__main__ import main
 from replica_engine.errors import ReplicateError, ScopeError, explain
 from replica_engine.errors.base import in_words, warning
-from replica_engine.errors.inputs import warn_whole_batch
+from replica_engine.errors.inputs import warn_dataset_for_each
 from replica_engine.errors.versions import untested_version
 
 MORE = "more: replica-engine explain "
@@ -32,7 +32,7 @@ def test_an_error_names_its_page_and_keeps_doing_so(error):
 
 def test_the_last_line_of_a_warning_names_its_part(capsys):
     many = warning("many_traces", "`step` has been traced 8 times, and most traces are compiled.")
-    for text in (warn_whole_batch(512, 8, ""), many, untested_version("jax", "9", "1", "2")):
+    for text in (warn_dataset_for_each("args[0]", 8, ""), many, untested_version("jax", "9", "1", "2")):
         last = text.splitlines()[-1]
         assert last.startswith(MORE)
         assert explained(capsys, last.removeprefix(MORE))[0] == 0
@@ -59,8 +59,8 @@ def test_words_of_a_message_that_stands_where_it_is_raised_find_its_class(capsys
 
 
 def test_words_of_a_warning_find_it(capsys):
-    status, text = explained(capsys, warn_whole_batch(512, 8, "other.py:77 in mine").partition("\n")[0])
-    assert (status, text.partition("\n")[0]) == (0, "warn_whole_batch")
+    status, text = explained(capsys, warn_dataset_for_each("args[0]", 8, "other.py:77 in mine").partition("\n")[0])
+    assert (status, text.partition("\n")[0]) == (0, "warn_dataset_for_each")
 
 
 def test_words_that_no_message_has_together_show_no_part_in_full(capsys):
@@ -99,7 +99,7 @@ def test_words_of_no_page_are_an_error(capsys):
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"), [("ScopeEror", "ScopeError"), ("warn_whole_bach", "warn_whole_batch"), ("zebra", None)]
+    ("asked", "meant"), [("ScopeEror", "ScopeError"), ("many_trace", "many_traces"), ("zebra", None)]
 )
 def test_a_name_that_is_nearly_right_is_offered(capsys, asked, meant):
     status, text = explained(capsys, asked)
@@ -111,7 +111,7 @@ def test_without_a_name_all_are_listed(capsys):
     status, text = explained(capsys)
     names = [line.partition(":")[0] for line in text.splitlines()]
     assert status == 0
-    assert {"ScopeError", "many_traces", "warn_whole_batch", "note_failure"} <= set(names)
+    assert {"ScopeError", "many_traces", "warn_dataset_for_each", "note_failure"} <= set(names)
     assert len(names) == len(explain._parts())
 
 
