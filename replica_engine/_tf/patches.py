@@ -347,8 +347,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "tensorflow.python.eager.polymorphic_function.atomic_function",
         "from_func_graph",
-        "the graph optimizer does less to functions in which replicas run, see `graph_optimizer`; calls are watched, "
-        "and warn of a batch that goes whole to all replicas",
+        "the graph optimizer does less to functions in which replicas run, see `graph_optimizer`; calls are watched",
         "import",
         "passes on to TensorFlow for all other functions",
     ),

@@ -132,6 +132,11 @@ def function_graph(inner: Any) -> Any | None:
     return inner if isinstance(inner, tf.__internal__.FuncGraph) else None
 
 
+def used_in(graph: Any) -> list[Any]:
+    """The plain variables, and the components of distributed ones, that a graph has used while it was traced so far."""
+    return [each for each in getattr(graph, "_watched_variables", ()) if isinstance(each, ResourceVariable)]
+
+
 def is_captured(handle: tf.Tensor) -> bool:
     """Whether the current graph, or a graph around it, has captured an eager handle."""
     inner = tf.compat.v1.get_default_graph()

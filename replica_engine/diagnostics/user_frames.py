@@ -145,14 +145,6 @@ def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
     return not is_internal(autograph.original_location(file, frame.f_lineno, frame.f_code.co_name, threads)[0])
 
 
-def is_called_by_user() -> bool:
-    """Whether the user's code called this library here, and not TensorFlow or Keras for it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name in WRAPPERS):
-        frame = frame.f_back
-    return frame is None or not is_internal(frame.f_code.co_filename)
-
-
 @functools.lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
     """Whether a file belongs to Python, to this package, to TensorFlow, to Keras or to a package that these call."""

@@ -164,34 +164,6 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         )
 
 
-def warn_whole_batch(rows: int | None, size: int, where: str) -> str:
-    """The warning that a batch of a dataset was not distributed, so that each replica gets all of it."""
-    many = "" if rows is None else f" of {rows}"
-    return warning(
-        "warn_whole_batch",
-        f"strategy.run{at(where)} gives the whole batch{many} to each of {size} replicas, which then compute the same, "
-        "unless they look at their replica id. Distribute the dataset, and each gets its part:\n"
-        "    dataset = strategy.experimental_distribute_dataset(dataset)\n"
-        "If all replicas shall have all of it, say so: "
-        "strategy.experimental_distribute_values_from_function(lambda context: batch).",
-    )
-
-
-def warn_whole_batch_of_steps(rows: int | None, size: int, where: str) -> str:
-    """The warning that the iterator of a plain dataset is given to `run_steps`, so that each replica gets all of it."""
-    many = "" if rows is None else f" of {rows}"
-    return warning(
-        "warn_whole_batch_of_steps",
-        f"strategy.run_steps{at(where)} gives each whole batch{many} to each of {size} replicas, which then compute "
-        "the same, unless they look at their replica id. Pass an iterator of the distributed dataset, and each gets "
-        "its part:\n"
-        "    batches = iter(strategy.experimental_distribute_dataset(dataset))\n"
-        "If all replicas shall have all of each batch, say so:\n"
-        "    everywhere = strategy.experimental_distribute_values_from_function\n"
-        "    batches = (everywhere(lambda context: batch) for batch in dataset)",
-    )
-
-
 def note_no_context(error: BaseException, name: str, parts: int | None) -> None:
     """Adds a note to an exception of a step that took its context for the batch.
 

@@ -98,17 +98,3 @@ def warn_foreign_optimizer(name: str, kind: str, size: int, where: str) -> str:
         "    with strategy.scope():\n"
         f"        optimizer = keras.optimizers.{kind}(...)",
     )
-
-
-def warn_tape_outside(where: str) -> str:
-    """The warning that a gradient flows through a run, into which no tape sees: it is None, or lacks a part."""
-    return warning(
-        "warn_tape_outside",
-        f"A gradient tape is around strategy.run{at(where)}. It does not see what the replicas compute, so the "
-        "gradient of their results is None. If no gradient shall flow there, say so with tf.stop_gradient. If "
-        "one shall, put the tape into the function that replicas run:\n"
-        "    def step(x):\n"
-        "        with tf.GradientTape() as tape:\n"
-        "            loss = ...\n"
-        "        return tape.gradient(loss, variables)",
-    )

@@ -228,8 +228,6 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], 
         if share.deferred is not None:
             share.deferred.append((apply_reduced, list(grads), trainable_variables or keras_model.trained_by(updated)))
         else:
-            if share.longer is not None:
-                share.longer.tell(grads, share.rows)
             apply_reduced(grads, trainable_variables)
 
     def apply_reduced(grads: Any, trainable_variables: Any) -> None:

@@ -27,7 +27,7 @@ from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import warning
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
 from replica_engine.keras.hooks import needs_whole_batches, overwrites_in_own_step
-from replica_engine.keras.shard import Longer, Shard
+from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Logs, Undivided, across_replicas, follow, joined, run_step
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import rows, samples
@@ -245,9 +245,7 @@ class OnXla:
 
     @_as_keras_does
     def _step(self, name: str, data: Any, total: int) -> Any:
-        share = Shard(total // self._size, total, self._size)
-        share.longer = Longer(functools.partial(_origins_of_longer, self._model, name, data, share))
-        return run_step(self._model, name, data, share)
+        return run_step(self._model, name, data, Shard(total // self._size, total, self._size))
 
     @_as_keras_does
     def _step_of_whole_batch(self, name: str, data: Any, total: int) -> Any:
@@ -329,18 +327,6 @@ class _Branch:
         return self._logs
 
 
-def _origins_of_longer(model: keras.Model, name: str, data: Any, share: Shard) -> list[list[Any]]:
-    """What the indices of each lookup depend on, for each gradient of each update, with one more sample."""
-    longer = Shard(share.rows + 1, share.total + share.replicas, share.replicas, deferred=[])
-    with tf.__internal__.FuncGraph(f"{name}_of_longer").as_default(), longer.entered(), apart():
-        getattr(model, name)(samples.pad(data, 1))
-        return [[_origins(grad) for grad in grads] for _, grads, _ in longer.deferred or ()]
-
-
-def _origins(grad: Any) -> list[Any]:
-    return [rows.origin(part.indices) for part in _parts(grad)] if isinstance(grad, tf.IndexedSlices) else []
-
-
 def _parts(grad: Any) -> Any:
     """The rows of each lookup of a table; any other gradient itself."""
     return rows.pieces(grad) if isinstance(grad, tf.IndexedSlices) else grad
@@ -356,9 +342,8 @@ def _gradient(tensors: Any, like: Any, other: Any, variable: Any) -> Any:
         return tensors
     parts = []
     for (values, indices), one, two in zip(tensors, like, other, strict=True):
-        known, same = rows.origin(one.indices), rows.origin(two.indices)
-        if known is not None and known == same:  # for any number of samples; the branch hides that
-            rows.mark(indices, known)
+        if rows.origin(one.indices) is not None and rows.origin(two.indices) is not None:
+            rows.mark(indices)
         shape = tf.constant(tuple(variable.shape), indices.dtype)
         parts.append(tf.IndexedSlices(values, indices, dense_shape=shape))
     return rows.joined(parts)

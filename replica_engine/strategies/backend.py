@@ -270,7 +270,7 @@ class OnReplicaThreads(OnBackend):
         check_call(fn, args, kwargs)
         if current_replica() is not None:
             raise ScopeError.in_replica("run", here())
-        check_inputs(self, fn, args, kwargs, len(self.extended.worker_devices), False)
+        check_inputs(self, args, kwargs, len(self.extended.worker_devices), False)
         if not autograph.is_out_of_play():
             return super(OnBackend, self).run(fn, args, kwargs, options)  # type: ignore[misc]
         scope = quick_scopes.in_scope(self)  # once here, instead of again in each call on the way

@@ -21,10 +21,10 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute, own_attributes, quick_scopes, thread_state
-from replica_engine._tf.graphs import autograph, calls, control_flow, function, made_ops, marks
+from replica_engine._tf.graphs import autograph, calls, function, made_ops, marks
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
-from replica_engine.diagnostics.suspicions import check_lines, note_reads, watch_results
+from replica_engine.diagnostics.suspicions import check_additions, check_lines
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.traced_calls import supervise
 from replica_engine.diagnostics.traced_places import TracedRun
@@ -162,12 +162,10 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
     state = InheritedState.capture()
     source = identity(fn)
-    read: list[weakref.ref[Any]] = []  # the trainable variables that replicas have read, if a tape is around the run
-    if control_flow.outer_tapes():
-        fn = _noting_reads(fn, read)
     record = _record(strategy, devices)
     step_marks: StepMarks | None = None
     if not state.eager:
+        first_op = len(state.graph.get_operations())
         effects_wait = _effects_after_arguments(of_replicas, state.graph)
         thread_state.make_stacks_thread_local(state.graph)
         step_marks = _marks(state.graph, options, devices, record.pool)
@@ -179,7 +177,6 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
     known = record.creates_nothing if concurrent else set()
-    written: dict[int, tuple[Any, int]] = {}
     decisions: dict[int, Decision] = {}
     draws = Draws(state.graph)
 
@@ -190,7 +187,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         context = options.context_class(strategy, replica_id)
         creator = variables.creator(replica, run.replicas[0])
         attempts = Attempts(decisions, index == 0)
-        context.attach(replica, state, devices[index], attempts, creator, written, draws.of_replica(replica_id))
+        context.attach(replica, state, devices[index], attempts, creator, draws.of_replica(replica_id))
         try:
             with state.entered(index, context, devices[index], replica.thread, creator):
                 own_args, own_kwargs = of_replicas[index]
@@ -228,23 +225,11 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             raise
         if not variables.any:
             known.add(source)
-        note_reads(read)
-        watch_results(strategy, results, (args, kwargs))
         if not state.eager:
+            check_additions(strategy, state.graph, first_op)
             effects_wait()
             _check_compiled(state.graph, devices, source)
         return results
-
-
-def _noting_reads(fn: Callable[..., Any], read: list[weakref.ref[Any]]) -> Callable[..., Any]:
-    """The function of the replicas; a call of it appends to the list the trainable variables that it has read."""
-
-    @functools.wraps(fn)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        with control_flow.trainable_reads(read):
-            return fn(*args, **kwargs)
-
-    return noting
 
 
 def _effects_after_arguments(of_replicas: Sequence[tuple], graph: tf.Graph) -> Callable[[], None]:

@@ -12,7 +12,6 @@ import tensorflow as tf
 from replica_engine._tf import distribute, eager, quick_scopes, thread_state
 from replica_engine._tf.graphs import autograph, control_flow
 from replica_engine.diagnostics.flight_record import brought
-from replica_engine.diagnostics.suspicions import note_write
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError
@@ -101,7 +100,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     _tokens: dict[int, Any] = {}  # noqa: RUF012  # the last token of each graph; replaced, never changed here
     _is_over = False
     attempts: Any = None
-    written: dict[int, tuple[Any, int]] = {}  # noqa: RUF012  # replaced, never changed here
     draws: Seeds | None = None
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
@@ -114,7 +112,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         device: str,
         attempts: Attempts,
         creator: Callable[..., Any],
-        written: dict[int, tuple[Any, int]],
         draws: Seeds,
     ) -> None:
         """Binds the context to an engine replica and what belongs to it.
@@ -125,10 +122,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             device: the full name of the replica's device.
             attempts: the replica's attempts at entering operators alone.
             creator: the replica's variable creator.
-            written: the plain variables that replicas of this run have added to; see `suspicions.note_write`.
             draws: the seeds of its random ops.
         """
-        self.written = written
         self._replica = replica
         self._graph, self._scope_store = state.graph, state.scope_store
         self._device = device
@@ -137,7 +132,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     def detach(self) -> None:
         """Unbinds the context at the end of the replica's body; it keeps only a weak reference to the strategy."""
-        self.written = {}
         self._replica = self._graph = self._scope_store = self.attempts = self._creator = self.draws = None
         self._tokens = {}
         self._is_over = True
@@ -166,10 +160,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             return [*backward(*upstream[:-1]), *[None for _ in before]]
 
         return [*outputs, token], [*inputs, *before], ordered
-
-    def note_addition(self, variable: Any) -> None:
-        """Notes that the replica adds to a plain variable, or to a component of a distributed one."""
-        note_write(self.written, variable, self._strategy, self.index)
 
     def runs(self, replica: Replica) -> bool:
         """Whether this is the context of a replica that is running."""

@@ -109,7 +109,7 @@ class Ways:
         If that depends on those that are followed, `bent` is an op that has written it.
         """
         graph = tf.compat.v1.get_default_graph()
-        inside = {id(_outermost(outer)): inner for outer, inner in getattr(graph, "captures", ())}
+        inside = {id(subgraphs.outermost(outer)): inner for outer, inner in getattr(graph, "captures", ())}
         worst = APART
         for handle in (inside[id(each)] for each in handles if id(each) in inside):
             found = self._written(handle, {})
@@ -273,13 +273,6 @@ class Ways:
     def _through(self, graph: Any, inputs: list[int]) -> list[int]:
         given = {inner.op.name: kind for inner, kind in zip(graph.inputs, inputs, strict=True)}
         return self._to(graph.outputs, {}, given)
-
-
-def _outermost(tensor: Any) -> Any:
-    """The tensor that a placeholder stands for, through all functions; any other tensor itself."""
-    while tf.is_symbolic_tensor(tensor) and (outside := subgraphs.captured(tensor)) is not None:
-        tensor = outside
-    return tensor
 
 
 def _assigned_before(read: tf.Operation) -> list[Any]:

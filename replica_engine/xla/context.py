@@ -154,15 +154,17 @@ def reduce_leaf(reduce_op: Any, value: Any) -> Any:
 
 
 def _reduced_rows(name: str, value: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Adds up the rows of all replicas if their indices are not the batch's; joins them otherwise."""
-    body, origin = in_body(), rows.added_up(value.indices) if tf.is_symbolic_tensor(value.indices) else None
+    """Adds up the rows of all replicas if their indices depend on no input of the step; joins them otherwise."""
+    body, origin = in_body(), rows.origin(value.indices)
     shape = value.dense_shape if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
     values = value.values
     if name == "MEAN":
         values /= tf.cast(num_replicas(), values.dtype)
-    if origin is None or body is None or (origin.of_process and body.own < body.size):
-        return tf.IndexedSlices(all_gather(values, axis=0), all_gather(value.indices, axis=0), shape)
-    return tf.IndexedSlices(cross_replica_sum(values), value.indices, shape)  # lengths are equal on all replicas
+    is_of_one_process = body is not None and body.own == body.size
+    if origin is not None and not origin.of_branches and (is_of_one_process or not origin.of_process):
+        return tf.IndexedSlices(cross_replica_sum(values), value.indices, shape)  # one program has the same for all
+    together = tf.IndexedSlices(all_gather(values, axis=0), all_gather(value.indices, axis=0), shape)
+    return together if origin is None else rows.compared(together, num_replicas())
 
 
 def gather_leaf(value: Any, axis: int) -> tf.Tensor:

@@ -20,7 +20,6 @@ import tensorflow as tf
 from replica_engine._tf import thread_state, variables
 from replica_engine._tf.graphs import calls, function
 from replica_engine._tf.graphs.python_ops import python_op
-from replica_engine.diagnostics.suspicions import note_reads
 from replica_engine.diagnostics.traced_calls import supervise
 from replica_engine.diagnostics.traced_places import TracedRun
 from replica_engine.errors import (
@@ -289,7 +288,6 @@ def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments
     size = programs.devices.size
     inputs = [tensor for slot in arguments.slots for tensor in slot.values] + traced.tensors
     flat = _add_op(step, inputs, [spec for spec in traced.outputs for _ in range(size)])
-    note_reads(traced.reads)
     columns = [flat[index * size : (index + 1) * size] for index in range(len(traced.outputs))]
     return [traced.rebuild([column[replica] for column in columns]) for replica in range(size)]
 

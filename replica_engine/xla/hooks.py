@@ -8,25 +8,16 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import control_flow, ragged, row_updates
-from replica_engine.diagnostics.suspicions import note_addition
 
 
 def install() -> None:
     """Puts the functions of this module around TensorFlow's, once."""
-    control_flow.wrap(control_flow.BY_XLA["assign_add"], _add)
-    control_flow.wrap(control_flow.BY_XLA["assign_sub"], _add)
     control_flow.wrap(control_flow.BY_XLA["custom_gradient"], _custom_gradient)
     control_flow.wrap(control_flow.BY_XLA["binomial"], _binomial)
     control_flow.wrap(control_flow.BY_XLA["ragged"], _make_ragged)
     control_flow.wrap(control_flow.BY_XLA["repeat"], _repeat)
     control_flow.wrap(control_flow.BY_XLA["repeat_rows"], _repeat)
     control_flow.wrap(row_updates.WRAPPED["make_op"], row_updates.update_all)
-
-
-def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`assign_add` or `assign_sub` of a variable, which one trace makes for all replicas."""
-    note_addition(self)
-    return original(self, *args, **kwargs)
 
 
 def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

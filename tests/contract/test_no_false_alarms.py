@@ -21,79 +21,9 @@ def warnings():
     assert seen == []
 
 
-def of_plain_dataset(element=None):
-    return next(iter(tf.data.Dataset.from_tensors(tf.ones([4]) if element is None else element)))
-
-
 def test_batches_of_a_distributed_dataset(strategy):
     for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.range(16).batch(8)):
         strategy.run(tf.reduce_sum, args=(batch,))
-
-
-def test_a_setting_of_a_dataset_next_to_a_distributed_batch(strategy):
-    batch = strategy.experimental_distribute_values_from_function(lambda context: tf.ones([2]))
-    weights = of_plain_dataset()
-    strategy.run(lambda x, w: tf.reduce_sum(x) * tf.reduce_sum(w), args=(batch, weights))
-
-
-def test_a_number_of_a_dataset(strategy):
-    strategy.run(tf.square, args=(of_plain_dataset(tf.constant(0.1)),))
-
-
-def test_the_whole_batch_on_purpose(strategy):
-    batch = of_plain_dataset()
-    everywhere = strategy.experimental_distribute_values_from_function(lambda context: batch)
-    strategy.run(tf.reduce_sum, args=(everywhere,))
-
-
-def test_what_the_user_computed_of_a_batch(strategy):
-    strategy.run(tf.reduce_sum, args=(tf.reduce_mean(of_plain_dataset()) * tf.ones([4]),))
-
-
-def test_a_tape_for_something_else_around_run(strategy):
-    with strategy.scope():
-        weight = tf.Variable(2.0)
-    outside = tf.Variable(3.0)
-    with tf.GradientTape() as tape:
-        strategy.run(lambda: weight * weight)
-        loss = outside * outside
-    assert tape.gradient(loss, outside).numpy() == 6.0
-
-
-def test_a_tape_that_watches_an_argument_which_a_replica_returns(strategy):
-    weight = tf.Variable(3.0)
-    with tf.GradientTape() as tape:
-        x = weight * 1.0
-        strategy.run(lambda x: x, args=(x,))
-        loss = x * x
-    assert tape.gradient(loss, weight).numpy() == 6.0
-
-
-def test_a_tape_for_what_is_computed_of_results(strategy):
-    """The replicas read no trainable variable, and the tape watches what they returned, or a variable outside."""
-    with strategy.scope():
-        frozen = tf.Variable(3.0, trainable=False)
-    weight = tf.Variable(2.0)
-    with tf.GradientTape(persistent=True) as tape:
-        x = strategy.experimental_local_results(strategy.run(lambda: frozen * 1.0))[0]
-        loss = weight * weight + x * weight + x
-        tape.watch(x)
-        of_result = x * x
-    assert tape.gradient(loss, weight).numpy() == 7.0
-    assert tape.gradient(of_result, x).numpy() == 6.0
-
-
-def test_a_tape_in_the_replicas(strategy):
-    with strategy.scope():
-        weight = tf.Variable(2.0)
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = weight * weight
-        return tape.gradient(loss, weight)
-
-    results = strategy.experimental_local_results(strategy.run(step))
-    assert {float(each) for each in results} == {4.0}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +41,7 @@ def test_variables_of_the_scope(strategy, synchronization, aggregation):
         total.assign_add(x)
 
     x = strategy.experimental_distribute_values_from_function(lambda context: tf.ones([]))
-    strategy.run(step, args=(x,))
+    tf.function(lambda: strategy.run(step, args=(x,)))()
 
 
 def test_a_plain_variable_that_gets_what_all_replicas_reduced(strategy):
@@ -123,7 +53,7 @@ def test_a_plain_variable_that_gets_what_all_replicas_reduced(strategy):
     x = strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(float(context.replica_id_in_sync_group))
     )
-    strategy.run(step, args=(x,))
+    tf.function(lambda: strategy.run(step, args=(x,)))()
     assert mean.numpy() == (strategy.num_replicas_in_sync - 1) / 2
 
 
@@ -131,13 +61,13 @@ def test_a_plain_variable_that_a_merge_function_writes(strategy):
     count = tf.Variable(0.0)
 
     def add(strategy):
-        count.assign_add(1.0)
+        count.assign_add(2.0)
 
     def step():
         tf.distribute.get_replica_context().merge_call(add)
 
-    strategy.run(step)
-    assert count.numpy() == 1.0
+    tf.function(lambda: strategy.run(step))()
+    assert count.numpy() == 2.0
 
 
 @pytest.mark.threads("a compiled body has no Python index of the replica")
@@ -145,9 +75,9 @@ def test_a_plain_variable_of_each_replica(strategy):
     mine = [tf.Variable(0.0) for _ in range(strategy.num_replicas_in_sync)]
 
     def step():
-        mine[tf.distribute.get_replica_context().replica_id_in_sync_group].assign_add(1.0)
+        mine[tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)].assign_add(1.0)
 
-    strategy.run(step)
+    tf.function(lambda: strategy.run(step))()
     assert [each.numpy() for each in mine] == [1.0] * len(mine)
 
 

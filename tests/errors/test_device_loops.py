@@ -5,7 +5,7 @@ from helpers.golden import shows
 
 from replica_engine import TPUStrategy
 from replica_engine.errors import InputsError
-from replica_engine.errors.inputs import note_no_context, warn_whole_batch_of_steps
+from replica_engine.errors.inputs import note_no_context
 
 
 @shows(InputsError.no_step)
@@ -29,16 +29,3 @@ def test_a_step_that_takes_its_context_for_a_part_of_the_batch():
         return tf.reduce_sum((x - y) ** 2)
 
     strategy.run_steps(step, iter(batches), iterations=8)
-
-
-@shows(warn_whole_batch_of_steps)
-def test_an_iterator_of_a_dataset_that_was_not_distributed():
-    strategy = TPUStrategy(num_cores=2)
-    batches = iter(tf.data.Dataset.range(64).batch(8))
-
-    def step(context, x):
-        context.set_last_step_output("sum", tf.reduce_sum(x), "SUM")
-
-    context = strategy.run_steps(step, batches, iterations=8)
-    total = context.last_step_outputs["sum"].numpy()
-    print("of the last batch:", total, "instead of", sum(range(56, 64)))

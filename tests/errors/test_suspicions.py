@@ -1,12 +1,12 @@
-"""Programs that run and do not do what is wanted: datasets, batches, tapes and variables in the wrong place."""
+"""Programs that run and do not do what is wanted: datasets, optimizers and variables in the wrong place."""
 
 import keras
 import tensorflow as tf
 from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy
-from replica_engine.errors.inputs import warn_dataset_for_each, warn_whole_batch
-from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable, warn_tape_outside
+from replica_engine.errors.inputs import warn_dataset_for_each
+from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable
 
 
 def make_model():
@@ -44,28 +44,6 @@ def test_a_dataset_given_to_run():
     print(strategy.reduce("SUM", totals, axis=None).numpy(), "instead of", sum(range(8)))
 
 
-@shows(warn_whole_batch)
-def test_a_batch_that_was_not_distributed():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def step(x):
-        return tf.reduce_sum(x)
-
-    for batch in tf.data.Dataset.range(8).batch(4):
-        strategy.run(step, args=(batch,))
-
-
-@shows(warn_tape_outside)
-def test_a_tape_around_run():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        weight = tf.Variable(3.0)
-
-    with tf.GradientTape() as tape:
-        loss = strategy.reduce("SUM", strategy.run(lambda: weight * weight), axis=None)
-    print(tape.gradient(loss, weight))
-
-
 @shows(warn_shared_variable)
 def test_a_plain_variable_that_all_replicas_write():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
@@ -74,6 +52,7 @@ def test_a_plain_variable_that_all_replicas_write():
     def step():
         steps.assign_add(1)
 
-    strategy.run(step)
-    strategy.run(step)
+    train = tf.function(lambda: strategy.run(step))
+    train()
+    train()
     print("steps:", steps.numpy())

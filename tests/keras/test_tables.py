@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from replica_engine.keras import replicate_model
+from replica_engine.values import rows
 
 RANDOM = np.random.default_rng(0)
 WORDS = RANDOM.integers(0, 12, (16, 6)).astype("int32")
@@ -36,10 +37,14 @@ OPTIMIZERS = {
 
 
 class Embedding(layers.Layer):
-    """Words and their places, as in the transformers of Keras' examples."""
+    """Words and their places, as in the transformers of Keras' examples.
 
-    def __init__(self, is_shared=False):
+    With `repeats`, indices that are not the samples' are looked up for each sample, as one device does it too.
+    """
+
+    def __init__(self, is_shared=False, repeats=False):
         super().__init__()
+        self.repeats = repeats
         self.words = layers.Embedding(12, 4)
         self.places = self.words if is_shared else layers.Embedding(6, 4)
         self.offsets, self.kinds = layers.Embedding(11, 4), layers.Embedding(6, 4)
@@ -50,9 +55,9 @@ class Embedding(layers.Layer):
 
     def call(self, words):
         places = self.places(ops.arange(ops.shape(words)[-1]))
-        # One device has a row of these for each sample.
-        places = places + self.kinds(ops.zeros_like(words))
-        places = places + self.kinds(ops.broadcast_to(ops.arange(ops.shape(words)[-1]), ops.shape(words)))
+        if self.repeats:
+            places = places + self.kinds(ops.zeros_like(words))
+            places = places + self.kinds(ops.broadcast_to(ops.arange(ops.shape(words)[-1]), ops.shape(words)))
         if words.shape[-1] is not None:
             places = places + ops.mean(self.offsets(OFFSETS), 1)
         return self.words(words) + places
@@ -90,16 +95,24 @@ QUICK = ("SGD", "Adafactor", "clipped", "accumulating")
     ],
 )
 def test_of_all_optimizers(trains_alike, optimizer):
-    trains_alike(lambda: model_of(optimizer), 2, WORDS, SCORES, batch_size=8, epochs=2)
+    trains_alike(lambda: model_of(optimizer, repeats=True), 2, WORDS, SCORES, batch_size=8, epochs=2)
 
 
 @pytest.mark.parametrize(
     ("replicas", "size"), [(2, 8), (2, 7), (3, 2), pytest.param(3, 3, marks=pytest.mark.full("another number"))]
 )
 @pytest.mark.parametrize("is_shared", [False, True], ids=["two tables", "one table"])
-def test_of_a_replicated_model(trains_alike, replicas, size, is_shared):
+def test_of_a_replicated_model(trains_alike, is_tpu, replicas, size, is_shared):
     """With uneven batches too, and with one sample or none for a replica; one table may be looked up in all ways."""
-    trains_alike(lambda: model_of(is_shared=is_shared), replicas, WORDS, SCORES, batch_size=size, epochs=2)
+    options = {"is_shared": is_shared, "repeats": not is_tpu}
+    trains_alike(lambda: model_of(**options), replicas, WORDS, SCORES, batch_size=size, epochs=2)
+
+
+@pytest.mark.on("tpu")
+@pytest.mark.parametrize("size", [8, 7])
+def test_of_constants_that_are_repeated_for_each_sample(trains_alike, size):
+    """To the table it is the same sum, also where the shares are not equal and the constants of two replicas differ."""
+    trains_alike(lambda: model_of("SGD", repeats=True), 2, WORDS, SCORES, batch_size=size, epochs=2)
 
 
 @pytest.mark.on("tpu")
@@ -110,24 +123,13 @@ def test_of_as_many_indices_as_samples(trains_alike, size):
 
 
 @pytest.mark.parametrize("length", [6, None], ids=["known length", "unknown length"])
-def test_of_a_model_in_a_scope(both, alike, length):
-    alone = model_of(length=length)
+def test_of_a_model_in_a_scope(both, is_tpu, alike, length):
+    options = {"length": length, "repeats": not is_tpu}
+    alone = model_of(**options)
     alone.run_eagerly = length is not None  # which saves the time to trace it; eagerly each batch has a known length
     with both(2).scope():
-        model = model_of(length=length)
+        model = model_of(**options)
     expected, found = (each.fit(batches(), epochs=2, verbose=0).history for each in (alone, model))
-    alike(found, expected)
-    alike(model.get_weights(), alone.get_weights())
-
-
-def test_of_one_sample_on_each_replica_in_a_scope(both, alike):
-    """Of one sample all positions are different, also where they are repeated for each sample."""
-    alone = model_of()
-    alone.run_eagerly = True
-    with both(2).scope():
-        model = model_of()
-    data = tf.data.Dataset.from_tensor_slices((WORDS, SCORES)).batch(2, drop_remainder=True)
-    expected, found = (each.fit(data, verbose=0).history for each in (alone, model))
     alike(found, expected)
     alike(model.get_weights(), alone.get_weights())
 
@@ -344,3 +346,33 @@ def test_rows_of_each_replica_stay_its_own(both, kind):
     own, total = (strategy.experimental_local_results(each) for each in tf.function(lambda: strategy.run(step))())
     for found in total:
         np.testing.assert_array_equal(found, sum(each.numpy() for each in own))
+
+
+@pytest.mark.parametrize(
+    ("indices", "left"),
+    [
+        ([0, 1, 0, 1, 0, 1], 2),
+        ([0, 1, 0, 1, 0, 2], 4),
+        ([0, 0, 0, 0, 0, 0], 2),
+        ([0, 0, 0, 0, 0], 3),
+        ([0, 1, 2, 3], 4),
+        ([3, 3], 2),
+        ([], 0),
+    ],
+    ids=["same", "one another", "unlike numbers by chance", "a rest", "all others", "less than replicas", "none"],
+)
+@pytest.mark.parametrize("is_static", [False, True])
+def test_joined_rows_of_three_replicas_keep_their_sum_when_they_are_compared(indices, left, is_static):
+    """Also if replicas have not brought as many: those who look at the joined rows cannot know."""
+    size = len(indices)
+
+    @tf.function(input_signature=[tf.TensorSpec([size if is_static else None], tf.int32)])
+    def compared(indices):
+        values = 1.0 + tf.range(tf.size(indices), dtype=tf.float32)[:, None]
+        joined = tf.IndexedSlices(values, indices, tf.constant([4, 1]))
+        found = rows.compared(joined, 3)
+        return found.values, tf.convert_to_tensor(joined), tf.convert_to_tensor(found)
+
+    values, expected, found = compared(tf.constant(indices, tf.int32))
+    assert np.count_nonzero(values) == left
+    np.testing.assert_allclose(found, expected)

@@ -38,15 +38,18 @@ def test_after_the_last_one_nothing_is_logged_or_worded(texts):
 
 def test_a_variable_of_which_a_strategy_has_warned_is_freed(texts):
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    count = tf.Variable(0)
-    freed = weakref.ref(count)
 
-    def step(variable):
-        variable.assign_add(1)
+    def warned_of():
+        count = tf.Variable(0)
 
-    strategy.run(step, args=(count,))
+        def step():
+            count.assign_add(1)
+
+        tf.function(lambda: strategy.run(step))()
+        return weakref.ref(count)
+
+    freed = warned_of()
     assert len(texts()) == 1
     strategy.run(lambda: None)  # waits for the threads, which let go of the step a moment after it
-    del count
     gc.collect()
     assert freed() is None

@@ -82,38 +82,3 @@ def test_an_exception_of_a_step_without_context_says_so(two):
     with pytest.raises(AttributeError) as caught:
         two.strategy.run_steps(lambda context, x, y: context.nothing, [PAIR] * 2, 2)
     assert not any("def step(" in note for note in caught.value.__notes__)
-
-
-def whole(caplog):
-    return [record for record in caplog.records if "gives each whole batch" in record.getMessage()]
-
-
-@pytest.mark.parametrize("element", [lambda x: x, lambda x: (x, x), lambda x: {"x": x}])
-def test_batches_of_a_plain_dataset_are_told_of_once(two, caplog, element):
-    dataset = tf.data.Dataset.range(16).batch(4).map(element)
-    for _ in range(2):
-        two.strategy.run_steps(lambda context, *parts: None, iter(dataset), 2)
-    (found,) = whole(caplog)
-    assert "whole batch of 4 to each of 2 replicas" in found.getMessage()
-    assert "test_step_inputs_wrong.py" in found.getMessage()
-
-
-def test_batches_that_are_not_told_of(two, replicas, caplog):
-    dataset = tf.data.Dataset.range(16).batch(4)
-    everywhere = two.strategy.experimental_distribute_values_from_function
-
-    def whole_everywhere(batch):
-        return everywhere(lambda context: batch)
-
-    for batches in (
-        iter(two.strategy.experimental_distribute_dataset(dataset)),
-        map(whole_everywhere, dataset),
-        ((everywhere(lambda context: tf.ones([2])), batch) for batch in dataset),
-        dataset.as_numpy_iterator(),
-        (batch + 1 for batch in dataset),
-        iter(tf.data.Dataset.range(16)),
-        iter(tf.data.Dataset.range(16).batch(1)),
-    ):
-        two.strategy.run_steps(lambda context, *parts: None, batches, 2)
-    replicas(1).strategy.run_steps(lambda context, x: None, iter(dataset), 2)
-    assert whole(caplog) == []

@@ -10,8 +10,7 @@ run gets a context that changes these options, and nothing else. All other funct
 Options that the user has set with `tf.config.optimizer` always stay.
 
 The same context lets `supervise` make each call, because nothing else of this library runs in a step that is traced: it
-watches the call, and can cancel it. Of functions of all strategies, `batches` looks at the inputs that go whole to all
-replicas. Checked on TensorFlow 2.21.0.
+watches the call, and can cancel it. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from tensorflow.python.eager.polymorphic_function import atomic_function
 # WhileBodyFuncGraph: the graph of the body of a loop.
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 
-from replica_engine._tf import batches
 from replica_engine._tf.graphs import function
 
 FULL = "full"
@@ -83,10 +81,7 @@ _LEFT_OUT = {
 
 
 def install() -> None:
-    """Makes TensorFlow call functions that `choose` has marked with their own options, and `batches.watch` with a look.
-
-    Only once per process.
-    """
+    """Makes TensorFlow call functions that `choose` has marked with their own options; only once per process."""
     original = atomic_function.from_func_graph
     if hasattr(original, _LEVEL):
         return
@@ -99,7 +94,6 @@ def install() -> None:
             supervise, found = runs
             call = supervise(graph, found)
             function._bound_context = _Context(function._bound_context, level or FULL, call)
-        batches.watch_calls(function, graph)
         return function
 
     setattr(made, _LEVEL, FULL)

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,9 +33,6 @@ from tensorflow.python.data.ops import structured_function as _structured_functi
 
 # function_type_utils: binds arguments as a tf.function with an input signature does.
 from tensorflow.python.eager.polymorphic_function import function_type_utils as _function_type_utils
-
-# VariableWatcher: what a thread reads of trainable variables, without a tape.
-from tensorflow.python.eager.record import VariableWatcher as _VariableWatcher
 
 # record_operation: tells tapes the gradient of some tensors with respect to others.
 from tensorflow.python.eager.record import record_operation as record_operation
@@ -64,13 +60,9 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 from tensorflow.python.ops.parallel_for import control_flow_ops as _parallel_for
 from tensorflow.python.ops.ragged import ragged_util as _ragged_util
 
-# ResourceVariable: a plain tf.Variable, or a component of a distributed one.
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable as _ResourceVariable
-
 # variable_accessed: tells tapes that a variable was read.
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
 
-from replica_engine._tf import batches
 from replica_engine._tf.graphs import captures, function
 from replica_engine._tf.graphs.kept import keep
 from replica_engine._tf.handled import cell_of
@@ -95,18 +87,11 @@ class Wrapped(NamedTuple):
 
 BY_BOTH = {
     "call": Wrapped(_Function, "__call__", "errors of replicas in a tf.function show the lines of the user"),
-    "push_tape": Wrapped(tf.GradientTape, "_push_tape", "warns of a tape around `run`"),
-    "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "warns of a tape around `run`"),
-    "tape_gradient": Wrapped(tf.GradientTape, "gradient", "warns of a tape around `run`"),
-    "next": Wrapped(batches.OWNER, batches.NAME, "warns if a batch of a plain dataset goes whole to all replicas"),
     "trace": Wrapped(function.TRACES, function.TRACE, "knows whether a function with jit_compile=True is being traced"),
-    "scan": Wrapped(batches.LOOPS, batches.SCAN, "warns if a batch of a `for` in a graph goes whole to all replicas"),
 }
-"""What both backends wrap: it serves errors and warnings."""
+"""What both backends wrap: it serves errors."""
 
 BY_XLA = {
-    "assign_add": Wrapped(_ResourceVariable, "assign_add", "warns if compiled replicas add to one plain variable"),
-    "assign_sub": Wrapped(_ResourceVariable, "assign_sub", "warns if compiled replicas add to one plain variable"),
     "custom_gradient": Wrapped(_custom_gradient, "_graph_mode_decorator", "compiled bodies can be freed"),
     "watch_variable": Wrapped(
         tf.__internal__.FuncGraph, "watch_variable", "a graph that lists its variables does not use them"
@@ -144,8 +129,6 @@ BY_THREADS = {
     "push_tape": Wrapped(tf.GradientTape, "_push_tape", "tapes outlast an attempt to enter a branch alone"),
     "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "how many tapes record a nested tf.function"),
     "tape_gradient": Wrapped(tf.GradientTape, "gradient", "tapes outlast an attempt to enter a branch alone"),
-    "assign_add": Wrapped(_ResourceVariable, "assign_add", "warns if several replicas add to one plain variable"),
-    "assign_sub": Wrapped(_ResourceVariable, "assign_sub", "warns if several replicas add to one plain variable"),
 }
 """What replica threads need; idle outside a replica."""
 
@@ -241,44 +224,6 @@ def gradients_of_ops(*args: Any, **kwargs: Any) -> list[Any]:
     """`tf.gradients` for any graph, without what `wrap` put around it."""
     helper = _gradients_util._GradientsHelper
     return getattr(helper, _ORIGINAL, helper)(*args, **kwargs)
-
-
-_tapes = threading.local()
-
-
-def note_outer_tape(tape: tf.GradientTape, begins: bool) -> None:
-    """Notes that a tape begins or ends to record on this thread, which runs no replica."""
-    tapes = _tapes.__dict__.setdefault("outer", [])
-    if begins:
-        tapes.append((tape, _place()))
-    else:
-        tapes[:] = [each for each in tapes if each[0] is not tape]
-
-
-def outer_tapes() -> list[tf.GradientTape]:
-    """The tapes that record on this thread, which runs no replica: those that began in eager mode, or in this graph.
-
-    A tape around a `tf.function` is left out while that function is traced. It takes the gradient of the function as a
-    whole, and sees all ops in it.
-    """
-    tapes = _tapes.__dict__.get("outer")
-    if not tapes:
-        return []
-    place = _place()
-    return [tape for tape, begun in tapes if begun is place]
-
-
-def _place() -> Any:
-    """The graph under construction; None in eager mode."""
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-@contextlib.contextmanager
-def trainable_reads(read: list[weakref.ref[Any]]) -> Iterator[None]:
-    """Appends to the list the trainable variables that the block has read on this thread."""
-    with _VariableWatcher() as watcher:
-        yield
-    read += map(weakref.ref, watcher.watched_variables())
 
 
 def has_tape() -> bool:

@@ -34,6 +34,9 @@ FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 }
 """The attributes that name functions, of each type of op that runs some."""
 
+ADDING = ("AssignAddVariableOp", "AssignSubVariableOp")
+"""The types of the ops that add something to a variable."""
+
 
 def captured(inside: tf.Tensor) -> Any | None:
     """The outside value of a placeholder in a function graph; None if the placeholder is an argument instead."""
@@ -41,6 +44,13 @@ def captured(inside: tf.Tensor) -> Any | None:
         if placeholder is inside:
             return outside
     return None
+
+
+def outermost(tensor: Any) -> Any:
+    """What a placeholder stands for, through all functions; any other tensor itself."""
+    while tf.is_symbolic_tensor(tensor) and (outside := captured(tensor)) is not None:
+        tensor = outside
+    return tensor
 
 
 def capture_in(graph: Any, tensor: Any) -> tf.Tensor:

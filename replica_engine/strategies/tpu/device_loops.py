@@ -13,7 +13,6 @@ import tensorflow as tf
 from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import pulls_of
-from replica_engine.diagnostics.suspicions import check_batch_of_steps
 from replica_engine.errors import InputsError
 from replica_engine.errors.base import add_note, brief, in_words, positive_int, shown
 from replica_engine.errors.inputs import note_no_context
@@ -112,8 +111,6 @@ def run_steps(
         following, pulls = _opened(iterator)
         batches = _batches(source.fn, following, settings.spread)
         first = next(batches, None)
-        if first is not None and settings.in_replica and settings.programs is None:  # not a step of Keras
-            check_batch_of_steps(strategy, source.fn, first, strategy.extended.device_group.size)
     except BaseException as error:
         _keep(error, context, iterations)
         raise

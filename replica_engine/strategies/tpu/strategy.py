@@ -16,7 +16,7 @@ from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.reduction import QuietReduction
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import explained
-from replica_engine.diagnostics.suspicions import check_inputs, has_batch, watch_results
+from replica_engine.diagnostics.suspicions import check_inputs
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.group import DeviceGroup
@@ -117,9 +117,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         # In eager mode no code below needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
-            results = call_with_numbers(programs, source, args, kwargs)
-        watch_results(self._container_strategy(), results, (args, kwargs))
-        return results
+            return call_with_numbers(programs, source, args, kwargs)
 
     def result_specs(self, programs: ProgramCache, fn: Callable[..., Any], args: Any) -> list[tf.TensorSpec]:
         """The specs of the tensors that `run_of` would return on a replica; the function is traced and does not run."""
@@ -140,13 +138,8 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             return None
         if not isinstance(args, (list, tuple)):
             return None  # nothing has checked them yet
-        if programs is None and self.device_group.size > 1 and has_batch(args):
-            return None  # `check_inputs` looks at each call then
         check_not_forked()
-        results = call_again(programs or self._programs, fn, args)
-        if results is not None:
-            watch_results(self._container_strategy(), results[0], args)
-        return results
+        return call_again(programs or self._programs, fn, args)
 
     @contextlib.contextmanager
     def _in_replica_context(self) -> Iterator[None]:
@@ -443,7 +436,7 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
             if results is not None:
                 return results[0]
         check_call(fn, args, kwargs)
-        check_inputs(self, fn, args, kwargs, extended.device_group.size, True)
+        check_inputs(self, args, kwargs, extended.device_group.size, True)
         return extended.call_for_each_replica(fn, args, kwargs or {})
 
     @autograph.artifact

@@ -40,8 +40,6 @@ def install() -> None:
         ("push_tape", _push_tape),
         ("pop_tape", _pop_tape),
         ("tape_gradient", _tape_gradient),
-        ("assign_add", _add),
-        ("assign_sub", _add),
     ):
         control_flow.wrap(control_flow.BY_THREADS[name], around)
     control_flow.wrap_gradients(_gradient_of_op)
@@ -258,14 +256,6 @@ def _pop_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
         context.attempts.tapes -= 1
         context.attempts.persistent_tapes -= self._persistent
     return original(self)
-
-
-def _add(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`assign_add` or `assign_sub` of a plain variable, or of a component of a distributed one."""
-    context = _context()
-    if context is not None:
-        context.note_addition(self)
-    return original(self, *args, **kwargs)
 
 
 def _gradient_types(original: Callable[..., int], tensors: Sequence[Any]) -> int:

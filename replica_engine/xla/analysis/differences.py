@@ -24,7 +24,6 @@ from replica_engine.pjrt.markers import HOST_CALL, PREFIX
 from replica_engine.xla.analysis.known_values import is_passed_on
 
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
-_ADDS = ("AssignAddVariableOp", "AssignSubVariableOp")
 
 
 class Reason(enum.Flag):
@@ -130,7 +129,7 @@ class Differences:
             return self._host_call(op, given)
         cause, variables = self._cause(op, given, around), _variables_of(given)
         settled = any(each.settled for each in given)
-        if op.type in _ADDS and not settled and not _is_one(op.inputs[1]):  # one counts steps, not samples
+        if op.type in subgraphs.ADDING and not settled and not _is_one(op.inputs[1]):  # one counts steps, not samples
             self.added |= variables
         settled |= bool(variables) or CollectiveOp.of(op) is not None
         # What was read from a variable is not the variable: an op that writes it elsewhere does not write this one.

@@ -14,7 +14,6 @@ from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.diagnostics.op_lines import user_line
-from replica_engine.diagnostics.suspicions import note_reads
 from replica_engine.diagnostics.user_frames import place_of
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError
 from replica_engine.errors.base import at
@@ -63,7 +62,6 @@ class BodyGraph:
         moves: whether soft placement moves ops of it to the host.
         host_slots: the indices of the arguments that stay on the host; they are not parameters of the program.
         sparse_slots: the indices of components of sparse tensors whose values only host ops need.
-        reads: the trainable variables that it uses.
         late: the variables that the function created when it was traced for the first time.
     """
 
@@ -90,7 +88,6 @@ class BodyGraph:
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
         self._is_plain = outputs.is_plain
-        self.reads = [weakref.ref(variable) for variable in graph.variables if variable.trainable]
         self.host_calls = host_calls
         self.collectives = collectives
         self.apart: list[Apart] = []
@@ -166,7 +163,6 @@ class BodyGraph:
 
     def grouped_results(self, columns: Sequence[results.Column]) -> Any:
         """What the replicas returned, regrouped; see `replicas_results`."""
-        note_reads(self.reads)
         if not columns or not self._is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
         if self.body.own == 1:

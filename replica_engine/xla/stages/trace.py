@@ -21,10 +21,9 @@ import tensorflow as tf
 
 from replica_engine._tf import variables as variable_handles
 from replica_engine._tf.distribute import DistributedVariable
-from replica_engine._tf.graphs import autograph, subgraphs, xla_ops
+from replica_engine._tf.graphs import autograph, made_ops, subgraphs, xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.diagnostics.op_lines import here, user_line
-from replica_engine.diagnostics.suspicions import additions_noted
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.errors import CoordinatorRow, HostResultError, LoweringError, VariableCreationError
@@ -65,7 +64,7 @@ class Traced(BodyGraph):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.added: dict[int, str] = {}  # see `additions_noted`
+        self.added: dict[int, str] = {}  # see `_additions_noted`
         self.sums = SharedSums()
         self._lock = threading.Lock()
 
@@ -190,7 +189,7 @@ def _trace_once(
 
     try:
         # In a copy of the context: a context variable that the function sets is set only inside the body.
-        with additions_noted() as added:
+        with _additions_noted() as added:
             graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
     except Exception as error:
         failure = _of_unknown_results(as_raised(error))
@@ -273,15 +272,34 @@ def _check_plain_variables(
         return
     differences = Differences(traced.graph, cause, first_own)
     for index, variable in indices.items():
-        name, where = variable.name.removesuffix(":0"), traced.added.get(id(variable), "")
+        handle = id(variable_handles.raw_handle(variable))
+        name, where = variable.name.removesuffix(":0"), traced.added.get(handle, "")
         differs = differences.variables[index] & (Reason.REPLICA_ID | Reason.OWN_DATA)
         # Each replica adds as much to the count of a seed. In a branch of its own, what a replica draws is lost: the
         # next step may draw the same numbers again, which `differs` says.
-        adds = id(variable) in traced.added and index in differences.added and "seed_generator" not in name
+        adds = handle in traced.added and index in differences.added and "seed_generator" not in name
         if differs or adds:
             if not where and index in differences.writers:  # it is assigned, as by Keras, which adds so too
                 where = user_line(differences.writers[index])
             traced.body.shared.warn(variable, functools.partial(warn_shared_variable, name, where))
+
+
+@contextlib.contextmanager
+def _additions_noted() -> Iterator[dict[int, str]]:
+    """Notes, inside a block in which one trace stands for all replicas, to which variables the replicas add.
+
+    Yields:
+        By the id of a variable's handle, the user's line that adds to it first. Not that of a merge function, which
+        adds once for all replicas.
+    """
+    added: dict[int, str] = {}
+
+    def see(op: tf.Operation) -> None:
+        if not tf.distribute.in_cross_replica_context():
+            added.setdefault(id(subgraphs.outermost(op.inputs[0])), here())
+
+    with made_ops.seen(dict.fromkeys(subgraphs.ADDING, see)):
+        yield added
 
 
 @contextlib.contextmanager
