@@ -52,7 +52,6 @@ from tensorflow.python.training.saving.saveable_object import SaveSpec as _SaveS
 CHECKPOINT = "tensorflow.python.checkpoint.checkpoint.Checkpoint"
 MANAGEMENT = "tensorflow.python.checkpoint.checkpoint_management"
 SAVED_MODEL = "tensorflow.python.saved_model.save"
-HANDLER = "tensorflow.python.distribute.failure_handling.failure_handling.PreemptionCheckpointHandler"
 SAVER = "tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver"
 READER = "tensorflow.python.checkpoint.checkpoint.TrackableSaver"
 METHODS = WRITE, HELPER = "_write", "_async_checkpointer"
@@ -181,26 +180,6 @@ class _LiteralFiles:
 
     def __getattr__(self, name: str) -> Any:
         return matching if name == MATCHING else getattr(self._own, name)
-
-
-def refuse_handler(error: Callable[[], Exception]) -> None:
-    """Makes TensorFlow's PreemptionCheckpointHandler raise an error for several workers; once per process.
-
-    It waits for the coordination service of TensorFlow, which strategies of this library do not start.
-    """
-    cls = tf.distribute.experimental.PreemptionCheckpointHandler
-    own = cls.__init__
-    if hasattr(own, _MARK):
-        return
-
-    @functools.wraps(own)
-    def init(self: Any, cluster_resolver: Any, *args: Any, **kwargs: Any) -> None:
-        if cluster_resolver is not None and cluster_resolver.cluster_spec().jobs:
-            raise error()
-        own(self, cluster_resolver, *args, **kwargs)
-
-    setattr(init, _MARK, True)
-    cls.__init__ = init
 
 
 def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:

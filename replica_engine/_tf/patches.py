@@ -92,7 +92,6 @@ PATCHES: tuple[Patch, ...] = (
             ("__bool__", "`if result:`", "only for values of dtype bool; True for all others, as before"),
         )
     ),
-    Patch(_SEVERAL, "_is_mirrored", "reductions find at once what `__getattr__` would say", "import", "only added"),
     Patch(
         _VALUES,
         "_update",
@@ -197,13 +196,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     *(
         Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _OTHERS)
-        for owner, name in (
-            *((files.SAVING, name) for name in files.SAVES),
-            (f"{files.CALLBACKS}.{files.BACKUP}", "_save_model"),
-            (f"{files.CALLBACKS}.{files.BACKUP}", "on_train_end"),
-            (f"{files.CALLBACKS}.{files.BOARD}", "set_model"),
-            (f"{files.CALLBACKS}.{files.CSV}", "on_train_begin"),
-        )
+        for owner, name in ((files.SAVING, name) for name in files.SAVES)
     ),
     *(
         Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _NOT_OF_WORKERS)
@@ -233,13 +226,6 @@ PATCHES: tuple[Patch, ...] = (
         "a folder such as `lr[1]` is no pattern for `lr1`: the last checkpoint is found, and only old ones are deleted",
         _FIRST_SAVED,
         "holds for all checkpoints",
-    ),
-    Patch(
-        checkpoints.HANDLER,
-        "__init__",
-        "the handler is an error in a job of several workers, which names `BackupAndRestore` and `TrainingState`",
-        _FIRST_WORKERS_SCOPE,
-        "passes on to TensorFlow for a single worker",
     ),
     Patch(
         f"{fitting.CALLBACK_LIST}.{fitting.LIST}",
@@ -416,8 +402,6 @@ def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callabl
             method.__name__ = name
             method.__qualname__ = f"{distribute.PerReplica.__qualname__}.{name}"
             setattr(distribute.PerReplica, name, method)
-    if "_is_mirrored" not in own:  # TensorFlow asks for it, with this default, in each reduction: here it is at hand
-        distribute.PerReplica._is_mirrored = lambda _: False
     tf.register_tensor_conversion_function(distribute.PerReplica, as_tensor, priority=_BEFORE_TENSORFLOWS)
 
 

@@ -65,7 +65,8 @@ def is_mirrored(variable: Any) -> bool:
 def differ_by_replica(arguments: Any) -> bool:
     """Whether a structure has values of several replicas of which two are not equal; in eager mode."""
     several = (leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, _DistributedValues))
-    return any(len(set(map(_bytes, leaf._values))) > 1 for leaf in several if not leaf._is_mirrored())
+    unequal = (leaf for leaf in several if not getattr(leaf, "_is_mirrored", bool)())  # values of `run` do not have it
+    return any(len(set(map(_bytes, leaf._values))) > 1 for leaf in unequal)
 
 
 def _bytes(value: Any) -> tuple[bytes, ...]:

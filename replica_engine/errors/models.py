@@ -63,16 +63,6 @@ class BackupError(ReplicaEngineError, ValueError):
     """
 
     @classmethod
-    def of_handler(cls) -> BackupError:
-        """TensorFlow's PreemptionCheckpointHandler was made in a job of several workers."""
-        return cls(
-            "tf.distribute.experimental.PreemptionCheckpointHandler needs TensorFlow's coordination service, which "
-            "strategies of this library do not start. Write replica_engine.keras.BackupAndRestore for fit, and "
-            "replica_engine.TrainingState for a loop of your own: state.stops() is True on all workers after the same "
-            "step."
-        )
-
-    @classmethod
     def of_another_model(cls, folder: str, group: str, there: list | None, here: list | None) -> BackupError:
         """A variable of the backup is not one of the model."""
         words = [f"{each[0]} {each[2]}{each[1]}" if each is not None else "no variable" for each in (there, here)]

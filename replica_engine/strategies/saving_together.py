@@ -20,7 +20,6 @@ from replica_engine import hosts
 from replica_engine._tf import checkpoints
 from replica_engine._tf.keras import files
 from replica_engine.checkpoints import owners
-from replica_engine.errors import BackupError
 from replica_engine.errors.hosts import SAVING
 
 
@@ -169,7 +168,6 @@ def let_the_chief_write(saving: Saving, *models: Any) -> None:
     """
     files.let_the_chief_write(owners.team_of)
     checkpoints.let_the_chief_write(owners.team_of)
-    checkpoints.refuse_handler(BackupError.of_handler)
     owners.belong(saving, *models)
 
 

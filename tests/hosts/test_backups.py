@@ -20,7 +20,6 @@ me, restarts = int(os.environ["REPLICA_ENGINE_PROCESS_ID"]), int(os.environ["REP
 
 import keras, numpy as np, replica_engine, tensorflow as tf
 from replica_engine.checkpoints.training import preemption
-from replica_engine.errors import BackupError
 from replica_engine.keras import BackupAndRestore, replicate_model
 
 preemption.EVERY = 0.02  # seconds between two comparisons: some steps, of 40
@@ -44,10 +43,10 @@ def train(name, *callbacks):
     parts = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
     model = keras.Sequential([keras.Input((4,)), *parts])
     model.compile("adam", "mse", metrics=["mae"])
-    log = keras.callbacks.CSVLogger(f"{folder}/{name}.csv")
+    log = [keras.callbacks.CSVLogger(f"{folder}/{name}.csv")] if me == 0 else []
     backup = BackupAndRestore(f"{folder}/{name}", save_freq=100, signals=(signal.SIGUSR1,))
     fitted = replicate_model(model, strategy=strategy).fit(
-        dataset, epochs=8, verbose=2 - 2 * min(me, 1), callbacks=[*callbacks, log, backup]
+        dataset, epochs=8, verbose=2 - 2 * min(me, 1), callbacks=[*callbacks, *log, backup]
     )
     state = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
     return [*state, *(np.array(values) for values in fitted.history.values())]
@@ -59,11 +58,6 @@ found = train("signalled", Signalled())
 with np.load(f"{folder}/{me}.npz") as expected:
     different = [name for name, value in zip(expected.files, found) if not np.array_equal(expected[name], value)]
 print("different", different, "after restarts", restarts)
-try:
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({"worker": ["a:1", "b:1"]}))
-    tf.distribute.experimental.PreemptionCheckpointHandler(resolver, tf.train.Checkpoint(), folder)
-except BackupError as error:
-    print("named", "BackupAndRestore" in str(error) and "TrainingState" in str(error))
 """
 
 
@@ -84,6 +78,5 @@ def test_a_signal_to_one_worker(tmp_path, kind):
     assert "the job was preempted: all workers have ended with the status of SIGUSR1" in done.stderr
     for worker in range(2):
         assert f"[worker {worker}] different [] after restarts 1" in done.stdout, done.stdout + done.stderr
-        assert f"[worker {worker}] named True" in done.stdout
     logs = [(tmp_path / f"{name}.csv").read_text() for name in ("undisturbed", "signalled")]
     assert logs[0] == logs[1]
