@@ -15,12 +15,6 @@ ROWS_OF_UNIQUE = (
     "tf.sparse.to_dense, and write tf.reduce_sum(tf.gather(table, ids) * mask[..., None], axis=1)."
 )
 
-WRITTEN_BEYOND_ITS_SIZE = (
-    "A tf.TensorArray with dynamic_size=True was written beyond its size, and arrays of a compiled program do not "
-    "grow. Pass the largest size: tf.TensorArray(dtype, size=n). Index and size:"
-)
-"""The text of the tf.errors.InvalidArgumentError that a check in the program raises; index and size follow it."""
-
 
 _OF_SCALARS = {
     ("strategy.gather", "()"): " It joins the rows of all replicas, and a scalar has none. The value of each replica: "
@@ -244,15 +238,6 @@ class LoweringError(ReplicaEngineError, ValueError):
             f"and XLA compiles a loop for one shape. shape_invariants do not change that.{cause} Collect the values of "
             f"the iterations in a tf.TensorArray(dtype, size=n){gather}; or loop over a Python range, for i in "
             "range(n): such a loop is unrolled, and shapes may differ."
-        )
-
-    @classmethod
-    def growing_array(cls, where: str) -> LoweringError:
-        """The body writes to a tf.TensorArray that may grow, and soft placement is off."""
-        return cls(
-            f"A tf.TensorArray with dynamic_size=True is written{at(where)}. Arrays of a compiled program cannot grow, "
-            "and with soft_placement=False no check can detect a write beyond the size. Pass the largest size: "
-            "tf.TensorArray(dtype, size=n)."
         )
 
     @classmethod

@@ -57,7 +57,6 @@ try:
     from jax._src.distributed import global_state
     from jax._src.interpreters.mlir import JaxIrContext, global_thread_pool, upstream_dialects
     from jax.core import ShapedArray
-    from jax.profiler import ProfileOptions, TraceAnnotation
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     # ir: reading and rewriting programs. CompileOptions, DeviceAssignment: replicas and their devices.
@@ -66,7 +65,6 @@ try:
     # hlo: the operations that programs consist of, to build them.
     # passmanager, sdy: asking Shardy how it will divide a program.
     # Shape: what a client must be told of a value that it receives or sends.
-    # ProfilerSession: what each device did in a program; `jax.profiler` writes files.
     # xla_client, _jax: compile for chips that are not there, and count the work of a program.
     from jaxlib import _jax, xla_client
     from jaxlib._jax import (
@@ -80,7 +78,6 @@ try:
         get_distributed_runtime_service,  # what tells the clients of several processes of each other
         make_gloo_tcp_collectives,  # collectives between the CPU clients of several processes
     )
-    from jaxlib._profiler import ProfilerSession
     from jaxlib.mlir import ir, passmanager
     from jaxlib.mlir.dialects import chlo, mhlo, sdy
     from jaxlib.mlir.dialects import stablehlo as hlo
@@ -250,12 +247,9 @@ __all__ = [
     "Mesh",
     "NamedSharding",
     "PartitionSpec",
-    "ProfileOptions",
-    "ProfilerSession",
     "Shape",
     "ShapedArray",
     "SingleDeviceSharding",
-    "TraceAnnotation",
     "absent_gpus",
     "absent_tpus",
     "batched_device_put",

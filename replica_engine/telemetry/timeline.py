@@ -162,11 +162,6 @@ def recording() -> bool:
     return bool(_recorders) or (_profiler is not None and _profiler.is_running())
 
 
-def keeps_spans() -> bool:
-    """Whether a timeline records spans; TensorFlow's profiler may run alone."""
-    return bool(_recorders)
-
-
 def add(track: Track, name: str, kind: str, begin: float, end: float, details: dict[str, Any] | None = None) -> None:
     """Adds a span that is over to each timeline that records. `begin` and `end` are in seconds of `now`."""
     for recorder in _recorders:

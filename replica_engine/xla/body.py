@@ -24,8 +24,7 @@ from replica_engine.errors import CollectiveError, NotInBodyError
 from replica_engine.errors.base import at
 from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.process import scoped
-from replica_engine.xla import corrected_ops, growing_arrays
-from replica_engine.xla.growing_arrays import Final, Seen
+from replica_engine.xla import array_writes, corrected_ops
 
 _thread = threading.local()
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
@@ -164,13 +163,8 @@ class Body:
         self.launched += 1
 
     @contextlib.contextmanager
-    def entered(
-        self, host_calls: Any, collectives: list[CollectiveCall], arrays: Seen, final: Final | None
-    ) -> Iterator[None]:
-        """Inside, new ops belong to the body. Its host calls, collectives and arrays are added to the arguments.
-
-        `final` is what a trace before found out about the arrays.
-        """
+    def entered(self, host_calls: Any, collectives: list[CollectiveCall]) -> Iterator[None]:
+        """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
         before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
         _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
         try:
@@ -182,7 +176,7 @@ class Body:
                     corrected_ops.KINDS,
                 ),
                 made_ops.seen(corrected_ops.CHANGED),
-                growing_arrays.fixed(arrays, final, self.moves_ops),
+                array_writes.checked(),
             ):
                 yield
         finally:

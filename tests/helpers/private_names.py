@@ -73,7 +73,7 @@ PRIVATE = (
     Private(_graph, "_functions", "copying the functions that ops call, once"),
     Private(_op, "_add_control_input", "ops with effects wait for the arguments of a run"),
     Private(_op, "_update_input", "counting with as many places as two equal limits say"),
-    Private(_op, "_set_attr", "writes to arrays that do not grow; the number of a gradient"),
+    Private(_op, "_set_attr", "the number of a gradient"),
     Private(_keeps_called, "_py_funcs_used_in_graph", "letting go of Python functions with the graph that calls them"),
     Private(_called, "ag_dnc_wrapper__", "letting go of Python functions with the graph that calls them"),
     Private(script_ops._py_funcs, "get", "looking up a tf.py_function"),

@@ -498,36 +498,3 @@ class TestDeviceLoops:
             (event.step, tf.make_ndarray(value.tensor).item()) for event in events for value in event.summary.value
         ]
         assert found == [(0, 0.0), (1, 10.0), (2, 20.0), (3, 30.0)]
-
-
-class TestArraysThatGrow:
-    """An array of a compiled program has one size. A write beyond it must not be lost without a word."""
-
-    @staticmethod
-    def body(size):
-        def body(x):
-            array = tf.TensorArray(tf.float32, size=size, dynamic_size=True)
-            count = tf.math.count_nonzero(x < 9.0, dtype=tf.int32)  # it depends on data, so the size is unknown
-            for index in tf.range(count):
-                array = array.write(index, 2.0 * x[index])
-            return tf.reduce_sum(array.stack())
-
-        return body
-
-    def test_one_that_is_large_enough_works(self):
-        assert on_two(self.body(4), [[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 5.0]]) == [20.0, 10.0]
-
-    @pytest.mark.parametrize("size", [0, 3])
-    def test_a_write_beyond_its_size_raises(self, size):
-        with pytest.raises(tf.errors.InvalidArgumentError, match=r"do not grow. Pass the largest size") as raised:
-            on_two(self.body(size), [[1.0, 2.0, 3.0, 4.0]] * 2)
-        assert "test_soft_placement.py" in raised.value.__notes__[0]
-
-    def test_random_numbers_beside_it_are_drawn_as_always(self):
-        def body(x):
-            array = tf.TensorArray(tf.float32, size=2, dynamic_size=True).write(0, tf.random.uniform([])).write(1, x)
-            return array.stack()
-
-        (first, one), (second, two) = on_two(body, [3.0, 4.0])
-        assert (one, two) == (3.0, 4.0)
-        assert first != second

@@ -236,7 +236,7 @@ USES = {
     "of a while": in_a_converted_loop,
     "of a map": lambda x: tf.map_fn(unknown, tf.stack([x, x])),
     "in a tf.py_function": lambda x: tf.py_function(plus_one, [unknown(x)], tf.float32),
-    "in an array that grows": in_an_array,
+    "in an array of tensors": in_an_array,
     "reduced": lambda x: xla.cross_replica_sum(unknown(x)),
     "printed": lambda x: tf.print(tf.strings.format("{}", unknown(x))),
 }

@@ -13,31 +13,23 @@ from tensorflow.python.framework import op_callbacks as _op_callbacks
 
 from replica_engine._tf.graphs import subgraphs
 
-See = Callable[[tf.Operation], "list[tf.Tensor] | None"]
-"""Gets an op that was added to a graph. It may return tensors to use instead of the op's outputs."""
-
 
 @contextlib.contextmanager
-def seen(see: Mapping[str, See]) -> Iterator[None]:
+def seen(see: Mapping[str, Callable[[tf.Operation], None]]) -> Iterator[None]:
     """Calls `see[kind]` with each op of that type that is added to a graph inside, right after it is added."""
 
     def callback(
         op_type: str, inputs: Any, attrs: Any, outputs: Any, op_name: str | None = None, graph: Any = None
     ) -> Any:
-        if op_type not in see or graph is None:
-            return outputs  # maybe those that another callback has replaced
-        return see[op_type](graph.get_operation_by_name(op_name)) or outputs
+        if op_type in see and graph is not None:
+            see[op_type](graph.get_operation_by_name(op_name))
+        return outputs  # maybe those that another callback has replaced
 
     _op_callbacks.add_op_callback(callback)
     try:
         yield
     finally:
         _op_callbacks.remove_op_callback(callback)
-
-
-def set_flag(op: tf.Operation, name: str, value: bool) -> None:
-    """Changes an attribute of an op that is a truth value."""
-    op._set_attr(name, tf.compat.v1.AttrValue(b=value))
 
 
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:

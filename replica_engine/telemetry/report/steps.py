@@ -20,7 +20,7 @@ NO_STEP = (
     "the tracing is seen, so record steps that are calls, or eager ones: tf.config.run_functions_eagerly(True), or "
     "model.compile(..., run_eagerly=True) for fit"
 )
-ON_HOST = ("host call",)  # kinds compared in a compiled program if its waits were not seen: all run until its end
+ON_HOST = ("host call",)  # kinds compared in a compiled program, as all its replicas run from launch to end
 _RUNS = ("run", "trace")
 _CALLER = "coordinator"  # the thread that calls run
 NOISE = 0.05  # a smaller part of the others' work, or of a replica's share of the step, names nobody
@@ -89,13 +89,8 @@ def numbered(timeline: Timeline) -> list[tuple[float, float]]:
 
 
 def compared(timeline: Timeline, group: str) -> list[tuple[float, float]]:
-    """The steps to compare: all but the first, which traces. Of compiled ones those with waits, if any."""
-    every = steps_of(timeline, group)
-    if is_compiled(timeline, group):
-        waits = _waits(timeline.replicas(group))
-        middles = [(span.begin + span.end) / 2 for span in waits]
-        every = [step for step in every if any(step[0] < middle < step[1] for middle in middles)] or every
-    return every[1:]
+    """The steps to compare: all but the first, which traces."""
+    return steps_of(timeline, group)[1:]
 
 
 def is_compiled(timeline: Timeline, group: str) -> bool:
@@ -109,12 +104,11 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], comp
     Args:
         replicas: one track for each replica.
         steps: the steps to compare, in order and apart from each other.
-        compiled: see `is_compiled`; then their host calls are compared, if the waits inside the program were not seen.
+        compiled: see `is_compiled`; then their host calls are compared.
     """
     if len(replicas) < 2 or len(steps) < FEWEST:
         return None
-    on_host = compiled and not _waits(replicas)
-    work = [_work(track, steps, ON_HOST if on_host else WORK) for track in replicas]
+    work = [_work(track, steps, ON_HOST if compiled else WORK) for track in replicas]
     medians = [statistics.median(each) for each in work]
     most = max(range(len(replicas)), key=lambda index: medians[index])
     others = statistics.mean(median for index, median in enumerate(medians) if index != most)
@@ -122,7 +116,7 @@ def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], comp
     share = step if compiled else step / len(replicas)  # replicas on threads take turns
     if medians[most] - others <= max(LEAST, NOISE * max(others, share)):
         return None
-    does = "its host calls take" if on_host else "it works"
+    does = "its host calls take" if compiled else "it works"
     return Straggler(replicas[most].name, medians[most], others, len(steps), does)
 
 
@@ -142,16 +136,9 @@ def _nobody(timeline: Timeline, group: str) -> str:
     if not is_compiled(timeline, group):
         return "none, the replicas work equally long"
     tracks = timeline.replicas(group)
-    if _waits(tracks):
-        return "none, the replicas work equally long"
     if any(span.kind in ON_HOST for track in tracks for span in track.spans):
         return "none, their host calls take equally long"
-    return "not known: compiled replicas run inside one program; when they meet in it is seen on CPU devices alone"
-
-
-def _waits(replicas: list[DrawnTrack]) -> list[DrawnSpan]:
-    """The waits of replicas for each other, and not for their inputs."""
-    return [span for track in replicas for span in track.spans if span.name.startswith("waiting at ")]
+    return "not known: compiled replicas run inside one program, and only their host calls are seen; these make none"
 
 
 def _shown(seconds: float) -> str:

@@ -9,35 +9,21 @@ up early: at large tensors, at ops with effects, and after a number of steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, subgraphs
 
-Value = Any
-"""An eager tensor, or what a rule returned; None if the value is unknown."""
-
-
-class Rule(NamedTuple):
-    """How to compute the outputs of an op, instead of running it.
-
-    Attributes:
-        compute: takes the op and the values of the inputs that it needs.
-        inputs: the indices of these inputs.
-        of_lists: whether the rule is only for lists of tensors, and not for tensors.
-    """
-
-    compute: Callable[[tf.Operation, list[Value]], list[Value]]
-    inputs: Sequence[int]
-    of_lists: bool = False
-
+Value: TypeAlias = Any
+"""An eager tensor; None if the value is unknown."""
 
 Place = tuple[tuple[str, int], ...]
 """Where an execution takes place: for each branch, loop and call around it, its name and its branch or iteration."""
 
-_LARGEST = 1 << 12  # elements; conditions, counters and sizes are small
+_LARGEST = 1 << 12  # elements; conditions and counters are small
 _STEPS = 1_000_000  # a few seconds; an iteration of a loop counts as about 100 steps
 _RUN = 10  # steps that running an op counts as
 _SHAPES = ("Shape", "ShapeN", "Size", "Rank")
@@ -51,27 +37,18 @@ def on_host() -> Iterator[None]:
 
 
 class Evaluation:
-    """The rules and the limit of one evaluation of a body.
+    """What is known of a body on one replica, and the limit of looking for it.
 
     Args:
-        rules: how to compute the outputs of ops of some types.
-        common: what is known of a value that is one of several; only for values that rules made.
-        steps: the limit; an iteration of a loop counts as about 100 steps.
+        replica: the id of the replica.
     """
 
-    def __init__(
-        self,
-        rules: Mapping[str, Rule],
-        common: Callable[[list[Value]], Value] = lambda values: None,
-        steps: int = _STEPS,
-    ):
-        self._rules = rules
-        self._common = common
-        self._left = steps
-        self._runners: dict[int, Callable[[list[Any]], list[Any]]] = {}
-        self._computes: dict[int, bool] = {}
-        self._constants: dict[int, Value] = {}
-        self._behind: dict[int, tuple[tf.Tensor, frozenset[int]]] = {}
+    def __init__(self, replica: int):
+        self._replica = tf.constant(replica)
+        self._left = _STEPS
+        self._runner = functools.cache(host_ops.runner)
+        self._computes = functools.cache(_only_computes)
+        self._constant = functools.cache(_constant)
 
     def of(self, graph: Any) -> GraphExecution:
         """The execution of a whole body."""
@@ -86,87 +63,33 @@ class Evaluation:
         """Counts steps."""
         self._left -= steps
 
-    def give_up(self) -> None:
-        """Makes all further values unknown."""
-        self._left = 0
-
-    def constant(self, op: tf.Operation) -> Value:
-        """The value of a Const op, if it is small."""
-        if id(op) not in self._constants:
-            self._constants[id(op)] = host_ops.constant_of(op) if _is_small(op.outputs[0]) else None
-        return self._constants[id(op)]
-
-    def computes(self, op: tf.Operation) -> bool:
-        """Whether an op only computes, from small tensors."""
-        if id(op) not in self._computes:
-            self._computes[id(op)] = _only_computes(op)
-        return self._computes[id(op)]
-
-    def run(self, op: tf.Operation, inputs: list[Any]) -> list[Any]:
-        """The outputs of an op that only computes."""
+    def outputs(self, op: tf.Operation, inputs: Sequence[Value]) -> Sequence[Value]:
+        """The outputs of an op without functions, from the values of `_inputs`."""
+        if op.type == "XlaReplicaId":
+            return [self._replica]
+        if op.type == "Const":
+            return [self._constant(op)]
+        if op.type in _SHAPES and len(inputs) < len(op.inputs):
+            return [_shape_value(op, tensor) for tensor in op.inputs]
+        if op.type in ("LogicalAnd", "LogicalOr"):
+            decides = op.type == "LogicalOr"
+            for each in inputs:
+                if each is not None and each.shape.rank == 0 and bool(each) is decides:
+                    return [each]
+        if any(value is None for value in inputs) or not self._computes(op):
+            return [None] * len(op.outputs)
         self.spend(_RUN)
-        if id(op) not in self._runners:
-            self._runners[id(op)] = host_ops.runner(op)
         try:
-            return self._runners[id(op)](inputs)
+            return self._runner(op)(list(inputs))
         except tf.errors.OpError:  # on a device the op may have a result all the same
             return [None] * len(op.outputs)
-
-    def rule_of(self, op: tf.Operation) -> Rule | None:
-        """The rule for an op."""
-        rule = self._rules.get(op.type)
-        return None if rule is None or (rule.of_lists and op.outputs[0].dtype != tf.variant) else rule
-
-    def inputs(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-        """The inputs of an op that must be known to compute one of its outputs."""
-        op = tensor.op
-        rule = self.rule_of(op)
-        if rule is not None:
-            return [op.inputs[index] for index in rule.inputs]
-        if op.type == "IdentityN":  # tf.custom_gradient puts results and arguments into one
-            return [op.inputs[tensor.value_index]]
-        if op.type in _SHAPES and all(each.shape.is_fully_defined() for each in op.inputs):
-            return []
-        return op.inputs
-
-    def inputs_behind(self, graph: Any, tensor: tf.Tensor) -> frozenset[int]:
-        """Which inputs of a function graph one of its tensors depends on."""
-        if id(tensor) not in self._behind:
-            numbers = {id(inside): index for index, inside in enumerate(graph.inputs)}
-            pending, seen = [tensor], set()
-            while pending:
-                each = pending.pop()
-                if id(each) not in seen:
-                    seen.add(id(each))
-                    pending += self.inputs(each)
-            self._behind[id(tensor)] = tensor, frozenset(numbers[each] for each in seen & numbers.keys())
-        return self._behind[id(tensor)][1]
-
-    def carried(self, condition: Any, body: Any, wanted: Iterable[int]) -> set[int]:
-        """The indices of a loop's values that its condition and the wanted values depend on."""
-        needed: set[int] = set()
-        pending = {*wanted, *self.inputs_behind(condition, condition.outputs[0])}
-        while pending:
-            index = pending.pop()
-            if index not in needed:
-                needed.add(index)
-                pending |= self.inputs_behind(body, body.outputs[index])
-        return needed
-
-    def common(self, values: list[Value]) -> Value:
-        """The value that is one of several; None if they differ."""
-        first, *others = values
-        if not all(isinstance(each, tf.Tensor) for each in values):
-            return self._common(values)
-        is_equal = all(each.shape == first.shape and (each.numpy() == first.numpy()).all() for each in others)
-        return first if is_equal else None
 
 
 class GraphExecution:
     """One execution of a function graph on one replica.
 
     Args:
-        evaluation: the rules.
+        evaluation: what is known of the body.
         graph: the function graph.
         argument: computes the value of an input of the graph.
         place: where it takes place.
@@ -186,7 +109,7 @@ class GraphExecution:
         try:
             return self._value(tensor)
         except RecursionError:  # hundreds of branches, each of which needs the result of the one before
-            self._evaluation.give_up()
+            self._evaluation.spend(_STEPS)
             return None
 
     def _value(self, tensor: tf.Tensor) -> Value:
@@ -203,13 +126,15 @@ class GraphExecution:
                 self._values[id(each)] = self._argument(self._numbers[id(each)])
             elif subgraphs.runs_functions(each.op):
                 self._values[id(each)] = self._of_functions(each.op, each.value_index)
-            elif missing := [one for one in self._evaluation.inputs(each) if id(one) not in self._values]:
+            elif missing := [one for one in _inputs(each) if id(one) not in self._values]:
                 pending += missing
-            elif each.op.type == "IdentityN":
-                self._values[id(each)] = self._values[id(each.op.inputs[each.value_index])]
             else:
-                outputs = self._outputs(each.op)
-                self._values.update((id(one), value) for one, value in zip(each.op.outputs, outputs, strict=True))
+                inputs = [self._values[id(one)] for one in _inputs(each)]
+                if _only_passes(each.op):
+                    self._values[id(each)] = inputs[0]
+                else:
+                    outputs = self._evaluation.outputs(each.op, inputs)
+                    self._values.update((id(one), value) for one, value in zip(each.op.outputs, outputs, strict=True))
         return self._values[id(tensor)]
 
     def branch_taken(self, op: tf.Operation) -> int | None:
@@ -249,12 +174,12 @@ class GraphExecution:
 
         Returns:
             The number of iterations, and the values after the loop; the values that are not wanted may be unknown. The
-            number is None if the condition is unknown. Then the body is entered once more, with what is known of the
-            values in all iterations.
+            number is None if the condition is unknown. Then the body is entered once more, and stands for all further
+            iterations: only what no iteration changes is known in it.
         """
         condition, body = subgraphs.functions_of(op)
-        needed = self._evaluation.carried(condition, body, wanted)
-        begin = values = [self.value(each) if index in needed else None for index, each in enumerate(op.inputs)]
+        needed = _carried(condition, body, wanted)
+        values = [self.value(each) if index in needed else None for index, each in enumerate(op.inputs)]
         count = 0
         while True:
             test = self._iteration(op, condition, values, (f"{op.name} condition", count))
@@ -265,31 +190,14 @@ class GraphExecution:
             if not is_unknown and not decided.numpy():
                 return count, values
             if is_unknown:
-                return None, self._unknown_iteration(op, body, begin, enter)
+                values = [None] * len(values)
             execution = self._iteration(op, body, values, (op.name, count))
             if enter is not None:
                 enter(execution)
+            if is_unknown:
+                return None, values
             values = [execution.value(output) if index in needed else None for index, output in enumerate(body.outputs)]
             count += 1
-
-    def _unknown_iteration(
-        self, op: tf.Operation, body: Any, begin: list[Value], enter: Callable[[GraphExecution], None] | None
-    ) -> list[Value]:
-        """Runs an iteration that stands for all. Returns what is known of the values before and after it."""
-        values = [value if isinstance(value, tf.Tensor) else self._evaluation.common([value, value]) for value in begin]
-        while True:
-            execution = self._iteration(op, body, values, (op.name, 0))
-            after = [None if value is None else execution.value(body.outputs[i]) for i, value in enumerate(values)]
-            joined = [
-                None if one is None or other is None else self._evaluation.common([one, other])
-                for one, other in zip(values, after, strict=True)
-            ]
-            if joined == values:
-                break
-            values = joined
-        if enter is not None:
-            enter(execution)
-        return values
 
     def _iteration(self, op: tf.Operation, function: Any, values: list[Value], step: tuple[str, int]) -> GraphExecution:
         def argument(index: int) -> Value:
@@ -299,26 +207,6 @@ class GraphExecution:
 
         body = subgraphs.functions_of(op)[1]
         return GraphExecution(self._evaluation, function, argument, (*self.place, step))
-
-    def _outputs(self, op: tf.Operation) -> Sequence[Value]:
-        inputs = [self._values[id(each)] for each in self._evaluation.inputs(op.outputs[0])]
-        rule = self._evaluation.rule_of(op)
-        if rule is not None:
-            return rule.compute(op, inputs)
-        if op.type == "Identity":
-            return inputs
-        if op.type == "Const":
-            return [self._evaluation.constant(op)]
-        if op.type in _SHAPES and len(inputs) < len(op.inputs):
-            return [_shape_value(op, tensor) for tensor in op.inputs]
-        if op.type in ("LogicalAnd", "LogicalOr"):
-            decides = op.type == "LogicalOr"
-            for each in inputs:
-                if each is not None and each.shape.rank == 0 and bool(each) is decides:
-                    return [each]
-        if any(value is None for value in inputs) or not self._evaluation.computes(op):
-            return [None] * len(op.outputs)
-        return self._evaluation.run(op, inputs)
 
     def _of_functions(self, op: tf.Operation, index: int) -> Value:
         """The value of an output of a branch, a loop or a call."""
@@ -331,9 +219,8 @@ class GraphExecution:
             return self.iterations(op, [index])[1][index]
         taken = 0 if op.type.endswith("PartitionedCall") else self.branch_taken(op)
         numbers = range(len(functions)) if taken is None else [taken]
-        return self._evaluation.common(
-            [self.inside(op, number).value(functions[number].outputs[index]) for number in numbers]
-        )
+        first, *others = [self.inside(op, number).value(functions[number].outputs[index]) for number in numbers]
+        return first if all(_are_equal(first, other) for other in others) else None
 
 
 def is_passed_on(body: Any, index: int) -> bool:
@@ -342,6 +229,44 @@ def is_passed_on(body: Any, index: int) -> bool:
     while output.op.type in ("Identity", "IdentityN"):
         output = output.op.inputs[output.value_index]
     return output is body.inputs[index]
+
+
+def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+    """The inputs of an op that must be known to compute one of its outputs."""
+    op = tensor.op
+    if _only_passes(op):
+        return [op.inputs[tensor.value_index]]
+    if op.type in _SHAPES and all(each.shape.is_fully_defined() for each in op.inputs):
+        return []
+    return op.inputs
+
+
+def _only_passes(op: tf.Operation) -> bool:
+    return op.type in ("Identity", "IdentityN")  # tf.custom_gradient puts results and arguments into one IdentityN
+
+
+def _inputs_behind(graph: Any, tensor: tf.Tensor) -> set[int]:
+    """Which inputs of a function graph one of its tensors depends on."""
+    numbers = {id(inside): index for index, inside in enumerate(graph.inputs)}
+    pending, seen = [tensor], set()
+    while pending:
+        each = pending.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            pending += _inputs(each)
+    return {numbers[each] for each in seen & numbers.keys()}
+
+
+def _carried(condition: Any, body: Any, wanted: Iterable[int]) -> set[int]:
+    """The indices of a loop's values that its condition and the wanted values depend on."""
+    needed: set[int] = set()
+    pending = {*wanted, *_inputs_behind(condition, condition.outputs[0])}
+    while pending:
+        index = pending.pop()
+        if index not in needed:
+            needed.add(index)
+            pending |= _inputs_behind(body, body.outputs[index])
+    return needed
 
 
 def _outside(inside: tf.Tensor) -> Value:
@@ -355,6 +280,16 @@ def _is_small(tensor: tf.Tensor) -> bool:
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return False
     return (tensor.shape.num_elements() if tensor.shape.is_fully_defined() else 0) <= _LARGEST
+
+
+def _constant(op: tf.Operation) -> Value:
+    return host_ops.constant_of(op) if _is_small(op.outputs[0]) else None
+
+
+def _are_equal(one: Value, other: Value) -> bool:
+    if one is None or other is None:
+        return False
+    return one.shape == other.shape and bool((one.numpy() == other.numpy()).all())
 
 
 def _only_computes(op: tf.Operation) -> bool:

@@ -22,7 +22,7 @@ from replica_engine._tf.graphs import host_ops, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError
 from replica_engine.xla.analysis.differences import CollectiveOp, Differences, Reason
-from replica_engine.xla.analysis.known_values import Evaluation, GraphExecution, Place, Rule, on_host
+from replica_engine.xla.analysis.known_values import Evaluation, GraphExecution, Place, on_host
 
 
 class Apart(NamedTuple):
@@ -175,8 +175,7 @@ class _Decisions:
     def of(self, graph: Any) -> dict[_At, int | None]:
         """For each suspect, and each place where it is executed: the branch or the number of iterations."""
         with on_host():
-            value = tf.constant(self._replica)
-            self._visit(Evaluation({"XlaReplicaId": Rule(lambda op, inputs: [value], ())}).of(graph))
+            self._visit(Evaluation(self._replica).of(graph))
         return self._found
 
     def _visit(self, execution: GraphExecution) -> None:

@@ -62,7 +62,6 @@ from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.host_calls.session import Call, NoCalls, Session
 from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import view
-from replica_engine.xla.stages import device_waits
 from replica_engine.xla.stages.program import BodyProgram
 
 Results = Any
@@ -232,14 +231,12 @@ class Launch:
         try:
             execution.wait_for_turn()
             if timeline.recording():
-                with device_waits.seen(self._devices) as meetings:
-                    with timeline.profiled(f"launch {program.name}"):
-                        results = self._start(execution)
-                    launched = time.perf_counter()
-                    with timeline.profiled(f"run {program.name}"):
-                        self._run.end(self._wait, execution)
-                    ended = time.perf_counter()
-                self._draw(began, launched, ended, meetings.waits)
+                with timeline.profiled(f"launch {program.name}"):
+                    results = self._start(execution)
+                launched = time.perf_counter()
+                with timeline.profiled(f"run {program.name}"):
+                    self._run.end(self._wait, execution)
+                self._draw(began, launched, time.perf_counter())
             else:
                 results = self._start(execution)
                 self._run.end(self._wait, execution)
@@ -345,14 +342,12 @@ class Launch:
         """What an error of the runtime becomes."""
         return ProgramError.failed(self._program.name, self._devices.names, str(error))
 
-    def _draw(self, began: float, launched: float, ended: float, waits: Sequence[device_waits.Wait]) -> None:
+    def _draw(self, began: float, launched: float, ended: float) -> None:
         """Adds a finished launch to the timeline."""
         name, size = self._program.name, self._devices.size
         timeline.add(Track(self._body.name, "launch", order=-2), name, "launch", began, launched, {"replicas": size})
         for replica in range(size):
             timeline.add(self._track(replica), name, "run", began, ended)  # it may begin before `start` returns
-        for replica, collective, begin, end in waits:
-            timeline.add(self._track(replica), f"waiting at {collective}", "waiting", begin, end)
 
     def _draw_host_call(self, replica: int, call: Call, began: float, ended: float) -> None:
         timeline.add(self._track(replica), call.describe(), "host call" if call.is_users else "waiting", began, ended)

@@ -36,10 +36,9 @@ from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
-from replica_engine.xla.analysis import array_sizes, meetings
+from replica_engine.xla.analysis import meetings
 from replica_engine.xla.analysis.differences import Differences, Reason
 from replica_engine.xla.body import Body
-from replica_engine.xla.growing_arrays import Final, Seen
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.shared_sums import SharedSums
 from replica_engine.xla.signature import argument_names
@@ -121,11 +120,9 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
     for slot in arguments.slots:
         if xla_ops.is_host_only(slot.dtype) and not (body.moves_ops and slot.dtype == tf.string):
             raise LoweringError.host_only(source.name, slot.name, slot.dtype.name)
-    seen = Seen()
-    traced, created = _trace_once(source, arguments, shapes, body, enter, seen)
+    traced, created = _trace_once(source, arguments, shapes, body, enter)
     if created:
-        seen = Seen()
-        traced, again = _trace_once(source, arguments, shapes, body, enter, seen)
+        traced, again = _trace_once(source, arguments, shapes, body, enter)
         if again:
             names = ", ".join(f"{variable.name.removesuffix(':0')}{at(where)}" for variable, where in again)
             raise VariableCreationError(
@@ -134,33 +131,13 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
                 "them in an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
             )
     late = [weakref.ref(variable) for variable, _ in created]
-    if seen.has_fixed and not seen.writes:
-        array_sizes.check(traced.graph, seen)
-    if seen.writes:
-        final = array_sizes.find(traced.graph, seen)
-        unknown = [line for number, line in enumerate(seen.lines) if number not in final.writes]
-        if unknown and not body.moves_ops:
-            raise LoweringError.growing_array(unknown[0])
-        if final.sizes or final.writes:
-            once_more = Seen()
-            second, _ = _trace_once(source, arguments, shapes, body, enter, once_more, final)
-            if once_more.is_like(seen):  # otherwise the function does not do the same each time
-                traced = second
-            elif not body.moves_ops:
-                raise LoweringError.growing_array(seen.lines[0])
     _check_meetings(traced, arguments)
     traced.late = late
     return traced
 
 
 def _trace_once(
-    source: FunctionSpec,
-    arguments: Arguments,
-    shapes: Shapes,
-    body: Body,
-    enter: Enter,
-    arrays: Seen,
-    final: Final | None = None,
+    source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
 ) -> tuple[Traced, list[tuple[Any, str]]]:
     """Traces once. Returns the trace, and the variables that were created in it with the user's lines."""
     count("traces")
@@ -176,7 +153,7 @@ def _trace_once(
         args, kwargs = arguments.rebuild(placeholders)
         names = [slot.name for slot in arguments.slots]
         with (
-            body.entered(host_calls, collectives, arrays, final),
+            body.entered(host_calls, collectives),
             argument_names.named(source.fn, placeholders, names),
             initial_values.of_one_trace(),
             enter(),
