@@ -39,10 +39,10 @@ _INSTALLED = """
 @pytest.mark.parametrize(
     ("made", "packages"),
     [
-        ("replica_engine.MirroredStrategy(['CPU:0'])", ["_tf", "diagnostics", "threads"]),
+        ("replica_engine.MirroredStrategy(['CPU:0'])", ["_tf", "threads"]),
         pytest.param(
             "replica_engine.TPUStrategy(num_cores=1)",
-            ["_tf", "diagnostics", "xla"],
+            ["_tf", "xla"],
             marks=pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA),
         ),
     ],

@@ -10,7 +10,7 @@ from helpers.golden import FOLDER
 
 from replica_engine.errors import ReplicateError, ScopeError
 from replica_engine.errors.base import in_words, warning
-from replica_engine.errors.inputs import warn_whole_batch
+from replica_engine.errors.inputs import warn_dataset_for_each
 from replica_engine.errors.versions import untested_version
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def test_an_error_names_its_page_and_keeps_doing_so(pages, error):
 
 def test_the_last_line_of_a_warning_names_its_part(pages):
     many = warning("many_traces", "`step` has been traced 8 times, and most traces are compiled.")
-    for text in (warn_whole_batch(512, 8, ""), many, untested_version("jax", "9", "1", "2")):
+    for text in (warn_dataset_for_each("numbers", 8, ""), many, untested_version("jax", "9", "1", "2")):
         (name,) = re.findall(r"^more: errors/warnings\.html#(\w+) in the documentation$", text.splitlines()[-1])
         assert f"\n## {name}\n" in pages["warnings.md"]
 

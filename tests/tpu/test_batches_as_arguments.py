@@ -11,6 +11,7 @@ import tensorflow as tf
 import replica_engine
 from replica_engine import xla
 from replica_engine.errors import ReplicaTimeoutError
+from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.loop import chunks, device_loop, prefetch
 from replica_engine.xla.stages.compiled import Compiled
 
@@ -200,7 +201,7 @@ def test_an_iterator_that_gives_no_batch_within_the_limit_is_an_error(always, mo
 @pytest.mark.parametrize("ahead", [1, 2, 6, 8])
 def test_no_more_batches_are_ahead_of_a_step_than_asked_for(always, monkeypatch, queue, ahead):
     always(True)
-    monkeypatch.setattr(chunks, "_have_queue", lambda devices: queue)
+    monkeypatch.setattr(DeviceGroup, "has_queue", queue)
     fetched, more, seen = threading.Semaphore(0), [], []
 
     def batches():
