@@ -18,7 +18,6 @@ branch, that several places use, or that are long:
 - `parity`: results that differ between one device and N replicas.
 - `contrib`: TensorFlow's contrib API of 2018.
 - `versions`: TensorFlow and Keras in versions that do not work, or that were never tested.
-- `explain`: the command that prints the page of a class.
 
 The exceptions form three families. The family tells a reader of a traceback what must change:
 

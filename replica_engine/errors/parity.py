@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from replica_engine.errors.base import ReplicaEngineError, brief
@@ -51,17 +51,19 @@ class ParityArgumentError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def refused(cls, model: object, unknown: Collection[str]) -> ParityArgumentError:
-        """What is checked is no model, as a step of the user's own was in version 0.3, or an argument is unknown."""
-        instead = {
-            "random_layers": "make the model without layers that draw random numbers",
-            "seed": "leave it out, since all runs draw from one seed",
-            "tolerance": "write rtol",
-        }
-        if wrong := [name for name in unknown if name not in ("inputs", "variables", "reduction", "uneven")]:
-            words = f": {instead[wrong[0]]}" if wrong[0] in instead else ""
-            return cls(f"check_parity(model, x, y, sample_weight) takes no argument {wrong[0]}{words}.")
+    def no_model(cls, given: object) -> ParityArgumentError:
+        """What is checked is no model, as a step of the user's own was in version 0.3."""
         return cls(
-            f"check_parity takes a Keras model, check_parity(model, x, y); got {brief(model)}. A training loop of your "
+            f"check_parity takes a Keras model, check_parity(model, x, y); got {brief(given)}. A training loop of your "
             "own is compared by two runs, on one device and on N replicas, and np.allclose."
         )
+
+    @classmethod
+    def no_argument(cls, name: str) -> ParityArgumentError:
+        """An argument is unknown, or was one of version 0.3."""
+        instead = {
+            "random_layers": ": make the model without layers that draw random numbers",
+            "seed": ": leave it out, since all runs draw from one seed",
+            "tolerance": ": write rtol",
+        }
+        return cls(f"check_parity(model, x, y, sample_weight) takes no argument {name}{instead.get(name, '')}.")

@@ -83,7 +83,7 @@ class timeline:
     At most a million spans are kept; the file says how many further spans it lacks.
 
     In a job of several workers each writes a file of its own: for `run.json`, worker 0 `run.json` and worker 1
-    `run.worker-1.json`.
+    `run.worker-1.json`. Make the strategy, which takes the process into its job, before the block.
 
     Args:
         path: the path of the file. Its folder must exist. A relative path is in the current folder of this call.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import numbers
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ from replica_engine.values import samples
 
 def check_parity(
     model: keras.Model,
-    x: Any,
+    x: Any = None,
     y: Any = None,
     sample_weight: Any = None,
     *,
@@ -52,7 +53,7 @@ def check_parity(
     strategies: Iterable[Any] | str | None = None,
     distribution: Any = None,
     rtol: float | None = None,
-    atol: float = 0.0,
+    atol: float | None = None,
     **unknown: Any,
 ) -> ParityReport:
     """Compares a model on N replicas with the model on one device, and reports the numbers that differ.
@@ -76,7 +77,7 @@ def check_parity(
         rtol: the largest error that counts as rounding, relative to the largest element of a tensor; for a weight,
             relative to its largest change in the step. None takes 1e-4 for float32, which is 1000 roundings, 1e-8 for
             float64, 2e-2 for float16 and 8e-2 for bfloat16.
-        atol: the absolute tolerance, which is added to the relative one.
+        atol: the absolute tolerance, which is added to the relative one; None is 0.
 
     Returns:
         The report. `report.ok` says whether all compared numbers agree. `print(report)` shows which numbers differ, and
@@ -103,11 +104,16 @@ def check_parity(
         >>> report.batches
         (20, 19)
     """
-    if not isinstance(model, keras.Model) or unknown:
-        raise ParityArgumentError.refused(model, unknown)
-    for name, count in (("replicas", replicas), ("steps", steps), ("batch_size", batch_size or 1)):
-        if positive_int(count) is None:
+    if not isinstance(model, keras.Model):
+        raise ParityArgumentError.no_model(model)
+    for name in unknown:
+        raise ParityArgumentError.no_argument(name)
+    for name, count in (("replicas", replicas), ("steps", steps), ("batch_size", batch_size)):
+        if count is not None and positive_int(count) is None:
             raise ParityArgumentError(f"{name} must be a positive int; got {shown(count)}.")
+    for name, tolerance in (("rtol", rtol), ("atol", atol)):
+        if isinstance(tolerance, bool) or not isinstance(tolerance or 0, numbers.Real) or (tolerance or 0) < 0:
+            raise ParityArgumentError(f"{name} must be a number that is not negative; got {shown(tolerance)}.")
     left_out, compared = dict[str, str](), list[Difference]()
     with distribute.outside_scopes():
         candidates = _strategies(strategies, replicas, distribution, left_out)
@@ -119,12 +125,14 @@ def check_parity(
         expected = check.numbers(None)
         for name, strategy in candidates.items():
             try:
-                compared += compare(name, expected, check.numbers(strategy), rtol, atol)
+                compared += compare(name, expected, check.numbers(strategy), rtol, atol or 0.0)
             except LoweringError as error:
                 if len(candidates) == 1:
                     raise
                 left_out[name] = str(error)
-    words = f"{rtol:g} of a tensor's largest value, and of a weight's largest change" + f" + {atol:g}" * (atol > 0)
+    if left_out and not set(candidates) - set(left_out):
+        raise ParityArgumentError.nothing_to_compare(left_out)
+    words = f"{rtol:g} of a tensor's largest value, and of a weight's largest change" + (f" + {atol:g}" if atol else "")
     names, rows = tuple(each for each in candidates if each not in left_out), tuple(map(samples.count, batches))
     return ParityReport(f"model {model.name!r}", replicas, names, left_out, rows, words, tuple(compared))
 
@@ -237,9 +245,12 @@ class _Check:
 
 
 def _plain_optimizers(model: keras.Model) -> Sequence[tuple[Any, str, Any]]:
-    """The places of a model's optimizers, and for each a gradient descent whose step is the gradient."""
+    """The places of a model's optimizers, and for each a gradient descent whose step is the gradient.
+
+    Its momentum makes no difference to a first step; it is something that "zero1" divides.
+    """
     return [
-        (layer, name, keras.optimizers.SGD(1.0))
+        (layer, name, keras.optimizers.SGD(1.0, momentum=0.9))
         for layer in keras_model.layers_of(model)
         for name, value in vars(layer).items()
         if isinstance(value, keras.optimizers.Optimizer)
@@ -256,8 +267,8 @@ def _logged(logs: dict[str, Any], where: str, step: int | None = None) -> Iterat
 def _strategies(given: Any, replicas: int, distribution: Any, left_out: dict[str, str]) -> dict[str, Any]:
     """The strategies to compare with one device, by name; notes in `left_out` those that cannot run."""
     made: dict[str, tf.distribute.Strategy] = {}
-    listed = [given] if isinstance(given, (str, tf.distribute.Strategy)) else given
-    for each in ("MirroredStrategy", "TPUStrategy") if listed is None else listed:
+    listed = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
+    for each in ("MirroredStrategy", "TPUStrategy") if given is None else listed:
         name = each if isinstance(each, str) else type(each).__name__
         try:
             made[f"{name} {len(made) + 1}" if name in made else name] = _strategy(each, replicas)

@@ -82,9 +82,10 @@ def origin(tensor: Any, of_variables: bool = False) -> Origin | None:
         op = current.op
         if current.name in _marks.get(op.graph, ()):
             of_branches = True
-        elif op in seen:
+            continue  # other outputs of the op may have no mark
+        if op in seen:
             continue
-        elif op.type == "Placeholder":
+        if op.type == "Placeholder":
             outside = subgraphs.captured(current)
             if outside is None:
                 return None

@@ -58,7 +58,7 @@ def test_data_without_rows():
     check_parity(model, np.ones([0, 4]), strategies="MirroredStrategy")
 
 
-@shows(ParityArgumentError.refused)
+@shows(ParityArgumentError.no_model)
 def test_a_step_of_ones_own():
     def step(x, y):
         return tf.reduce_mean((x - y) ** 2)

@@ -124,12 +124,11 @@ def intercepted(replace: Replace, draw: Draw, kinds: Container[str]) -> Iterator
             if replaced is not None:
                 replaced = gradients.in_place_of(op, replaced)
                 _set_aside(graph, op, replaced)
-        if not others:
-            return replaced
-        outputs = replaced or outputs
+        # None if nothing is replaced: TensorFlow gives callbacks a tuple of what an op returns to its caller as a list.
         for other in others:
-            outputs = other(op_type, inputs, attributes, outputs, op_name=op_name, graph=graph) or outputs
-        return outputs
+            seen = replaced or outputs
+            replaced = other(op_type, inputs, attributes, seen, op_name=op_name, graph=graph) or replaced
+        return replaced
 
     _op_callbacks.add_op_callback(callback)
     for each in others:

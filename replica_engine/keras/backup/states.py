@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -135,6 +134,5 @@ def _outline(each: Any) -> dict[str, Any]:
 def _cut(logger: Any, length: int) -> None:
     """Takes off a file what was written after the backup: it will be written again."""
     logger.csv_file.flush()
-    if stat.S_ISREG(os.fstat(logger.csv_file.fileno()).st_mode):  # workers that write no files have none
-        logger.csv_file.truncate(length)
-        logger.csv_file.seek(0, os.SEEK_END)
+    logger.csv_file.truncate(length)
+    logger.csv_file.seek(0, os.SEEK_END)

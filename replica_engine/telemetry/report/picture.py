@@ -67,7 +67,7 @@ def draw(timeline: Timeline, path: str, part: tuple[float, float]) -> None:
         raise ValueError("nothing is recorded")
     drawn = figure.Figure(figsize=(14, 2.0 + 0.42 * len(tracks)), layout="constrained")
     axes = drawn.subplots()
-    unit, factor = ("ms", 1e3) if end < 2 else ("s", 1.0)
+    unit, factor = ("ms", 1e3) if end - begin < 2 else ("s", 1.0)
     stragglers = _stragglers(timeline)
     for line, track in enumerate(tracks):
         for kind, bars in _bars(track, (end - begin) / _COLUMNS).items():

@@ -84,8 +84,9 @@ def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
 
 def numbered(timeline: Timeline) -> list[tuple[float, float]]:
     """The steps that have numbers in a picture, from 1: those of the first group with replicas."""
-    groups = [track.group for track in timeline.tracks if track.is_replica] or [timeline.tracks[0].group]
-    return steps_of(timeline, groups[0])
+    groups = [track.group for track in timeline.tracks if track.is_replica]
+    groups += [track.group for track in timeline.tracks]
+    return steps_of(timeline, groups[0]) if groups else []
 
 
 def compared(timeline: Timeline, group: str) -> list[tuple[float, float]]:
