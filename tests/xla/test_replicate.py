@@ -268,3 +268,20 @@ def test_after_an_error_the_same_function_works_with_other_arguments():
         with pytest.raises(LoweringError):
             xla.replicate(fn, both(x, True))
         assert values(xla.replicate(fn, both(x, False))) == [[1.0, 0.0]] * 2
+
+
+def test_what_ops_return_as_lists_are_lists_in_a_body():
+    """The gradient of a concatenation of many tensors, and Keras' recurrence, change such a list."""
+
+    def body(x):
+        parts = tf.split(x, 2)
+        assert isinstance(parts, list)
+        assert isinstance(tf.unstack(x), list)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(tf.concat([x] * 17, 0) ** 2)
+        return [*parts, tape.gradient(y, x)]
+
+    results = xla.replicate(body, [[tf.constant([1.0, 2.0])], [tf.constant([3.0, 4.0])]])
+    found = [[each.numpy().tolist() for each in result] for result in results]
+    assert found == [[[1.0], [2.0], [34.0, 68.0]], [[3.0], [4.0], [102.0, 136.0]]]
