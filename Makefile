@@ -1,7 +1,7 @@
 # Everything people do. Each target sets up what it needs in .venv, and is quick the second time.
 #
 #   make demo     train a model on 4 replicas           REPLICAS=4 EPOCHS=5 STRATEGY=mirrored (or tpu)
-#   make test     everything once, in minutes           ARGS="-k collectives" runs all cases of those
+#   make test     the quick tests, in minutes           ARGS="-k collectives" runs all cases of those
 #   make test-full      lint, make test, the cases it leaves out, the site, the oldest versions, programs for TPUs
 #   make baseline    200 programs on the library of 2026-11-27 and on this one, bit by bit   BASE=HEAD~1 for another one
 #   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes

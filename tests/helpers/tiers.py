@@ -1,9 +1,10 @@
 """Which cases `make test` runs, and which are left for `make test-full`.
 
-`make test` runs every test function. Of one with several parameters it runs as many cases as give each value of each
-parameter once; in the contract suite once on threads and once compiled. Combinations of values are left for the full
-tier. So are the forms of `run` and the rows of the table of strategies that share the code of others, in modules that
-are not about them, what is marked `full`, with the reason, and what `expensive.txt` lists.
+`make test` runs every test function but those that `expensive.txt` lists. Of one with several parameters it runs as
+many cases as give each value of each parameter once; in the contract suite once on threads and once compiled.
+Combinations of values are left for the full tier. So are the forms of `run` and the rows of the table of strategies
+that share the code of others, in modules that are not about them, what is marked `full`, with the reason, and cases
+that `expensive.txt` lists.
 
 What somebody asks for by name, with `-k` or `file::test`, is run in full.
 """

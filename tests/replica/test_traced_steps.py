@@ -495,7 +495,8 @@ def test_a_step_that_is_well_is_not_warned_of(said, release, caplog):
     program = Program("queue", True, release, warn_after=30.0, timeout=30.0)
     for _ in range(5):
         program()
-    assert not caplog.records
+    # TensorFlow counts the traces of all tests.
+    assert not [each for each in caplog.records if each.name == "replica_engine"]
 
 
 def test_a_traced_step_runs_where_ops_must_be_deterministic():
