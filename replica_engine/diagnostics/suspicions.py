@@ -132,7 +132,7 @@ def check_additions(strategy: tf.distribute.Strategy, graph: Any, first: int) ->
     """
     adding: dict[int, dict[str, tf.Operation]] = {}
     captures: dict[Any, dict[int, Any]] = {}
-    for op, replica in _additions(graph.get_operations()[first:], ""):
+    for op, replica in _additions(graph.get_operations()[first:], "", set()):
         adding.setdefault(id(_outermost(op.inputs[0], captures)), {}).setdefault(replica, op)
     for variable in variables.used_in(graph) if adding else ():
         ops = [*adding.get(id(variables.raw_handle(variable)), {}).values()]
@@ -156,8 +156,13 @@ def _outermost(tensor: Any, captures: dict[Any, dict[int, Any]]) -> Any:
     return tensor
 
 
-def _additions(operations: Iterable[tf.Operation], around: str) -> Iterator[tuple[tf.Operation, str]]:
-    """The ops that add to variables, also in branches, loops and calls, and the replica of each."""
+def _additions(
+    operations: Iterable[tf.Operation], around: str, seen: set[tuple[int, str]]
+) -> Iterator[tuple[tf.Operation, str]]:
+    """The ops that add to variables, also in branches, loops and calls, and the replica of each.
+
+    A function that is called often is looked at once a replica; `seen` keeps which.
+    """
     for op in operations:
         if subgraphs.is_stateful(op):  # others write nothing
             found = _OF_REPLICA.search(op.name)
@@ -165,7 +170,9 @@ def _additions(operations: Iterable[tf.Operation], around: str) -> Iterator[tupl
             if op.type in subgraphs.ADDING:
                 yield op, replica
             for graph in subgraphs.functions_of(op):
-                yield from _additions(graph.get_operations(), replica)
+                if (id(graph), replica) not in seen:
+                    seen.add((id(graph), replica))
+                    yield from _additions(graph.get_operations(), replica, seen)
 
 
 def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:

@@ -49,6 +49,7 @@ class Evaluation:
         self._runner = functools.cache(host_ops.runner)
         self._computes = functools.cache(_only_computes)
         self._constant = functools.cache(_constant)
+        self.carried = functools.cache(_carried)  # the body of an outer loop is executed often
 
     def of(self, graph: Any) -> GraphExecution:
         """The execution of a whole body."""
@@ -178,7 +179,7 @@ class GraphExecution:
             iterations: only what no iteration changes is known in it.
         """
         condition, body = subgraphs.functions_of(op)
-        needed = _carried(condition, body, wanted)
+        needed = self._evaluation.carried(condition, body, frozenset(wanted))
         values = [self.value(each) if index in needed else None for index, each in enumerate(op.inputs)]
         count = 0
         while True:
@@ -257,7 +258,7 @@ def _inputs_behind(graph: Any, tensor: tf.Tensor) -> set[int]:
     return {numbers[each] for each in seen & numbers.keys()}
 
 
-def _carried(condition: Any, body: Any, wanted: Iterable[int]) -> set[int]:
+def _carried(condition: Any, body: Any, wanted: frozenset[int]) -> set[int]:
     """The indices of a loop's values that its condition and the wanted values depend on."""
     needed: set[int] = set()
     pending = {*wanted, *_inputs_behind(condition, condition.outputs[0])}

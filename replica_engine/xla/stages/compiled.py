@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
-from replica_engine.errors.base import warning
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.executable import Executable, Stores
@@ -217,7 +216,7 @@ def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:
             f"{borrowed[0]!r}). They are not divided: each device gets them whole, and they are sent there for each "
             "run. Make the model and its optimizer under `with strategy.scope():`."
         )
-        _logger.warning(warning("made_outside_scope", text))
+        _logger.warning(text)
 
 
 class _Execution:

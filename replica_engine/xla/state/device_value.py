@@ -34,7 +34,6 @@ import tensorflow as tf
 from replica_engine._tf import variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LostVariableError, ProgramError
-from replica_engine.errors.base import warning
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
@@ -388,7 +387,7 @@ class DeviceValue:
                 f"{size / 2**30:.1f} GiB too. Saving reads one variable after the other; strategy.layouts() and "
                 "strategy.memory() read none."
             )
-            _logger.warning(warning("gathered_variable", text))
+            _logger.warning(text)
 
     def _gathered(self, array: Array) -> tf.Tensor:
         """The array, which all workers put together at the same time."""
