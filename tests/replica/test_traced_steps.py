@@ -25,7 +25,8 @@ from replica_engine.telemetry.report import spans
 
 DEVICES = logical_devices(4)
 HERE = "test_traced_steps.py"
-LIMIT = 0.5  # seconds
+WARN_AFTER = 0.25  # seconds; a warning that comes too early is no failure
+TIMEOUT = 2.0  # seconds: replicas that do not stand still come to their merge calls in less, on a busy machine too
 STUCK = 2  # the replica that stands still
 
 
@@ -148,7 +149,7 @@ LOOPS = pytest.mark.parametrize("loops", [False, True], ids=["one step", "loop"]
 
 @LOOPS
 def test_the_table_names_the_replica_that_stands_still(loops, release, said):
-    program = Program("python", loops, release, warn_after=LIMIT / 2)
+    program = Program("python", loops, release, warn_after=WARN_AFTER)
     program.stands.assign(True)
     asked = threading.Thread(target=program)
     asked.start()
@@ -169,7 +170,7 @@ def test_the_table_names_the_replica_that_stands_still(loops, release, said):
 
 
 def test_an_op_that_waits_is_named(release, said):
-    program = Program("queue", False, release, warn_after=LIMIT / 2)
+    program = Program("queue", False, release, warn_after=WARN_AFTER)
     program.stands.assign(True)
     asked = threading.Thread(target=program)
     asked.start()
@@ -183,7 +184,7 @@ def test_an_op_that_waits_is_named(release, said):
 @LOOPS
 @pytest.mark.parametrize("how", ["queue", "python", "generator", "busy"])
 def test_time_runs_out(how, loops, release):
-    program = Program(how, loops, release, timeout=LIMIT)
+    program = Program(how, loops, release, timeout=TIMEOUT)
     before = program.values()
     program.stands.assign(True)
     began = time.perf_counter()
@@ -210,7 +211,7 @@ def test_time_runs_out(how, loops, release):
 
 
 def test_what_was_abandoned_changes_nothing_when_it_wakes_up(release):
-    program = Program("python", False, release, timeout=LIMIT)
+    program = Program("python", False, release, timeout=TIMEOUT)
     before = program.values()
     program.stands.assign(True)
     with pytest.raises(ReplicaTimeoutError):
@@ -254,7 +255,7 @@ def test_the_exit_of_the_process_does_not_wait_for_what_was_abandoned(programs):
 @LOOPS
 @pytest.mark.parametrize("how", ["queue", "python"])
 def test_ctrl_c_ends_a_step_that_stands_still(how, loops, release, said):
-    program = Program(how, loops, release, warn_after=LIMIT / 2)
+    program = Program(how, loops, release, warn_after=WARN_AFTER)
     said.forget()  # its first step may have been slow
     before = program.values()
     program.stands.assign(True)
@@ -333,7 +334,7 @@ def test_what_replicas_write_on_their_own_is_named():
 
 
 def test_without_marks_the_table_says_so(release, said):
-    program = Program("queue", False, release, warn_after=LIMIT / 2, marks=False)
+    program = Program("queue", False, release, warn_after=WARN_AFTER, marks=False)
     program.stands.assign(True)
     asked = threading.Thread(target=program)
     asked.start()
