@@ -22,7 +22,7 @@ from replica_engine.hosts import joining
 from replica_engine.hosts.coordinator import Coordinator
 
 VICTIMS = pytest.mark.parametrize("victim", [0, 1])
-SHORT = 3.0  # the heartbeat limit of tests that must wait for it, once the worker has fallen silent
+SHORT = 8.0  # the heartbeat limit of tests that must wait for it, once the worker has fallen silent
 
 
 @pytest.fixture(autouse=True)

@@ -461,7 +461,7 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim):
         try:
             if fault == "stopped":
                 until(lambda: is_stopped(lost.pid), LONGER)
-                made.limit(heartbeat=3.0)
+                made.limit(heartbeat=8.0)
             out, err = other.communicate(LONGER)
         finally:
             lost.kill() if fault == "stopped" else lost.communicate(LONGER)
