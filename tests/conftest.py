@@ -292,7 +292,7 @@ def pytest_runtest_makereport(item, call):
 def _replica_threads_go(request, caplog):
     """Fails a test that leaves replica threads behind. Set up first, so it looks after all other fixtures."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(no_leaked_threads(grace=2.0))
+        stack.enter_context(no_leaked_threads(grace=60.0))
         yield
         # Three things outlive the test and hold its strategies: pytest has the fixtures' values and the arguments of
         # log messages, and TensorFlow's global graph has the variables made inside a tf.function.

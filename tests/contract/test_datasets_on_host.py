@@ -141,7 +141,7 @@ def test_elements_are_read_ahead_for_each_replica(strategy, buffer, ahead):
     options = tf.distribute.InputOptions(experimental_per_replica_buffer_size=buffer)
     steps = iter(strategy.distribute_datasets_from_function(lambda _: dataset, options))
     next(steps)
-    assert enough.wait(30)
+    assert enough.wait(300)
     if not buffer:
         assert taken == [0, 1]
 
@@ -253,7 +253,7 @@ def test_nobody_waits_for_the_end_of_an_iterator(strategy, many):
             while True:
                 yield [0.0, 1.0]
         finally:
-            waited.append(returned.wait(30))
+            waited.append(returned.wait(300))
             ended.set()
 
     dataset = tf.data.Dataset.from_generator(batches, output_signature=tf.TensorSpec([2], tf.float64))
@@ -264,7 +264,7 @@ def test_nobody_waits_for_the_end_of_an_iterator(strategy, many):
         next(steps)
     del steps
     returned.set()
-    assert ended.wait(30), "the iterator is kept"
+    assert ended.wait(300), "the iterator is kept"
     assert waited == [True], "the iterator ended before `del` returned"
 
 

@@ -15,7 +15,7 @@ from replica_engine.errors import ReplicaTimeoutError, StuckProgramError
 
 DEVICES = logical_devices(8)[:2]
 LIMIT = 0.4  # seconds; what is to come back in time does so in a few milliseconds
-LONGER = 3.0  # where a program is launched within the limit
+LONGER = 5.0  # where a program is launched within the limit, also on a busy machine
 
 
 def mirrored(**options):
@@ -128,7 +128,7 @@ def test_a_merge_function_that_is_stuck(on_main, release):
     else:
         thread = threading.Thread(target=run)
         thread.start()
-        thread.join(20)
+        thread.join(300)
     (error,) = caught
     assert [row.state for row in error.rows] == ["waiting in a merge call"] * 2
     assert "in the merge function" in error.coordinator.state
@@ -166,11 +166,11 @@ def test_a_merge_function_may_fail_by_itself():
 
 
 def test_the_warning_has_the_same_table(said):
-    said.expected = "assert said.wait(20)"  # what comes before may be slow enough for a warning, too
+    said.expected = "assert said.wait(300)"  # what comes before may be slow enough for a warning, too
     strategy = mirrored(warn_after=LIMIT / 4)
 
     def merge_fn(_):
-        assert said.wait(20)
+        assert said.wait(300)
 
     strategy.run(lambda: tf.distribute.get_replica_context().merge_call(merge_fn))
     text = said.text
@@ -186,7 +186,7 @@ def test_a_tf_function_that_does_not_return_is_warned_of(said, is_around):
     strategy = mirrored(warn_after=LIMIT / 4)
 
     def wait():
-        assert said.wait(20)
+        assert said.wait(300)
         return 0.0
 
     def body():
@@ -243,7 +243,7 @@ class TestCompiled:
         together = threading.Barrier(size)
 
         def endless():
-            together.wait(20)  # each call is a sign of life
+            together.wait(300)  # each call is a sign of life
             time_is_nearly_up()
             while not release.wait(0.001):
                 pass
@@ -391,7 +391,7 @@ def test_time_that_runs_out_in_an_update_leaves_all_replicas_equal(on_main):
     else:
         thread = threading.Thread(target=run)
         thread.start()
-        thread.join(20)
+        thread.join(300)
     assert len(caught) == 1
     assert [float(component.numpy()) for component in strategy.experimental_local_results(variable)] == [1.0, 1.0]
 
@@ -461,7 +461,7 @@ def test_what_waits_for_a_program_that_was_given_up_names_that_program(release, 
     together = threading.Barrier(2)
 
     def endless():
-        together.wait(20)  # each call is a sign of life
+        together.wait(300)  # each call is a sign of life
         time_is_nearly_up()
         release.wait()
 

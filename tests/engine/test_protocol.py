@@ -103,12 +103,12 @@ def test_a_head_start_is_given_in_every_round(run_bodies, monkeypatch):
 
     def body(replica):
         if replica.index == 0:
-            assert first_released.wait(10)  # builds nothing in its head start: the other is released
+            assert first_released.wait(300)  # builds nothing in its head start: the other is released
         else:
             first_released.set()
         meet(replica)
         if replica.index == 0:
-            assert asked.wait(10)
+            assert asked.wait(300)
             assert not second_released.wait(0.05)  # builds: the other waits
         else:
             second_released.set()
@@ -297,7 +297,7 @@ group = SyncGroup(["CPU:0", "CPU:1"])
 threading.settrace(trace)
 sys.settrace(trace)
 try:
-    Run(group, [body, body], lambda requests: requests, timeout=1.0)()
+    Run(group, [body, body], lambda requests: requests, timeout=5.0)()
 except ReplicaTimeoutError as error:
     print([row.state for row in error.rows], flush=True)
 sys.settrace(None)
@@ -343,7 +343,7 @@ class TestTimeout:
                 pool = GroupPool(["CPU:0"])
                 with pytest.raises(ReplicaTimeoutError), pool.lease() as group:
                     Run(group, [body], list, timeout=0.1)()
-            assert ended.wait(10)
+            assert ended.wait(300)
 
 
 class TestThreads:

@@ -20,7 +20,8 @@ def test_a_replica_that_does_not_come_back():
     def step(x):
         context = tf.distribute.get_replica_context()
         total = context.all_reduce("SUM", x)
-        while tf.get_static_value(context.replica_id_in_sync_group) == 1:
+        is_last = tf.get_static_value(context.replica_id_in_sync_group) == 1
+        while is_last:
             threading.Event().wait(0.01)
         return context.all_reduce("SUM", total)
 

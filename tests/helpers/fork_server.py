@@ -143,7 +143,7 @@ class Program:
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(self.pid, signal.SIGKILL)
-            self.communicate(10)
+            self.communicate(300)
 
     def _line(self):
         line = b""

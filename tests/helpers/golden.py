@@ -228,7 +228,7 @@ class _Warnings(logging.Handler):
 
     def sleep(self, seconds: float) -> None:
         """Waits until the wanted warning has come, or a warning about something that the program does first."""
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 120.0
         while time.monotonic() < deadline:
             self._has_come.clear()
             self._has_come.wait(deadline - time.monotonic())

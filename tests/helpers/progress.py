@@ -31,7 +31,9 @@ class Progress:
         self._config = config
         self._weights: dict[str, float] = {}
         self._total, self._count = 0.0, 0
-        self._done, self._failed, self._printed, self._began = 0.0, 0, 0, time.monotonic()
+        self._done, self._printed, self._began = 0.0, 0, time.monotonic()
+        self._failed: set[str] = set()
+        self._skipped = 0
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node, ids) -> None:
@@ -53,10 +55,12 @@ class Progress:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._skipped += report.skipped
         if report.failed:
-            self._failed += 1
+            self._failed.add(report.nodeid)
             self._write(f"failed: {report.nodeid}")
-        if report.when == "teardown" and report.nodeid in self._weights:
+        is_over = report.when not in ("setup", "call")  # "???" where the process of the test has died
+        if is_over and report.nodeid in self._weights:
             self._done += self._weights.pop(report.nodeid)
             percent = int(100 * self._done / self._total)
             if percent >= self._printed + EVERY and self._weights:
@@ -68,15 +72,16 @@ class Progress:
 
     def pytest_terminal_summary(self) -> None:
         if self._total and not self._weights and tiers.tier(self._config) == tiers.QUICK:
-            failed = f"{self._failed} failed" if self._failed else "all passed"
-            self._write(f"{self._count:,} tests, {failed}. `make test-full` runs the cases that are left.")
+            failed = f"{len(self._failed)} failed" if self._failed else "none failed" if self._skipped else "all passed"
+            skipped = f", {self._skipped} skipped" if self._skipped else ""
+            self._write(f"{self._count:,} tests, {failed}{skipped}. `make test-full` runs the cases that are left.")
 
     def _line(self, percent: int) -> str:
         so_far = time.monotonic() - self._began
         left = so_far * (self._total - self._done) / self._done
         finished = self._count - len(self._weights)
         return (
-            f"{percent:3}%   {finished:,} of {self._count:,} tests   {self._failed} failed   "
+            f"{percent:3}%   {finished:,} of {self._count:,} tests   {len(self._failed)} failed   "
             f"{_minutes(so_far)} so far, about {_minutes(left)} left"
         )
 

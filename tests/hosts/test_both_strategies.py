@@ -101,7 +101,7 @@ try:
         strategy.run(sums)
         if number == 20 and me == int(os.environ["VICTIM"]):
             (connection,) = member._members
-            connection._connection.heartbeat = 3.0
+            connection._connection.heartbeat = 8.0
             socket.create_connection(("127.0.0.1", int(os.environ["CUT"]))).close()
 except errors.WorkerLostError as error:
     print(json.dumps({"error": [error.worker, str(error)]}), flush=True)
@@ -127,7 +127,7 @@ def test_the_network_is_cut(programs, kind, victim):
             steps_run.settimeout(LONGER)
             steps_run.accept()[0].close()
             proxy.cut()
-            made.limit(heartbeat=3.0)
+            made.limit(heartbeat=8.0)
             found = []
             for process in started:
                 out, err = process.communicate(LONGER)
@@ -140,13 +140,13 @@ def test_the_network_is_cut(programs, kind, victim):
         silent = made.coordinator.failure.arguments[0].silent
     assert found[victim][0] is None
     assert (
-        f"The coordinator of the job at {proxy.address} has not been heard of for 3 s by worker {victim} of 2"
+        f"The coordinator of the job at {proxy.address} has not been heard of for 8 s by worker {victim} of 2"
         in found[victim][1]
     )
     assert found[1 - victim][0] == victim
     assert f"worker {victim} of 2" in found[1 - victim][1]
-    assert "has not been heard of for 3 s" in found[1 - victim][1]
-    assert silent >= 3.0  # not before the limit, by the clock of the coordinator
+    assert "has not been heard of for 8 s" in found[1 - victim][1]
+    assert silent >= 8.0  # not before the limit, by the clock of the coordinator
 
 
 RESTARTED = """

@@ -22,7 +22,7 @@ from replica_engine.hosts import joining
 from replica_engine.hosts.coordinator import Coordinator
 
 VICTIMS = pytest.mark.parametrize("victim", [0, 1])
-SHORT = 3.0  # the heartbeat limit of tests that must wait for it, once the worker has fallen silent
+SHORT = 8.0  # the heartbeat limit of tests that must wait for it, once the worker has fallen silent
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_stopped(victim):
         error = lost(member)
         assert process.poll() is None
     assert error.worker == victim
-    assert "has not been heard of for 3 s" in str(error)
+    assert f"has not been heard of for {SHORT:g} s" in str(error)
 
 
 @VICTIMS
@@ -131,10 +131,10 @@ member.check()
         proxy.close()
     assert error.worker == victim
     assert failure.arguments[0].silent >= SHORT  # by the clock of the coordinator
-    assert "has not been heard of for 3 s" in str(error)
+    assert f"has not been heard of for {SHORT:g} s" in str(error)
     assert process.returncode == 1
     assert "WorkerLostError: The coordinator of the job at" in printed
-    assert "has not been heard of for 3 s" in printed
+    assert f"has not been heard of for {SHORT:g} s" in printed
 
 
 def test_never_starts():

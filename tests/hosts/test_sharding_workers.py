@@ -141,7 +141,7 @@ def test_a_worker_that_stops_while_a_value_is_read_is_named(programs):
         reads, stops = (programs.start(TPU_HEAD + STOPS + TPU_TAIL, env=made.environment(each)) for each in range(2))
         try:
             until(lambda: is_stopped(stops.pid), LONGER)
-            made.limit(heartbeat=3.0)
+            made.limit(heartbeat=8.0)
             found, _ = read(reads, LONGER)
         finally:
             stops.kill()

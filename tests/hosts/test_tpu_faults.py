@@ -53,7 +53,7 @@ except replica_engine.errors.WorkerLostError as error:
 
 FAULTS = {  # what worker's program does, the words of the others' error, and its own exit status
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "has closed its connection without a word", -signal.SIGKILL),
-    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has not been heard of for 3 s", -signal.SIGKILL),
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has not been heard of for 8 s", -signal.SIGKILL),
     "raised": ("raise ValueError('the body')", "has raised ValueError: the body", 1),
     "left": ("sys.exit(0)", "has come to the end of its program or to sys.exit", 0),
 }
@@ -79,7 +79,7 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores, distrib
         try:
             if fault == "stopped":
                 until(lambda: is_stopped(lost.pid), LONGER)
-                made.limit(heartbeat=3.0)
+                made.limit(heartbeat=8.0)
             out, err = other.communicate(LONGER)
         finally:
             lost.kill() if fault == "stopped" else lost.communicate(LONGER)
@@ -89,7 +89,7 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores, distrib
     worker, pid, step, message = json.loads(line)
     assert (worker, pid, lost.returncode) == (victim, lost.pid, status)
     if fault == "stopped":  # not before the limit, by the clock of the coordinator
-        assert made.coordinator.failure.arguments[0].silent >= 3.0
+        assert made.coordinator.failure.arguments[0].silent >= 8.0
     assert step == 10 if told else step in (None, *range(6))
     assert f"worker {victim} of 2" in message
     assert words in message

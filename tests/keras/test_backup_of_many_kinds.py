@@ -72,7 +72,7 @@ def test_replicas_keep_their_moving_statistics_at_the_end_of_an_epoch(tmp_path):
 
 def test_a_fit_waits_for_the_backup_that_the_one_before_is_writing(tmp_path, monkeypatch):
     goes_on, finish = threading.Event(), BackupFolder.finish
-    monkeypatch.setattr(BackupFolder, "finish", lambda *args: goes_on.wait(20) and finish(*args))
+    monkeypatch.setattr(BackupFolder, "finish", lambda *args: goes_on.wait(300) and finish(*args))
     seen = []
 
     def train(*callbacks):

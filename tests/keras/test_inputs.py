@@ -237,7 +237,7 @@ def test_nobody_waits_for_the_end_of_the_data(method, two):
         try:
             yield from generated()
         finally:
-            waited.append(returned.wait(30))
+            waited.append(returned.wait(300))
             ended.set()
 
     specs = tf.TensorSpec([9, 4], tf.float32), tf.TensorSpec([9], tf.int64)
@@ -245,5 +245,5 @@ def test_nobody_waits_for_the_end_of_the_data(method, two):
     steps = {"steps_per_epoch": 2} if method == "fit" else {"steps": 2}
     getattr(two.replicated, method)(dataset, verbose=0, **steps)
     returned.set()
-    assert ended.wait(30), "the iterator is kept"
+    assert ended.wait(300), "the iterator is kept"
     assert waited == [True], "the iterator ended before the method returned"

@@ -52,7 +52,7 @@ def on_another_thread(do):
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(30)
+    thread.join(300)
     assert found, "it waits for the thread that waits for it"
     return found[0]
 

@@ -211,7 +211,7 @@ def test_two_models_train_at_once_each_on_its_own_replicas(pair, both, alike):
     barrier = threading.Barrier(2)
 
     def train(index):
-        barrier.wait(30)
+        barrier.wait(300)
         found[index] = models[index].fit(BATCHES, shuffle=False, verbose=0).history
 
     threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]

@@ -514,7 +514,7 @@ def test_ctrl_c_in_the_moment_before_a_wait():
     def stuck():
         if replica_id() == 1:
             _thread.interrupt_main()
-            waited.append(go.wait(20))
+            waited.append(go.wait(300))
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -72,7 +72,7 @@ def noting(two):
 
 @pytest.fixture(autouse=True)
 def _feeding_threads_go():
-    with no_leaked_threads(grace=2.0, prefix=THREAD):
+    with no_leaked_threads(grace=60.0, prefix=THREAD):
         yield
 
 

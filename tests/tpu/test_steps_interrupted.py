@@ -115,7 +115,7 @@ def test_ctrl_c_while_replicas_wait_for_an_iterator_that_is_stuck(two, ctrl_c):
             yield np.float32(1.0)
             yield np.float32(1.0)
             ctrl_c()
-            waited.append(release.wait(20))
+            waited.append(release.wait(300))
 
         two.strategy.run_steps(step, batches(), 10**9)
 

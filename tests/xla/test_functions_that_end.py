@@ -14,7 +14,7 @@ import tensorflow as tf
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ReplicaTimeoutError
 
-LIMIT = 3.0  # seconds, in which the first step is launched
+LIMIT = 6.0  # seconds, in which the first step is launched
 
 
 class Program:

@@ -49,10 +49,10 @@ def interrupts():
     go, asleep = threading.Event(), threading.Barrier(2)
 
     def interrupt():
-        asleep.wait(10)
+        asleep.wait(300)
         if int(xla.replica_id()) == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        go.wait(20)
+        go.wait(300)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -140,11 +140,11 @@ def test_ctrl_c_in_the_moment_before_a_wait(waits_for, timeout):
 
     def stuck():
         inside.set()
-        waited.append(go.wait(20))
+        waited.append(go.wait(300))
 
     def interrupted():
         _thread.interrupt_main()
-        waited.append(go.wait(20))
+        waited.append(go.wait(300))
 
     strategy = TPUStrategy(num_cores=2, timeout=timeout)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -154,7 +154,7 @@ def test_ctrl_c_in_the_moment_before_a_wait(waits_for, timeout):
             other = TPUStrategy(num_cores=2)
             threads.append(threading.Thread(target=other.run, args=(lambda: xla.outside_compilation(stuck),)))
             threads[0].start()
-            inside.wait(20)
+            inside.wait(300)
             threads.append(threading.Timer(1.0, _thread.interrupt_main))  # by when this thread waits for its turn
             threads[1].start()
         with pytest.raises(KeyboardInterrupt):
@@ -163,7 +163,7 @@ def test_ctrl_c_in_the_moment_before_a_wait(waits_for, timeout):
     finally:
         go.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(300)
         signal.signal(signal.SIGINT, before)
     check_strategy_works(strategy)
 

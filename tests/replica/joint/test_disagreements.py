@@ -319,7 +319,7 @@ def test_the_warning_has_a_row_for_each_replica(caplog):
         def branch():
             y = total(x)
             if index() == 1:
-                assert warned.wait(30)
+                assert warned.wait(300)
             return y
 
         return tf.cond(x > 0.0, branch, lambda: x)
@@ -420,7 +420,7 @@ def test_two_threads_call_run_at_once(mirrored):
         def branch():
             y = total(x)
             if index() == 0:
-                inside.wait(30)
+                inside.wait(300)
             return y
 
         return tf.cond(x > 0.0, branch, lambda: x)
