@@ -50,7 +50,17 @@ def check_distribution(strategy: tf.distribute.Strategy) -> None:
     """
     given = layouts.current_distribution()
     if given is not None and given is not getattr(getattr(strategy.extended, "distribution", None), "given", None):
-        raise DistributionError.set_for_all(type(strategy).__name__, strategy.extended.compiles)
+        name = type(strategy).__name__
+        how = (
+            f"{name}(distribution=...)"
+            if strategy.extended.compiles
+            else f"replica_engine.TPUStrategy(distribution=...), since {name} has whole variables on each replica"
+        )
+        raise DistributionError(
+            "keras.distribution.set_distribution(...), or a scope() of a distribution, is in effect. The strategies of "
+            f"replica_engine do not read it: pass the distribution to the strategy, {how}. If it is meant for another "
+            "model, end it first: keras.distribution.set_distribution(None)."
+        )
 
 
 def _check_batch(first: keras_hooks.FirstBatch) -> None:

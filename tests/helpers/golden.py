@@ -2,7 +2,7 @@
 
 The body of a test that is marked `@shows(SomeError)` is such a program. It must come to that error, and the program and
 what it shows must be those of `golden/SomeError.txt`. A text that branches has a test of its own,
-`@shows(SomeError.wording)`. Line N of the file is line N of `program.py`, as the messages call it. `UPDATE_GOLDEN=1
+`@shows(SomeError, "wording")`. Line N of the file is line N of `program.py`, as the messages call it. `UPDATE_GOLDEN=1
 pytest tests/errors` rewrites the files.
 
 A file shows the printed output, the library's warnings, and the exception as Python prints it, with only the user's

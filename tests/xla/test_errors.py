@@ -409,7 +409,7 @@ def test_a_users_exception_keeps_its_type_and_contents(refused, replicate):
 @pytest.mark.parametrize(
     "error",
     [
-        errors.BackendMissingError.not_installed(),
+        errors.BackendMissingError("a message"),
         NotInBodyError.outside("replica_id", "file.py:1 in fn"),
         InputsError("a message"),
         ReplicaMismatchError.shapes("args[0]", 1, "(2,)", "(3,)"),
