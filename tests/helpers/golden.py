@@ -80,9 +80,9 @@ def shows(shown: Any, variant: str = "") -> Callable[[Callable[..., None]], Call
     """Makes a program a test of what it shows.
 
     Args:
-        shown: what the program must come to: an exception class, a class method of one that words a text which
-            branches, a function that words a warning or a note, or the name of a warning.
-        variant: tells golden files of the same text apart.
+        shown: what the program must come to: an exception class, a class method that words its text, a function that
+            words a warning or a note, or the name of a warning.
+        variant: tells golden files of the same class or text apart.
     """
     name = name_of(shown)
 
