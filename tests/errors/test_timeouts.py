@@ -8,7 +8,6 @@ from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import CoordinatorRow, ReplicaTimeoutError, StuckProgramError
-from replica_engine.errors.threads import note_sync_points
 from replica_engine.errors.timeouts import slow_compile, slow_function, slow_program, slow_replicas, slow_trace
 from replica_engine.pjrt import executable, markers
 
@@ -96,7 +95,7 @@ def _kept_in_a_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_kept_in_a_folder")
-@shows(note_sync_points)
+@shows("note_sync_points")
 @eager_only("the step reads values")
 def test_a_run_that_fails_after_some_sync_points():
     """With REPLICA_ENGINE_DUMP_DIR=/tmp/runs in the environment."""
