@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, in_words
+from replica_engine.errors.base import ReplicaEngineError, at
 
 
 class NestedHostCallError(ReplicaEngineError, NotImplementedError):
@@ -51,25 +51,6 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
             "strategy. The devices run one program at a time, and the loop waits for the iterator. Use the devices "
             "before or after run_steps."
         )
-
-
-def note_host_failure(
-    error: BaseException, place: str, call: str, times: int, other: BaseException | None = None
-) -> None:
-    """Adds a note to a user's exception: which replica's host call raised it, or which other host call failed too.
-
-    Args:
-        error: the exception that gets the note.
-        place: the replica and its device, in words.
-        call: the host call, in words.
-        times: 1-based count of this execution of the call on that replica.
-        other: what the host call at `place` raised, if that is not `error`.
-    """
-    where = f"{place}, in {call}, execution {times} of it there"
-    if other is None:
-        add_note(error, where)
-    else:
-        add_note(error, f"also failed: {where}: {in_words(other)}")
 
 
 def at_result(name: str) -> str:
