@@ -18,7 +18,7 @@ a package imports only itself and lower layers:
     hosts/        jobs of several workers: the cluster, the coordinator, the launcher; standard library only
     process/      the whole process: logical devices, TensorFlow's thread pool, exit, fork, interrupts
     telemetry/    the watchdog and timelines; standard library only
-    errors/       every exception with its message
+    errors/       every exception, and the texts that several places use
     _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, hosts, telemetry and
                   errors must not import it, since they know nothing of TensorFlow
 

@@ -56,7 +56,10 @@ def check(package: str, version: str, tested: tuple[tuple[int, int], tuple[int, 
     """
     oldest, newest = map(_text, tested)
     if minor(version) < tested[0]:
-        raise TensorFlowVersionError.too_old(package, version, oldest)
+        raise TensorFlowVersionError(
+            f"{package} {version} is installed; replica_engine needs {oldest} or newer. Install it with\n"
+            f'    pip install --upgrade "{package.lower()}>={oldest}"'
+        )
     if minor(version) > tested[1]:
         logging.getLogger("replica_engine").warning(untested_version(package, version, oldest, newest))
 
@@ -100,10 +103,15 @@ def explained(error: ImportError) -> TensorFlowVersionError | None:
     """The error for a private name of TensorFlow or Keras that cannot be imported; None for all other errors."""
     package = (error.name or "").partition(".")[0]
     if package == "tensorflow":
-        return TensorFlowVersionError.name_vanished("TensorFlow", tf.__version__, _text(TENSORFLOW[1]), error)
-    if package == "keras" and "keras" in sys.modules:
-        return TensorFlowVersionError.name_vanished("Keras", sys.modules["keras"].__version__, _text(KERAS[1]), error)
-    return None
+        name, version, newest = "TensorFlow", tf.__version__, _text(TENSORFLOW[1])
+    elif package == "keras" and "keras" in sys.modules:
+        name, version, newest = "Keras", sys.modules["keras"].__version__, _text(KERAS[1])
+    else:
+        return None
+    return TensorFlowVersionError(
+        f"{name} {version} lacks a name that replica_engine uses ({error}). Install the newest version that "
+        f'replica_engine was tested with:\n    pip install "{package}=={newest}.*"'
+    )
 
 
 def _text(version: tuple[int, int]) -> str:

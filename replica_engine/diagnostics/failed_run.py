@@ -21,7 +21,8 @@ from typing import Any
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord, as_json, lasts
 from replica_engine.errors import ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.threads import note_sync_points, note_workers
+from replica_engine.errors.base import add_note
+from replica_engine.errors.threads import note_workers
 from replica_engine.process import folders
 from replica_engine.telemetry.watchdog import workers
 
@@ -52,8 +53,10 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
             path = _dump(folder, error, found)
     except Exception:
         _log.exception("The record of a failed run could not be collected or written to %s (%s).", folder, VARIABLE)
-    if lines or path:
-        note_sync_points(error, lines, path)
+    if lines:
+        add_note(error, "last sync points of the run:\n" + "\n".join(f"  {line}" for line in lines))
+    if path:
+        add_note(error, f"the full record of the run: {path}")
 
 
 def _dump(folder: str, error: BaseException, found: Sequence[SyncPointRecord]) -> str:

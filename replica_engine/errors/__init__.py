@@ -1,7 +1,7 @@
 """All exceptions of the package.
 
-A message stands where it is raised. The modules have the classes, and the texts of errors, warnings and notes that
-branch, that several places use, or that are long:
+A message stands where it is raised. The modules have the classes, the texts of errors that several places raise, and
+those of warnings and notes that branch, that several places use, or that are long:
 
 - `base`: ReplicaEngineError, the base class.
 - `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.

@@ -16,8 +16,8 @@ class ReplicaEngineError(Exception):
 
     The constructor of each subclass takes the message only. So code that copies an error as `type(error)(message)` gets
     an error of the same type. Keras does so with an exception that a layer raises. A message stands where it is raised.
-    One that branches, or that several places raise, is a class method. The first note of an error names the
-    page of its class in the documentation.
+    One that several places raise is a class method. The first note of an error names the page of its class in the
+    documentation.
 
     Example:
         >>> issubclass(MergeCallMismatchError, ReplicaEngineError)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, in_words
-
-_DECLARE = (
-    "Declare them above the function, @xla.returns(tf.TensorSpec([...], tf.float32)), or, for a lambda or a library's "
-    "function, in the call, outside_compilation(xla.returns(...)(fn), x). xla.returns(None) declares none."
-)
+from replica_engine.errors.base import ReplicaEngineError, at
 
 
 class NestedHostCallError(ReplicaEngineError, NotImplementedError):
@@ -31,82 +26,6 @@ class HostResultError(ReplicaEngineError, ValueError, TypeError):
 
     failure: Exception | None = None
 
-    @classmethod
-    def no_tensor(cls, name: str, value: object) -> HostResultError:
-        """The result is neither a tensor nor a structure of tensors."""
-        return cls(
-            f"The host function returned {brief(value)}{_in(name)}, which is not a tensor. A host function can return "
-            "tensors, arrays, numbers, None, and nested structures of them."
-        )
-
-    @classmethod
-    def host_only(cls, name: str, dtype: str) -> HostResultError:
-        """The result has a dtype that no device can hold, such as string."""
-        return cls(
-            f"The host function returned a tensor of dtype {dtype}{_in(name)}, which no device can hold. Use the "
-            "tensor in the host function, and return numbers."
-        )
-
-    @classmethod
-    def unknown_shape(cls, name: str, shape: str) -> HostResultError:
-        """The shape of the result is not known before the run."""
-        return cls(
-            f"The host function's result{_in(name)} has the shape {shape}, but XLA compiles for fixed shapes. Pad the "
-            "result to a fixed shape, and declare that shape: @xla.returns(tf.TensorSpec(shape, dtype))."
-        )
-
-    @classmethod
-    def not_traced(cls, fn: str, where: str, failure: Exception, line: str) -> HostResultError:
-        """The body uses the results of a host function that needs concrete values, so they are not known."""
-        raised = in_words(failure).split("\n")[0].removesuffix(".")
-        error = cls(
-            f"The body uses the results of {fn}, which outside_compilation{at(where)} runs on the host, but they are "
-            f"not known before the run: tracing it raised {raised}{at(line)}. {_DECLARE}"
-        )
-        error.failure = error.__cause__ = failure
-        return error
-
-    @classmethod
-    def not_fixed(cls, fn: str, where: str, name: str, shape: str) -> HostResultError:
-        """The body uses the results of a host function, and tracing the function leaves the shape of one unknown."""
-        return cls(
-            f"The body uses the results of {fn}, which outside_compilation{at(where)} runs on the host, but they are "
-            f"not known before the run: the result{name} has the shape {shape}, and XLA compiles for fixed shapes. Pad "
-            f"it to a fixed shape if its shape depends on values. {_DECLARE}"
-        )
-
-    @classmethod
-    def other_structure(cls, name: str, given: str, wanted: str) -> HostResultError:
-        """The result has another structure than the body was compiled for."""
-        return cls(
-            f"The host function returned {given}{_in(name)}, but the body was compiled for {wanted}. A host function "
-            "must return the same structure each time."
-        )
-
-    @classmethod
-    def other_tensor(cls, name: str, given: str, wanted: str) -> HostResultError:
-        """The result has another dtype or shape than the body was compiled for."""
-        return cls(
-            f"The host function returned {given}{_in(name)}, but the body was compiled for {wanted}. A host "
-            "function must return the same dtype and shape each time: cast or pad the result, or declare it, "
-            "@xla.returns(tf.TensorSpec(shape, dtype))."
-        )
-
-    @classmethod
-    def other_shape(cls, made_by: str, given: str, wanted: str, tried_with: str) -> HostResultError:
-        """An op that soft placement runs on the host returned a tensor that the body was not compiled for.
-
-        `tried_with` says what the shape was found with: "made-up values", or "" if the body declares it.
-        """
-        if not tried_with:
-            return cls(f"{made_by} returned {given}, where the body declares {wanted}.")
-        return cls(
-            f"{made_by} returned {given}, where the body was compiled for {wanted}. That shape was found before the "
-            f"run, by a trial of the op with {tried_with}. The devices use the result, so it needs one shape: pad it, "
-            "for example ragged.to_tensor(shape=[None, 6]). If only the trial is wrong, declare the shape: "
-            "tf.ensure_shape(y, shape)."
-        )
-
 
 class HostAccessError(ReplicaEngineError, RuntimeError):
     """A host function, or the iterator of a device loop, uses what the running program keeps on the devices.
@@ -125,15 +44,6 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
-    def devices(cls, where: str) -> HostAccessError:
-        """The host function starts another program on devices, or uses a variable of a strategy."""
-        return cls(
-            f"The function that outside_compilation{at(where)} runs on the host uses devices: it runs a compiled body, "
-            "or accesses a variable of a strategy. The devices run one program at a time, and the running program "
-            "waits for this function. Use the devices before or after the run."
-        )
-
-    @classmethod
     def in_inputs(cls) -> HostAccessError:
         """The iterator of a device loop uses devices while the loop runs."""
         return cls(
@@ -143,26 +53,8 @@ class HostAccessError(ReplicaEngineError, RuntimeError):
         )
 
 
-def note_host_failure(
-    error: BaseException, place: str, call: str, times: int, other: BaseException | None = None
-) -> None:
-    """Adds a note to a user's exception: which replica's host call raised it, or which other host call failed too.
-
-    Args:
-        error: the exception that gets the note.
-        place: the replica and its device, in words.
-        call: the host call, in words.
-        times: 1-based count of this execution of the call on that replica.
-        other: what the host call at `place` raised, if that is not `error`.
-    """
-    where = f"{place}, in {call}, execution {times} of it there"
-    if other is None:
-        add_note(error, where)
-    else:
-        add_note(error, f"also failed: {where}: {in_words(other)}")
-
-
-def _in(name: str) -> str:
+def at_result(name: str) -> str:
+    """Where in the structure that a host function returned; "" for a single tensor."""
     return f" at result{name}" if name else ""
 
 

@@ -247,14 +247,6 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
         return _lost(cls, other, f"is not reached by {row.name}, and the coordinator hears both: {reason}")
 
     @classmethod
-    def closed_here(cls, row: WorkerRow) -> WorkerLostError:
-        """A thread of this worker waits for others, and the worker has ended its connection."""
-        return cls(
-            f"{row.name} waits for the others no longer: it has left the job, at its end or because of an exception, "
-            "which its own output says."
-        )
-
-    @classmethod
     def no_coordinator(
         cls, row: WorkerRow, address: str, launched: bool, seconds: float | None = None
     ) -> WorkerLostError:
@@ -307,19 +299,6 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
             f"REPLICA_ENGINE_JOIN_TIMEOUT to more seconds if they need them.{cause}{strangers and ' '}{strangers}"
         )
         error.workers = tuple(missing)
-        return error
-
-    @classmethod
-    def no_coordinator(cls, row: WorkerRow, address: str, seconds: float, reason: str) -> WorkersMissingError:
-        """A worker did not reach the coordinator of its job within the join limit."""
-        error = cls(
-            f"The coordinator at {address} was not reached within {seconds:g} s by {row.name}: {reason}. Worker 0 "
-            "starts it: either "
-            "worker 0 does not run, or its address is wrong or blocked by a firewall, or the name of its machine is "
-            "127.0.1.1 there (then set REPLICA_ENGINE_LISTEN for it). Set REPLICA_ENGINE_JOIN_TIMEOUT to more seconds "
-            "if it needs them."
-        )
-        error.workers = (0,)
         return error
 
     @classmethod
@@ -421,15 +400,6 @@ def runs_alone(name: str, value: str) -> str:
     )
 
 
-def strangers_are_there(count: int, address: str, last: str) -> str:
-    """The warning that others than the members of the job connect to its coordinator."""
-    return (
-        f"{count_of(count, 'connection')} to the coordinator at {address} came from others than this job's workers and "
-        f"{'was' if count == 1 else 'were'} closed, the last from {last}. Workers still get in. Close the port to "
-        "other programs, or use a network of its own for the job."
-    )
-
-
 def in_short(rows: Sequence[WorkerRow]) -> list[str]:
     """A line for each worker; of many workers, a line for all that are at the same place."""
     if len(rows) <= _MOST_LINES:
@@ -447,29 +417,6 @@ def in_short(rows: Sequence[WorkerRow]) -> list[str]:
     if left := sum(len(ones) for _, ones in ordered[_MOST_LINES:]):
         lines.append(f"{count_of(left, 'worker')} at {len(ordered) - _MOST_LINES} more places")
     return lines
-
-
-def slow_workers(worker: int, what: str, seconds: float, lines: Iterable[str]) -> str:
-    """The warning that a worker waits long for the others to come to a point where all meet.
-
-    Args:
-        worker: its index.
-        what: the point.
-        seconds: how long it has waited.
-        lines: where all workers are, as `in_short` has them.
-    """
-    table = "\n".join(f"  {line}" for line in lines)
-    return (
-        f"worker {worker} has waited for {seconds:.3g} s for the other workers to come to {what}:\n{table}\n"
-        "A worker that is busy with something else comes later. If one never comes, look for a branch on the worker's "
-        "index, and for a dataset that is longer on this worker."
-    )
-
-
-def where_workers_are(lines: Iterable[str]) -> str:
-    """The table of all workers that is added to the warning that a run stands still, and to its timeout."""
-    table = "\n".join(f"  {line}" for line in lines)
-    return f"The workers of the job:\n{table}"
 
 
 def workers(indices: Iterable[int], most: int | None = None) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, warning
+from replica_engine.errors.base import ReplicaEngineError, at, brief, warning
 
-_LOOP = (
+LOOP = (
     "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
     "        strategy.run(step, args=(batch,))\n"
     "If its batches are tuples and the step takes their parts, step(x, y), write args=batch."
 )
+"""What to write where a dataset is given in place of a batch."""
 
 
 class NotInBodyError(ReplicaEngineError, RuntimeError):
@@ -19,32 +20,6 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
     Raised where the operation is called. Call it in the function that `xla.replicate` or `TPUStrategy.run` is given;
     the replicas of MirroredStrategy use `tf.distribute.get_replica_context()`.
     """
-
-    @classmethod
-    def outside(cls, name: str, where: str) -> NotInBodyError:
-        """The call is outside any replicated body."""
-        return cls(
-            f"xla.{name}() works inside a function that runs on replicas, but it was called outside one{at(where)}. "
-            "Call it from the function that is passed to xla.replicate(fn, inputs) or to TPUStrategy.run(fn)."
-        )
-
-    @classmethod
-    def on_thread(cls, name: str, where: str) -> NotInBodyError:
-        """The call is in a function that MirroredStrategy, or another strategy with replicas on threads, runs."""
-        instead = {
-            "replica_id": "replica_id_in_sync_group",
-            "num_replicas": "num_replicas_in_sync",
-            "cross_replica_sum": 'all_reduce("SUM", value)',
-            "all_reduce": 'all_reduce("SUM", value)',
-            "all_gather": "all_gather(value, axis)",
-        }
-        cure = "Exchange the values in a merge call, context.merge_call(merge_fn, args=(value,))"
-        if name in instead:
-            cure = f"Write, for both strategies, tf.distribute.get_replica_context().{instead[name]}"
-        return cls(
-            f"xla.{name}() was called{at(where)} on a replica that runs on a thread, as those of MirroredStrategy do. "
-            f"The functions of xla work in functions that TPUStrategy or xla.replicate compiles. {cure}."
-        )
 
 
 class NoMethodError(ReplicaEngineError, AttributeError):
@@ -77,33 +52,9 @@ class InputsError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
-    def dataset(cls, name: str, kind: str) -> InputsError:
-        """A dataset where a batch is expected."""
-        return cls(
-            f"{name} is a {kind}, and a compiled body takes the values of a batch. Distribute it, and run one batch "
-            f"at a time:\n{_LOOP}"
-        )
-
-    @classmethod
     def not_of_signature(cls, fn: str, name: str, given: str, wanted: str) -> InputsError:
         """An argument does not match the input signature."""
         return cls(f"{name} of `{fn}` is {given}, but the input_signature has {wanted}.")
-
-    @classmethod
-    def no_step(cls, name: str, signature: str, parts: int | None) -> InputsError:
-        """A step of a device loop does not take the arguments that it is called with, such as one without a context.
-
-        Args:
-            name: the name of the step.
-            signature: what it takes, in parentheses.
-            parts: how many parts a batch has if it is a tuple; None if it is not.
-        """
-        batch = f"the batch, a tuple of {parts} parts" if parts else "the batch"
-        return cls(
-            f"`{name}` takes {signature}, but run_steps calls a step with its context first, and then with {batch}:\n"
-            f"{_step_forms(parts)}\n"
-            'The context takes what the last step passes out: context.set_last_step_output("loss", loss, "MEAN").'
-        )
 
 
 class ReplicaMismatchError(ReplicaEngineError, ValueError):
@@ -132,19 +83,6 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def at_sync_point(cls, point: str, brought: Sequence[tuple[str, str]], whole: bool) -> ReplicaMismatchError:
-        """The replicas brought different tensors to an all-reduce or all-gather; one row for each replica."""
-        rows = "\n".join(f"  {replica}: {tensors}" for replica, tensors in brought)
-        rule = (
-            "Every replica must bring tensors of equal dtypes and shapes. If one replica has a smaller share of the "
-            "batch, reduce over the samples first (tf.reduce_sum) and all-reduce the result, or pad the share."
-            if whole
-            else "Every replica must bring tensors of equal dtypes, and shapes that differ along the axis only. Gather "
-            "along the axis in which the shapes differ, or pad the tensors to one size first."
-        )
-        return cls(f"The replicas brought different tensors to {point}:\n{rows}\n{rule}")
-
-    @classmethod
     def of_conditions(cls, what: str, where: str, values: Sequence[tuple[str, str]]) -> ReplicaMismatchError:
         """The replicas do not agree which way to go in an operator with merge calls; one row for each replica."""
         rows = "\n".join(f"  {replica}: {value}" for replica, value in values)
@@ -164,28 +102,10 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         )
 
 
-def note_no_context(error: BaseException, name: str, parts: int | None) -> None:
-    """Adds a note to an exception of a step that took its context for the batch.
-
-    `parts` is as in `no_step`.
-    """
-    forms = _step_forms(parts)
-    add_note(error, f"the first argument of `{name}` is the context of run_steps. A step is written so:\n{forms}")
-
-
-def _step_forms(parts: int | None) -> str:
-    """How to write a step for batches that are tuples of so many parts; None for all other batches."""
-    whole = "    def step(context, batch):"
-    if parts is None:
-        return whole
-    names = {0: "", 1: ", x", 2: ", x, y", 3: ", x, y, z"}.get(parts, ", *parts")
-    return f"    def step(context{names}):" + (f"  # or with all parts in a tuple:\n{whole}" if parts else "")
-
-
 def warn_dataset_for_each(name: str, size: int, where: str) -> str:
     """The warning that a dataset is given to `run`, so that each replica goes through all of it."""
     return warning(
         "warn_dataset_for_each",
         f"{name} of strategy.run{at(where)} is a tf.data.Dataset: each of {size} replicas goes through all of it. "
-        f"Distribute it, and run one batch at a time:\n{_LOOP}",
+        f"Distribute it, and run one batch at a time:\n{LOOP}",
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, warning
+from replica_engine.errors.base import ReplicaEngineError, at, warning
 from replica_engine.errors.timeouts import count_of
 
 
@@ -15,26 +13,6 @@ class ReplicateError(ReplicaEngineError, ValueError):
     outside a strategy's scope, and replicas that exist.
     """
 
-    @classmethod
-    def unbuilt(cls, name: str, layer: str) -> ReplicateError:
-        """The model, or one of its layers, is not built."""
-        whose = "" if layer == name else f" (its layer {layer!r} is not)"
-        return cls(
-            f"The model {name!r} is not built{whose}: it has no variables yet that the replicas could share. Give it a "
-            "keras.Input, or call it on a batch, model(x[:1]), before you replicate it."
-        )
-
-    @classmethod
-    def too_few_devices(cls, replicas: int, kind: str, present: int) -> ReplicateError:
-        """More replicas were requested than there are devices."""
-        more = (
-            "TensorFlow can make more CPU devices only before it starts: call "
-            f"replica_engine.logical_devices({replicas}) first in the program"
-            if kind == "CPU"
-            else f"Ask for {present} or fewer"
-        )
-        return cls(f"{replicas} replicas need {replicas} {kind} devices, but this process has {present}. {more}.")
-
 
 class BatchError(ReplicaEngineError, ValueError):
     """A batch cannot be divided among the replicas.
@@ -43,17 +21,6 @@ class BatchError(ReplicaEngineError, ValueError):
     that is a multiple of the number of replicas where the message asks for it.
     """
 
-    @classmethod
-    def uneven_rest(cls, rows: int, size: int) -> BatchError:
-        """The last batch of the samples for `fit` would give replicas unequal shares of a program."""
-        most = rows % size
-        return cls(
-            f"The last batch, of {count_of(rows, 'sample')}, does not divide by {size} replicas, and a compiled "
-            f"step has one shape on all of them. Leave out {count_of(most, 'sample')}: "
-            f"fit(x[:-{most}], y[:-{most}]), or of a dataset the rest, dataset.batch(n, drop_remainder=True). Or let "
-            "replicate_model(model) divide batches of any size, with the results of one device."
-        )
-
 
 class BackupError(ReplicaEngineError, ValueError):
     """`BackupAndRestore` or `TrainingState` cannot save or restore this training.
@@ -61,26 +28,6 @@ class BackupError(ReplicaEngineError, ValueError):
     Raised before training begins, or by the first backup that cannot save a value. Pass a local folder and arguments
     that exist, and restore into the model that was saved. Delete a folder of another training, or pass another one.
     """
-
-    @classmethod
-    def of_another_model(cls, folder: str, group: str, there: list | None, here: list | None) -> BackupError:
-        """A variable of the backup is not one of the model."""
-        words = [f"{each[0]} {each[2]}{each[1]}" if each is not None else "no variable" for each in (there, here)]
-        return cls(
-            f"The backup in {folder} is one of another model: where it has {words[0]}, the {group} here has "
-            f"{words[1]}. Make the model, optimizer and metrics as in the program that saved it, or delete the "
-            "folder to begin from the first epoch."
-        )
-
-    @classmethod
-    def of_other_trained(cls, folder: str, path: str, is_trained: bool) -> BackupError:
-        """Another layer was frozen when the backup was written."""
-        there, here = ("frozen", "trained") if is_trained else ("trained", "frozen")
-        return cls(
-            f"The backup in {folder} is one of a training in which {path} was {there}, and here it is {here}: what the "
-            "optimizer keeps of each weight would be read into others. Set `trainable` of the layers as in the program "
-            "that saved it, or delete the folder to begin from the first epoch."
-        )
 
     @classmethod
     def of_fewer_batches(cls, batch: int, found: int, had: int | None) -> BackupError:
@@ -160,24 +107,6 @@ def warn_whole_steps(step: str, model: str, why: str, where: str, instead: str) 
         f"Every replica computes the whole batch in `{step}` of {model!r}, because {why}{at(where)}. The numbers are "
         "those of one device, and the step takes as long as on one device: in parts of the batch the numbers would be "
         f"others, or it is not known that they are the same.{' ' * bool(instead)}{instead}",
-    )
-
-
-def note_sparse_inputs(error: BaseException, inputs: Sequence[tuple[str, str, str]]) -> None:
-    """Adds a note to an XLA error: which inputs of the model are sparse or ragged.
-
-    Args:
-        error: the XLA error.
-        inputs: for each such input, its name in the batch, its kind of tensor in words, and the call that makes it
-            dense.
-    """
-    named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
-    calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
-    add_note(
-        error,
-        f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
-        f"{calls}. Replicas on threads accept these inputs unchanged: "
-        "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from replica_engine.errors.base import ReplicaEngineError, at, meant_reduction, shown, warning
@@ -59,24 +58,6 @@ class CollectiveError(ReplicaEngineError, ValueError):
         return cls(f"{name} needs all replicas, but not all of them take this branch.")
 
     @classmethod
-    def not_by_all(
-        cls, name: str, where: str, condition: str, is_loop: bool, times: Mapping[int, int]
-    ) -> CollectiveError:
-        """A branch or loop around it depends on the replica id; `times` says how often each replica reaches it."""
-        by_times: dict[int, list[int]] = {}
-        for replica, count in times.items():
-            by_times.setdefault(count, []).append(replica)
-        rows = " and ".join(
-            f"{_TIMES.get(count, f'{count} times')} by {_replicas(replicas)}"
-            for count, replicas in sorted(by_times.items(), reverse=True)[:4]
-        )
-        kind, instead = ("loop", _SAME_LOOP) if is_loop else ("branch", _SAME_BRANCH)
-        return cls(
-            f"{name}{at(where)} is in a {kind} whose condition{at(condition)} depends on the replica id: it is reached "
-            f"{rows}. Replicas that reach it would wait forever for the others. {instead}"
-        )
-
-    @classmethod
     def bad_groups(cls, groups: object, size: int) -> CollectiveError:
         """`groups` is not a partition of the replicas."""
         return cls(
@@ -117,19 +98,6 @@ class CollectiveError(ReplicaEngineError, ValueError):
         )
 
 
-_TIMES = {0: "never", 1: "once", 2: "twice"}
-_SAME_BRANCH = "Move it out of the branch, and choose its result there: tf.where(replica_id == 0, total, x)."
-_SAME_LOOP = "Let all replicas run as many iterations, and ignore the results of some: tf.where(step < n, total, x)."
-
-
-def _replicas(numbers: Sequence[int]) -> str:
-    """Replicas in words: "replica 0", "replicas 1, 2 and 5 more"."""
-    if len(numbers) == 1:
-        return f"replica {numbers[0]}"
-    rest = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
-    return f"replicas {', '.join(map(str, numbers[:8]))}{rest}"
-
-
 def may_wait_forever(fn: str, rows: Sequence[tuple[str, str, bool, str, bool]]) -> str:
     """The warning that not all replicas may reach a collective.
 
@@ -158,16 +126,6 @@ class CaptureError(ReplicaEngineError, ValueError):
     Raised before the program is compiled. Pass the value as an argument of the run, or use it on the host, with
     `xla.outside_compilation`.
     """
-
-    @classmethod
-    def not_a_variable(cls, fn: str, what: str, where: str) -> CaptureError:
-        """The resource is not a variable, but a table, an iterator or a summary writer, for example."""
-        kind = re.search(r'type="([^"]+)"', what)  # part of the repr of a resource handle
-        return cls(
-            f"`{fn}` uses a resource that is not a variable{at(where)}: {kind[1] if kind else what}. Lookup tables, "
-            "dataset iterators and similar resources live on the host. Use them on the host, in a function for "
-            "xla.outside_compilation, or before the run."
-        )
 
 
 class VariableCreationError(ReplicaEngineError, ValueError):
@@ -224,20 +182,6 @@ class LoweringError(ReplicaEngineError, ValueError):
         return cls(
             f"In `{fn}`, a shape or an axis of {op} depends on data{at(where)}. XLA compiles for fixed shapes: use a "
             "Python number instead, or mask values instead of removing them."
-        )
-
-    @classmethod
-    def growing_loop(cls, fn: str, where: str, before: str, after: str, gathers: Sequence[str]) -> LoweringError:
-        """A value of a loop changes its shape; `gathers` has the operations in the loop whose results are larger."""
-        cause = (
-            f" The loop contains {' and '.join(gathers)}, whose result is larger than its operand." if gathers else ""
-        )
-        gather = ", and gather them after the loop" if gathers else ""
-        return cls(
-            f"In `{fn}`, a value of a loop{at(where)} has the shape {before} before an iteration and {after} after it, "
-            f"and XLA compiles a loop for one shape. shape_invariants do not change that.{cause} Collect the values of "
-            f"the iterations in a tf.TensorArray(dtype, size=n){gather}; or loop over a Python range, for i in "
-            "range(n): such a loop is unrolled, and shapes may differ."
         )
 
     @classmethod
@@ -323,31 +267,6 @@ class LostVariableError(ReplicaEngineError, RuntimeError):
 
     Raised when the variable is read. Assign it, or load a checkpoint; the failure of the program came before.
     """
-
-
-def compiled_again(name: str, folder: str, programs: int, found: Sequence[tuple[str, str | None, str | None]]) -> str:
-    """The note that the cache folder has programs of this name, and in what the nearest one differs."""
-    nearest = "the program" if programs == 1 else f"the nearest of {programs} programs"
-    if not found:
-        return (
-            f"`{name}` is compiled again: {nearest} of this name in the cache folder {folder} has equal arguments, "
-            "variables and options, and other operations. Its code, or that of a function that it calls, has "
-            "changed, or an object that it uses has another value."
-        )
-    rows = [f"  {row}: {now or '(none)'} now, {before or '(none)'} there" for row, now, before in found[:8]]
-    if len(found) > 8:
-        rows.append(f"  and {len(found) - 8} more")
-    why = "for a new shape" if any(_is_new_shape(now, before) for _, now, before in found) else "again"
-    return "\n".join(
-        [f"`{name}` is compiled {why}: {nearest} of this name in the cache folder {folder} was compiled for:", *rows]
-    )
-
-
-def _is_new_shape(now: str | None, before: str | None) -> bool:
-    """Whether two rows are tensors of one dtype, such as "float32 (16, 64)", that differ in shape."""
-    shape = r"(\w+) \(.*\)"
-    found, other = re.fullmatch(shape, now or ""), re.fullmatch(shape, before or "")
-    return found is not None and other is not None and found[1] == other[1] and now != before
 
 
 def broken_cache_file(file: str, reason: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, in_words, is_alike, warning
-from replica_engine.errors.timeouts import ReplicaRow, count_of, table
+from replica_engine.errors.timeouts import ReplicaRow, count_of
 
 
 class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
@@ -19,60 +19,18 @@ class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
 
     Example:
         >>> row = ReplicaRow(0, 1, "CPU:0", "finished", 0, "")
-        >>> MergeCallMismatchError.different_counts([row]).rows == (row,)
+        >>> MergeCallMismatchError.about([row], "a message").rows == (row,)
         True
     """
 
     rows: tuple[ReplicaRow, ...] = ()
 
     @classmethod
-    def different_counts(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
-        """Some replicas finished, while others wait for them in a merge call."""
-        return _mismatch(
-            rows,
-            "Some replicas made a different number of merge_call() calls:\n"
-            f"{table(rows)}\n"
-            "Every replica must make the same merge calls in the same order; all_reduce, all_gather, "
-            "optimizer.apply_gradients and assignments to aggregated variables are merge calls too. "
-            "Move the call out of the branch that only some replicas take, or let every replica make it "
-            "(with zeros, for example, if it has nothing to add). If the branch depends on each replica's own values, "
-            'reduce the condition first, so that it is equal on all: context.all_reduce("SUM", value).',
-        )
-
-    @classmethod
-    def different_functions(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
-        """All replicas wait, but in different merge functions."""
-        return _mismatch(
-            rows,
-            "The replicas met in different merge functions:\n"
-            f"{table(rows)}\n"
-            "A merge call runs one function for all replicas, so every replica must pass the same function. "
-            "Choose the function before the branch on the replica id, or pass the value that differs as an argument: "
-            "merge_call(merge_fn, args=(value,)).",
-        )
-
-    @classmethod
-    def different_order(cls, rows: Sequence[ReplicaRow]) -> MergeCallMismatchError:
-        """All replicas wait, but in different collectives, such as an all_reduce and an all_gather."""
-        return _mismatch(
-            rows,
-            "The replicas met in different collectives:\n"
-            f"{table(rows)}\n"
-            "One result is computed for all replicas. Make these calls in the same order on every replica. If only "
-            "some replicas need one of them, let every replica make it, outside the branch on the replica id.",
-        )
-
-    @classmethod
-    def different_operations(cls, rows: Sequence[ReplicaRow], calls: Sequence[str]) -> MergeCallMismatchError:
-        """All replicas wait in an all_reduce or all_gather, but of another operation, or along another axis."""
-        lines = "\n".join(f"  {row.name}: {call}" for row, call in zip(rows, calls, strict=True))
-        return _mismatch(
-            rows,
-            f"The replicas met in different operations:\n{lines}\n"
-            "One result is computed for all replicas, so every replica must ask for the same one. Choose the operation "
-            "or the axis in the same way on all replicas, not by the replica id; or reduce twice, and let each replica "
-            "take the result that it needs.",
-        )
+    def about(cls, rows: Sequence[ReplicaRow], message: str) -> MergeCallMismatchError:
+        """The error about replicas that are where the rows say."""
+        error = cls(message)
+        error.rows = tuple(rows)
+        return error
 
 
 class StructureMismatchError(ReplicaEngineError, ValueError, AssertionError):
@@ -113,45 +71,6 @@ class MergeCallGraphError(ReplicaEngineError, RuntimeError):
     """
 
     @classmethod
-    def inside(cls, replica: str, where: str) -> MergeCallGraphError:
-        """The call is in a graph that is being built inside a replica, and not by an operator that replicas can share.
-
-        For example, `fn.get_concrete_function`, or a gradient that TensorFlow computes for an operator without merge
-        calls.
-        """
-        return cls(
-            f"`merge_call` called while defining a new graph or a tf.function, by {replica}, at {where}. "
-            "The merge function runs where all replicas stand and cannot see tensors of a graph that one replica "
-            "builds for itself: get_concrete_function, tf.init_scope, tf.py_function, or the gradient of a tf.cond or "
-            "tf.while_loop that has no merge call itself. Call the function itself, or make the merge call outside: "
-            "all_reduce the value before, or the gradient after."
-        )
-
-    @classmethod
-    def in_dataset(cls, replica: str, where: str) -> MergeCallGraphError:
-        """The call is in a function of tf.data, such as that of `map`, or in a `for` over a dataset."""
-        return cls(
-            f"`merge_call` called in a function of tf.data, by {replica}, at {where}. tf.data runs its functions on "
-            "threads of its own, apart from the step; a `for` over a tf.data.Dataset in a tf.function is such a "
-            "function too. Loop over an iterator, whose steps belong to the replica:\n"
-            "    iterator = iter(dataset)            # outside the tf.function\n"
-            "    for _ in tf.range(steps):\n"
-            "        train(next(iterator))\n"
-            "or over strategy.experimental_distribute_dataset(dataset), around strategy.run."
-        )
-
-    @classmethod
-    def vectorized(cls, replica: str, where: str) -> MergeCallGraphError:
-        """The call is in tf.vectorized_map, or in a jacobian that TensorFlow vectorizes."""
-        return cls(
-            f"`merge_call` called in code that TensorFlow vectorizes, by {replica}, at {where}: tf.vectorized_map, or "
-            "jacobian and batch_jacobian of a tape. TensorFlow rewrites the ops of one element for all elements, and "
-            "cannot rewrite what other replicas compute; the result would be wrong. Write instead:\n"
-            "    tape.jacobian(y, x, experimental_use_pfor=False)   # in eager mode: tf.GradientTape(persistent=True)\n"
-            "and tf.map_fn in the place of tf.vectorized_map, or one merge call for all elements outside."
-        )
-
-    @classmethod
     def swallowed(cls) -> MergeCallGraphError:
         """User code caught the exception with which a nested `tf.function` becomes a sync point."""
         return cls(
@@ -183,18 +102,6 @@ class VariableMismatchError(ReplicaEngineError, RuntimeError):
     Raised where the replica creates the variable. Create the same variables, in the same order, on every replica; best
     before the run.
     """
-
-    @classmethod
-    def not_created(cls, name: str | None, replica: str, where: str, created: Sequence[str]) -> VariableMismatchError:
-        """The replica needs a variable that replica 0 creates, and replica 0 has not created it."""
-        name = name or "without a name"
-        made = ", ".join(created) if created else "none"
-        return cls(
-            f"Tried to create variable {name} with mismatching name on {replica}, at {where}: replica 0, which "
-            f"creates each variable for all replicas, has not created it in this run (it created: {made}). "
-            "Create the same variables, in the same order and under the same names, on every replica, "
-            "preferably before the run, under `with strategy.scope():`."
-        )
 
 
 class ReplicaUnwound(BaseException):
@@ -244,14 +151,6 @@ def note_failed_alike(error: BaseException, replicas: Sequence[int]) -> None:
         add_note(error, f"also failed, in the same way: replica{'s' if len(set(replicas)) > 1 else ''} {numbers}")
 
 
-def note_sync_points(error: BaseException, lines: Sequence[str], path: str | None) -> None:
-    """Adds notes to an exception: the last sync points of its run, and the path of the file with the whole record."""
-    if lines:
-        add_note(error, "last sync points of the run:\n" + "\n".join(f"  {line}" for line in lines))
-    if path:
-        add_note(error, f"the full record of the run: {path}")
-
-
 def note_workers(error: BaseException, tables: Sequence[str]) -> None:
     """Adds notes to an exception: where each worker of the job is."""
     for text in tables:
@@ -263,9 +162,3 @@ def note_abandoned(error: BaseException, rows: Sequence[ReplicaRow]) -> None:
     for row in rows:
         stack = f"\nStack of {row.name}:\n{row.stack.rstrip()}" if row.stack else ""
         add_note(error, f"abandoned, because it did not return: {row}{stack}")
-
-
-def _mismatch(rows: Sequence[ReplicaRow], text: str) -> MergeCallMismatchError:
-    error = MergeCallMismatchError(text)
-    error.rows = tuple(rows)
-    return error

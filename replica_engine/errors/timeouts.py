@@ -210,23 +210,6 @@ def _together(meetings: Sequence[str], advice: str) -> str:
     return f"{_TOGETHER} The cross-replica operations of the program:\n{lines}\n{advice}"
 
 
-def slow_trace(name: str, seconds: float, coordinator: CoordinatorRow) -> str:
-    """The warning that the tracing of a body takes a long time."""
-    return (
-        f"`{name}` has been traced for {seconds:.3g} s:\n{table([], coordinator, stacks=True)}\n"
-        "While a body is traced, all of its Python code runs, including both sides of a branch. Functions that run on "
-        "the host are traced with it, unless they declare what they return (xla.returns)."
-    )
-
-
-def slow_compile(name: str, replicas: int, seconds: float) -> str:
-    """The warning that the compilation of a program takes a long time."""
-    return (
-        f"XLA has been compiling `{name}` for {replicas} replicas for {seconds:.3g} s. Large convolutional networks "
-        "take minutes on CPU; MirroredStrategy compiles nothing."
-    )
-
-
 def slow_function(
     name: str,
     seconds: float,

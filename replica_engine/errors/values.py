@@ -64,17 +64,6 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
-    def not_added(cls, dtype: str) -> ReplicaValueError:
-        """The values are of a dtype that cannot be added, such as bool."""
-        instead = (
-            "Cast them in the replicas, tf.cast(x, tf.float32): their mean is then the part that is true. Or write "
-            "any(strategy.experimental_local_results(x)), or all(...)."
-            if dtype == "bool"
-            else "strategy.experimental_local_results(x) has the values of all replicas."
-        )
-        return cls(f"Values of dtype {dtype} have no sum and no mean over replicas. {instead}")
-
-    @classmethod
     def bad_reduction(cls, given: object) -> ReplicaValueError:
         """The reduction is unknown."""
         return cls(

@@ -23,22 +23,6 @@ class TensorFlowVersionError(ReplicaEngineError, ImportError):
             '    pip install "replica-engine[tensorflow-cpu]"     # without support for GPUs'
         )
 
-    @classmethod
-    def too_old(cls, package: str, version: str, oldest: str) -> TensorFlowVersionError:
-        """The installed TensorFlow or Keras is too old."""
-        return cls(
-            f"{package} {version} is installed; replica_engine needs {oldest} or newer. Install it with\n"
-            f'    pip install --upgrade "{_distribution(package)}>={oldest}"'
-        )
-
-    @classmethod
-    def name_vanished(cls, package: str, version: str, newest: str, error: BaseException) -> TensorFlowVersionError:
-        """The installed TensorFlow or Keras lacks a name that the library uses."""
-        return cls(
-            f"{package} {version} lacks a name that replica_engine uses ({error}). Install the newest version that "
-            f'replica_engine was tested with:\n    pip install "{_distribution(package)}=={newest}.*"'
-        )
-
 
 def untested_version(package: str, version: str, oldest: str, newest: str) -> str:
     """The warning that an installed package is newer than those that the library was tested with."""
@@ -46,10 +30,5 @@ def untested_version(package: str, version: str, oldest: str, newest: str) -> st
         "untested_version",
         f"{package} {version} is newer than what replica_engine was tested with, {oldest} to {newest}. Private names "
         f"may be missing or behave in another way. The newest tested version: "
-        f'pip install "{_distribution(package)}=={newest}.*"',
+        f'pip install "{package.lower()}=={newest}.*"',
     )
-
-
-def _distribution(package: str) -> str:
-    """What pip calls a package."""
-    return package.lower()

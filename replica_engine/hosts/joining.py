@@ -253,7 +253,18 @@ def _connected(address: str, token: str, hello: list[Any], patience: float, laun
             if left <= 0:
                 worker, size, about = hello
                 row = WorkerRow(worker, size, about["host"], about["pid"])
-                raise WorkersMissingError.no_coordinator(row, address, patience, str(error)) from None
+                raise _no_coordinator(row, address, patience, str(error)) from None
         # Not all at the same moments: a thousand workers try.
         threading.Event().wait(min(pause * random.uniform(0.5, 1.0), max(left, 0.0)))
         pause = min(pause * 2, _PAUSES[1])
+
+
+def _no_coordinator(row: WorkerRow, address: str, seconds: float, reason: str) -> WorkersMissingError:
+    error = WorkersMissingError(
+        f"The coordinator at {address} was not reached within {seconds:g} s by {row.name}: {reason}. Worker 0 starts "
+        "it: either worker 0 does not run, or its address is wrong or blocked by a firewall, or the name of its "
+        "machine is 127.0.1.1 there (then set REPLICA_ENGINE_LISTEN for it). Set REPLICA_ENGINE_JOIN_TIMEOUT to more "
+        "seconds if it needs them."
+    )
+    error.workers = (0,)
+    return error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from replica_engine.errors.hosts import strangers_are_there
+from replica_engine.errors.timeouts import count_of
 
 T = TypeVar("T")
 
@@ -69,4 +69,8 @@ class Strangers(Generic[T]):
         if not self._refused or now - self._told < PATIENCE:
             return ""
         self._told, count, self._refused = now, self._refused, 0
-        return strangers_are_there(count, self._address, self._last)
+        return (
+            f"{count_of(count, 'connection')} to the coordinator at {self._address} came from others than this job's "
+            f"workers and {'was' if count == 1 else 'were'} closed, the last from {self._last}. Workers still get in. "
+            "Close the port to other programs, or use a network of its own for the job."
+        )

@@ -74,7 +74,16 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
             if kind == "CPU" and len(cpus) == 1:
                 reason += ". replica_engine.logical_devices(n) makes n devices of this CPU, before TensorFlow starts"
     if not can_mirror:
-        raise ReplicateError.too_few_devices(replicas or 1, kind, len(mirrored))
+        present = len(mirrored)
+        more = (
+            "TensorFlow can make more CPU devices only before it starts: call "
+            f"replica_engine.logical_devices({replicas or 1}) first in the program"
+            if kind == "CPU"
+            else f"Ask for {present} or fewer"
+        )
+        raise ReplicateError(
+            f"{replicas or 1} replicas need {replicas or 1} {kind} devices, but this process has {present}. {more}."
+        )
     return MirroredStrategy(mirrored[:replicas]), reason
 
 

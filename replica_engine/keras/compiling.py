@@ -16,7 +16,6 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine.diagnostics.op_lines import is_scope_of
 from replica_engine.errors import LoweringError, ReplicaEngineError
 from replica_engine.errors.base import add_note
-from replica_engine.errors.models import note_sparse_inputs
 from replica_engine.values import samples
 
 PROGRESS_EVERY = 10.0
@@ -77,7 +76,14 @@ def sparse_inputs_named(batch: Any) -> Iterator[None]:
     except ReplicaEngineError as error:
         inputs = [(name, kind, call) for name, leaf in samples.named(batch) for kind, call in _not_dense(leaf)]
         if inputs:
-            note_sparse_inputs(error, inputs)
+            named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
+            calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
+            add_note(
+                error,
+                f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
+                f"{calls}. Replicas on threads accept these inputs unchanged: "
+                "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
+            )
         raise
 
 

@@ -109,7 +109,11 @@ def _check(model: Any) -> None:
         )
     unbuilt = keras_model.unbuilt_layers(model)
     if unbuilt:
-        raise ReplicateError.unbuilt(model.name, unbuilt[-1])
+        whose = "" if unbuilt[-1] == model.name else f" (its layer {unbuilt[-1]!r} is not)"
+        raise ReplicateError(
+            f"The model {model.name!r} is not built{whose}: it has no variables yet that the replicas could share. "
+            "Give it a keras.Input, or call it on a batch, model(x[:1]), before you replicate it."
+        )
     if own := keras_model.own_functions(model):
         raise ReplicateError(
             f"The model {model.name!r} overrides {own[0]}, but replicate_model replaces this method. Override "

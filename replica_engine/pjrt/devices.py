@@ -95,7 +95,12 @@ def group_of_job(
     if count is not None:
         own, left = divmod(_number(count), cluster.num_processes)
         if left:
-            raise DeviceError.not_shared(count, cluster.num_processes)
+            less, more = max(own, 1) * cluster.num_processes, (own + 1) * cluster.num_processes
+            raise DeviceError(
+                f"num_cores={count} counts the devices of all workers, and {cluster.num_processes} workers cannot have "
+                f"equally many. Write num_cores={more if less == more else f'{less} or {more}'}, or leave it out: then "
+                "each worker takes all that it has."
+            )
         if own > MOST_CPU_DEVICES:
             raise DeviceError.too_many(own, MOST_CPU_DEVICES)
     platform = platform_named(platform) or (None if accelerators.may_be_there() else "cpu")

@@ -27,7 +27,10 @@ TESTED = (0, 12)
 try:
     import jax
 except ImportError as error:
-    raise BackendMissingError.not_installed() from error
+    raise BackendMissingError(
+        "TPUStrategy and replica_engine.xla run programs through jax, which is not installed. Install it with\n"
+        '    pip install "replica-engine[xla]"     # CPU; [cuda] for GPUs, [tpu] for TPUs'
+    ) from error
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -105,4 +105,12 @@ def _check_exist(names: list[str], kind: str) -> None:
         if spec.job in LOCAL_JOBS and (spec.device_type, spec.device_index) not in known:
             missing.append(short_name(name))
     if missing:
-        raise DeviceError.missing(missing, sorted(map(short_name, present)), kind)
+        more = (
+            "To make more CPU devices, call replica_engine.logical_devices(n) before TensorFlow starts"
+            if kind == "CPU"
+            else f"tf.config.list_physical_devices({kind!r}) lists the {kind} devices that TensorFlow finds"
+        )
+        raise DeviceError(
+            f"No such device: {', '.join(missing)}. This process has {', '.join(sorted(map(short_name, present)))}. "
+            f"{more}."
+        )

@@ -19,6 +19,7 @@ from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.engine import current_replica
 from replica_engine.errors import BatchError, DistributionError
 from replica_engine.errors.models import warn_metric_not_a_sum, warn_uneven_evaluation, warn_uneven_rest
+from replica_engine.errors.timeouts import count_of
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.threads.call import keep_attributes
 
@@ -50,7 +51,17 @@ def check_distribution(strategy: tf.distribute.Strategy) -> None:
     """
     given = layouts.current_distribution()
     if given is not None and given is not getattr(getattr(strategy.extended, "distribution", None), "given", None):
-        raise DistributionError.set_for_all(type(strategy).__name__, strategy.extended.compiles)
+        name = type(strategy).__name__
+        how = (
+            f"{name}(distribution=...)"
+            if strategy.extended.compiles
+            else f"replica_engine.TPUStrategy(distribution=...), since {name} has whole variables on each replica"
+        )
+        raise DistributionError(
+            "keras.distribution.set_distribution(...), or a scope() of a distribution, is in effect. The strategies of "
+            f"replica_engine do not read it: pass the distribution to the strategy, {how}. If it is meant for another "
+            "model, end it first: keras.distribution.set_distribution(None)."
+        )
 
 
 def _check_batch(first: keras_hooks.FirstBatch) -> None:
@@ -98,7 +109,13 @@ def _check_batch(first: keras_hooks.FirstBatch) -> None:
         if warns:
             warn_once(first.strategy, "rest", warn_uneven_rest(rest, size))
     elif keras_trainer.has_keras_step(first.model, "train_step"):
-        raise BatchError.uneven_rest(rest, size)
+        most = rest % size
+        raise BatchError(
+            f"The last batch, of {count_of(rest, 'sample')}, does not divide by {size} replicas, and a compiled step "
+            f"has one shape on all of them. Leave out {count_of(most, 'sample')}: fit(x[:-{most}], y[:-{most}]), or of "
+            "a dataset the rest, dataset.batch(n, drop_remainder=True). Or let replicate_model(model) divide batches "
+            "of any size, with the results of one device."
+        )
 
 
 def _shares(batch: Any) -> list[list[int | None]]:

@@ -295,7 +295,13 @@ def _of_kinds(kinds: list[tuple[tf.DType, tf.TensorShape]], axis: Any) -> Replic
     """The error that explains why values of these dtypes and shapes, those of one leaf, cannot be reduced."""
     for dtype, shape in kinds:
         if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
-            return ReplicaValueError.not_added(dtype.name)
+            instead = (
+                "Cast them in the replicas, tf.cast(x, tf.float32): their mean is then the part that is true. Or write "
+                "any(strategy.experimental_local_results(x)), or all(...)."
+                if dtype == tf.bool
+                else "strategy.experimental_local_results(x) has the values of all replicas."
+            )
+            return ReplicaValueError(f"Values of dtype {dtype.name} have no sum and no mean over replicas. {instead}")
         for one in axis if isinstance(axis, tuple) else () if axis is None else (axis,):
             if shape.rank is not None and not -shape.rank <= one < shape.rank:
                 return ReplicaValueError(

@@ -30,7 +30,7 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import state as keras_state
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
-from replica_engine.errors.base import positive_int, shown
+from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
 from replica_engine.keras.choice import compiled_strategy, divided_strategy, is_divided
 from replica_engine.keras.model import original_of
@@ -39,6 +39,13 @@ from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.backend import compiles
 from replica_engine.testing.parity_report import RTOL, Difference, Numbers, ParityReport, compare
 from replica_engine.values import samples
+
+_INSTEAD = {
+    "random_layers": ": make the model without layers that draw random numbers",
+    "seed": ": leave it out, since all runs draw from one seed",
+    "tolerance": ": write rtol",
+}
+"""What to do in place of arguments of version 0.3."""
 
 
 def check_parity(
@@ -105,9 +112,14 @@ def check_parity(
         (20, 19)
     """
     if not isinstance(model, keras.Model):
-        raise ParityArgumentError.no_model(model)
+        raise ParityArgumentError(
+            f"check_parity takes a Keras model, check_parity(model, x, y); got {brief(model)}. A training loop of your "
+            "own is compared by two runs, on one device and on N replicas, and np.allclose."
+        )
     for name in unknown:
-        raise ParityArgumentError.no_argument(name)
+        raise ParityArgumentError(
+            f"check_parity(model, x, y, sample_weight) takes no argument {name}{_INSTEAD.get(name, '')}."
+        )
     for name, count in (("replicas", replicas), ("steps", steps), ("batch_size", batch_size)):
         if count is not None and positive_int(count) is None:
             raise ParityArgumentError(f"{name} must be a positive int; got {shown(count)}.")
@@ -131,7 +143,7 @@ def check_parity(
                     raise
                 left_out[name] = str(error)
     if left_out and not set(candidates) - set(left_out):
-        raise ParityArgumentError.nothing_to_compare(left_out)
+        raise _nothing_to_compare(left_out)
     words = f"{rtol:g} of a tensor's largest value, and of a weight's largest change" + (f" + {atol:g}" if atol else "")
     names, rows = tuple(each for each in candidates if each not in left_out), tuple(map(samples.count, batches))
     return ParityReport(f"model {model.name!r}", replicas, names, left_out, rows, words, tuple(compared))
@@ -279,8 +291,13 @@ def _strategies(given: Any, replicas: int, distribution: Any, left_out: dict[str
     if distribution is not None:
         made[f"TPUStrategy({distribution!r})"] = divided_strategy(distribution, replicas)
     if not made:
-        raise ParityArgumentError.nothing_to_compare(left_out)
+        raise _nothing_to_compare(left_out)
     return made
+
+
+def _nothing_to_compare(left_out: dict[str, str]) -> ParityArgumentError:
+    reasons = "".join(f"\n- {name}: {reason}" for name, reason in left_out.items())
+    return ParityArgumentError(f"No strategy can be compared with one device here:{reasons}")
 
 
 def _strategy(given: Any, replicas: int) -> tf.distribute.Strategy:
@@ -290,9 +307,16 @@ def _strategy(given: Any, replicas: int) -> tf.distribute.Strategy:
         gpus = tf.config.list_logical_devices("GPU")[:replicas] if thread_state.started() else []
         return MirroredStrategy([gpu.name for gpu in gpus] if len(gpus) == replicas else logical_devices(replicas))
     if not isinstance(given, tf.distribute.Strategy) or not (isinstance(given, MirroredStrategy) or compiles(given)):
-        raise ParityArgumentError.unknown_strategy(given)
-    if given.num_replicas_in_sync != (1 if is_divided(given) else replicas):
-        raise ParityArgumentError.other_replicas(given, replicas)
+        raise ParityArgumentError(
+            'strategies must list "MirroredStrategy", "TPUStrategy", or strategies of this library with that many '
+            f"replicas, or be None for all strategies that can run here; got {brief(given)}."
+        )
+    present = given.num_replicas_in_sync
+    if present != (1 if is_divided(given) else replicas):
+        raise ParityArgumentError(
+            f"The {type(given).__name__} in strategies has {present} replicas, but replicas={replicas}. Make them "
+            f"equal: check_parity(..., replicas={present}, strategies=[strategy])."
+        )
     return given
 
 
@@ -310,7 +334,7 @@ def _batches(x: Any, y: Any, sample_weight: Any, replicas: int, steps: int, batc
         epoch = [samples.take(whole, start, start + size) for start in range(0, total - size + 1, size)]
     epoch = [each for each in epoch if samples.count(each)]
     if not epoch:
-        raise ParityArgumentError.no_rows()
+        raise ParityArgumentError("The data has no rows, so there is no batch to compare on.")
     batches = list(itertools.islice(itertools.cycle(epoch), steps))
     rows = samples.count(batches[-1])
     if replicas > 1 and rows > 1 and rows % replicas == 0:

@@ -177,8 +177,15 @@ def _axis(replica: Replica) -> int | None:
 
 
 def _mismatch(point: SyncPoint, replicas: Sequence[Replica], brought: Sequence[str]) -> ReplicaMismatchError:
-    rows = list(zip(map(str, replicas), brought, strict=True))
-    return ReplicaMismatchError.at_sync_point(str(point), rows, point.kind == "all_reduce")
+    rows = "\n".join(f"  {replica}: {tensors}" for replica, tensors in zip(replicas, brought, strict=True))
+    rule = (
+        "Every replica must bring tensors of equal dtypes and shapes. If one replica has a smaller share of the batch, "
+        "reduce over the samples first (tf.reduce_sum) and all-reduce the result, or pad the share."
+        if point.kind == "all_reduce"
+        else "Every replica must bring tensors of equal dtypes, and shapes that differ along the axis only. Gather "
+        "along the axis in which the shapes differ, or pad the tensors to one size first."
+    )
+    return ReplicaMismatchError(f"The replicas brought different tensors to {point}:\n{rows}\n{rule}")
 
 
 def _fit(one: Brought, other: Brought, gathered: bool, axis: int | None) -> bool:

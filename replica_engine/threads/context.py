@@ -275,13 +275,35 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             MergeCallGraphError: it does not.
         """
         if self.attempts.vectorizing:
-            raise MergeCallGraphError.vectorized(str(self.replica), self.here())
+            raise MergeCallGraphError(
+                f"`merge_call` called in code that TensorFlow vectorizes, by {self.replica}, at {self.here()}: "
+                "tf.vectorized_map, or jacobian and batch_jacobian of a tape. TensorFlow rewrites the ops of one "
+                "element for all elements, and cannot rewrite what other replicas compute; the result would be wrong. "
+                "Write instead:\n"
+                "    tape.jacobian(y, x, experimental_use_pfor=False)   # in eager mode: "
+                "tf.GradientTape(persistent=True)\n"
+                "and tf.map_fn in the place of tf.vectorized_map, or one merge call for all elements outside."
+            )
         if thread_state.default_graph() is not self._graph:
             if control_flow.in_dataset():
-                raise MergeCallGraphError.in_dataset(str(self.replica), self.here())
+                raise MergeCallGraphError(
+                    f"`merge_call` called in a function of tf.data, by {self.replica}, at {self.here()}. tf.data runs "
+                    "its functions on threads of its own, apart from the step; a `for` over a tf.data.Dataset in a "
+                    "tf.function is such a function too. Loop over an iterator, whose steps belong to the replica:\n"
+                    "    iterator = iter(dataset)            # outside the tf.function\n"
+                    "    for _ in tf.range(steps):\n"
+                    "        train(next(iterator))\n"
+                    "or over strategy.experimental_distribute_dataset(dataset), around strategy.run."
+                )
             if self.attempts.active:
                 self.attempts.merge_needed()
-            raise MergeCallGraphError.inside(str(self.replica), self.here())
+            raise MergeCallGraphError(
+                f"`merge_call` called while defining a new graph or a tf.function, by {self.replica}, at "
+                f"{self.here()}. The merge function runs where all replicas stand and cannot see tensors of a graph "
+                "that one replica builds for itself: get_concrete_function, tf.init_scope, tf.py_function, or the "
+                "gradient of a tf.cond or tf.while_loop that has no merge call itself. Call the function itself, or "
+                "make the merge call outside: all_reduce the value before, or the gradient after."
+            )
 
     def _request(
         self, merge_fn: Callable[..., Any], args: Any, kwargs: Any, eager: bool, elsewhere: bool = False

@@ -71,8 +71,14 @@ class SharedVariables:
             index = self._find(name, calls, taken, first)
             if index is None:
                 filename, lineno, function = user_location(replica)
-                where, made = f"{filename}:{lineno} in {function}", [created.name for created in self._created]
-                raise VariableMismatchError.not_created(kwargs.get("name"), str(replica), where, made)
+                made = ", ".join(created.name for created in self._created) if self._created else "none"
+                raise VariableMismatchError(
+                    f"Tried to create variable {kwargs.get('name') or 'without a name'} with mismatching name on "
+                    f"{replica}, at {filename}:{lineno} in {function}: replica 0, which creates each variable for all "
+                    f"replicas, has not created it in this run (it created: {made}). Create the same variables, in the "
+                    "same order and under the same names, on every replica, preferably before the run, under "
+                    "`with strategy.scope():`."
+                )
             taken.add(index)
             return self._created[index].variable
 

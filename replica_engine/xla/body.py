@@ -250,8 +250,32 @@ def current(name: str) -> Body:
         )
     body = in_body()
     if body is None or tf.executing_eagerly():
-        wording = NotInBodyError.outside if current_replica() is None else NotInBodyError.on_thread
-        raise wording(name, here())
+        raise _not_in_body(name, here())
     if getattr(_thread, "apart", False) and name not in _OF_ONE_REPLICA:
         raise CollectiveError.apart(name)
     return body
+
+
+_OF_CONTEXT = {
+    "replica_id": "replica_id_in_sync_group",
+    "num_replicas": "num_replicas_in_sync",
+    "cross_replica_sum": 'all_reduce("SUM", value)',
+    "all_reduce": 'all_reduce("SUM", value)',
+    "all_gather": "all_gather(value, axis)",
+}
+"""What a replica context has in place of functions of `xla`, on threads too."""
+
+
+def _not_in_body(name: str, where: str) -> NotInBodyError:
+    if current_replica() is None:
+        return NotInBodyError(
+            f"xla.{name}() works inside a function that runs on replicas, but it was called outside one{at(where)}. "
+            "Call it from the function that is passed to xla.replicate(fn, inputs) or to TPUStrategy.run(fn)."
+        )
+    cure = "Exchange the values in a merge call, context.merge_call(merge_fn, args=(value,))"
+    if name in _OF_CONTEXT:
+        cure = f"Write, for both strategies, tf.distribute.get_replica_context().{_OF_CONTEXT[name]}"
+    return NotInBodyError(
+        f"xla.{name}() was called{at(where)} on a replica that runs on a thread, as those of MirroredStrategy do. The "
+        f"functions of xla work in functions that TPUStrategy or xla.replicate compiles. {cure}."
+    )

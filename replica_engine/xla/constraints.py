@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.errors import DeviceError, DistributionError
+from replica_engine.errors.base import shown
 from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import current, host_call_site, in_body
@@ -118,7 +119,15 @@ def logical_device(logical_device_id: int, count: int) -> contextlib.AbstractCon
 def check(method: str, logical_device_id: Any, count: int) -> None:
     """Raises DeviceError for a logical device that none of the `count` devices of a replica is."""
     if not 0 <= as_int(logical_device_id) < count:
-        raise DeviceError.no_logical_device(method, logical_device_id, count)
+        raise DeviceError(
+            f"{method} was called with logical_device_id={shown(logical_device_id)}, but {devices_of_replica(count)}"
+        )
+
+
+def devices_of_replica(count: int) -> str:
+    """The sentence that says how many devices each replica has, for errors."""
+    having = "one device, number 0" if count == 1 else f"{count} devices, numbers 0 to {count - 1}"
+    return f"each replica has {having}. TPUStrategy(cores_per_replica=...) says how many."
 
 
 def as_int(value: Any) -> int:

@@ -13,7 +13,7 @@ from replica_engine.errors import BackendMissingError, DeviceError
 from replica_engine.pjrt import accelerators, devices
 
 
-@shows(DeviceError.not_shared)
+@shows(DeviceError, "not_shared")
 def test_devices_that_two_workers_cannot_share():
     """In process 0 of 2."""
     TPUStrategy(xla.PjrtClusterResolver("cpu", "host-a:2222", 2, 0), num_cores=3)
@@ -48,7 +48,7 @@ def _no_jax(monkeypatch, _imported_again):
 
 
 @pytest.mark.usefixtures("_no_jax")
-@shows(BackendMissingError.not_installed)
+@shows(BackendMissingError, "not_installed")
 def test_without_jax():
     """Where jax is not installed."""
     replica_engine.TPUStrategy(num_cores=2)

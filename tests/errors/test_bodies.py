@@ -21,7 +21,7 @@ from replica_engine.xla.stages import program_cache, saved_programs
 lower = importlib.import_module("replica_engine.xla.stages.lower")  # `xla.lower` is the function
 
 
-@shows(CaptureError.not_a_variable)
+@shows(CaptureError, "not_a_variable")
 def test_a_dataset_iterator():
     strategy = TPUStrategy(num_cores=2)
     batches = iter(tf.data.Dataset.range(8).batch(4))
@@ -70,7 +70,7 @@ def test_a_variable_that_gets_what_stays_on_the_host():
     strategy.run(step, args=(tf.constant("as many as there are"),))
 
 
-@shows(LoweringError.growing_loop)
+@shows(LoweringError, "growing_loop")
 def test_a_loop_that_lets_a_value_grow():
     strategy = TPUStrategy(num_cores=2)
 

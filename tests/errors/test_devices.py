@@ -15,7 +15,7 @@ def _one_cpu(monkeypatch):
     monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind=None: every(kind)[: kind != "GPU"])
 
 
-@shows(DeviceError.missing)
+@shows(DeviceError, "missing")
 def test_more_devices_than_there_are():
     """On 8 CPU devices."""
     MirroredStrategy(["CPU:0", "CPU:1", "CPU:98", "CPU:99"])

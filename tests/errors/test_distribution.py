@@ -28,7 +28,7 @@ def test_layout_that_matches_no_variable():
     model.fit(tf.ones([4, 8]), tf.ones([4, 1]), verbose=0)
 
 
-@shows(DistributionError.not_shared_out)
+@shows(DistributionError, "not_shared_out")
 def test_fewer_devices_than_a_replica_needs():
     TPUStrategy(num_cores=2, cores_per_replica=4)
 
@@ -39,7 +39,7 @@ def small_devices(monkeypatch):
     monkeypatch.setattr(variables, "chip_memory", lambda devices: 1 << 20)
 
 
-@shows(DistributionError.too_large)
+@shows(DistributionError, "too_large")
 def test_variable_larger_than_a_device(small_devices):
     """Of 1 MiB."""
     strategy = TPUStrategy(num_cores=4, distribution="zero1")
@@ -55,7 +55,7 @@ def test_too_large_though_it_is_divided(small_devices):
         tf.Variable(tf.zeros([1280, 1000]))
 
 
-@shows(DistributionError.set_for_all)
+@shows(DistributionError, "set_for_all")
 def test_distribution_of_keras_that_the_strategy_does_not_have():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     with DataParallel(devices=["cpu:0", "cpu:1"]).scope(), strategy.scope():

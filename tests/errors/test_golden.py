@@ -10,7 +10,7 @@ from helpers.golden import FOLDER, branching, compare, shown_by, shows
 from replica_engine import errors
 from replica_engine.errors import ContribError, DeviceError
 
-SHOWN = re.compile(r'^@shows\("?([\w.]+)"?(?:, "(\w+)")?\)$', re.MULTILINE)
+SHOWN = re.compile(r'^@shows\("?([\w.]+)"?(?:, "([\w.]+)")?\)$', re.MULTILINE)
 
 
 def shown():

@@ -17,7 +17,7 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
-from replica_engine.errors.hosts import WorkerRow, runs_alone, slow_workers, tries_again
+from replica_engine.errors.hosts import WorkerRow, runs_alone, tries_again
 from replica_engine.errors.threads import note_workers
 from replica_engine.hosts import cluster, find_cluster, joining
 from replica_engine.hosts.member.member import _members
@@ -158,7 +158,7 @@ def test_a_worker_that_comes_back_alone():
 
 
 @beside("sys.stdin.readline(); member.meet('the checkpoint of step 100'); member.failed.wait()", until_warned=True)
-@shows(slow_workers)
+@shows("slow_workers")
 def test_a_worker_that_is_waited_for():
     member = hosts.join()
     member.meet("the checkpoint of step 100", warn_after=1.0)

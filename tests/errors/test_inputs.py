@@ -13,7 +13,7 @@ def test_a_replica_id_outside_a_body():
     print(xla.replica_id())
 
 
-@shows(NotInBodyError.on_thread)
+@shows(NotInBodyError, "on_thread")
 def test_a_replica_id_on_a_thread():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 
@@ -68,7 +68,7 @@ def test_compiled_replicas_refuse_a_dataset_of_single_samples():
         TPUStrategy(num_cores=2).experimental_distribute_dataset(tf.data.Dataset.range(8))
 
 
-@shows(ReplicaMismatchError.at_sync_point)
+@shows(ReplicaMismatchError, "at_sync_point")
 def test_a_smaller_share_in_an_all_reduce():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     batches = tf.data.Dataset.range(7, output_type=tf.float32).batch(4)

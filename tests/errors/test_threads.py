@@ -104,7 +104,7 @@ def test_a_merge_call_on_a_thread_of_ones_own():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
-@shows(VariableMismatchError.not_created)
+@shows(VariableMismatchError, "not_created")
 def test_a_variable_that_replica_0_does_not_create():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 

@@ -8,8 +8,7 @@ from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import CoordinatorRow, ReplicaTimeoutError, StuckProgramError
-from replica_engine.errors.threads import note_sync_points
-from replica_engine.errors.timeouts import slow_compile, slow_function, slow_program, slow_replicas, slow_trace
+from replica_engine.errors.timeouts import slow_function, slow_program, slow_replicas
 from replica_engine.pjrt import executable, markers
 
 
@@ -97,7 +96,7 @@ def _kept_in_a_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("_kept_in_a_folder")
-@shows(note_sync_points)
+@shows("note_sync_points")
 @eager_only("the step reads values")
 def test_a_run_that_fails_after_some_sync_points():
     """With REPLICA_ENGINE_DUMP_DIR=/tmp/runs in the environment."""
@@ -122,7 +121,7 @@ def _slow_to_compile(monkeypatch):
 
 
 @pytest.mark.usefixtures("_slow_to_compile")
-@shows(slow_compile)
+@shows("slow_compile")
 def test_a_program_that_takes_long_to_compile():
     strategy = TPUStrategy(num_cores=2, warn_after=1.0)
 
@@ -132,7 +131,7 @@ def test_a_program_that_takes_long_to_compile():
     strategy.run(step, args=(tf.constant(1.0),))
 
 
-@shows(slow_trace)
+@shows("slow_trace")
 def test_a_body_that_takes_long_to_trace():
     strategy = TPUStrategy(num_cores=2, warn_after=1.0)
 

@@ -59,7 +59,7 @@ def test_a_sum_of_a_variable():
     strategy.reduce("SUM", weight, axis=None)
 
 
-@shows(ReplicaValueError.not_added)
+@shows(ReplicaValueError, "not_added")
 def test_a_sum_of_truths():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
 

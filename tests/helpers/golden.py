@@ -2,7 +2,7 @@
 
 The body of a test that is marked `@shows(SomeError)` is such a program. It must come to that error, and the program and
 what it shows must be those of `golden/SomeError.txt`. A text that branches has a test of its own,
-`@shows(SomeError.wording)`. Line N of the file is line N of `program.py`, as the messages call it. `UPDATE_GOLDEN=1
+`@shows(SomeError, "wording")`. Line N of the file is line N of `program.py`, as the messages call it. `UPDATE_GOLDEN=1
 pytest tests/errors` rewrites the files.
 
 A file shows the printed output, the library's warnings, and the exception as Python prints it, with only the user's
@@ -80,9 +80,9 @@ def shows(shown: Any, variant: str = "") -> Callable[[Callable[..., None]], Call
     """Makes a program a test of what it shows.
 
     Args:
-        shown: what the program must come to: an exception class, a class method of one that words a text which
-            branches, a function that words a warning or a note, or the name of a warning.
-        variant: tells golden files of the same text apart.
+        shown: what the program must come to: an exception class, a class method that words its text, a function that
+            words a warning or a note, or the name of a warning.
+        variant: tells golden files of the same class or text apart.
     """
     name = name_of(shown)
 

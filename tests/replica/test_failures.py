@@ -395,9 +395,9 @@ def test_the_timeout_is_for_one_replica_not_for_all():
     "error",
     [
         ReplicaTimeoutError.after(1.0, ()),
-        MergeCallGraphError.inside("replica 0 of 2 (CPU:0)", "here"),
+        MergeCallGraphError("a message"),
         StructureMismatchError.between("The results", "result[0]", (0, 1), ("a", "b")),
-        VariableMismatchError.not_created("v", "replica 1 of 2 (CPU:1)", "file.py:1 in fn", ["w"]),
+        VariableMismatchError("a message"),
         NotInReplicaError("a message"),
         DeviceError("a message"),
     ],

@@ -220,7 +220,10 @@ class Channel:
             return False
         if not come():
             self.check()
-            raise WorkerLostError.closed_here(self._row)  # by another thread
+            raise WorkerLostError(  # by another thread
+                f"{self._row.name} waits for the others no longer: it has left the job, at its end or because of an "
+                "exception, which its own output says."
+            )
         return True
 
     def _fill(self, now: float) -> float:

@@ -30,7 +30,7 @@ from typing import Any, overload
 
 from replica_engine.errors import ReplicaEngineError, WorkerRow
 from replica_engine.errors.base import in_words
-from replica_engine.errors.hosts import NOW, slow_workers, where_workers_are
+from replica_engine.errors.hosts import NOW
 from replica_engine.hosts.addresses import held_address
 from replica_engine.hosts.failure import print_place
 from replica_engine.hosts.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
@@ -250,9 +250,15 @@ class Member(Channel):
 
         def describe(seconds: float) -> str | None:
             try:
-                return slow_workers(self.worker, what, seconds, self._where_all_are() or ())
+                table = self._where_all_are()
             except ReplicaEngineError:  # the job has failed, which ends the wait
                 return None
+            return (
+                f"worker {self.worker} has waited for {seconds:.3g} s for the other workers to come to {what}:\n"
+                f"{table}\n"
+                "A worker that is busy with something else comes later. If one never comes, look for a branch on the "
+                "worker's index, and for a dataset that is longer on this worker."
+            )
 
         return Watch(describe, warn_after, of_workers=True)
 
@@ -274,10 +280,10 @@ class Member(Channel):
     def describe(self) -> str:
         """A table with a row for each worker, for the warning that a run stands still; "" if nothing is known."""
         try:
-            lines = self._where_all_are(_PATIENCE)
+            table = self._where_all_are(_PATIENCE)
         except ReplicaEngineError:  # the job has failed, which has an error of its own
             return ""
-        return where_workers_are(lines) if lines else ""
+        return f"The workers of the job:\n{table}" if table else ""
 
     # The beginning and the end
 
@@ -377,9 +383,9 @@ class Member(Channel):
                 self._connection.queue(["program", code.hex(), kind, words])
         return code
 
-    def _where_all_are(self, patience: float | None = None) -> list[str] | None:
-        lines: list[str] | None = self._asked_now(patience, "where")
-        return lines
+    def _where_all_are(self, patience: float | None = None) -> str:
+        """A row for each worker; "" if nothing is known."""
+        return "\n".join(f"  {line}" for line in self._asked_now(patience, "where") or ())
 
     def _asked_now(self, patience: float | None, kind: str, *more: Any) -> Any:
         """The answer to a question, which comes after all that was launched before."""

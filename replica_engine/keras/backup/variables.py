@@ -80,7 +80,13 @@ class Variables:
     def _refuse(self, folder: Path, numbers: Collection[int], here: Collection[int]) -> None:
         if numbers:
             first = min(numbers)
-            raise BackupError.of_other_trained(str(folder), self._model.variables[first].path, first in here)
+            then, now = ("frozen", "trained") if first in here else ("trained", "frozen")
+            raise BackupError(
+                f"The backup in {folder} is one of a training in which {self._model.variables[first].path} was {then}, "
+                f"and here it is {now}: what the optimizer keeps of each weight would be read into others. Set "
+                "`trainable` of the layers as in the program that saved it, or delete the folder to begin from the "
+                "first epoch."
+            )
 
     def build_optimizers(self, trained: list[list[int] | None]) -> None:
         """Builds optimizers that the first step would build, so that a backup can be read into their variables.
@@ -223,4 +229,9 @@ def _check(folder: Path, group: str, there: list[list[Any]], here: list[list[Any
         one = there[number] if number < len(there) else None
         other = here[number] if number < len(here) else None
         if one is None or other is None or one[1:] != other[1:]:
-            raise BackupError.of_another_model(str(folder), group, one, other)
+            words = [f"{each[0]} {each[2]}{each[1]}" if each is not None else "no variable" for each in (one, other)]
+            raise BackupError(
+                f"The backup in {folder} is one of another model: where it has {words[0]}, the {group} here has "
+                f"{words[1]}. Make the model, optimizer and metrics as in the program that saved it, or delete the "
+                "folder to begin from the first epoch."
+            )

@@ -25,8 +25,9 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import DeviceError
+from replica_engine.errors.base import shown
 from replica_engine.xla.body import in_body
-from replica_engine.xla.constraints import as_int, check, divided, logical_device, whole
+from replica_engine.xla.constraints import as_int, check, devices_of_replica, divided, logical_device, whole
 
 
 class TPUFacts:
@@ -114,10 +115,18 @@ class LogicalDevices:
         tensor = tf.convert_to_tensor(tensor)
         parts = list(map(as_int, partition_dimensions))
         count = devices_of(self.extended)
-        if min(parts, default=1) < 1 or math.prod(parts) != count or len(parts) != tensor.shape.rank:
-            raise DeviceError.no_split(partition_dimensions, tensor.shape, count)
-        if any(size is not None and size % number for size, number in zip(tensor.shape, parts, strict=True)):
-            raise DeviceError.no_split(partition_dimensions, tensor.shape, count)
+        if (
+            min(parts, default=1) < 1
+            or math.prod(parts) != count
+            or len(parts) != tensor.shape.rank
+            or any(size is not None and size % number for size, number in zip(tensor.shape, parts, strict=True))
+        ):
+            raise DeviceError(
+                "experimental_split_to_logical_devices was called with "
+                f"partition_dimensions={shown(partition_dimensions)} for a tensor of shape {tensor.shape}. Give one "
+                f"number for each dimension, which divides its size, with the product {count}: "
+                f"{devices_of_replica(count)}"
+            )
         return tf.identity(tensor) if in_body() is None else divided(tensor, parts)
 
     @autograph.artifact

@@ -15,7 +15,6 @@ from replica_engine._tf.graphs import autograph
 from replica_engine._tf.host_datasets import pulls_of
 from replica_engine.errors import InputsError
 from replica_engine.errors.base import add_note, brief, in_words, positive_int, shown
-from replica_engine.errors.inputs import note_no_context
 from replica_engine.process import shutdown
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu import workers
@@ -182,7 +181,22 @@ def _spreads(fn: Callable[..., Any], parameters: inspect.Signature, element: Any
         return spread
     own = [each.replace(annotation=inspect.Parameter.empty) for each in parameters.parameters.values()]
     signature = str(inspect.Signature(own))
-    raise InputsError.no_step(_name(fn), signature, len(element) if is_tuple else None)
+    parts = len(element) if is_tuple else None
+    batch = f"the batch, a tuple of {parts} parts" if parts else "the batch"
+    raise InputsError(
+        f"`{_name(fn)}` takes {signature}, but run_steps calls a step with its context first, and then with {batch}:\n"
+        f"{_step_forms(parts)}\n"
+        'The context takes what the last step passes out: context.set_last_step_output("loss", loss, "MEAN").'
+    )
+
+
+def _step_forms(parts: int | None) -> str:
+    """How to write a step for batches that are tuples of so many parts; None for all other batches."""
+    whole = "    def step(context, batch):"
+    if parts is None:
+        return whole
+    names = {0: "", 1: ", x", 2: ", x, y", 3: ", x, y, z"}.get(parts, ", *parts")
+    return f"    def step(context{names}):" + (f"  # or with all parts in a tuple:\n{whole}" if parts else "")
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -195,7 +209,10 @@ def _explain(error: Exception, fn: Callable[..., Any], first: tuple, context_cla
     if context_class.__name__ in in_words(error) and "context" not in parameter and "ctx" not in parameter:
         (batch, *others) = first or (None,)
         is_tuple = bool(others) or isinstance(batch, tuple)
-        note_no_context(error, _name(fn), (len(first) if others else len(batch)) if is_tuple else None)
+        forms = _step_forms((len(first) if others else len(batch)) if is_tuple else None)
+        add_note(
+            error, f"the first argument of `{_name(fn)}` is the context of run_steps. A step is written so:\n{forms}"
+        )
 
 
 def _out_of_range(context: MultiStepContext, iterations: int) -> tf.errors.OutOfRangeError:

@@ -70,8 +70,16 @@ class Distribution:
     """
 
     def __init__(self, name: str, mesh: ReplicaMesh, cores: int, rule: Callable[[Made], Axes], given: Any = None):
+        if cores < mesh.size:
+            raise DistributionError(
+                f"A replica needs {mesh.size} devices, but num_cores={cores}. num_cores counts the devices of all "
+                f"replicas: leave it out for one replica, or write a multiple of {mesh.size}."
+            )
         if cores % mesh.size:
-            raise DistributionError.not_shared_out(cores, mesh.size)
+            raise DistributionError(
+                f"{cores} devices cannot be shared out among replicas of {mesh.size}: num_cores must be a multiple of "
+                "cores_per_replica."
+            )
         self.name = name
         self.mesh = mesh
         self.cores = cores
@@ -86,13 +94,12 @@ class Distribution:
 
     def described(self, axes: Axes) -> str:
         """How a variable with these axes is divided, in words in which workers compare it."""
-        mesh = " x ".join(f"{name!r}={size}" for name, size in self.mesh.axes)
         outputs = "".join(
             f", {key!r}={layout.axes}"
             for key, layout in (self._layout_map or {}).items()
             if key.endswith(layouts.OUTPUT)
         )
-        how = f"divided as {axes}" if axes else "whole"
+        how, mesh = f"divided as {axes}" if axes else "whole", _described(self.mesh)
         return f"{how} on each replica ({self.name}, mesh {mesh}, batch along {self.mesh.batch!r}{outputs})"
 
     def axes_of(self, made: Made) -> Axes:
@@ -271,8 +278,15 @@ def read(
             ) from None
     mesh = ReplicaMesh(axes, distribution.batch_dim_name)
     if (cores_per_replica or mesh.size) != mesh.size:
-        raise DistributionError.other_size(cores_per_replica or 0, axes)
+        raise DistributionError(
+            f"cores_per_replica={cores_per_replica}, but the mesh of `distribution` has {_described(mesh)}. Leave "
+            "cores_per_replica out."
+        )
     return Distribution(type(distribution).__name__, mesh, cores or mesh.size, _like_reference, distribution)
+
+
+def _described(mesh: ReplicaMesh) -> str:
+    return " x ".join(f"{name!r}={size}" for name, size in mesh.axes)
 
 
 def _advice(given: Any) -> str:

@@ -18,6 +18,7 @@ from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.keras import layouts
 from replica_engine.checkpoints import parts
 from replica_engine.errors import DistributionError
+from replica_engine.errors.base import byte_size
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes
@@ -243,8 +244,21 @@ def _axes(distribution: Distribution, devices: DeviceGroup, name: str, shape: tu
     part = dtype.size * math.prod(devices.on_each(shape, axes))
     memory = chip_memory(devices)
     if memory is not None and part > memory:
-        raise DistributionError.too_large(_path(name), shape, part, memory, axes == WHOLE)
+        raise _too_large(_path(name), shape, part, memory, axes == WHOLE)
     return axes
+
+
+def _too_large(path: str, shape: tuple[int, ...], part: int, device: int, whole: bool) -> DistributionError:
+    sizes = f"{byte_size(part)} on each device, which has {byte_size(device)}"
+    if whole:
+        return DistributionError(
+            f'The variable {path!r} of shape {shape} takes {sizes}. Divide it: TPUStrategy(distribution="fsdp"), or a '
+            "layout in the LayoutMap of a ModelParallel that names an axis for one of its dimensions."
+        )
+    return DistributionError(
+        f"The variable {path!r} of shape {shape} takes {sizes}, though it is divided. Take more devices, or divide it "
+        "along another axis too."
+    )
 
 
 def _path(name: str) -> str:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import host_ops, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError
+from replica_engine.errors.base import at
 from replica_engine.xla.analysis.differences import CollectiveOp, Differences, Reason
 from replica_engine.xla.analysis.known_values import Evaluation, GraphExecution, Place, on_host
 
@@ -91,8 +92,8 @@ def check(
     seen: list[tf.Tensor] = []
     for op in suspects:
         unknown = False
-        for at in _places(op, decisions):
-            taken = [each.get(at) for each in decisions]
+        for place in _places(op, decisions):
+            taken = [each.get(place) for each in decisions]
             unknown = unknown or None in taken
             _check_known(op, taken, inner, names)
         condition = op.inputs[0]  # that of a branch also belongs to the gradient of the branch
@@ -115,13 +116,37 @@ def _check_known(op: tf.Operation, taken: Sequence[int | None], inner: _Collecti
             counts = decided if is_loop else [int(each == number) for each in decided]
             if len(counts) == len(group) and len(set(counts)) > 1:
                 where = user_line(collective_op)
-                raise CollectiveError.not_by_all(
-                    names.get(where, collective.name),
-                    where,
-                    user_line(op),
-                    is_loop,
-                    dict(zip(group, counts, strict=True)),
-                )
+                name, times = names.get(where, collective.name), dict(zip(group, counts, strict=True))
+                raise _not_by_all(name, where, user_line(op), is_loop, times)
+
+
+_TIMES = {0: "never", 1: "once", 2: "twice"}
+_SAME_BRANCH = "Move it out of the branch, and choose its result there: tf.where(replica_id == 0, total, x)."
+_SAME_LOOP = "Let all replicas run as many iterations, and ignore the results of some: tf.where(step < n, total, x)."
+
+
+def _not_by_all(name: str, where: str, condition: str, is_loop: bool, times: dict[int, int]) -> CollectiveError:
+    """The error for a collective that each replica reaches so many times."""
+    by_times: dict[int, list[int]] = {}
+    for replica, count in times.items():
+        by_times.setdefault(count, []).append(replica)
+    rows = " and ".join(
+        f"{_TIMES.get(count, f'{count} times')} by {_replicas(replicas)}"
+        for count, replicas in sorted(by_times.items(), reverse=True)[:4]
+    )
+    kind, instead = ("loop", _SAME_LOOP) if is_loop else ("branch", _SAME_BRANCH)
+    return CollectiveError(
+        f"{name}{at(where)} is in a {kind} whose condition{at(condition)} depends on the replica id: it is reached "
+        f"{rows}. Replicas that reach it would wait forever for the others. {instead}"
+    )
+
+
+def _replicas(numbers: Sequence[int]) -> str:
+    """Replicas in words: "replica 0", "replicas 1, 2 and 5 more"."""
+    if len(numbers) == 1:
+        return f"replica {numbers[0]}"
+    rest = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
+    return f"replicas {', '.join(map(str, numbers[:8]))}{rest}"
 
 
 def _apart(op: tf.Operation, collective_op: tf.Operation, cause: Reason, names: dict[str, str]) -> Apart:

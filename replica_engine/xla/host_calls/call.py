@@ -25,6 +25,8 @@ import tensorflow as tf
 from replica_engine._tf import eager, variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import HostAccessError, HostResultError
+from replica_engine.errors.base import at
+from replica_engine.errors.host_calls import at_result
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
@@ -236,7 +238,7 @@ class HostCall:
 
     def describe(self) -> str:
         """The call in words, with the user's line, for messages."""
-        return f"outside_compilation {self.name!r}" + (f" at {self.where}" if self.where else "")
+        return f"outside_compilation {self.name!r}{at(self.where)}"
 
     @property
     def zeros(self) -> list[np.ndarray]:
@@ -249,7 +251,7 @@ class HostCall:
         self, run: Session, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         side = HostCallSite(self.calls.replica_ids[replica], self.calls.size, self.where)
-        with on_host(side), needed_by_a_program(lambda: HostAccessError.devices(self.where)):
+        with on_host(side), needed_by_a_program(self._devices_used):
             tensors = [eager.tensor(array) for array in arrays]
             results = self.compute(run.kept[replica], position, token, tensors)
         values = [view(tensor) for tensor in results]
@@ -259,9 +261,20 @@ class HostCall:
                 raise self.unlike(index, given, declared)
         return values
 
+    def _devices_used(self) -> HostAccessError:
+        return HostAccessError(
+            f"The function that outside_compilation{at(self.where)} runs on the host uses devices: it runs a compiled "
+            "body, or accesses a variable of a strategy. The devices run one program at a time, and the running "
+            "program waits for this function. Use the devices before or after the run."
+        )
+
     def unlike(self, result: int, given: str, wanted: str) -> HostResultError:
         """The error for a result that is not as the body was compiled for; `given` and `wanted` describe tensors."""
-        return HostResultError.other_tensor(self.name_of(result), given, wanted)
+        return HostResultError(
+            f"The host function returned {given}{at_result(self.name_of(result))}, but the body was compiled for "
+            f"{wanted}. A host function must return the same dtype and shape each time: cast or pad the result, or "
+            "declare it, @xla.returns(tf.TensorSpec(shape, dtype))."
+        )
 
     def name_of(self, result: int) -> str:
         """The path of a result in the structure that the user's function returned."""

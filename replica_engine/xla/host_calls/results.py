@@ -24,7 +24,8 @@ from replica_engine._tf.graphs import autograph, function, xla_ops
 from replica_engine.diagnostics.op_lines import raised_at
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
-from replica_engine.errors.base import at
+from replica_engine.errors.base import at, brief, in_words
+from replica_engine.errors.host_calls import at_result
 from replica_engine.values.structure import Build, OtherStructure, flatten, of_components
 from replica_engine.xla.body import HostCallSite, on_host
 from replica_engine.xla.host_calls.closures import Closure
@@ -100,17 +101,35 @@ def results_of(
     except (HostAccessError, NestedHostCallError, NotInBodyError):
         raise
     except Exception as error:
-        return _not_traced(fn, side.where, as_raised(error))
+        failure = as_raised(error)
+        line = raised_at(failure)
+        raised = in_words(failure).split("\n")[0].removesuffix(".")
+        return _unknown(fn, side.where, f"tracing it raised {raised}{at(line)}.", shortened(failure))
     for name, spec in zip(results.names, results.tensors, strict=True):
         if not spec.shape.is_fully_defined():
-            shape = str(spec.shape)
-            return UnknownResults(functools.partial(HostResultError.not_fixed, _name(fn), side.where, name, shape))
+            why = (
+                f"the result{name} has the shape {spec.shape}, and XLA compiles for fixed shapes. Pad it to a fixed "
+                "shape if its shape depends on values."
+            )
+            return _unknown(fn, side.where, why)
     return _checked(results)
 
 
-def _not_traced(fn: Callable, where: str, failure: Exception) -> UnknownResults:
-    line = raised_at(failure)
-    return UnknownResults(functools.partial(HostResultError.not_traced, _name(fn), where, shortened(failure), line))
+def _unknown(fn: Callable, where: str, why: str, failure: Exception | None = None) -> UnknownResults:
+    name = _name(fn)
+
+    def error() -> HostResultError:
+        made = HostResultError(
+            f"The body uses the results of {name}, which outside_compilation{at(where)} runs on the host, but they are "
+            f"not known before the run: {why} Declare them above the function, "
+            "@xla.returns(tf.TensorSpec([...], tf.float32)), or, for a lambda or a library's function, in the call, "
+            "outside_compilation(xla.returns(...)(fn), x). xla.returns(None) declares none."
+        )
+        if failure is not None:
+            made.failure = made.__cause__ = failure
+        return made
+
+    return UnknownResults(error)
 
 
 class HostResults:
@@ -159,12 +178,12 @@ class HostResults:
         except OtherStructure as other:
             given = other.given or _open(other.value, other.path)[0]
             wanted = other.wanted or self._kinds[other.leaf]
-            raise HostResultError.other_structure(other.path, given, wanted) from None
+            raise _other_structure(other.path, given, wanted) from None
         found: list[Any] = []
         for leaf, path, wanted in zip(leaves, self._spec.paths, self._kinds, strict=True):
             kind, tensors = _open(leaf, path)
             if kind != wanted:
-                raise HostResultError.other_structure(path, kind, wanted)
+                raise _other_structure(path, kind, wanted)
             found += tensors
         return found
 
@@ -183,6 +202,13 @@ class AnyResults(HostResults):
 _TENSOR = "a tensor"
 
 
+def _other_structure(name: str, given: str, wanted: str) -> HostResultError:
+    return HostResultError(
+        f"The host function returned {given}{at_result(name)}, but the body was compiled for {wanted}. A host function "
+        "must return the same structure each time."
+    )
+
+
 def _of_other_leaf(leaf: Any, builds: Sequence[Build]) -> Build:
     return (lambda _: None) if leaf is None or isinstance(leaf, tf.Operation) else of_components(leaf, builds)
 
@@ -196,7 +222,10 @@ def _open(value: Any, name: str) -> tuple[str, Sequence[Any]]:
     if isinstance(value, (tf.Variable, np.ndarray, np.generic, bool, int, float, complex, str, bytes)):
         return _TENSOR, [tf.convert_to_tensor(value)]
     if not isinstance(value, (tf.__internal__.CompositeTensor, tf.TypeSpec)):
-        raise HostResultError.no_tensor(name, value)
+        raise HostResultError(
+            f"The host function returned {brief(value)}{at_result(name)}, which is not a tensor. A host function can "
+            "return tensors, arrays, numbers, None, and nested structures of them."
+        )
     spec = value if isinstance(value, tf.TypeSpec) else tf.type_spec_from_value(value)
     parts = tf.nest.flatten(value, expand_composites=True)
     return f"a {type(spec).__name__.removesuffix('Spec')} of {len(parts)} components", parts
@@ -228,9 +257,16 @@ def _trace(closure: Closure, side: HostCallSite, handles: list[tuple[tf.Tensor, 
 def _checked(results: HostResults) -> HostResults:
     for name, spec in zip(results.names, results.tensors, strict=True):
         if xla_ops.is_host_only(spec.dtype):
-            raise HostResultError.host_only(name, spec.dtype.name)
+            raise HostResultError(
+                f"The host function returned a tensor of dtype {spec.dtype.name}{at_result(name)}, which no device can "
+                "hold. Use the tensor in the host function, and return numbers."
+            )
         if not spec.shape.is_fully_defined():
-            raise HostResultError.unknown_shape(name, str(spec.shape))
+            raise HostResultError(
+                f"The host function's result{at_result(name)} has the shape {spec.shape}, but XLA compiles for fixed "
+                "shapes. Pad the result to a fixed shape, and declare that shape: "
+                "@xla.returns(tf.TensorSpec(shape, dtype))."
+            )
     return results
 
 

@@ -22,8 +22,7 @@ import tensorflow as tf
 from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import calls
 from replica_engine.diagnostics.user_frames import is_internal
-from replica_engine.errors.base import add_note, is_alike
-from replica_engine.errors.host_calls import note_host_failure
+from replica_engine.errors.base import add_note, in_words, is_alike
 from replica_engine.errors.threads import note_failed_alike
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.host_calls.host_variables import HostVariables
@@ -325,11 +324,14 @@ class Session:
             place = f"replica {number} of {size}, {self._devices.names[failure.replica]}"
             if failure.step is not None:
                 place += f", iteration {failure.step} of the device loop"
-            raised = None if failure is first else failure.error
-            note_host_failure(first.error, place, failure.call.describe(), failure.times, raised)
-            if failure is first:
-                others_alike = [self.first + each.replica for each in alike if each.replica != first.replica]
-                note_failed_alike(first.error, others_alike)
+            where = f"{place}, in {failure.call.describe()}, execution {failure.times} of it there"
+            if failure is not first:
+                add_note(first.error, f"also failed: {where}: {in_words(failure.error)}")
+                continue
+            add_note(first.error, where)
+            note_failed_alike(
+                first.error, [self.first + each.replica for each in alike if each.replica != first.replica]
+            )
         if first.step is not None:
             add_note(first.error, "what the steps of this launch wrote is not kept")
         if len(others) > 7:

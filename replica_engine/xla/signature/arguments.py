@@ -17,6 +17,7 @@ from replica_engine._tf import distribute
 from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import InputsError, ReplicaMismatchError, ReplicaValueError
 from replica_engine.errors.base import brief
+from replica_engine.errors.inputs import LOOP
 from replica_engine.values import structure
 from replica_engine.values.regroup import regroup
 from replica_engine.values.structure import Build, ById, as_tensor
@@ -219,7 +220,10 @@ class Arguments:
         if isinstance(first, tf.distribute.DistributedDataset):
             raise InputsError.distributed(name, type(first).__name__.lstrip("_"))
         if isinstance(first, tf.data.Dataset):
-            raise InputsError.dataset(name, type(first).__name__.lstrip("_"))
+            raise InputsError(
+                f"{name} is a {type(first).__name__.lstrip('_')}, and a compiled body takes the values of a batch. "
+                f"Distribute it, and run one batch at a time:\n{LOOP}"
+            )
         columns = [structure.components(part, name) for part in parts]
         if len({len(column) for column in columns}) > 1:
             raise ReplicaMismatchError.not_tensors(name, first)

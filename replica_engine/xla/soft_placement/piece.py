@@ -135,7 +135,14 @@ class Piece(HostCall):
         register = self._taken[result]
         made_by = next((f"{op.kind}{at(op.where)}" for op in self.ops if register in op.outputs), "A host op")
         tried_with = self._tried_with[result] if self._tried_with else ""
-        return HostResultError.other_shape(made_by, given, wanted, tried_with)
+        if not tried_with:
+            return HostResultError(f"{made_by} returned {given}, where the body declares {wanted}.")
+        return HostResultError(
+            f"{made_by} returned {given}, where the body was compiled for {wanted}. That shape was found before the "
+            f"run, by a trial of the op with {tried_with}. The devices use the result, so it needs one shape: pad it, "
+            "for example ragged.to_tensor(shape=[None, 6]). If only the trial is wrong, declare the shape: "
+            "tf.ensure_shape(y, shape)."
+        )
 
 
 def in_words(ops: Sequence[HostOp]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -257,7 +258,12 @@ class BodyGraph:
         if inside.dtype == tf.resource:
             described = xla_ops.variable_dtype_and_shape(outside)
             if described is None:
-                raise CaptureError.not_a_variable(self.name, str(outside), _used_at(inside))
+                kind = re.search(r'type="([^"]+)"', str(outside))  # part of the repr of a resource handle
+                raise CaptureError(
+                    f"`{self.name}` uses a resource that is not a variable{at(_used_at(inside))}: "
+                    f"{kind[1] if kind else outside}. Lookup tables, dataset iterators and similar resources live on "
+                    "the host. Use them on the host, in a function for xla.outside_compilation, or before the run."
+                )
             if xla_ops.is_host_only(described[0]):
                 name = xla_ops.variable_name(outside)
                 raise CaptureError(

@@ -32,9 +32,7 @@ def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> Low
     text = str(error)
     where = _line(traced, text, moved)
     if found := _LOOP_SHAPES.search(text):
-        explained = LoweringError.growing_loop(
-            traced.name, where, *_change(*found.groups()), _gathers(traced, text, moved)
-        )
+        explained = _growing_loop(traced.name, where, *_change(*found.groups()), _gathers(traced, text, moved))
     else:
         explained = _explain(traced, text, where)
     explained.op_name = _node(text)
@@ -74,6 +72,17 @@ def undividable(traced: BodyGraph) -> LoweringError:
         "the result of tf.where(mask), tf.unique or tf.boolean_mask. XLA cannot divide such values over the devices of "
         "a replica. Keep the shape: tf.where(mask, x, 0.0) in place of tf.boolean_mask(x, mask), divided by the sum of "
         "the mask for a mean. On replicas of one device, without `distribution=`, the step works as it is."
+    )
+
+
+def _growing_loop(fn: str, where: str, before: str, after: str, gathers: list[str]) -> LoweringError:
+    cause = f" The loop contains {' and '.join(gathers)}, whose result is larger than its operand." if gathers else ""
+    gather = ", and gather them after the loop" if gathers else ""
+    return LoweringError(
+        f"In `{fn}`, a value of a loop{at(where)} has the shape {before} before an iteration and {after} after it, and "
+        f"XLA compiles a loop for one shape. shape_invariants do not change that.{cause} Collect the values of the "
+        f"iterations in a tf.TensorArray(dtype, size=n){gather}; or loop over a Python range, for i in range(n): such "
+        "a loop is unrolled, and shapes may differ."
     )
 
 

@@ -19,7 +19,6 @@ from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError
 from replica_engine.errors.base import at, byte_size, shown
-from replica_engine.errors.timeouts import slow_compile
 from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
@@ -142,6 +141,13 @@ class Lowered:
         name, body = self.program.name, self.program.body
         calls = [_held_weakly(call) for call in self.program.host_calls.calls]
         limits = body.limits.timeout, body.limits.warn_after
+
+        def describe(seconds: float) -> str:
+            return (
+                f"XLA has been compiling `{name}` for {body.size} replicas for {seconds:.3g} s. Large convolutional "
+                "networks take minutes on CPU; MirroredStrategy compiles nothing."
+            )
+
         make = functools.partial(
             Executable,
             text,
@@ -155,7 +161,7 @@ class Lowered:
         )
         with (
             timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
-            Watch(lambda seconds: slow_compile(name, body.size, seconds), body.limits.warn_after),
+            Watch(describe, body.limits.warn_after),
         ):
             try:
                 executable = found_or_compiled(text, self.traced, self.program, devices, make)

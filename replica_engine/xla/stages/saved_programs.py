@@ -30,7 +30,7 @@ from replica_engine._tf.graphs import xla_ops
 from replica_engine._version import __version__
 from replica_engine.errors import InputsError
 from replica_engine.errors.base import warning
-from replica_engine.errors.programs import broken_cache_file, compiled_again, untrusted_cache_dir, unusable_cache_dir
+from replica_engine.errors.programs import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
 from replica_engine.pjrt.cache_folder import CacheFolder
 from replica_engine.pjrt.executable import Executable, circumstances
 from replica_engine.pjrt.group import DeviceGroup
@@ -269,7 +269,25 @@ def _reason(name: str, folder: CacheFolder, about: Mapping[str, str], others: li
     if not others:
         return f"`{name}` is compiled: the cache folder {folder.path} has no program of this name."
     found = min((_differences(about, other) for other in others), key=len)
-    return compiled_again(name, str(folder.path), len(others), found)
+    nearest = "the program" if len(others) == 1 else f"the nearest of {len(others)} programs"
+    there = f"{nearest} of this name in the cache folder {folder.path}"
+    if not found:
+        return (
+            f"`{name}` is compiled again: {there} has equal arguments, variables and options, and other operations. "
+            "Its code, or that of a function that it calls, has changed, or an object that it uses has another value."
+        )
+    rows = [f"  {row}: {now or '(none)'} now, {before or '(none)'} there" for row, now, before in found[:8]]
+    if len(found) > 8:
+        rows.append(f"  and {len(found) - 8} more")
+    why = "for a new shape" if any(_is_new_shape(now, before) for _, now, before in found) else "again"
+    return "\n".join([f"`{name}` is compiled {why}: {there} was compiled for:", *rows])
+
+
+def _is_new_shape(now: str | None, before: str | None) -> bool:
+    """Whether two rows are tensors of one dtype, such as "float32 (16, 64)", that differ in shape."""
+    shape = r"(\w+) \(.*\)"
+    found, other = re.fullmatch(shape, now or ""), re.fullmatch(shape, before or "")
+    return found is not None and other is not None and found[1] == other[1] and now != before
 
 
 def _differences(about: Mapping[str, str], other: Mapping[str, str]) -> list[tuple[str, str | None, str | None]]:

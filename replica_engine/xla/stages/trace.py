@@ -30,7 +30,7 @@ from replica_engine.errors import CoordinatorRow, HostResultError, LoweringError
 from replica_engine.errors.base import at
 from replica_engine.errors.programs import may_wait_forever
 from replica_engine.errors.scopes import warn_shared_variable
-from replica_engine.errors.timeouts import slow_trace
+from replica_engine.errors.timeouts import table
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
@@ -107,7 +107,11 @@ def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body
 
     def describe(seconds: float) -> str:
         row = CoordinatorRow(thread.name, "tracing", seconds, stack_of(thread.ident))
-        return slow_trace(source.name, seconds, row)
+        return (
+            f"`{source.name}` has been traced for {seconds:.3g} s:\n{table([], row, stacks=True)}\n"
+            "While a body is traced, all of its Python code runs, including both sides of a branch. Functions that run "
+            "on the host are traced with it, unless they declare what they return (xla.returns)."
+        )
 
     with (
         timeline.span(Track(body.name, "compile", order=-3), f"trace {source.name}", "compile"),
