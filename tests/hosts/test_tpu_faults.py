@@ -246,7 +246,7 @@ def test_waits_for_others_end_at_the_limit_and_with_ctrl_c(programs):
     assert json.dumps([["WorkersMissingError", True, None], expired, expired]) in lines
     assert "for the other workers to come to a minimum over workers:" in err
     assert "WorkerLostError: worker 0 (" in of_late
-    assert "explain WorkerLostError" in of_late
+    assert "more: errors/WorkerLostError.html" in of_late
 
 
 ORDER = """

@@ -126,8 +126,10 @@ def intercepted(replace: Replace, draw: Draw, kinds: Container[str]) -> Iterator
                 _set_aside(graph, op, replaced)
         # None if nothing is replaced: TensorFlow gives callbacks a tuple of what an op returns to its caller as a list.
         for other in others:
-            seen = replaced or outputs
-            replaced = other(op_type, inputs, attributes, seen, op_name=op_name, graph=graph) or replaced
+            given = replaced or outputs
+            answer = other(op_type, inputs, attributes, given, op_name=op_name, graph=graph)
+            if answer is not None and answer is not given:
+                replaced = answer
         return replaced
 
     _op_callbacks.add_op_callback(callback)
