@@ -7,38 +7,47 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.baseline.record import Recorded
+from tests.baseline.record import RAISED, Recorded
 
 
 class Difference(NamedTuple):
-    """Two arrays that are not the same.
+    """Two arrays that are not the same, or a program that raised.
 
     Attributes:
         program: the name of the program.
         array: the name of the array.
         largest: the largest difference, relative to the largest value; infinite where values cannot be subtracted.
         shown: the two values that differ most, or what the arrays are.
+        text: the text that the checkout has, if it is one.
     """
 
     program: str
     array: str
     largest: float
     shown: str
+    text: str = ""
 
     def __str__(self) -> str:
         return f"{self.program}, {self.array}: {self.shown} (differ by {self.largest:.1e} of the largest)"
 
 
 def differences(base: Recorded, now: Recorded) -> Iterator[Difference]:
-    """All arrays whose bits, shapes or dtypes are not the same, or that only one has."""
+    """All arrays whose bits, shapes or dtypes are not the same, or that only one has.
+
+    What a program raised is a difference even if both raised the same: nothing of that program was compared.
+    """
     for program in base | now:
         one, other = base.get(program, {}), now.get(program, {})
         for name in one | other:
+            text = str(other[name]) if name in other and other[name].dtype.kind in "US" else ""
             if name not in one or name not in other:
                 which = "base" if name in one else "checkout"
-                yield Difference(program, name, np.inf, f"only the {which} has it: {(one | other)[name]!r:.300}")
+                shown = f"only the {which} has it: {(one | other)[name]!r:.300}"
+                yield Difference(program, name, np.inf, shown, text)
             elif (found := difference(one[name], other[name])) is not None:
-                yield Difference(program, name, *found)
+                yield Difference(program, name, *found, text)
+            elif name == RAISED:
+                yield Difference(program, name, np.inf, f"so nothing is compared: {text}", text)
 
 
 def difference(one: np.ndarray, other: np.ndarray) -> tuple[float, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -14,6 +14,7 @@ import tensorflow as tf
 import replica_engine
 from replica_engine import xla
 from replica_engine.keras import BackupAndRestore, replicate_model
+from tests.baseline.record import IN_FULL
 from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, strategy_of
 
 Mistake = Callable[[Any, Any], Any]
@@ -200,7 +201,7 @@ def run(mistaken: Mistaken, start: Start) -> Numbers:
         try:
             MISTAKES[name](strategy, value)
         except Exception as error:
-            numbers[name] = np.array(said(error))
+            numbers |= {name: np.array(said(error)), name + IN_FULL: np.array(said_in_full(error))}
         else:
             numbers[name] = np.array("nothing")
         numbers |= local(strategy, f"after {name}", strategy.run(good, args=(value,)))
@@ -208,19 +209,30 @@ def run(mistaken: Mistaken, start: Start) -> Numbers:
 
 
 def said(error: BaseException) -> str:
-    """The class of an exception, and the first line of its text that is its own.
+    """The class of an exception, and the first line of its text that is its own, or 300 characters of that.
 
     In a tf.function, TensorFlow puts the lines of a traceback before it. Lines and addresses are left out, digits that
     rounding may change, and the values of a tensor: they are those of the replica that failed first.
     """
+    return f"{type(error).__name__}: {next(_own_lines(error), '')[:300]}"
+
+
+def said_in_full(error: BaseException) -> str:
+    """The same with all lines from that one on, and the notes without the number of the replica that failed first."""
+    notes = (_without_places(f"note: {each}") for each in getattr(error, "__notes__", ()))
+    notes = (re.sub(r"replica \d+ of (\d+), \w+:\d+", r"a replica of \1", each) for each in notes)
+    return "\n".join([type(error).__name__, *_own_lines(error), *notes])
+
+
+def _own_lines(error: BaseException) -> Iterator[str]:
     own = (line.strip() for line in str(error).splitlines())
     lines = [line for line in own if line and not line.startswith(("in user code", "File ", "Traceback", "Graph exec"))]
-    first = next((line for line in lines if "rror: " in line), lines[0] if lines else "")
-    return f"{type(error).__name__}: {_without_places(first)}"
+    begin = next((number for number, line in enumerate(lines) if "rror: " in line), 0)
+    return map(_without_places, lines[begin:])
 
 
 def _without_places(text: str) -> str:
     text = re.sub(r"0x[0-9a-f]+", "0x", text)
     text = re.sub(r"\[\[[^]]*\]\.\.\.\]", "[...]", text)
     text = re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", text)
-    return re.sub(r"[^\s\"'(]*\.py:\d+", "a line", text)[:300]
+    return re.sub(r"[^\s\"'(]*\.py:\d+", "a line", text)

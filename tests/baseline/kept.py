@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.baseline.record import Recorded
+from tests.baseline.record import IN_FULL, Recorded
 
 FILE = pathlib.Path(__file__).parent / "kept.json"
 TOLERANCE = 1e-6
@@ -50,10 +50,14 @@ def _short(value: float) -> float:
 
 
 def joined(numbers: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same with one array for the values of all replicas, if they are alike, so that the file is small."""
+    """The same with one array for the values of all replicas, if they are alike, so that the file is small.
+
+    For that reason texts in full are left out; the first line of each of them is there.
+    """
     parts: dict[str, list[np.ndarray]] = {}
     for name, array in numbers.items():
-        parts.setdefault(re.sub(r" of replica \d+$", " of replicas", name), []).append(array)
+        if not name.endswith(IN_FULL):
+            parts.setdefault(re.sub(r" of replica \d+$", " of replicas", name), []).append(array)
     made = {}
     for name, arrays in parts.items():
         alike = len({(array.dtype, array.shape[1:], array.ndim) for array in arrays}) == 1

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.baseline import collectives, control_flow, errors, host_calls, loops, parts, saving, trainings
+from tests.baseline.record import RAISED
 from tests.baseline.start import Numbers, Start
 
 SEED = 54
@@ -63,7 +64,7 @@ class Program(NamedTuple):
         try:
             return self.family.run(self.plan, Start(_number(self.name), nudge))
         except Exception as error:
-            return {"raised": np.array(errors.said(error))}
+            return {RAISED: np.array(errors.said(error))}
 
 
 @functools.cache

@@ -18,6 +18,11 @@ PROCESSES = 2
 LIMIT = 600
 """Seconds for one program. Most take one or two."""
 
+RAISED = "raised"
+"""The name of the only result of a program that raised, or that ended its process."""
+IN_FULL = ", in full"
+"""How the names of texts end that are compared, and not kept."""
+
 Recorded = dict[str, dict[str, np.ndarray]]
 """What each program computes, by its name."""
 
@@ -83,7 +88,7 @@ class _Share:
             return True
         if begun is None:
             raise RuntimeError(f"No program has begun. {self._log} has the reason:\n{self._log.read_text()[-2000:]}")
-        self.recorded[begun] = {"raised": np.array(f"the process ended with {status}")}
+        self.recorded[begun] = {RAISED: np.array(f"the process ended with {status}")}
         return False
 
 

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.baseline import compare, kept
+from tests.baseline import __main__ as command
+from tests.baseline import compare, errors, kept, record
 from tests.baseline.allowed import Allowed
 from tests.baseline.programs import programs
 
@@ -46,6 +47,12 @@ def test_what_only_one_library_has_is_a_difference():
     assert [(each.program, each.array) for each in missing] == [("a", "x"), ("b", "x")]
 
 
+def test_what_both_libraries_raise_is_a_difference():
+    raised = {"raised": np.array("TypeError: one")}
+    assert [each.array for each in compare.differences({"a": raised}, {"a": dict(raised)})] == ["raised"]
+    assert len([*compare.differences({"a": raised}, {"a": {"x": VALUES}})]) == 2
+
+
 def test_a_line_allows_what_it_names_and_no_more():
     line = Allowed("loops 0*", "loss *", 1e-6, "the sum is rounded once")
     one = compare.Difference("loops 07", "loss 1", 1e-7, "")
@@ -53,6 +60,58 @@ def test_a_line_allows_what_it_names_and_no_more():
     assert not line.allows(one._replace(largest=1e-5))
     assert not line.allows(one._replace(array="weight 1"))
     assert not line.allows(one._replace(program="loops 17"))
+
+
+def test_a_line_allows_a_text_of_its_pattern_and_no_other():
+    line = Allowed("errors *", "no device", "DeviceError: * devices *", "it says how many there are")
+    for text, allowed in (("DeviceError: 0 devices of 2", True), ("DeviceError: none", False), ("", False)):
+        before, now = ({"errors 00": {"no device": np.array(each)}} for each in ("ValueError", text))
+        (found,) = compare.differences(before, now)
+        assert line.allows(found) == allowed
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What each library computes, for the command; both the same."""
+    values = {"base": {"a": {"x": VALUES}}, "checkout": {"a": {"x": VALUES}}}
+    monkeypatch.setattr(record, "of_library", lambda library, folder, only, nudge=None: values[folder.name])
+    monkeypatch.setattr(command, "ALLOWED", ())
+    return values
+
+
+def test_what_differs_and_what_nothing_needs_makes_the_command_fail(found, monkeypatch, tmp_path):
+    assert not command._compare(tmp_path, "")
+    monkeypatch.setattr(command, "ALLOWED", (Allowed("a", "x", 1.0, "twice"),))
+    assert command._compare(tmp_path, "")
+    assert not command._compare(tmp_path, "a")  # other programs may need the line
+    found["checkout"]["a"] = {"x": 2 * VALUES}
+    assert not command._compare(tmp_path, "")
+    found["checkout"]["a"] = {"x": 3 * VALUES}
+    assert command._compare(tmp_path, "a")
+
+
+def test_what_programs_raised_is_not_kept(monkeypatch):
+    raised = {"a": {"raised": np.array("the process ended with -9")}}
+    monkeypatch.setattr(record, "of_library", lambda *_: raised)
+    with pytest.raises(SystemExit, match="a: the process ended with -9"):
+        command._keep("")
+
+
+def test_a_name_that_no_program_has_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["baseline", "--base", ".", "--only", "typo"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "no program has 'typo' in its name" in capsys.readouterr().err
+
+
+def test_errors_are_compared_with_all_lines_and_notes_and_kept_with_the_first_line():
+    error = ValueError("one " * 100 + "line\nand another")
+    error.add_note("replica 1 of 2, CPU:1, at /a/b.py:3")
+    numbers = {"it": np.array(errors.said(error)), f"it{record.IN_FULL}": np.array(errors.said_in_full(error))}
+    assert str(numbers["it"]) == "ValueError: " + "one " * 75
+    rest = "line\nand another\nnote: a replica of 2, at a line"
+    assert str(numbers["it, in full"]) == "ValueError\n" + "one " * 100 + rest
+    assert [*kept.joined(numbers)] == ["it"]
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,14 @@ strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
 with strategy.scope():
     weight = tf.Variable(tf.ones([1024, 64]))
 strategy.run(lambda: weight.assign_add(tf.ones([1024, 64])))
-if me == 1:  # after all have come to read the value, and before the devices exchange it
-    exchange._wait_for_turn = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+turn = exchange._wait_for_turn
+
+def stop(*given):
+    turn(*given)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+if me == 1:  # after all have come to launch the exchange: the devices of the other worker wait for this one's
+    exchange._wait_for_turn = stop
 try:
     weight.numpy()
 except replica_engine.errors.WorkerLostError as error:

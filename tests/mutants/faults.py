@@ -3,71 +3,73 @@
 They are found by syntax and named by function, so a name holds when lines move.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
+import contextlib
+import itertools
 import pathlib
+import re
+import shutil
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from tests.mutants import reach
+
+LEFT_OUT = (ast.FunctionDef, ast.ClassDef, ast.arguments, ast.Raise, ast.JoinedStr, ast.Assert)
 WAITS = {"wait", "wait_for", "join", "set", "clear", "acquire", "release", "notify_all", "shutdown", "result"}
+IS_KEY = re.compile("key|signature").search
 COPIES = {"list", "dict", "tuple", "set", "sorted"}
 OTHER = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.Add: ast.Sub}
 OTHER |= {ast.And: ast.Or} | {new: old for old, new in OTHER.items()} | {ast.Or: ast.And}
 
-
-class Fault(NamedTuple):
-    """A fault: its name, such as `engine.run.Run.start:wait:0`, its file, the file's new text, and what changed."""
-
-    name: str
-    path: str
-    text: str
-    change: str
+Fault = collections.namedtuple("Fault", "name path text change")
+"""A fault: its name, such as `engine.run.Run.start:wait:0`, its file, the file's new text, and what changed."""
 
 
 def faults(package: pathlib.Path, path: pathlib.Path) -> Iterator[Fault]:
-    """All faults that a file of the package can have."""
+    """All faults that a file of the package can have; what is no Python any more would be found by any test."""
     source = path.read_bytes()
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-    for name, function in functions(package, path):
+    at = [0, 0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]  # where a line begins
+    for name, function in functions(ast.parse(source), ".".join(path.relative_to(package).with_suffix("").parts)):
         count: collections.Counter[str] = collections.Counter()
-        for node in _inside(function):
+        for node in _inside(ast.Module(function.body)):
             for kind, changed in _changes(node, function.name):
-                begin = starts[node.lineno - 1] + node.col_offset
-                end = starts[node.end_lineno - 1] + node.end_col_offset
+                begin, end = at[node.lineno] + node.col_offset, at[node.end_lineno] + node.end_col_offset
                 new = ast.unparse(changed)
-                text = (source[:begin] + new.encode() + source[end:]).decode()
+                put = f"({new})" if isinstance(changed, ast.expr) else new
+                text = (source[:begin] + put.encode() + source[end:]).decode()
                 change = f"{' '.join(source[begin:end].decode().split())[:80]} -> {new[:80]}"
-                yield Fault(f"{name}:{kind}:{count[kind]}", str(path.relative_to(package)), text, change)
+                with contextlib.suppress(SyntaxError):
+                    compile(text, "with a fault", "exec", dont_inherit=True)
+                    yield Fault(f"{name}:{kind}:{count[kind]}", str(path.relative_to(package)), text, change)
                 count[kind] += 1
 
 
-def functions(package: pathlib.Path, path: pathlib.Path) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """The functions of a file, also those in classes and functions, with their names."""
-
-    def of(node: ast.AST, name: str) -> Iterator[tuple[str, ast.FunctionDef]]:
-        for child in ast.iter_child_nodes(node):
-            inner = f"{name}.{child.name}" if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else name
-            if isinstance(child, ast.FunctionDef):
-                yield inner, child
-            yield from of(child, inner)
-
-    yield from of(ast.parse(path.read_bytes()), ".".join(path.relative_to(package).with_suffix("").parts))
+def instrument(package: pathlib.Path) -> None:
+    """Lets each function of a package call `called` of reach.py first."""
+    for path in list(package.rglob("*.py")):
+        tree = ast.parse(path.read_bytes())
+        for name, function in functions(tree, ".".join(path.relative_to(package).with_suffix("").parts)):
+            (call,) = ast.parse(f"__import__('{package.name}._reach')._reach.called({name!r})").body
+            function.body.insert(ast.get_docstring(function) is not None, call)
+        path.write_text(ast.unparse(tree), encoding="utf-8")
+    shutil.copy(reach.__file__, package / "_reach.py")
 
 
-def _inside(function: ast.FunctionDef) -> Iterator[ast.expr | ast.stmt | ast.keyword]:
-    """The nodes of a function's body without annotations, what is raised, texts and inner functions."""
-    left: list[ast.AST] = list(reversed(function.body))
-    while left:
-        node = left.pop()
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Raise, ast.JoinedStr, ast.Assert)):
-            continue
-        if isinstance(node, (ast.expr, ast.stmt, ast.keyword)):
-            yield node
-        left += reversed([each for each in ast.iter_child_nodes(node) if each is not getattr(node, "annotation", None)])
+def functions(node: ast.AST, name: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The functions in a module of this name, also those in classes and functions, with their names."""
+    for child in ast.iter_child_nodes(node):
+        inner = f"{name}.{child.name}" if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else name
+        if isinstance(child, ast.FunctionDef):
+            yield inner, child
+        yield from functions(child, inner)
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes in a node, without annotations, what is raised, texts and inner functions."""
+    for child in ast.iter_child_nodes(node):
+        if child is not getattr(node, "annotation", None) and not isinstance(child, LEFT_OUT):
+            yield child
+            yield from _inside(child)
 
 
 def _changes(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
@@ -88,8 +90,12 @@ def _changes(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
             yield "copy", only
         case ast.Call(ast.Attribute(only, "copy"), [], []):
             yield "copy", only
-        case ast.Return(ast.Tuple([*fields, _], context)) if fields and ("key" in function or "signature" in function):
-            yield "key", ast.Return(ast.Tuple(fields, context))
+        case ast.Return(ast.Tuple([*fields, _])) if fields and IS_KEY(function):
+            yield "key", ast.Return(ast.Tuple(fields))
+        case ast.Assign([ast.Name(name) as key], ast.Tuple([*fields, _])) if fields and IS_KEY(name):
+            yield "key", ast.Assign([key], ast.Tuple(fields), lineno=0)
+        case ast.Call(ast.Attribute(_, "get" | "setdefault") as func, [ast.Tuple([*fields, _]), *rest]) if fields:
+            yield "key", ast.Call(func, [ast.Tuple(fields), *rest], [])
 
 
 def _is_text(node: ast.AST) -> bool:
