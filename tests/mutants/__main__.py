@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def _all() -> list[Fault]:
-    paths = (path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "demo")  # a program to copy
+    paths = sorted(PACKAGE.rglob("*.py"))
     found = {f"{fault.name}   {fault.change}": fault for path in paths for fault in faults(PACKAGE, path)}
     equivalent = {line for line in EQUIVALENT.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
     if wrong := equivalent - found.keys():
