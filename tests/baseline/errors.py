@@ -218,8 +218,12 @@ def said(error: BaseException) -> str:
 
 
 def said_in_full(error: BaseException) -> str:
-    """The same with all lines from that one on, and the notes without the number of the replica that failed first."""
-    notes = (_without_places(f"note: {each}") for each in getattr(error, "__notes__", ()))
+    """The same with all lines from that one on, and the notes without the number of the replica that failed first.
+
+    The note that says where to read more is left out: it names the class again.
+    """
+    notes = (each for each in getattr(error, "__notes__", ()) if not each.startswith("more: "))
+    notes = (_without_places(f"note: {each}") for each in notes)
     notes = (re.sub(r"replica \d+ of (\d+), \w+:\d+", r"a replica of \1", each) for each in notes)
     return "\n".join([type(error).__name__, *_own_lines(error), *notes])
 
