@@ -133,27 +133,13 @@ def check_additions(strategy: tf.distribute.Strategy, graph: Any, first: int) ->
     adding: dict[int, dict[str, tf.Operation]] = {}
     captures: dict[Any, dict[int, Any]] = {}
     for op, replica in _additions(graph.get_operations()[first:], "", set()):
-        adding.setdefault(id(_outermost(op.inputs[0], captures)), {}).setdefault(replica, op)
+        adding.setdefault(id(subgraphs.outermost(op.inputs[0], captures)), {}).setdefault(replica, op)
     for variable in variables.used_in(graph) if adding else ():
         ops = [*adding.get(id(variables.raw_handle(variable)), {}).values()]
         name = variable.name.removesuffix(":0")
         if len(ops) > 1 and "seed" not in name:  # a generator of random numbers may be shared
             text = functools.partial(warn_shared_variable, name, user_line(ops[1]))
             _named_of(strategy, "written").warn(variable, text)
-
-
-def _outermost(tensor: Any, captures: dict[Any, dict[int, Any]]) -> Any:
-    """What a placeholder stands for, through all functions; `captures` keeps those of each graph, by placeholder.
-
-    A step has an op for each weight, slot and replica, and its graph captures as many handles.
-    """
-    while tf.is_symbolic_tensor(tensor):
-        if tensor.graph not in captures:
-            captures[tensor.graph] = {id(inside): outside for outside, inside in getattr(tensor.graph, "captures", ())}
-        if (outside := captures[tensor.graph].get(id(tensor))) is None:
-            break
-        tensor = outside
-    return tensor
 
 
 def _additions(

@@ -46,9 +46,18 @@ def captured(inside: tf.Tensor) -> Any | None:
     return None
 
 
-def outermost(tensor: Any) -> Any:
-    """What a placeholder stands for, through all functions; any other tensor itself."""
-    while tf.is_symbolic_tensor(tensor) and (outside := captured(tensor)) is not None:
+def outermost(tensor: Any, captures: dict[Any, dict[int, Any]] | None = None) -> Any:
+    """What a placeholder stands for, through all functions; any other tensor itself.
+
+    `captures` keeps those of each graph, by placeholder, for many calls: a step has an op for each weight, slot and
+    replica, and its graph captures as many handles.
+    """
+    captures = {} if captures is None else captures
+    while tf.is_symbolic_tensor(tensor):
+        if tensor.graph not in captures:
+            captures[tensor.graph] = {id(inside): outside for outside, inside in getattr(tensor.graph, "captures", ())}
+        if (outside := captures[tensor.graph].get(id(tensor))) is None:
+            break
         tensor = outside
     return tensor
 
