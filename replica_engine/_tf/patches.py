@@ -198,6 +198,13 @@ PATCHES: tuple[Patch, ...] = (
         Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _OTHERS)
         for owner, name in ((files.SAVING, name) for name in files.SAVES)
     ),
+    Patch(
+        files.FILES,
+        files.MAKE_FOLDER,
+        "a folder that another worker makes at the same time is no error",
+        _FIRST_WORKERS_SCOPE,
+        "raises all other errors, as before",
+    ),
     *(
         Patch(owner, name, "the chief writes files for all workers", _FIRST_WORKERS_SCOPE, _NOT_OF_WORKERS)
         for owner, name in ((checkpoints.SAVED_MODEL, checkpoints.NODES),)

@@ -278,10 +278,17 @@ def dense():
 with strategy.scope():
     model = dense()
     model.compile("adam", "mse", metrics=["mae"])
-callbacks = [
-    keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.weights.h5", save_weights_only=True),
-    keras.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False),
-]
+makedirs = os.makedirs
+
+
+def made_by_another_worker(path, *args, **kwargs):  # what a worker meets that has found no folder and is slower
+    if strategy.num_hosts > 1 and os.path.abspath(path).startswith(folder):
+        makedirs(path, exist_ok=True)
+    return makedirs(path, *args, **kwargs)
+
+
+os.makedirs = made_by_another_worker
+callbacks = [keras.callbacks.ModelCheckpoint(f"{folder}/made/{{epoch}}.weights.h5", save_weights_only=True)]
 found["fit"] = model.fit(data, epochs=2, verbose=0, validation_data=data, callbacks=callbacks).history
 found["evaluate"] = model.evaluate(data, verbose=0, return_dict=True)
 model.save(f"{folder}/model.keras")

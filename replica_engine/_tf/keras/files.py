@@ -21,6 +21,7 @@ from replica_engine._tf.keras.trainer import strategy_of
 
 SAVING = "keras.src.saving.saving_api"
 SAVES = ("save_model", "save_weights")
+FILES, MAKE_FOLDER = "keras.src.utils.file_utils", "makedirs"
 
 
 def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
@@ -31,6 +32,7 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
     """
     for name in SAVES:
         wrap(sys.modules.get(SAVING), name, functools.partial(_save, worker_of))
+    wrap(sys.modules.get(FILES), MAKE_FOLDER, _make_folder)
 
 
 def built_under(model: Any) -> Any:
@@ -54,3 +56,12 @@ def _save(
             return own(model, filepath, *args, **kwargs)
         with folder() as other:
             return own(model, pathlib.Path(other) / os.path.basename(filepath), *args, **kwargs)
+
+
+def _make_folder(own: Callable[..., Any], path: Any) -> None:
+    """ModelCheckpoint first asks whether a folder exists, and another worker may make it before this one does."""
+    try:
+        own(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
