@@ -7,7 +7,7 @@ TensorFlow:
 - `collectives`: collectives between processes. `checkpoints`: checkpoints of several workers in one folder.
 - `host_datasets`: distributed datasets for CPU devices. `data_pulls`: takes many elements of an iterator with one call.
   `batch_memory`: copies batches that are the memory of Python.
-- `thread_state`: the state that TensorFlow keeps separately for each thread. `quick_scopes`: faster scopes.
+- `thread_state`: the state that TensorFlow keeps separately for each thread.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
 - `handled`: functions around which TensorFlow or Keras has put a handler of errors.
 - `profiler`: whether the profiler runs, and spans in its traces.

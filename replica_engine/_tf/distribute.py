@@ -66,8 +66,7 @@ from tensorflow.python.framework import ops as _ops
 # _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
 
-from replica_engine._tf.quick_scopes import EagerScope
-from replica_engine._tf.thread_state import set_creators, variable_creators
+from replica_engine._tf.thread_state import set_creators, variable_creators, variable_scope_store
 
 __all__ = [
     "DistributedValues",
@@ -199,6 +198,25 @@ def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
     context._thread_context.strategy = strategy
 
 
+def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
+    """Enters `strategy.scope()`, unless it is entered already."""
+    is_entered = _distribute_lib._get_per_thread_mode().cross_replica_context is strategy
+    return contextlib.nullcontext() if is_entered else strategy.scope()
+
+
+def scopes() -> tuple[Any, ...]:
+    """What scopes of strategies this thread has entered, and what they change; for `set_scopes`."""
+    graph, store = _ops.get_default_graph(), variable_scope_store()
+    return graph, [*graph._distribution_strategy_stack], variable_creators(graph), store, store.current_scope
+
+
+def set_scopes(before: tuple[Any, ...]) -> None:
+    """Leaves the scopes that were entered since, also where an interrupt kept TensorFlow from it."""
+    graph, graph._distribution_strategy_stack, creators, store, store.current_scope = before
+    if variable_creators(graph) != creators:  # TensorFlow insists on the very list that it has set
+        set_creators(graph, creators)
+
+
 @contextlib.contextmanager
 def no_strategy() -> Iterator[None]:
     """Leaves all strategy scopes inside the block."""
@@ -226,8 +244,6 @@ def outside_scopes() -> Iterator[None]:
 
 def _is_of_scope(creator: Any) -> bool:
     """Whether a variable creator belongs to the scope of a strategy, including the default one, and not to the user."""
-    if isinstance(getattr(creator, "__self__", None), EagerScope):
-        return True
     return getattr(creator, "__module__", "") == _distribute_lib.__name__
 
 

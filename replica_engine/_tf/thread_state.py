@@ -45,7 +45,8 @@ from tensorflow.python.ops import variable_scope as _variable_scope
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
 _CANCELS_BY_THREAD = isinstance(_cancellation._active_context, threading.local)
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
-PRIORITY = 100  # the default priority of variable creators
+_PRIORITY = 100  # the default priority of variable creators
+_NOTHING = contextlib.nullcontext()
 _stand_ins = threading.local()
 _summary_fields = operator.attrgetter(*SUMMARY_FIELDS)
 _caching_fields = operator.attrgetter(*CACHING_FIELDS)
@@ -88,23 +89,31 @@ def in_graph_of_others(graph: Any) -> Iterator[None]:
                 graph._scope_exit_callbacks = []
 
 
+def graph_and_mode(graph: tf.Graph, eager: bool) -> contextlib.AbstractContextManager[Any]:
+    """Enters `graph` as the default, in eager mode if `eager`. A thread that is there enters nothing: it takes long."""
+    is_there = default_graph() is graph and tf.executing_eagerly() == eager
+    return _NOTHING if is_there else _other_graph_and_mode(graph, eager)
+
+
 @contextlib.contextmanager
-def graph_and_mode(graph: tf.Graph, eager: bool, creators: list | None = None) -> Iterator[None]:
-    """Enters `graph` as the default, in eager mode if `eager`, with `creators` as its stack of variable creators."""
+def _other_graph_and_mode(graph: tf.Graph, eager: bool) -> Iterator[None]:
     with graph.as_default(), eager_mode(eager):
-        if creators is None:
-            yield
-            return
-        before = set_creators(graph, creators)
-        try:
-            yield
-        finally:
-            set_creators(graph, before)
+        yield
+
+
+@contextlib.contextmanager
+def enter_creators(graph: tf.Graph, creators: list) -> Iterator[None]:
+    """Sets this thread's stack of variable creators inside the block."""
+    before = set_creators(graph, creators)
+    try:
+        yield
+    finally:
+        set_creators(graph, before)
 
 
 def creators_with(creators: list, creator: Any) -> list:
     """A stack of variable creators with one more, in the order that `tf.variable_creator_scope` makes."""
-    return sorted([*creators, (PRIORITY, creator)], key=operator.itemgetter(0))
+    return sorted([*creators, (_PRIORITY, creator)], key=operator.itemgetter(0))
 
 
 def set_creators(graph: tf.Graph, creators: list) -> list:
@@ -150,9 +159,6 @@ def enter_device_policy(policy: int) -> Iterator[None]:
     """Sets this thread's device policy inside the block."""
     handle = _context.context()._handle
     before = _pywrap_tfe.TFE_ContextGetDevicePlacementPolicy(handle)
-    if policy == before:
-        yield
-        return
     _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(handle, policy)
     try:
         yield
@@ -272,9 +278,6 @@ def enter_locals(values: tuple) -> contextlib.AbstractContextManager[None]:
     """Sets the return value of `locals_of_thread` on this thread inside the block."""
     before = locals_of_thread()
     return _NOTHING if _are_same(before, values) else _changed_locals(before, values)
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -22,14 +22,12 @@ class ReplicaThread(threading.Thread):
     Attributes:
         should_run: set this event to start or resume the thread.
         replica: the replica that the thread is running; None while it is parked.
-        stay: state the last job left entered, for the next to reuse; None if there is none.
     """
 
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
         self.should_run = Event()
         self.replica: object | None = None
-        self.stay: object | None = None
         self._job: Callable[[], None] | None = None
         self._closed = False
 

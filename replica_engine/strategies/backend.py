@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, overload, runtim
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, quick_scopes
+from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine.checkpoints import saving
@@ -186,7 +186,6 @@ class OnBackend:
         """Checks the arguments of `run`, and runs."""
         raise NotImplementedError
 
-    @quick_scopes.checks_only
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models of several workers leave their files to the chief.
 
@@ -273,13 +272,12 @@ class OnReplicaThreads(OnBackend):
         check_inputs(self, args, kwargs, len(self.extended.worker_devices), False)
         if not autograph.is_out_of_play():
             return super(OnBackend, self).run(fn, args, kwargs, options)  # type: ignore[misc]
-        scope = quick_scopes.in_scope(self)  # once here, instead of again in each call on the way
+        before = distribute.scopes()
         try:
-            with scope:
+            with distribute.in_scope(self):  # once here, instead of again in each call on the way
                 return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
         except BaseException:
-            if isinstance(scope, quick_scopes.EagerScope) and scope.is_entered:
-                scope.__exit__()
+            distribute.set_scopes(before)
             raise
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, own_attributes, quick_scopes, thread_state
+from replica_engine._tf import distribute, own_attributes, thread_state
 from replica_engine._tf.graphs import autograph, calls, function, made_ops, marks
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
@@ -115,7 +115,7 @@ def call_for_each_replica(
     if isinstance(args, distribute.DistributedValues) or isinstance(kwargs, distribute.DistributedValues):
         size = len(strategy.extended.worker_devices)
         args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
-    with quick_scopes.in_scope(strategy):
+    with distribute.in_scope(strategy):
         if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
             name, thread = getattr(fn, "__name__", "a function"), threading.current_thread()
             track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
@@ -189,7 +189,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         attempts = Attempts(decisions, index == 0)
         context.attach(replica, state, devices[index], attempts, creator, draws.of_replica(replica_id))
         try:
-            with state.entered(index, context, devices[index], replica.thread, creator):
+            with state.entered(index, context, devices[index], creator):
                 own_args, own_kwargs = of_replicas[index]
                 try:
                     return fn(*own_args, **own_kwargs)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, eager, quick_scopes, thread_state
+from replica_engine._tf import distribute, eager, thread_state
 from replica_engine._tf.graphs import autograph, control_flow
 from replica_engine.diagnostics.flight_record import brought
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
@@ -39,7 +39,6 @@ class MergeRequest(NamedTuple):
         kwargs: its keyword arguments, of this replica.
         name_scope: the name scope of TensorFlow in which the replica paused.
         variable_scope: the variable scope of TensorFlow 1 in which it paused.
-        scope_store: where that scope keeps its variables.
         control_inputs: the operations on which the replica's next operations depend.
         eager: whether the replica runs eagerly, and does not build a graph.
     """
@@ -49,7 +48,6 @@ class MergeRequest(NamedTuple):
     kwargs: Any
     name_scope: str
     variable_scope: Any
-    scope_store: Any
     control_inputs: Iterable
     eager: bool
 
@@ -57,7 +55,7 @@ class MergeRequest(NamedTuple):
         """Continues where this request's replica paused, after the control inputs of all requests."""
         nameless = not self.name_scope and not self.variable_scope.name and not tf.get_current_name_scope()
         if nameless and self.eager and tf.executing_eagerly():
-            return quick_scopes.variable_scope(self.scope_store, self.variable_scope)
+            return thread_state.enter_variable_scope(self.variable_scope)
         return self._continued({op for request in requests for op in request.control_inputs})
 
     @contextlib.contextmanager
@@ -315,7 +313,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             kwargs=kwargs,
             name_scope="" if elsewhere else tf.get_current_name_scope(),
             variable_scope=self._scope_store.current_scope,
-            scope_store=self._scope_store,
             control_inputs=() if eager or elsewhere else thread_state.control_inputs(self._graph),
             eager=eager,
         )

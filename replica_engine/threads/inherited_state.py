@@ -20,9 +20,7 @@ what it controls or what breaks without it:
 A replica's ops do not inherit control dependencies; a merge call takes them along (`context.py`).
 
 Replica threads are reused. When the replica's body ends, the thread leaves everything that it entered here and forgets
-what Keras gathered on it. There is one exception. In eager mode most of the state is the same from run to run, and
-entering it takes longer than a small body does. So the thread keeps the part that refers to no strategy, no tensor and
-no user function (`_Stay`), and the next run with the same state starts from there.
+what Keras gathered on it.
 """
 
 from __future__ import annotations
@@ -37,10 +35,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import quick_scopes, thread_state
+from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import state as keras_state
-from replica_engine.engine import ReplicaThread
 
 
 class InheritedState(NamedTuple):
@@ -86,88 +83,30 @@ class InheritedState(NamedTuple):
             context=contextvars.copy_context(),
         )
 
+    @contextlib.contextmanager
     def entered(
-        self, replica: int, context: tf.distribute.ReplicaContext, device: str, thread: ReplicaThread, creator: Callable
-    ) -> contextlib.AbstractContextManager[None]:
+        self, replica: int, context: tf.distribute.ReplicaContext, device: str, creator: Callable
+    ) -> Iterator[None]:
         """Enters the state on a replica's thread, with the replica's own context, device and variable creator."""
         creators = thread_state.creators_with(self.creators, creator)
-        if self._may_stay and tf.executing_eagerly():
-            if not (isinstance(thread.stay, _Stay) and thread.stay.is_for(self)):
-                thread.stay = _Stay.of(self, replica, device)
-            return self._rest(context, creators)
-        if thread.stay is not None:
-            quick_scopes.leave_eager()
-            thread.stay = None
-        return self._whole(replica, context, device, creators)
-
-    @property
-    def _may_stay(self) -> bool:
-        """Whether a thread may keep this state for the next run: eager mode, no name scope, no function being built."""
-        nameless = not self.name_scope and not self.variable_scope.name
-        return quick_scopes.ENABLED and self.eager and nameless and not self.graph.building_function
-
-    @contextlib.contextmanager
-    def _whole(
-        self, replica: int, context: tf.distribute.ReplicaContext, device: str, creators: list
-    ) -> Iterator[None]:
-        """Enters all of the state: for graph mode, and for state that no thread may keep."""
         with (
             thread_state.enter_locals(self.thread_locals),
             contextlib.nullcontext() if self.eager else autograph.lines_of_ops(self.lines, _files()),
             keras_state.entered(self.keras_settings),
             thread_state.graph_and_mode(self.init_graph, self.init_eager),
-            thread_state.graph_and_mode(self.graph, self.eager, creators),
+            thread_state.graph_and_mode(self.graph, self.eager),
+            thread_state.enter_creators(self.graph, creators),
             thread_state.enter_device_policy(self.device_policy),
             context,
             tf.device(device),
             tf.name_scope(_name_scope(self.name_scope, replica)),
             thread_state.enter_variable_scope(self.variable_scope, reuse=replica > 0),
         ):
-            yield
-
-    @contextlib.contextmanager
-    def _rest(self, context: tf.distribute.ReplicaContext, creators: list) -> Iterator[None]:
-        """Enters the part of the state that `_Stay` leaves out, because it may hold a strategy or a user object."""
-        before = thread_state.set_creators(self.graph, creators)
-        try:
-            with (
-                quick_scopes.default_on_thread(self.graph),
-                thread_state.enter_locals(self.thread_locals),
-                keras_state.entered(self.keras_settings),
-                quick_scopes.nameless_scope(self.scope_store, self.variable_scope),
-                context,
-            ):
+            inside = thread_state.of_update()
+            try:
                 yield
-        finally:
-            thread_state.set_creators(self.graph, before)
-
-
-class _Stay(NamedTuple):
-    """The state that a replica thread keeps from one eager run to the next.
-
-    The thread sets this state and does not enter it as a context manager. So nothing needs to be undone when the thread
-    or the interpreter ends. If a body enters some state and does not leave it, the next run does not see that state.
-
-    Attributes:
-        policy: the device policy.
-        device_and_scope: the device on which ops run, and the name scope.
-    """
-
-    policy: int
-    device_and_scope: tuple
-
-    @classmethod
-    def of(cls, state: InheritedState, replica: int, device: str) -> _Stay:
-        """Sets the state on the calling thread, which belongs to `replica`."""
-        quick_scopes.stay_eager(state.device_policy, device, _name_scope("", replica))
-        return cls(state.device_policy, thread_state.device_and_name_scope())
-
-    def is_for(self, state: InheritedState) -> bool:
-        """Whether `state` needs these settings and the calling thread still has them; a body may have changed them."""
-        return (
-            self.policy == state.device_policy == thread_state.device_policy()
-            and thread_state.device_and_name_scope() == self.device_and_scope
-        )
+            finally:  # a body may have entered what it did not leave
+                thread_state.set_of_update(inside)
 
 
 @functools.cache

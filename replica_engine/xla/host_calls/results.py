@@ -277,7 +277,8 @@ def _outside_body() -> Iterator[None]:
     graph = thread_state.default_graph()
     with (
         thread_state.enter_locals(([], *rest)),
-        thread_state.graph_and_mode(graph, False, []),
+        thread_state.graph_and_mode(graph, False),
+        thread_state.enter_creators(graph, []),
         thread_state.actual_summaries(),
         distribute.no_strategy(),
         variables.no_tape(),
