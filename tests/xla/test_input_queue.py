@@ -23,6 +23,7 @@ SOON = 300  # seconds until a thread that should have gone on by then is stuck
 def no_second_look(monkeypatch):
     """Who is not woken does not look again, as it would within a second."""
     monkeypatch.setattr(prefetch, "MISSED", 1000.0)
+    monkeypatch.setattr(prefetch, "_GATHER", 1000.0)
 
 
 def filled(depth=10, batches=3):
@@ -95,6 +96,15 @@ def test_it_waits_for_as_many_as_asked_for(waits):
     queue.put("b", "c")
     assert taken.result(SOON) == ["a", "b"]
     assert queue.take(1) == ["c"]
+
+
+def test_slow_batches_are_taken_as_they_come(waits, monkeypatch):
+    monkeypatch.setattr(prefetch, "_GATHER", 0.0)
+    assert filled(batches=2).take(5) == [0, 1]
+    queue = InputQueue(4)
+    taken = waits(queue.take, 5)
+    queue.put("a")
+    assert taken.result(SOON) == ["a"]
 
 
 def test_it_never_waits_for_more_than_it_holds():

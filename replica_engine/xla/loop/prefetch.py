@@ -29,6 +29,7 @@ from replica_engine.xla.loop.batches import BatchReader
 NAME = "replica_engine: inputs of a device loop"
 """The name of these threads."""
 
+_GATHER = 1.0  # seconds to wait for more batches than one; then a launch has fewer steps than it may
 _IDLE = 0.05  # seconds that a thread stays; a loop that begins later gains nothing from it
 _JOIN = 1.0  # seconds that a loop waits for its thread, which may be inside the user's iterator
 
@@ -73,6 +74,8 @@ class InputQueue:
     def take(self, most: int, seconds: float | None = None) -> list[Parts] | None:
         """Waits until there are `most` batches, or all that will come, and takes them; none at the end.
 
+        If batches come slowly, it takes those that are there after `_GATHER` seconds.
+
         Args:
             most: how many, at most the depth.
             seconds: how long to wait; None waits without a limit.
@@ -80,14 +83,17 @@ class InputQueue:
         Returns:
             The batches; None if time ran out.
         """
-        ends = None if seconds is None else time.perf_counter() + seconds
+        began = time.perf_counter()
         with self._changed:
-            self._wanted = most = min(most, self._depth)
-            while len(self._batches) < most and not self._is_over:
-                left = MISSED if ends is None else min(MISSED, ends - time.perf_counter())
-                if left <= 0:
+            while not self._is_over:
+                waited = time.perf_counter() - began
+                self._wanted = min(most, self._depth) if waited < _GATHER else 1
+                if len(self._batches) >= self._wanted:
+                    break
+                if seconds is not None and waited >= seconds:
                     return None
-                self._changed.wait(left)  # see `wait_for_ever`; this may be the main thread
+                ends = [each - waited for each in (_GATHER, seconds) if each is not None and each > waited]
+                self._changed.wait(min([MISSED, *ends]))  # see `wait_for_ever`; this may be the main thread
             taken = [self._batches.popleft() for _ in range(min(most, len(self._batches)))]
             self._changed.notify_all()
             return taken
