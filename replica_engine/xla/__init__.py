@@ -19,7 +19,7 @@ The modules and packages follow, from the top layer to the bottom; each imports 
 - `signature`: the function, its parameters and its results.
 - `corrected_ops`: ops for which XLA has other numbers than TensorFlow.
 - `graph_mode`: the error for graphs of `tf.compat.v1`. `array_writes`: writes beyond the size of an array.
-  `infeed`: the queue of inputs for a device loop. `of_unknown_size`: gathers of a size that tracing does not know.
+  `of_unknown_size`: gathers of a size that tracing does not know.
   `resolver`: the platform and the job, for `tf.distribute`.
 
 >>> from replica_engine import xla

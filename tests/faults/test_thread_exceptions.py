@@ -117,7 +117,13 @@ def test_a_loop_on_one_device_is_whole_at_each_instant():
     def loop():
         strategy.run_steps(step, itertools.repeat(()), 3)
 
-    files = (*LAUNCH, "xla/loop/device_loop.py", "xla/loop/chunks.py", "xla/host_calls/session.py", "xla/infeed.py")
+    files = (
+        *LAUNCH,
+        "xla/loop/device_loop.py",
+        "xla/loop/chunks.py",
+        "xla/host_calls/session.py",
+        "xla/loop/prefetch.py",
+    )
     loop()
     made, number = 3.0, 1
     while raised_at(number, files, loop):

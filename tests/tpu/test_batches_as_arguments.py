@@ -1,7 +1,8 @@
-"""Device loops whose batches are arguments of the launches, as on TPUs and GPUs: the same numbers, bit for bit."""
+"""The launches of device loops: how many steps each has, and the same numbers, bit for bit, however many they are."""
 
 import itertools
 import threading
+import types
 
 import keras
 import numpy as np
@@ -18,24 +19,6 @@ from replica_engine.xla.stages.compiled import Compiled
 SOON = 200  # seconds until a thread that should have gone on by then is stuck
 
 ROWS = np.random.default_rng(0).normal(size=[40, 6]).astype("float32")
-
-
-@pytest.fixture
-def always(monkeypatch):
-    def set_(value):
-        monkeypatch.setattr(chunks, "always", value)
-
-    return set_
-
-
-@pytest.fixture
-def no_host_calls(monkeypatch):
-    """`no_host_calls()`: from now on no program may call the host for its batches."""
-
-    def refuse(*_):
-        raise AssertionError("the program calls the host for its batches")
-
-    return lambda: monkeypatch.setattr(device_loop._Feed, "emit", refuse)
 
 
 def trained(prefetch=None, iterations=10):
@@ -62,18 +45,54 @@ def trained(prefetch=None, iterations=10):
     return weights.numpy().tobytes(), context.last_step_outputs["loss"].numpy().tobytes(), int(seen.numpy())
 
 
-def test_a_chunk_is_a_launch_and_the_numbers_are_those_of_a_loop_that_calls_the_host(always, no_host_calls):
+def test_a_chunk_is_a_launch_and_the_numbers_are_the_same_for_each_size():
     """All steps in one chunk, each alone, and chunks of three."""
-    always(False)
     expected = trained()
     assert expected[2] == 40
-    always(True)
-    no_host_calls()
-    for ahead, launches in ((None, 1), (1, 10), (6, 4)):
+    for ahead, launches in ((None, 1), (1, 10), (5, 4)):
         before = xla.counts()
         assert trained(ahead) == expected, ahead
         made = xla.counts() - before
         assert (made.launches, made.compiles) == (launches, 1)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How many steps each launch had."""
+    steps, original = [], Compiled.launch
+
+    def launch(compiled, slots, captured=None, as_arrays=False, step=None):
+        steps.append(int(slots[0][0]))
+        return original(compiled, slots, captured, as_arrays, step)
+
+    monkeypatch.setattr(Compiled, "launch", launch)
+    return steps
+
+
+def test_a_launch_has_as_many_steps_as_its_time_allows(launched, monkeypatch):
+    """The clock is a number that the test sets: a step takes a tenth of a second, then a hundredth, then longer."""
+    strategy, clock, took = replica_engine.TPUStrategy(num_cores=2), [100.0], [0.1]
+    original = chunks.Chunks._end
+
+    def end(each, launch, steps):
+        clock[0] += steps * took[0]
+        original(each, launch, steps)
+
+    monkeypatch.setattr(chunks, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(chunks.Chunks, "_end", end)
+    strategy.run_steps(passes_on, map(np.float32, range(30)), 30)
+    assert launched[0] == 16  # nothing is known yet
+    assert launched[1:] in ([9, 5], [10, 4])
+    del launched[:]
+    took[0] = 0.01
+    strategy.run_steps(passes_on, map(np.float32, range(400)), 400)
+    assert launched == sorted(launched[:-1]) + launched[-1:]
+    assert max(launched) in (99, 100)
+    del launched[:]
+    took[0] = 2.0
+    strategy.run_steps(passes_on, map(np.float32, range(104)), 104)
+    assert launched[0] in (99, 100)
+    assert set(launched[1:]) == {1}
 
 
 def fitted():
@@ -85,23 +104,19 @@ def fitted():
     return history, [weight.numpy().tobytes() for weight in model.weights]
 
 
-def test_steps_of_keras(always, no_host_calls):
-    always(False)
+def test_steps_of_keras(monkeypatch):
     expected = fitted()
-    always(True)
-    no_host_calls()
+    monkeypatch.setattr(device_loop, "_MOST_STEPS", 2)
     assert fitted() == expected
 
 
-def test_an_iterator_that_ends_early_keeps_the_steps_before(always):
-    always(True)
+def test_an_iterator_that_ends_early_keeps_the_steps_before():
     with pytest.raises(tf.errors.OutOfRangeError, match="after 10 of 12 steps") as caught:
         trained(6, iterations=12)
     assert caught.value.context.steps == 10
 
 
-def test_a_step_that_calls_the_host_fetches_its_batches_by_a_call_too(always):
-    always(True)
+def test_a_step_that_calls_the_host_is_a_launch():
     strategy = replica_engine.TPUStrategy(num_cores=2)
     with strategy.scope():
         total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
@@ -115,21 +130,13 @@ def test_a_step_that_calls_the_host_fetches_its_batches_by_a_call_too(always):
         strategy.run_steps(step, [np.float32(1), np.float32(2)], 2)
     before = xla.counts()
     strategy.run_steps(step, [np.float32(1), np.float32(2)], 2)
-    assert (xla.counts() - before).traces == 0
+    made = xla.counts() - before
+    assert (made.traces, made.launches) == (0, 2)
     assert total.numpy() == 18.0
     assert sorted(seen) == [1.0] * 6 + [2.0] * 6
 
 
-def test_on_several_cpus_the_host_is_called_unless_it_is_planned_for_other_chips(monkeypatch):
-    devices = xla.PjrtClusterResolver("cpu").devices
-    assert devices.size > 1
-    assert not chunks.are_arguments(devices, timed=False)
-    monkeypatch.setattr(devices, "platform", "tpu")
-    assert chunks.are_arguments(devices, timed=False)
-
-
-def test_batches_of_a_dtype_that_tensorflow_cannot_fill(always):
-    always(True)
+def test_batches_of_a_dtype_that_tensorflow_cannot_fill():
     strategy = replica_engine.TPUStrategy(num_cores=2)
     with strategy.scope():
         total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
@@ -138,8 +145,7 @@ def test_batches_of_a_dtype_that_tensorflow_cannot_fill(always):
     assert float(total) == 18.0
 
 
-def test_a_loop_that_waits_for_a_batch_is_watched(always, caplog):
-    always(True)
+def test_a_loop_that_waits_for_a_batch_is_watched(caplog):
     strategy = replica_engine.TPUStrategy(num_cores=2, warn_after=0.01)
     warned = threading.Event()
     caplog.handler.addFilter(lambda record: warned.set() if "waiting for its next batch" in record.message else True)
@@ -160,9 +166,8 @@ def passes_on(context, x):
     context.set_last_step_output("x", x, "MEAN")
 
 
-def test_with_a_limit_each_step_is_a_launch_of_its_own(always):
+def test_with_a_limit_each_step_is_a_launch_of_its_own():
     """No sign of life comes out of a launch, so a healthy loop of many steps in one would be ended."""
-    always(True)
     strategy = replica_engine.TPUStrategy(num_cores=2, timeout=60)
     before = xla.counts()
     strategy.run_steps(passes_on, map(np.float32, range(10)), 10)
@@ -170,8 +175,7 @@ def test_with_a_limit_each_step_is_a_launch_of_its_own(always):
     assert (made.launches, made.compiles) == (10, 1)
 
 
-def test_an_iterator_that_gives_no_batch_within_the_limit_is_an_error(always, monkeypatch):
-    always(True)
+def test_an_iterator_that_gives_no_batch_within_the_limit_is_an_error(monkeypatch):
     monkeypatch.setattr(prefetch, "_JOIN", 0.0)
     strategy = replica_engine.TPUStrategy(num_cores=2, timeout=5)
     with strategy.scope():
@@ -199,8 +203,7 @@ def test_an_iterator_that_gives_no_batch_within_the_limit_is_an_error(always, mo
 
 @pytest.mark.parametrize("queue", [False, True], ids=["launch waits", "launch is queued"])
 @pytest.mark.parametrize("ahead", [1, 2, 6, 8])
-def test_no_more_batches_are_ahead_of_a_step_than_asked_for(always, monkeypatch, queue, ahead):
-    always(True)
+def test_no_more_batches_are_ahead_of_a_step_than_asked_for(monkeypatch, queue, ahead):
     monkeypatch.setattr(DeviceGroup, "has_queue", queue)
     fetched, more, seen = threading.Semaphore(0), [], []
 
@@ -209,7 +212,7 @@ def test_no_more_batches_are_ahead_of_a_step_than_asked_for(always, monkeypatch,
             fetched.release()
             yield np.float32(number)
 
-    def launch(compiled, slots, captured=None, feed=None, as_arrays=False):
+    def launch(compiled, slots, captured=None, as_arrays=False, step=None):
         """The program runs as late as it may: when its end is awaited."""
         seen.append(int(slots[0][0]))
 
@@ -218,7 +221,7 @@ def test_no_more_batches_are_ahead_of_a_step_than_asked_for(always, monkeypatch,
                 for _ in range(1 + ahead):
                     assert fetched.acquire(timeout=SOON)
                 more.append(fetched.acquire(timeout=0.2))
-            return at_once(compiled, slots, captured, feed, as_arrays)()
+            return at_once(compiled, slots, captured, as_arrays, step)()
 
         return end
 

@@ -1,7 +1,6 @@
-"""Host calls in the steps of a device loop: in order, and a failing one leaves no step."""
+"""Host calls in the steps of a device loop: in order, and a failing one leaves the steps before it."""
 
 import itertools
-import threading
 import types
 
 import numpy as np
@@ -63,7 +62,7 @@ def test_gradients_go_through_host_calls_of_each_step(two):
 
 
 @pytest.mark.parametrize(("step_number", "replica"), [(0, 0), (4, 1)])
-def test_a_host_call_that_fails_leaves_no_step_and_says_where_it_was(two, step_number, replica):
+def test_a_host_call_that_fails_leaves_the_steps_before_and_says_where_it_was(two, step_number, replica):
     total, own = two.variable(1.0, SUM), two.variable(2.0, SUM, on_read=True)
     error = CustomError(7, reason="own")
     state = types.SimpleNamespace(fails=True)
@@ -82,17 +81,20 @@ def test_a_host_call_that_fails_leaves_no_step_and_says_where_it_was(two, step_n
     with pytest.raises(CustomError) as raised:
         two.strategy.run_steps(step, batches, 10**9)
     assert raised.value is error
-    assert next(batches) <= step_number + 6  # one in use, one where a replica is ahead, and those fetched ahead
+    assert next(batches) <= step_number + 4  # one in use, two that were fetched ahead, and one that is being fetched
     (note,) = [note for note in error.__notes__ if "replica" in note]
     for part in (f"replica {replica} of 2", f"CPU:{replica}", f"iteration {step_number} ", "test_step_host_calls.py"):
         assert part in note
-    assert total.numpy() == 1.0
-    assert two.components(own) == [2.0, 2.0]
+    kept = float(sum(range(step_number)))
+    assert total.numpy() == 1.0 + 2 * kept
+    assert two.components(own) == [2.0 + kept] * 2
+    assert getattr(error, "context", None) is None if not step_number else error.context.steps == step_number
+    assert any("the values that they wrote are kept" in note for note in error.__notes__) == (step_number > 0)
 
     state.fails = False
     assert two.strategy.run_steps(step, numbers(3), 3).steps == 3
-    assert total.numpy() == 1.0 + 2 * 3.0
-    assert two.components(own) == [5.0, 5.0]
+    assert total.numpy() == 1.0 + 2 * (kept + 3.0)
+    assert two.components(own) == [5.0 + kept] * 2
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, StopIteration, tf.errors.OutOfRangeError])
@@ -106,7 +108,8 @@ def test_a_host_calls_exception_is_raised_whatever_its_type(two, kind):
     with pytest.raises(kind) as raised:
         two.strategy.run_steps(lambda context, x: hosted(host)(x), numbers(5), 5)
     assert raised.value is error
-    assert not hasattr(error, "context")  # no step is kept
+    if kind is not KeyboardInterrupt:  # like Ctrl-C, which has none
+        assert error.context.steps == 2
 
 
 def test_steps_that_are_not_kept_draw_no_random_numbers(two):
@@ -137,30 +140,6 @@ def test_steps_that_are_not_kept_draw_no_random_numbers(two):
     assert two.components(drawn) == expected
 
 
-def test_a_replica_that_is_a_step_ahead_when_another_fails_is_not_left_alone(two):
-    """Replica 1 fails at the end of step 2, when replica 0 is in step 3 already and waits there for replica 1."""
-    ahead = threading.Event()
-
-    def begin(x):
-        if int(xla.replica_id()) == 0 and float(x) == 3.0:
-            ahead.set()
-        return x
-
-    def end(x, _):
-        if int(xla.replica_id()) == 1 and float(x) == 2.0:
-            assert ahead.wait(300)
-            raise OSError("late")
-
-    def step(context, x):
-        hosted(end)(x, replica_context().all_reduce("SUM", hosted(begin, SCALAR)(x)))
-
-    for _ in range(5):
-        ahead.clear()
-        with pytest.raises(OSError, match="late") as raised:
-            two.strategy.run_steps(step, numbers(10), 10)
-        assert any("replica 1 of 2" in note and "iteration 2 " in note for note in raised.value.__notes__)
-
-
 def test_replicas_apart_by_chance_stop_together(replicas):
     """Replicas that are ahead of others when one fails, or when the inputs end, do not wait for ever."""
     four = replicas(4)
@@ -181,8 +160,9 @@ def test_replicas_apart_by_chance_stop_together(replicas):
         chosen = random.permutation(4)[: random.integers(0, 3)]
         state.failing = {int(replica): int(random.integers(0, 12)) for replica in chosen}
         count = int(random.integers(1, 10))
-        fails = any(number < count for number in state.failing.values())
-        kept += 0 if fails else count
+        last = min([count, *state.failing.values()])
+        fails = last < count
+        kept += last
         with pytest.raises(OSError if fails else tf.errors.OutOfRangeError):
             four.strategy.run_steps(step, numbers(count), 10, prefetch=int(random.integers(1, 4)))
         assert total.numpy() == 4.0 * kept

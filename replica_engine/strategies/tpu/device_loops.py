@@ -1,4 +1,4 @@
-"""Device loops of a strategy: `iterations` steps of a function in one launch, with batches from an iterator."""
+"""Device loops of a strategy: `iterations` steps of a function, many in a launch, with batches from an iterator."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_steps(
     iterator: Any,
     settings: LoopSettings,
 ) -> Any:
-    """Runs steps in one launch.
+    """Runs steps, many in a launch.
 
     Args:
         strategy: the strategy whose replicas run the steps.

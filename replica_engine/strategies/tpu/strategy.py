@@ -450,16 +450,16 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
         initial_loop_values: Any = None,
         prefetch: int | None = None,
     ) -> MultiStepContext:
-        """Runs `fn` `iterations` times on each replica, in one launch: a loop on the devices.
+        """Runs `fn` `iterations` times on each replica, many times in a launch: a loop on the devices.
 
         A thread fetches batches from `iterator` while steps run. All batches must have the structure and shapes of the
-        first batch.
+        first batch. A launch takes about a second at most; a step that calls the host is a launch of its own.
 
         Args:
             fn: a step, `def step(context, batch)`. Its first argument is the context, a `MultiStepContext`. If a batch
                 is a tuple, its parts may be arguments: `def step(context, x, y)`. The step is called in replica context
-                and traced once; what it returns is ignored. `run`, `reduce` and `experimental_local_results` of the
-                strategy also work in it.
+                and traced once, or twice if it calls the host; what it returns is ignored. `run`, `reduce` and
+                `experimental_local_results` of the strategy also work in it.
             iterator: an iterator of a dataset, or any iterable. An iterator of a distributed dataset gives each replica
                 its shard of a batch; any other iterator gives all replicas the same batch, and a warning comes if it is
                 one of a plain dataset. `run_steps` takes at most `iterations` batches from it.
@@ -477,9 +477,8 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
                 attribute `context` has the number of these steps (`steps`) and the outputs of the last one.
             InputsError: `fn` does not take a context and the batch; then no step runs. Or a batch is unlike the first
                 one; the steps before it are kept, as above.
-            Exception: what the iterator raised (the steps before are kept, as above), what `fn` raised while it was
-                traced, or what a host call in `fn` raised (no step is kept; but where replicas have devices of several
-                workers, the steps before are, as above).
+            Exception: what the iterator, or a host call in `fn`, raised (the steps before are kept, as above), or what
+                `fn` raised while it was traced.
 
         Example:
             >>> import tensorflow as tf, replica_engine

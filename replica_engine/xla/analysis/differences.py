@@ -67,8 +67,6 @@ class Differences:
     Args:
         graph: the body.
         of_input: the cause of an input of the graph, by its index. For a variable it is the cause of its value.
-        first_own: by the index of a host call, the number of its first result that is data of the replica's own; None
-            if it has no such result.
         ops_of: the ops of a graph to look at, each after those that it depends on.
 
     Attributes:
@@ -83,13 +81,11 @@ class Differences:
         self,
         graph: Any,
         of_input: Callable[[int], Reason],
-        first_own: Callable[[int], int | None],
         ops_of: Callable[[Any], list[tf.Operation]] = host_ops.needed_ops,
     ):
         self.conditions: dict[int, Reason] = {}
         self.added: set[int] = set()
         self.writers: dict[int, tf.Operation] = {}
-        self._first_own = first_own
         self._ops_of = functools.cache(ops_of)
         self.variables = {
             index: of_input(index) for index, each in enumerate(graph.inputs) if each.dtype == tf.resource
@@ -126,7 +122,8 @@ class Differences:
         if op.type == "IdentityN":  # tf.custom_gradient puts results and arguments into one
             return given
         if xla_ops.marker_name(op) == HOST_CALL:
-            return self._host_call(op, given)
+            # Its first operand and result are positions among all calls.
+            return [_Known(_joined(given[1:]).cause | Reason.UNKNOWN, settled=True)] * len(op.outputs)
         cause, variables = self._cause(op, given, around), _variables_of(given)
         settled = any(each.settled for each in given)
         if op.type in subgraphs.ADDING and not settled and not _is_one(op.inputs[1]):  # one counts steps, not samples
@@ -186,14 +183,6 @@ class Differences:
         if op.op_def.is_stateful and not variables and op.type != "Placeholder":
             cause |= Reason.UNKNOWN
         return cause
-
-    def _host_call(self, op: tf.Operation, given: list[_Known]) -> list[_Known]:
-        """The causes of the results of a host call. Its first operand and result are positions among all calls."""
-        first_own = self._first_own(json.loads(xla_ops.marker_parameters(op))["index"])
-        if first_own is not None:
-            own = [index > first_own for index in range(len(op.outputs))]
-            return [_Known(Reason.OWN_DATA if each else Reason.UNKNOWN, settled=not each) for each in own]
-        return [_Known(_joined(given[1:]).cause | Reason.UNKNOWN, settled=True)] * len(op.outputs)
 
 
 class _Known(NamedTuple):

@@ -44,9 +44,9 @@ class Apart(NamedTuple):
     by_replica_id: bool
 
 
-def diverging(graph: Any, of_input: Callable[[int], Reason], first_own: Callable[[int], int | None]) -> str:
+def diverging(graph: Any, of_input: Callable[[int], Reason]) -> str:
     """The line of a branch or loop whose condition may differ between replicas, for the arguments of `check`."""
-    causes = Differences(graph, of_input, first_own).conditions
+    causes = Differences(graph, of_input).conditions
     pending = [graph]
     for each in pending:
         for op in each.get_operations():
@@ -60,7 +60,6 @@ def check(
     graph: Any,
     size: int,
     of_input: Callable[[int], Reason],
-    first_own: Callable[[int], int | None],
     names: dict[str, str],
 ) -> list[Apart]:
     """Looks at the conditions around the collectives of a body.
@@ -69,7 +68,6 @@ def check(
         graph: the body.
         size: the number of replicas.
         of_input: as for `Differences`.
-        first_own: as for `Differences`.
         names: by the line of the user's program, what the user called there.
 
     Returns:
@@ -81,7 +79,7 @@ def check(
     inner = _Collectives(host_ops.made_ops)
     if size == 1 or not any(inner.of(op) for op in inner.in_control_flow(graph)):
         return []
-    causes = Differences(graph, of_input, first_own, host_ops.made_ops).conditions
+    causes = Differences(graph, of_input, host_ops.made_ops).conditions
     suspects = [op for op in inner.everywhere(graph) if causes.get(id(op)) and inner.of(op)]
     if not suspects:
         return []

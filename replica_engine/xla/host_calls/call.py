@@ -32,7 +32,6 @@ from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
 from replica_engine.xla.body import HostCallSite, gathered_host_calls, on_host
 from replica_engine.xla.host_calls.session import Kept, Session
-from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.state.device_value import DeviceValue
 
@@ -76,7 +75,7 @@ class HostCalls:
         closures: the closures of the user's calls.
         codes: the code of the user's functions.
         handles: handles of variables that these functions are known to use, each with the user's line.
-        can_fail: whether there are calls of the user, and not only those that feed a device loop.
+        can_fail: whether there are calls, or will be when the body is lowered.
     """
 
     def __init__(self, size: int, order: CallOrder):
@@ -157,13 +156,13 @@ class HostCalls:
         )
         return following, results
 
-    def begin(self, devices: DeviceGroup, feed: InputQueue | None = None) -> Session:
+    def begin(self, devices: DeviceGroup, step: int | None) -> Session:
         """Called before one program of this body, which has calls, is launched; never two at once. `end` follows."""
         if not self.replica_ids:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(devices.first + replica) for replica in range(devices.size)]
         devices.wait_for_interrupted()  # an abandoned program may be of this body, and still call the host
-        run = self.run = Session(devices, feed)
+        run = self.run = Session(devices, step)
         return run
 
     def end(self, run: Session, devices: DeviceGroup, failed: bool) -> None:
@@ -196,12 +195,7 @@ class HostCall:
 
     Attributes:
         index: its number among the calls of the body.
-        is_users: whether it runs a function of the user.
-        first_own: the number of the first result that is a replica's share of a batch; None if it has no such result.
     """
-
-    is_users = True
-    first_own: int | None = None
 
     def __init__(self, calls: HostCalls, name: str, where: str, results: Sequence[tf.TensorSpec]):
         self.calls = calls

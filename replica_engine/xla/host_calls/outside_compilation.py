@@ -4,8 +4,8 @@ Each call is a cluster with a name: "0", "1", ... The gradient of a cluster runs
 with the name root.uid: root is the name of the cluster that the user wrote, and uid counts its gradients, including
 gradients of gradients.
 
-A cluster that is differentiated runs under a gradient tape. The tape is kept until the run is over, or in a device loop
-the step. The gradient's cluster asks that tape. If a gradient is differentiated itself, the tape goes on
+A cluster that is differentiated runs under a gradient tape. The tape is kept until the launch is over.
+The gradient's cluster asks that tape. If a gradient is differentiated itself, the tape goes on
 recording in it. So the tape knows the derivatives of every order, and no function ever runs a second time.
 """
 

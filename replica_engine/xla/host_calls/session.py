@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import thread_state
@@ -26,7 +25,6 @@ from replica_engine.errors.base import add_note, in_words, is_alike
 from replica_engine.errors.threads import note_failed_alike
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.host_calls.host_variables import HostVariables
-from replica_engine.xla.infeed import InputQueue
 
 _PATIENCE = 10_000  # host calls of a replica; they take about a second
 _STUCK_AFTER = 15.0  # seconds from a failure until the wait for the program ends
@@ -36,7 +34,6 @@ class Call(Protocol):
     """The parts of a host call that a session uses; see `call.HostCall`."""
 
     index: int
-    is_users: bool
 
     def describe(self) -> str:
         """The call in words, with the user's line, for messages."""
@@ -51,26 +48,19 @@ class _Failure:
         replica: the replica it happened on.
         call: the call that raised it.
         times: how many times the replica had made this call, including this time.
-        step: the step of a device loop, from 0; None outside a loop.
     """
 
     error: BaseException
     replica: int
     call: Call
     times: int
-    step: int | None
 
 
 class Kept:
     """The data that the calls of one replica keep for their gradients, by token.
 
-    In a device loop the data of a step is kept until the next step is over. A gradient has no place in the order of the
-    calls, so the call for the next batch may overtake it. But when the call for the batch after that one comes, the
-    whole step is over.
-
     Attributes:
         on_host: values that no device can have, by number (`soft_placement`).
-        texts: the strings of the batch of a device loop that the replica is in; empty if it has no strings.
         tapes: gradient tapes of the Python functions of `tf.py_function`, by token: one for each call whose gradient
             has not used it yet.
         manager: ends host ops that wait, once the launch is given up.
@@ -78,27 +68,19 @@ class Kept:
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
-        self._now: dict[int, Any] = {}
-        self._before: dict[int, Any] = {}
+        self._values: dict[int, Any] = {}
         self.on_host: dict[int, Any] = {}
         self.tapes: dict[str, list[Any]] = {}
-        self.texts: Sequence[np.ndarray] = ()
 
     def __setitem__(self, token: int, value: Any) -> None:
-        self._now[token] = value
+        self._values[token] = value
 
     def __getitem__(self, token: int) -> Any:
-        return self._now[token] if token in self._now else self._before[token]
-
-    def next_step(self) -> None:
-        """Called when another batch is asked for."""
-        self._before, self._now = self._now, {}
-        self.tapes = {}
+        return self._values[token]
 
     def clear(self) -> None:
         """Called when the run is over."""
-        self._before, self._now = {}, {}
-        self.on_host, self.tapes = {}, {}
+        self._values, self.on_host, self.tapes = {}, {}, {}
 
 
 class Session:
@@ -106,7 +88,7 @@ class Session:
 
     Args:
         devices: the devices it runs on.
-        feed: the inputs of a device loop.
+        step: the step of a device loop that it runs, from 0; None outside of a loop.
 
     Attributes:
         size: the number of replicas of this process.
@@ -114,8 +96,6 @@ class Session:
         failures: calls that raised, in the order of time.
         kept: for each replica, the data that the gradients of its calls need.
         has_ended: whether the program has ended.
-        steps: for each replica, the first step of the chunk of a device loop that it is in, from 0; None outside a
-            loop.
         beat: called when a replica reaches a call, and when it leaves the call.
         draw: adds a call to timelines; takes the replica, the call, and its beginning and end in seconds. None without
             timelines.
@@ -125,15 +105,13 @@ class Session:
         host_variables: the variables of the strategy that no device can have and that the program writes.
     """
 
-    def __init__(self, devices: DeviceGroup, feed: InputQueue | None):
+    def __init__(self, devices: DeviceGroup, step: int | None):
         size = self.size = devices.size
         self.first = devices.first
         self.has_ended = False
         self.failures: list[_Failure] = []
         self._manager = calls.manager()
         self.kept = [Kept(self._manager) for _ in range(size)]
-        self.steps: list[int | None] = [None] * size
-        self._next_steps = [0] * size
         self.beat: Callable[[], None] = _nothing
         self.draw: Callable[[int, Call, float, float], None] | None = None
         self.wake: Callable[[], None] | None = None
@@ -147,7 +125,7 @@ class Session:
         self._tokens = list(range(size))
         self._lock = threading.Lock()
         self._devices = devices
-        self._feed = feed
+        self._step = step
         self._waiting: int | None = None  # the thread that waits for the program
         self._timer: threading.Timer | None = None
         self._is_stuck = False
@@ -161,12 +139,10 @@ class Session:
         return self._most is not None
 
     def give_up(self) -> None:
-        """Makes all later calls return zeros, stops a device loop, and ends the program if it goes on for too long.
+        """Makes all later calls return zeros, and ends the program if it goes on for too long.
 
         Host ops that wait (for a queue, for example) are ended: they would wait on, and take what the next run is for.
         """
-        if self._feed is not None:
-            self._feed.stop()
         with self._lock:
             if self._most is None:
                 self._most = max(self._made) + _PATIENCE
@@ -180,16 +156,13 @@ class Session:
             RuntimeError: the run has failed, and the program has had enough calls to end normally.
         """
         self._made[replica] += 1
-        self._come_to(call, replica)
+        self._last[replica] = call
+        self._inside[replica] = threading.get_ident(), time.perf_counter()
+        self.beat()
         if self._most is None:
             self._times[call.index, replica] = self._times.get((call.index, replica), 0) + 1
         elif self._made[replica] > self._most:
             raise RuntimeError("The run has failed, and its program does not end by itself.")
-
-    def _come_to(self, call: Call, replica: int) -> None:
-        self._last[replica] = call
-        self._inside[replica] = threading.get_ident(), time.perf_counter()
-        self.beat()
 
     def leave(self, call: Call, replica: int) -> None:
         """Notes that a replica's call is over."""
@@ -217,25 +190,6 @@ class Session:
         self._tokens[replica] -= self.size
         return self._tokens[replica]
 
-    def next_steps(self, call: Call, replica: int, done: int | None = None) -> tuple[list[list[np.ndarray]], bool]:
-        """Takes a replica's parts of the batches of its next steps, and returns whether more batches follow.
-
-        Args:
-            call: the call that takes them.
-            replica: the replica.
-            done: with several workers, how many steps all of them have made; the batches are an offer then.
-        """
-        assert self._feed is not None, "launched with one"
-        self.steps[replica] = self._next_steps[replica] if done is None else done
-        self.kept[replica].next_step()
-        self._come_to(call, replica)
-        try:
-            batches, more = self._feed.take(replica) if done is None else self._feed.offer(replica, done)
-        finally:
-            self.leave(call, replica)
-        self._next_steps[replica] += len(batches)
-        return batches, more
-
     def run(self, fn: Callable[[], Any]) -> Any:
         """Runs `fn` with the state of the thread that launched the program."""
 
@@ -250,7 +204,7 @@ class Session:
         if self.is_over and isinstance(error, tf.errors.CancelledError):
             return  # `give_up` ended it
         error = error.with_traceback(_of_user(error.__traceback__))
-        failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0), self.steps[replica])
+        failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0))
         with self._lock:
             self.failures.append(failure)
             if self._waiting is not None:
@@ -322,8 +276,8 @@ class Session:
         for failure in [first, *others[:7]]:
             number, size = self.first + failure.replica, self._devices.replicas
             place = f"replica {number} of {size}, {self._devices.names[failure.replica]}"
-            if failure.step is not None:
-                place += f", iteration {failure.step} of the device loop"
+            if self._step is not None:
+                place += f", iteration {self._step} of the device loop"
             where = f"{place}, in {failure.call.describe()}, execution {failure.times} of it there"
             if failure is not first:
                 add_note(first.error, f"also failed: {where}: {in_words(failure.error)}")
@@ -332,8 +286,8 @@ class Session:
             note_failed_alike(
                 first.error, [self.first + each.replica for each in alike if each.replica != first.replica]
             )
-        if first.step is not None:
-            add_note(first.error, "what the steps of this launch wrote is not kept")
+        if self._step is not None:
+            add_note(first.error, "what this step wrote is not kept")
         if len(others) > 7:
             add_note(first.error, f"and {len(others) - 7} more")
         if self._is_stuck:
@@ -351,8 +305,6 @@ class Session:
 
 class NoCalls:
     """A launch of a program without host calls."""
-
-    steps: Sequence[int | None] = ()
 
     @staticmethod
     def end(wait: Callable[[Any], None], execution: Any) -> None:

@@ -1,24 +1,24 @@
-"""A device loop whose batches are arguments: the way without calls of the host, which take long on TPUs and GPUs.
+"""The launches of a device loop: each runs a chunk of steps, whose batches are arguments.
 
-The program is a loop over a chunk of batches, which is an argument of the launch with the number of batches in it. A
-loop of many steps is several launches. On devices with a queue a launch returns before the program has run, so the next
-chunk is sent to the devices while the one before runs; at most two chunks are there at a time. Nothing shows that a
-launch makes progress, so with `timeout=` each step is a launch, and the wait for its batch has the same limit.
+The program is a loop over a chunk of batches. It is given the number of steps to run, and the batches stacked. A chunk
+has one size, however few of its batches are used, so one program serves any number of steps. A step that calls the host
+is a program without a loop: each step is a launch, and if one fails, the steps before it are kept.
 
-On several CPU devices, `device_loop` calls the host for its batches: one launch for all steps is faster there. On a
-single one the program, and such a call, would run on the thread that launches, where another thread may raise an
-exception at any instant: the program fails, and the variables that it overwrites are lost. Both ways run the same steps
-with the same numbers. A step that calls the host itself stays with the other way: if its host call fails, the results
-of no step of the loop are kept.
+A launch takes about a second at most (`_SECONDS`), as far as the times of earlier launches tell: Ctrl-C and an error of
+the inputs wait for its end. The first launch of a program has few steps (`_FIRST`), since nothing is known then.
 
-With several workers whose devices share a model, each takes its own batches, and before a launch they agree on the
-number of steps: the smallest that any of them can make. What a worker took for more is the first of its next chunk.
-There, a step that calls the host is a launch of its own; if its host call fails, the steps before it are kept.
+On devices with a queue a launch returns before the program has run, so the next chunk is sent to the devices while the
+one before runs; at most two chunks are there at a time. Nothing shows that a launch makes progress, so with `timeout=`
+each step is a launch, and the wait for its batch has the same limit.
+
+With several workers, each takes its own batches, and before a launch they agree on the number of steps: the smallest
+that any of them can make. What a worker took for more is the first of its next chunk.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,101 +27,127 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf import distribute
+from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import launch_records
-from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
+from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.base import add_note
 from replica_engine.errors.timeouts import FOR_BATCH, FOR_BATCH_OF_WORKER
-from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.telemetry.watchdog import Watch
-from replica_engine.xla.infeed import InputQueue
-from replica_engine.xla.loop.step import LoopBody
+from replica_engine.values.structure import flatten
+from replica_engine.xla import soft_placement
+from replica_engine.xla.body import in_body
+from replica_engine.xla.host_calls.call import current_calls
+from replica_engine.xla.loop.prefetch import InputQueue, Parts
+from replica_engine.xla.signature import argument_names
+from replica_engine.xla.signature.arguments import Arguments
+from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.results import Column
 
-always: bool | None = None
-"""Whether batches are arguments on all devices (True), or on none (False). None: on all but several CPUs. For tests."""
+_FIRST = 16  # the most steps of a program's first launch
+_SECONDS = 1.0  # the most seconds that a launch of several steps should take
 
 
 class StepCallsHost(Exception):
     """Ends the trace of a loop whose step calls the host, which was not known."""
 
 
-def are_arguments(devices: DeviceGroup, timed: bool, calls_host: bool = False) -> bool:
-    """Whether the batches of a loop on these devices are arguments.
+class ChunkBody:
+    """The body of the program: a function for `trace`.
+
+    It takes how many batches a chunk has, and for each input of a step the stacked values. If the step calls the host,
+    it takes the inputs of one step.
 
     Args:
-        devices: the devices.
-        timed: whether launches have a limit. Then no variable is overwritten.
+        source: the step.
+        step: calls the step with args and kwargs.
+        like: the first batch.
+        specs: specs of the inputs of a step.
         calls_host: whether the step is known to call the host.
-    """
-    if calls_host:  # a batch that several workers divide cannot come out of a call of one of them
-        return devices.mesh is not None and devices.member is not None
-    if devices.mesh is not None:  # a host call has whole batches, on one device
-        return True
-    if devices.member is not None:  # the workers agree on the number of steps in the program, which calls the host
-        return False
-    if always is not None:
-        return always
-    return devices.has_queue or (devices.size == 1 and not timed)
-
-
-def most_bytes(devices: DeviceGroup) -> int:
-    """The most bytes of a replica's part of a chunk with more than one batch.
-
-    A chunk has one size, however many batches are in it, so that one program serves any number of steps. It is always
-    sent whole.
-    """
-    return 1 << 22 if devices.has_queue or devices.mesh is not None else 1 << 18
-
-
-def at_once(devices: DeviceGroup, prefetch: int | None) -> int:
-    """How many chunks are on the devices at a time. Of their batches, all but that of the running step are ahead."""
-    return 2 if devices.has_queue and prefetch != 1 else 1
-
-
-class ChunkBody(LoopBody):
-    """The body of the program: takes how many batches a chunk has, and for each input the stacked values.
-
-    Args:
-        calls_host: whether the step is known to call the host. Then there is one batch in each chunk.
 
     Attributes:
         stacked: how many dimensions of an argument come before those of a batch.
+        was_traced: whether it was traced; False if an equal program was found in the cache.
     """
 
-    stacked = 1
-
-    def __init__(self, *of_loop: Any, calls_host: bool):
-        super().__init__(*of_loop)
+    def __init__(
+        self,
+        source: FunctionSpec,
+        step: Callable[..., Any],
+        like: Arguments,
+        specs: Sequence[tf.TensorSpec],
+        calls_host: bool,
+    ):
+        self.__name__ = source.name
+        self.made_of = source.fn  # has the line
+        self.stacked = 0 if calls_host else 1
+        self.was_traced = False
+        self._fn = source.fn
+        self._step: Any = step
+        self._rebuild: Any = like.rebuild
+        self._places = [slot.name for slot in like.slots]
+        self._specs = specs
         self._calls_host = calls_host
+        self._returned: Any = None
 
-    def __call__(self, count: tf.Tensor, *inputs: tf.Tensor) -> Any:
+    def forget(self) -> None:
+        """Called when tracing is over: lets go of the first batch, which tracing needed."""
+        self._rebuild = self._step = self._returned = None
+
+    def __call__(self, *inputs: tf.Tensor) -> Any:
         """Called by `trace`.
 
         Raises:
             StepCallsHost: the step calls the host, which was not known.
         """
-        step = self._traced_step()
+        self.was_traced = True
+        # Traced separately first, since a loop must know in advance what its body returns.
+        step = tf.function(self._flat, autograph=False).get_concrete_function(*self._specs)
+        for index, output in enumerate(step.outputs):
+            if not output.shape.is_fully_defined():
+                raise LoweringError.dynamic_result(self.__name__, index, user_line(output))
         if self._calls_host:
-            return step.value(step.run(*[each[0] for each in inputs]))
-        if step.calls_host:
+            return self._value(step(*inputs))
+        body = in_body()
+        moves = body is not None and body.moves_ops and soft_placement.needs_host(step.graph)
+        if current_calls().calls or moves:
             raise StepCallsHost
+        count, *stacked = inputs
+        zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
 
         def one(number: tf.Tensor, _: list[tf.Tensor]) -> tuple:
-            taken = step.run(*[each[number] for each in inputs])
-            return number + 1, list(taken) if step.zeros else []
+            taken = step(*[each[number] for each in stacked])
+            return number + 1, list(taken) if zeros else []
 
-        _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, step.zeros))
-        return step.value(outputs)
+        _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, zeros))
+        return self._value(outputs)
+
+    def _flat(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
+        """The step, from the tensors of a batch to those that it passes out."""
+        args, kwargs = self._rebuild(tensors)
+        named = argument_names.named(self._fn, tensors, self._places, skip=1)
+        with named, autograph.as_outside():  # AutoGraph converts the step, but not this function
+            self._returned = flatten(self._step(self._fn, args, kwargs))
+        return [tf.identity(each) for each in self._returned[0] if tf.is_tensor(each)]
+
+    def _value(self, outputs: Sequence[tf.Tensor]) -> Any:
+        """What the step returned, with these tensors."""
+        found = iter(outputs or ())
+        leaves, spec = self._returned
+        return spec.rebuild([next(found) if tf.is_tensor(each) else each for each in leaves])
 
 
-def arguments_like(specs: Sequence[tf.TensorSpec], most: int, size: int) -> tuple:
-    """Arguments of the shapes and dtypes that the body takes, for its trace."""
-    values = [
-        np.full([most, *spec.shape], "" if spec.dtype == tf.string else 0, spec.dtype.as_numpy_dtype) for spec in specs
-    ]
-    return (np.int32(0), *(distribute.PerReplica([value] * size) for value in values))
+def arguments_like(specs: Sequence[tf.TensorSpec], most: int, size: int, calls_host: bool) -> tuple:
+    """Arguments of the shapes and dtypes that the body takes, for its trace. Each replica has values of its own."""
+
+    def values(spec: tf.TensorSpec) -> Any:
+        empty = "" if spec.dtype == tf.string else 0
+        shape = spec.shape if calls_host else [most, *spec.shape]
+        return distribute.PerReplica([np.full(shape, empty, spec.dtype.as_numpy_dtype) for _ in range(size)])
+
+    return (*(() if calls_host else (np.int32(0),)), *map(values, specs))
 
 
 class Chunks:
@@ -134,6 +160,7 @@ class Chunks:
         others: values of the program's parameters behind those of the batches.
         most: the most batches in a chunk.
         at_once: the most chunks on the devices.
+        calls_host: whether the step calls the host, so that the arguments are those of one step.
 
     Attributes:
         made: how many steps are known to have ended.
@@ -148,6 +175,7 @@ class Chunks:
         others: Sequence[list[np.ndarray]],
         most: int,
         at_once: int,
+        calls_host: bool,
     ):
         self.made = 0
         self.columns: list[Column] = []
@@ -157,10 +185,11 @@ class Chunks:
         self._others = others
         self._most = most
         self._at_once = at_once
+        self._calls_host = calls_host
         self._size = compiled.devices.size
-        self._more = True
-        self._left: list[Sequence[Any]] = []  # batches that other workers had none to go with
+        self._left: list[Parts] = []  # batches that other workers had none to go with
         self._over = False  # a worker has no more
+        self._ended = 0.0  # when the last launch ended
 
     def run(self) -> None:
         """Runs all steps.
@@ -170,8 +199,10 @@ class Chunks:
                 `timeout`.
         """
         running: deque[tuple[Callable[[], list[Column]], int]] = deque()
+        self._ended, begun = time.perf_counter(), 0
         while chunk := self._take():
-            running.append((self._compiled.launch(self._stacked(chunk), feed=self._queue), len(chunk)))
+            running.append((self._compiled.launch(self._stacked(chunk), step=begun), len(chunk)))
+            begun += len(chunk)
             if len(running) == self._at_once:
                 self._end(*running.popleft())
         while running:
@@ -179,18 +210,26 @@ class Chunks:
 
     def _end(self, launch: Callable[[], list[Column]], steps: int) -> None:
         """Waits for the end of a launch of some steps."""
+        devices, body = self._compiled.devices, self._compiled.program.body
         self.columns = launch()
         self.made += steps
-        if self._compiled.devices.member is not None:
-            self._compiled.devices.member.progress(self._compiled.program.body.steps + self.made)
+        body.steps += steps
+        if devices.member is not None:
+            devices.member.progress(body.steps)
+        before, self._ended = self._ended, time.perf_counter()
+        # A slow step is forgotten slowly, since steps may differ. The wait for batches counts: it delays an error too.
+        seconds = self._compiled.step_seconds or 0.0
+        self._compiled.step_seconds = max((self._ended - before) / steps, 0.7 * seconds, 1e-9)
 
-    def _take(self) -> list[Sequence[Any]]:
-        """Waits for the next chunk: as many batches as fit, or those that are left; for each replica, the arrays."""
+    def _take(self) -> list[Parts]:
+        """Waits for the next chunk: as many batches as a launch may have, or those that are left."""
         if self._over:
             return []
         name, limits = self._compiled.program.name, self._compiled.program.body.limits
-        chunk, self._left = self._left, []
         several = "" if self._compiled.devices.member is None else ", or for that of another worker,"
+        seconds = self._compiled.step_seconds
+        room = max(1, min(self._most, _FIRST if seconds is None else int(_SECONDS / seconds)))
+        chunk, self._left = self._left, []
 
         def slow(seconds: float) -> str:
             waited = f"{seconds:.3g} s. No step runs meanwhile."
@@ -199,12 +238,11 @@ class Chunks:
         watch = Watch(slow, limits.warn_after)
         try:  # no `with`: an exception of another thread may come in `__exit__`
             watch.__enter__()
-            while self._more and (room := self._most - len(chunk)):
-                if not self._queue.comes_within(limits.timeout):
+            if room > len(chunk):
+                taken = self._queue.take(room - len(chunk), limits.timeout)
+                if taken is None:
                     raise self._late(watch.waited, FOR_BATCH)
-                taken = [self._queue.take(replica, room) for replica in range(self._size)]
-                chunk.extend(zip(*[parts for parts, _ in taken], strict=True))
-                self._more = taken[0][1]
+                chunk += taken
             if several:
                 chunk = self._agreed(chunk, watch)
             watch.__exit__(None, None, None)
@@ -213,12 +251,12 @@ class Chunks:
             raise
         return chunk
 
-    def _agreed(self, chunk: list[Sequence[Any]], watch: Watch) -> list[Sequence[Any]]:
+    def _agreed(self, chunk: list[Parts], watch: Watch) -> list[Parts]:
         """The batches of a chunk for which all workers have one."""
         member, program = self._compiled.devices.member, self._compiled.program
         assert member is not None, "asked before"
         name = f"the next steps of `{program.name}`"
-        offers = member.exchange(name, [len(chunk), self._more], program.body.limits.timeout)
+        offers = member.exchange(name, [len(chunk), self._queue.has_more], program.body.limits.timeout)
         if offers is None:
             error = self._late(watch.waited, FOR_BATCH_OF_WORKER)
             add_note(error, member.describe())
@@ -240,14 +278,16 @@ class Chunks:
         note_failed_run(error, lambda: launch_records(body.launches, devices.names, body.KEPT), None)
         return error
 
-    def _stacked(self, chunk: Sequence[Sequence[Any]]) -> list[list[np.ndarray]]:
+    def _stacked(self, chunk: Sequence[Parts]) -> list[list[np.ndarray]]:
         """The values of the program's parameters. What lies behind the last batch is never used."""
+        if self._calls_host:
+            return [*map(list, zip(*chunk[0], strict=True)), *self._others]
         slots = [[np.asarray(len(chunk), np.int32)]]
         for index, spec in enumerate(self._specs):
             slots.append([self._of_replica(chunk, replica, index, spec) for replica in range(self._size)])
         return [*slots, *self._others]
 
-    def _of_replica(self, chunk: Sequence[Sequence[Any]], replica: int, index: int, spec: tf.TensorSpec) -> np.ndarray:
+    def _of_replica(self, chunk: Sequence[Parts], replica: int, index: int, spec: tf.TensorSpec) -> np.ndarray:
         if self._most == 1:  # without a copy
             return np.expand_dims(chunk[0][replica][index], 0)
         stacked = np.zeros([self._most, *spec.shape], spec.dtype.as_numpy_dtype)

@@ -1,4 +1,4 @@
-"""Fetches the inputs of a device loop ahead of its steps, on a separate thread.
+"""Fetches the inputs of a device loop ahead of its steps, on a separate thread, into a bounded queue.
 
 Starting a thread takes as long as many small steps, and the caller would wait for it. So when its loop is over, the
 thread stays for a moment, for the next loop.
@@ -12,24 +12,104 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 from replica_engine._tf import thread_state
 from replica_engine._tf.keras import state as keras_state
 from replica_engine.errors import HostAccessError
 from replica_engine.pjrt.group import held_off, needed_by_a_program
 from replica_engine.process import threads
+from replica_engine.process.interrupts import MISSED
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.trace_file import Track
-from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.loop.batches import BatchReader
 
 NAME = "replica_engine: inputs of a device loop"
 """The name of these threads."""
 
+_GATHER = 1.0  # seconds to wait for more batches than one; then a launch has fewer steps than it may
 _IDLE = 0.05  # seconds that a thread stays; a loop that begins later gains nothing from it
 _JOIN = 1.0  # seconds that a loop waits for its thread, which may be inside the user's iterator
+
+
+Parts = Sequence[Any]
+"""One batch: for each replica, the arrays of its part."""
+
+
+class InputQueue:
+    """A bounded queue of batches between the thread that fetches them and the one that launches steps.
+
+    Args:
+        depth: how many batches it holds at most.
+    """
+
+    def __init__(self, depth: int):
+        self._depth = depth
+        self._batches: deque[Parts] = deque()
+        self._is_over = False
+        self._wanted = 1  # how many batches `take` waits for
+        self._changed = threading.Condition()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more batches may come out of it."""
+        return bool(self._batches) or not self._is_over
+
+    def wait_for_room(self) -> int:
+        """Waits until there is room for a batch, and returns for how many; 0 if no more batches are wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over or len(self._batches) < self._depth)
+            return 0 if self._is_over else self._depth - len(self._batches)
+
+    def put(self, *batches: Parts) -> None:
+        """Adds batches, for which there is room; only one thread may do so. If no more are wanted, it drops them."""
+        with self._changed:
+            if not self._is_over:
+                self._batches.extend(batches)
+                if len(self._batches) >= self._wanted:  # not for each: waking a thread takes longer than a small step
+                    self._changed.notify_all()
+
+    def take(self, most: int, seconds: float | None = None) -> list[Parts] | None:
+        """Waits until there are `most` batches, or all that will come, and takes them; none at the end.
+
+        If batches come slowly, it takes those that are there after `_GATHER` seconds.
+
+        Args:
+            most: how many, at most the depth.
+            seconds: how long to wait; None waits without a limit.
+
+        Returns:
+            The batches; None if time ran out.
+        """
+        began = time.perf_counter()
+        with self._changed:
+            while not self._is_over:
+                waited = time.perf_counter() - began
+                self._wanted = min(most, self._depth) if waited < _GATHER else 1
+                if len(self._batches) >= self._wanted:
+                    break
+                if seconds is not None and waited >= seconds:
+                    return None
+                ends = [each - waited for each in (_GATHER, seconds) if each is not None and each > waited]
+                self._changed.wait(min([MISSED, *ends]))  # see `wait_for_ever`; this may be the main thread
+            taken = [self._batches.popleft() for _ in range(min(most, len(self._batches)))]
+            self._changed.notify_all()
+            return taken
+
+    def close(self) -> None:
+        """Ends the inputs: no more batches follow."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Ends the inputs, and drops those that nobody has taken."""
+        with self._changed:
+            self._is_over = True
+            self._batches.clear()
+            self._changed.notify_all()
 
 
 class Prefetcher:

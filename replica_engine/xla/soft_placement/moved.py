@@ -159,4 +159,4 @@ def _move(
 
 def described(calls: Sequence[HostCall]) -> tuple[HostCallInfo, ...]:
     """The host calls of a program, as data."""
-    return tuple(HostCallInfo.of(call) for call in calls if call.is_users)
+    return tuple(HostCallInfo.of(call) for call in calls)

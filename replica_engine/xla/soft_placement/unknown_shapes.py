@@ -13,8 +13,8 @@ compared with the declared shape. Since guesses can be wrong, at first only ops 
 given to them. All other ops are tried only if the body could not be lowered otherwise.
 
 Inputs are made up for the arguments of the body, for values that the devices make of them, and for the results of host
-ops that must not be tried, such as Python functions. The strings of a step in a device loop are of the last kind: a
-host call brings them. What is known is never made up: constants, captured tensors, and what is computed from these.
+ops that must not be tried, such as Python functions. What is known is never made up: constants, captured tensors, and
+what is computed from these.
 
 The kernel of an op that is not TensorFlow's may trust its inputs, such as the model of a tokenizer, and end the process
 if they make no sense. It gets made-up texts, and what TensorFlow makes of them, but no made-up numbers.

@@ -22,7 +22,6 @@ from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes
 from replica_engine.pjrt.plans.plan import Memory, Plan
 from replica_engine.xla.graph_mode import check_mode
-from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import Arguments, difference
 from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
@@ -44,7 +43,10 @@ class Compiled:
 
     Attributes:
         variables: the values of the captured variables on the devices.
+        step_seconds: how long a step of a device loop takes, by earlier launches; None before the first.
     """
+
+    step_seconds: float | None = None
 
     def __init__(self, program: BodyProgram, devices: DeviceGroup, executable: Executable):
         self.program = program
@@ -78,7 +80,6 @@ class Compiled:
         self,
         slots: Sequence[Sequence[np.ndarray]],
         captured: Sequence[np.ndarray] | None = None,
-        feed: InputQueue | None = None,
         as_arrays: bool = False,
     ) -> list[Column]:
         """Runs the program on all replicas.
@@ -86,7 +87,6 @@ class Compiled:
         Args:
             slots: for each slot, one value for all replicas or one value for each.
             captured: values of the captured tensors; None if they are eager, and so the same at each launch.
-            feed: the inputs of a device loop.
             as_arrays: whether the values of the replicas are wanted as arrays.
 
         Returns:
@@ -95,21 +95,27 @@ class Compiled:
         Raises:
             Exception: a host call raised it. Then all variables are as before.
         """
-        return self.launch(slots, captured, feed, as_arrays)()
+        return self.launch(slots, captured, as_arrays)()
 
     def launch(
         self,
         slots: Sequence[Sequence[np.ndarray]],
         captured: Sequence[np.ndarray] | None = None,
-        feed: InputQueue | None = None,
         as_arrays: bool = False,
+        step: int | None = None,
     ) -> Callable[[], list[Column]]:
         """Like `run`, but devices with a queue may still work on the program when this returns.
+
+        Args:
+            slots: as for `run`.
+            captured: as for `run`.
+            as_arrays: as for `run`.
+            step: the first step of a device loop that it runs, from 0; None outside of a loop.
 
         Returns:
             A function that waits for the results, and returns what `run` does.
         """
-        launch, results = self._launched(slots, captured, feed)
+        launch, results = self._launched(slots, captured, step)
 
         def columns() -> list[Column]:
             return self._columns_of(launch, results, as_arrays)
@@ -121,7 +127,7 @@ class Compiled:
         return self._launched([], None, None)[1]
 
     def _launched(
-        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None, feed: InputQueue | None
+        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None, step: int | None
     ) -> tuple[Launch, list[Array]]:
         count("launches")
         self.program.body.last_program = self._myself
@@ -141,7 +147,7 @@ class Compiled:
             given = arguments + [variable.array() for variable in self.variables]
             return _Execution(self.executable, given, self._stores, program.donates, self._patience)
 
-        launch = Launch(program, self.devices, feed, on_host)
+        launch = Launch(program, self.devices, step, on_host)
         return launch, launch(prepare)
 
     def _columns_of(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
@@ -160,7 +166,7 @@ class Compiled:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, a device loop is launched: a thread that reads these variables for its inputs gets an error at once.
+        """Inside, a device loop runs: a thread that reads these variables for its inputs gets an error at once.
 
         Otherwise timing would decide between a stale value and an error.
         """

@@ -60,7 +60,6 @@ from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.host_calls.session import Call, NoCalls, Session
-from replica_engine.xla.infeed import InputQueue
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.stages.program import BodyProgram
 
@@ -104,7 +103,7 @@ class Launch:
     Args:
         program: the program to launch.
         devices: the devices it runs on.
-        feed: the inputs of a device loop.
+        step: the first step of a device loop that it runs, from 0; None outside of a loop.
         on_host: values of the arguments that no device can have, by the index of the argument.
     """
 
@@ -112,13 +111,13 @@ class Launch:
         self,
         program: BodyProgram,
         devices: DeviceGroup,
-        feed: InputQueue | None = None,
+        step: int | None = None,
         on_host: Mapping[int, Sequence[Any]] | None = None,
     ):
         self._program = program
         self._body = program.body
         self._devices = devices
-        self._feed = feed
+        self._step = step
         self._on_host = on_host or {}
         self._thread = threading.current_thread()
         timeout, warn_after = program.body.limits
@@ -179,7 +178,7 @@ class Launch:
     def _begin(self) -> None:
         self._watch.__enter__()
         if self._program.host_calls.calls:
-            self._run = self._program.host_calls.begin(self._devices, self._feed)
+            self._run = self._program.host_calls.begin(self._devices, self._step)
             self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
 
     def _end(self, error: BaseException | None, execution: Execution | None) -> None:
@@ -242,7 +241,7 @@ class Launch:
                 self._run.end(self._wait, execution)
         finally:
             self._body.note_launch(program.collectives, began, time.perf_counter())
-            if program.collectives and program.is_users and self._feed is None:
+            if program.collectives and program.is_users and self._step is None:
                 self._body.steps += 1
         return results
 
@@ -261,11 +260,10 @@ class Launch:
         Each worker counts the steps that it makes together with the others.
         """
         assert self._devices.member is not None, "asked before"
-        if self._program.collectives or self._feed is not None:
+        if self._program.collectives or self._step is not None:
             last = self._program.collectives[-1:]
             points = [f"{each.kind} at {each.where}" for each in last]
-            done = max((step or 0 for step in self._run.steps), default=0)
-            step = self._body.steps + done + 1 if self._program.is_users else None
+            step = self._body.steps + 1 if self._program.is_users else None
             self._devices.member.progress(step, *points)
 
     def _wait(self, execution: Execution) -> None:
@@ -350,13 +348,11 @@ class Launch:
             timeline.add(self._track(replica), name, "run", began, ended)  # it may begin before `start` returns
 
     def _draw_host_call(self, replica: int, call: Call, began: float, ended: float) -> None:
-        timeline.add(self._track(replica), call.describe(), "host call" if call.is_users else "waiting", began, ended)
+        timeline.add(self._track(replica), call.describe(), "host call", began, ended)
 
     def _beat(self) -> None:
         self._watch.beat()
         self._devices.in_flight.beat()
-        if self._feed is not None and self._devices.member is not None:
-            self._tell_progress()
 
     def _describe(self, waited: float) -> str:
         given_up = self._devices.held_by

@@ -216,21 +216,18 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
         return Reason.OWN_DATA if differs_by_replica(outside) else Reason.NONE
 
     names = {each.where: each.kind for each in traced.collectives}
-    calls = traced.host_calls.calls
-    traced.apart = meetings.check(graph, traced.body.size, cause, lambda index: calls[index].first_own, names)
+    traced.apart = meetings.check(graph, traced.body.size, cause, names)
     if traced.body.mesh is not None and traced.body.size > 1:
-        traced.diverges = meetings.diverging(graph, cause, lambda index: calls[index].first_own)
+        traced.diverges = meetings.diverging(graph, cause)
     new = [row for row in traced.apart if row not in traced.body.told]
     if new:
         traced.body.told.update(new)
         _logger.warning(may_wait_forever(traced.name, new))
     if traced.body.size > 1 and traced.body.of_strategy:
-        _check_plain_variables(traced, cause, lambda index: calls[index].first_own)
+        _check_plain_variables(traced, cause)
 
 
-def _check_plain_variables(
-    traced: Traced, cause: Callable[[int], Reason], first_own: Callable[[int], int | None]
-) -> None:
+def _check_plain_variables(traced: Traced, cause: Callable[[int], Reason]) -> None:
     """Warns of plain variables that the replicas write, of whose writes one stays.
 
     That is what the user wants if all write what a collective gave them. If their values may differ, or if they add
@@ -251,7 +248,7 @@ def _check_plain_variables(
     }
     if not indices:
         return
-    differences = Differences(traced.graph, cause, first_own)
+    differences = Differences(traced.graph, cause)
     for index, variable in indices.items():
         handle = id(variable_handles.raw_handle(variable))
         name, where = variable.name.removesuffix(":0"), traced.added.get(handle, "")
