@@ -42,6 +42,7 @@ from replica_engine.xla.loop.prefetch import Prefetcher
 from replica_engine.xla.loop.step import LoopBody
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.soft_placement import OWN_LOOP
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
 
@@ -252,10 +253,10 @@ class _Loop(LoopBody):
                 taken = step.run(*[each if each.dtype == tf.string else each[number] for each in inputs])
                 return number + 1, list(taken) if step.zeros else []
 
-            _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, outputs))
+            _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, outputs), name=OWN_LOOP)
             return more, done, outputs
 
-        _, done, outputs = tf.while_loop(lambda more, *_: more, chunk, (True, 0, step.zeros))
+        _, done, outputs = tf.while_loop(lambda more, *_: more, chunk, (True, 0, step.zeros), name=OWN_LOOP)
         return (done if feed.offers else 0), step.value(outputs)
 
 
