@@ -9,6 +9,9 @@ calls. All replicas call at once and Python runs one call at a time, so the cost
 The other figure is a launch of a program with one call. `outside_compilation` gets the result's spec through
 `returns`, as JAX's callbacks do. It passes a TensorFlow tensor to the function; JAX's callbacks pass a JAX array.
 
+Another row is a training step of a Keras model that splits and looks up its texts itself (`TextVectorization`), on
+replicas and on one device: the host does that in the middle of the compiled step.
+
 All contenders must have the same results.
 
 JAX copies what its functions get with a thread of its client, and without a free one a program waits for ever;
@@ -19,6 +22,7 @@ peer failed, and another process goes on without.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import multiprocessing
@@ -28,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import command
-from benchmarks.measure import Row, WrongResult, interleaved, milliseconds
+from benchmarks.measure import Row, WrongResult, interleaved, milliseconds, same
 
 PAYLOADS = {"scalar": (), "1KB": (256,), "1MB": (512, 512)}
 """The shapes of the payloads by name; the dtype is float32."""
@@ -189,6 +193,49 @@ def measure_case(case: Case, flags: argparse.Namespace, begin: Callable[[str], N
     return [row("a call", call), row("a launch with one", launch)]
 
 
+def measure_text(replicas: int, flags: argparse.Namespace) -> Row:
+    """Times training steps of a model with TextVectorization; runs in a process of its own."""
+    import keras
+    import tensorflow as tf
+
+    import replica_engine
+    from benchmarks.contenders import start
+    from replica_engine.keras import replicate_model
+
+    start(replicas)
+    drawn = np.random.default_rng(0)
+    vocabulary = [f"word{number}" for number in range(1000)]
+    texts = [" ".join(drawn.choice(vocabulary, drawn.integers(1, 40))) for _ in range(128)]
+    x, y = tf.constant(texts), tf.constant(drawn.normal(size=(128, 1)).astype("f"))
+
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        vectorize = layers.TextVectorization(output_sequence_length=32, vocabulary=vocabulary)
+        table = layers.Embedding(1002, 32)
+        model = keras.Sequential(
+            [keras.Input((), dtype="string"), vectorize, table, layers.GlobalAveragePooling1D(), layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    strategy = replica_engine.TPUStrategy(num_cores=replicas)
+    models = {"TPUStrategy": replicate_model(make(), strategy=strategy), "Keras, one device": make()}
+    losses = {name: [float(model.train_on_batch(x, y)) for _ in range(3)] for name, model in models.items()}
+
+    def step(name: str) -> float:
+        return microseconds(lambda: models[name].train_on_batch(x, y), flags.launches)
+
+    return Row(
+        "host_call",
+        "a step with TextVectorization, 128 texts",
+        interleaved({name: functools.partial(step, name) for name in models}, flags.repeats),
+        unit="us",
+        replicas=replicas,
+        check=same("loss after 3 steps", {name: found[-1] for name, found in losses.items()}, 1e-4),
+    )
+
+
 def measure_all(cases: Sequence[Case], flags: argparse.Namespace, tell: Any) -> None:
     """Runs in the other process: sends whose turn it is, and the rows of each case."""
     from benchmarks.contenders import start
@@ -199,7 +246,7 @@ def measure_all(cases: Sequence[Case], flags: argparse.Namespace, tell: Any) -> 
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """Yields the rows of each payload and number of replicas.
+    """Yields the rows of each payload and number of replicas, and that of steps with texts.
 
     Raises:
         RuntimeError: the measurement failed in a contender that is not a peer.
@@ -230,6 +277,9 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
             if turn not in PEERS or process.exitcode == 1:  # an exception
                 raise RuntimeError(f"{turn} {why} with {waiting[0]}")
             waiting[0].failed[turn] = why
+    for replicas in flags.replicas:
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as process:
+            yield process.submit(measure_text, replicas, flags).result()
 
 
 if __name__ == "__main__":

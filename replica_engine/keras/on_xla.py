@@ -5,7 +5,8 @@ each replica gets 4 rows and takes one of two branches, which differ in how many
 computes exactly the samples of its shard. Every collective comes after the branches. Some steps have a collective in
 the middle: a synchronized batch normalization, a mask, or the model's own `train_step`, which may continue after its
 update. Such steps cannot be divided, so every replica computes the whole batch. The same happens if both branches would
-return gradients of an unknown number of table rows, as with text: XLA needs equal shapes in both.
+return gradients of an unknown number of table rows, since XLA needs equal shapes in both; and if the model works with
+strings or lookup tables, which the host does outside of branches only.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from replica_engine.keras.steps import Logs, Undivided, across_replicas, follow,
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import rows, samples
 from replica_engine.values.regroup import regroup, select
+from replica_engine.xla import soft_placement
 from replica_engine.xla.body import apart
 
 MANY_SIZES = 8
@@ -295,6 +297,8 @@ class _Branch:
             self._logs = Logs(self._step(data), self.share)
         if len(self._updates) > 1:
             raise CollectiveError.apart("A second update of weights")
+        if soft_placement.string_work(tf.compat.v1.get_default_graph().get_operations()) is not None:
+            raise CollectiveError.apart("Work with strings or a lookup table")
         if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in self._gradients()):
             # Text lookup: both branches must return equally many rows, but the number is unknown while tracing.
             raise CollectiveError.apart("A gradient of an unknown number of rows of a table")

@@ -209,24 +209,30 @@ def _know_places(op: tf.Operation) -> None:
     TensorFlow computes the number of places from the largest value too, and XLA does not see that it changes nothing.
     """
     places = op.inputs[1]
-    least, most = _bounds(places)
+    least, most = bounds(places)
     if tf.get_static_value(places) is None and least is not None and least == most:
         made_ops.set_input(op, 1, tf.constant(least, places.dtype))
         of_rows = op.type == "DenseBincount" and op.inputs[0].shape.rank == 2
         op.outputs[0].set_shape([*(op.inputs[0].shape[:1] if of_rows else ()), least])
 
 
-def _bounds(number: tf.Tensor) -> tuple[int | None, int | None]:
-    """The least and the largest value that an integer can have, as far as the ops behind it tell."""
-    known = tf.get_static_value(number)
-    if known is not None:
-        return int(known), int(known)
+def bounds(number: tf.Tensor, known: Callable[[tf.Tensor], Any] = tf.get_static_value) -> tuple[int | None, int | None]:
+    """The least and the largest value that an integer can have, as far as the ops behind it tell.
+
+    Args:
+        number: the integer.
+        known: the value of a tensor; None if it is not known.
+    """
+    value = known(number)
+    if value is not None:
+        return int(value), int(value)
     op = number.op
     if op.type in ("Cast", "Identity"):
-        return _bounds(op.inputs[0])
+        return bounds(op.inputs[0], known)
     if op.type not in ("Minimum", "Maximum"):
         return None, None
-    least, most = ([end for end in ends if end is not None] for ends in zip(*map(_bounds, op.inputs), strict=True))
+    both = [bounds(each, known) for each in op.inputs]
+    least, most = ([end for end in ends if end is not None] for ends in zip(*both, strict=True))
     if op.type == "Minimum":
         return (min(least) if len(least) == 2 else None), min(most, default=None)
     return max(least, default=None), (max(most) if len(most) == 2 else None)

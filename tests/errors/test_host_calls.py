@@ -134,15 +134,6 @@ def test_a_python_function_that_returns_another_shape_than_the_body_says():
     xla.replicate(step, inputs=[[tf.constant([1.0, 2.0])], [tf.constant([2.0, 3.0])]])
 
 
-@shows(HostResultError, "other_shape")
-def test_more_words_than_a_trial_finds():
-    def step(text):
-        words = tf.strings.split(text, sep=" and ").to_tensor()
-        return xla.all_gather(tf.strings.length(words))
-
-    xla.replicate(step, inputs=[[tf.constant(["a", "b"])], [tf.constant(["a and b", "c"])]])
-
-
 @shows(HostAccessError)
 def test_a_host_function_that_uses_a_variable():
     strategy = TPUStrategy(num_cores=2)

@@ -142,8 +142,6 @@ class TestShapes:
 
 
 class TestShapesOfPythonFunctions:
-    """`positive` returns no value for zeros, with which it would be tried."""
-
     @pytest.fixture(params=[tf.numpy_function, tf.py_function])
     def positive(self, request):
         return lambda x: request.param(lambda x: x[x > 0], [x], tf.float32)
@@ -223,18 +221,3 @@ def test_a_writer_that_a_body_names_is_not_that_of_the_caller(tmp_path):
         records = tf.data.TFRecordDataset([str(file) for file in (tmp_path / name).iterdir()])
         found[name] = sum(len(tf.compat.v1.Event.FromString(record.numpy()).summary.value) for record in records)
     assert found == {"named": 2, "others": 0}
-
-
-def test_values_that_grow_in_a_loop_and_stay_on_the_host():
-    def body(text):
-        count = lambda: tf.strings.length(tf.strings.split([text]).values)  # noqa: E731
-        start = tf.zeros([0], tf.int32)
-        _, some, others = tf.while_loop(
-            lambda step, some, others: step < 2,
-            lambda step, some, others: (step + 1, tf.concat([some, count()], 0), tf.concat([others, count() + 1], 0)),
-            [0, start, start],
-            shape_invariants=[tf.TensorShape(shape) for shape in ([], [None], [None])],
-        )
-        return tf.strings.reduce_join(tf.strings.as_string(some)), tf.strings.reduce_join(tf.strings.as_string(others))
-
-    assert on_two(body, ["a bc", "def"]) == [(b"1212", b"2323"), (b"33", b"44")]

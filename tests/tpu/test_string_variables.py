@@ -22,23 +22,11 @@ def append_twice(v):
     v.assign(v + "c")
 
 
-def in_a_branch(v):
-    if tf.strings.length(v)[0] < 3:
-        v.assign(v + "d")
-    else:
-        v.assign(v + "e")
-
-
-def in_a_loop(v):
-    for _ in tf.range(3):
-        v.assign(v + "f")
-
-
 def in_a_function(v):
     tf.function(append)(v)
 
 
-STEPS = [append, append_twice, in_a_branch, in_a_loop, in_a_function]
+STEPS = [append, append_twice, in_a_function]
 
 
 def values_after(strategy, step, around, initial=("a", "xy")):

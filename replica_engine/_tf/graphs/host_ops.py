@@ -238,10 +238,3 @@ def constant_of(op: tf.Operation) -> tf.Tensor:
     """The eager tensor with the value of a Const op."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.constant(tf.make_ndarray(op.get_attr("value")), op.outputs[0].dtype)
-
-
-def only_computes(op: tf.Operation) -> bool:
-    """Whether an op can be run as a trial: no effects, no Python function. Reading a table has no effect."""
-    if PythonFunction.is_of(op):
-        return False
-    return not op.op_def.is_stateful or op.type in ("LookupTableFindV2", "LookupTableSizeV2")

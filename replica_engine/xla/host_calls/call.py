@@ -97,15 +97,6 @@ class HostCalls:
         """The handle of the variable that keeps each replica's calls in order."""
         return self._order.handles[0]
 
-    def mark(self) -> tuple[int, int]:
-        """The present state, for `rewind`."""
-        return len(self.calls), self._roots
-
-    def rewind(self, mark: tuple[int, int]) -> None:
-        """Forgets the calls that were made since `mark`: the graph that they are in is given up."""
-        count, self._roots = mark
-        del self.calls[count:]
-
     def new_number(self) -> int:
         """A number for one value that stays on the host, unique in the body."""
         self._numbers += 1

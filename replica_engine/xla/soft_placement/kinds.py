@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +38,15 @@ _REFUSED = re.compile(
     r"Iterator|Dataset|^Optional|^Collective|^Nccl|^CrossReplica|^TPU|^_?(Host)?(Send|Recv)$|^(Stateful)?(Random|Multi)"
 )
 
+
+# In a branch or a loop strings may only be told: printed, written as a summary, part of an error, given to Python.
+_TELLS = re.compile(r"^PrintV2$|^Assert$|Summary|^(Eager)?PyFunc")
+_NO_WORK = re.compile(
+    r"^(Const|Placeholder|Identity|NoOp|Encode(Png|Jpeg|Wav))$|^TensorList|^(Stateless)?(If|Case|While)$"
+)
+
+BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+"""Ops that run one of their functions, which their first input chooses."""
 
 _COUNTING = ("Bincount", "DenseBincount")
 """Ops that XLA compiles if it knows how many places to count in: the second input."""
@@ -80,6 +90,72 @@ def may_move(op: tf.Operation) -> bool:
 def shape_inputs(op: tf.Operation) -> tuple[int, ...]:
     """The inputs of an op that XLA must know when it compiles, for ops that often get them from strings."""
     return _SHAPES.get(op.type, ())
+
+
+def computes_sizes(graph: Any) -> set[tf.Operation]:
+    """The ops of a graph, not of its functions, that compute numbers which XLA must know when it compiles.
+
+    If such a number comes from the host, it stays there: on its way over the devices it would cost another call.
+    """
+    found: set[tf.Operation] = set()
+    sizes: set[int] = set()
+    for op in reversed(host_ops.needed_ops(graph)):
+        if any(id(output) in sizes for output in op.outputs):
+            found.add(op)
+            sizes.update(id(each) for each in op.inputs if not each.dtype.is_floating and each.shape.rank in (0, 1))
+        slices = (1, 2) if op.type == "StridedSlice" else ()
+        sizes.update(id(op.inputs[index]) for index in (*shape_inputs(op), *slices))
+    return found
+
+
+def stays_for_host(op: tf.Operation) -> bool:
+    """Whether an op that uses a value needs it on the host only; the devices make checks, and call if they fail."""
+    return is_for_host(op) and op.type not in CHECKS and not is_numerics_summary(op)
+
+
+def runs_whole(op: tf.Operation) -> bool:
+    """Whether the host can run a branch with all that is in it: it only computes, and TensorFlow has all kernels."""
+    if op.type not in ("StatelessIf", "StatelessCase"):
+        return False
+    return all(
+        inner.type == "Placeholder" or host_ops.has_host_kernel(inner)
+        for graph in subgraphs.functions_of(op)
+        for inner in xla_ops.needed(graph).values()
+    )
+
+
+def string_work(ops: Sequence[tf.Operation]) -> tf.Operation | None:
+    """The first of some ops, or of ops in their functions, that works with strings or tables.
+
+    Ops whose results only go into prints, summaries, messages of checks and Python functions do not count.
+
+    Args:
+        ops: ops of one graph, each after all that it depends on.
+    """
+    told: set[tf.Operation] = set()
+    found = None
+    for op in reversed(ops):
+        users = [user for output in op.outputs for user in output.consumers()]
+        returned = any(output is each for output in op.outputs for each in getattr(op.graph, "outputs", ()))
+        if _TELLS.search(op.type) or (users and not returned and told.issuperset(users)):
+            told.add(op)
+        elif functions := subgraphs.functions_of(op):
+            found = next(filter(None, (string_work(host_ops.needed_ops(graph)) for graph in functions)), found)
+        elif not _NO_WORK.search(op.type) and _has_strings(op):
+            found = op
+    return found
+
+
+def _has_strings(op: tf.Operation) -> bool:
+    tensors = (*op.inputs, *op.outputs)
+    return "Table" in op.type or any(
+        tensor.dtype == tf.string or (tensor.dtype == tf.resource and _is_of_strings(tensor)) for tensor in tensors
+    )
+
+
+def _is_of_strings(handle: tf.Tensor) -> bool:
+    described = xla_ops.variable_dtype_and_shape(handle)
+    return described is not None and described[0] == tf.string
 
 
 def is_numerics_summary(op: tf.Operation) -> bool:

@@ -10,10 +10,9 @@ import tensorflow as tf
 
 from replica_engine._tf import thread_state, variables
 from replica_engine._tf.graphs import xla_ops
-from replica_engine.errors import LoweringError
 from replica_engine.xla.host_calls.call import HostCall, HostCalls
 from replica_engine.xla.soft_placement.piece import Piece, Source
-from replica_engine.xla.soft_placement.rewrite import MoveToHost, Rewriter
+from replica_engine.xla.soft_placement.rewrite import Rewriter
 from replica_engine.xla.soft_placement.values import Value
 
 _numbers = itertools.count()
@@ -79,17 +78,15 @@ class Inputs(NamedTuple):
     Attributes:
         specs: for each slot and captured tensor that is a parameter, the tensor of the graph and its spec.
         variables: for each variable, the tensor of the graph that is its handle, and the handle itself.
-        captured: for each captured tensor that is the same in every run, the tensor of the graph, and itself.
         on_host: for each tensor of the graph that no device can have, its shape and where the host has it.
     """
 
     specs: list[tuple[tf.Tensor, tf.TensorSpec]]
     variables: list[tuple[tf.Tensor, Any]]
-    captured: list[tuple[tf.Tensor, tf.Tensor]]
     on_host: list[tuple[tf.Tensor, tf.TensorShape, Source]]
 
 
-def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[tf.Operation]) -> MovedBody:
+def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs) -> MovedBody:
     """Moves the host ops of a body.
 
     Args:
@@ -97,34 +94,19 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[tf.O
         graph: its graph.
         calls: its host calls; the pieces are added to them.
         inputs: the inputs of the graph.
-        also: ops to move although XLA has a kernel for them; ops that turn out to need it are added.
 
     Raises:
-        LoweringError: the devices need a value that cannot leave the host, or the host needs one that cannot leave
-            the devices.
+        LoweringError: the devices need a value that cannot leave the host, the host needs one that cannot leave the
+            devices, or a branch or a loop of the user works with strings.
     """
-    try:
-        return _move(name, graph, calls, inputs, also, tries_all=False)
-    except LoweringError as error:
-        try:
-            return _move(name, graph, calls, inputs, also, tries_all=True)
-        except LoweringError:
-            raise error from None
-
-
-def _move(
-    name: str, graph: Any, calls: HostCalls, inputs: Inputs, also: set[tf.Operation], tries_all: bool
-) -> MovedBody:
-    rewriter = Rewriter(name, calls, also, tries_all)
-    mark = calls.mark()
+    rewriter = Rewriter(name, calls, graph)
+    begin = len(calls.calls)
     host_results: dict[int, int] = {}
 
     def build(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         values: dict[int, Value] = {}
         for (inside, _), placeholder in zip(inputs.specs, placeholders, strict=True):
             values[id(inside)] = Value.of(placeholder)
-        for inside, outside in inputs.captured:
-            values[id(inside)].captured = outside
         for inside, handle in inputs.variables:
             variables.graph().capture(handle)
             # The handle itself, which each graph captures: ops on a variable keep their order if all use one tensor.
@@ -134,26 +116,17 @@ def _move(
         for inside, shape, source in inputs.on_host:
             values[id(inside)] = Value(inside.dtype, shape, source=source)
         with xla_ops.xla_context():
-            results, stored = rewriter.copy(graph, values)
+            results, stored = rewriter.copy(values)
         host_results.update(stored)
         return results
 
-    while True:
-        try:
-            with thread_state.unobserved():
-                copy = xla_ops.trace(name, build, [spec for _, spec in inputs.specs])
-            break
-        except MoveToHost as found:
-            also.add(found.op)
-            calls.rewind(mark)
-        except BaseException:
-            calls.rewind(mark)
-            raise
+    with thread_state.unobserved():
+        copy = xla_ops.trace(name, build, [spec for _, spec in inputs.specs])
     handles = [copy.capture(handle) for _, handle in inputs.variables]
     copy.inputs[:] = [*copy.inputs[: len(inputs.specs)], *handles]
     with tf.init_scope():
         registered = xla_ops.register(f"replica_body_{name}_on_host_{next(_numbers)}", copy)
-    pieces = [call for call in calls.calls[mark[0] :] if isinstance(call, Piece)]
+    pieces = [call for call in calls.calls[begin:] if isinstance(call, Piece)]
     return MovedBody(registered, pieces, host_results, rewriter.originals)
 
 

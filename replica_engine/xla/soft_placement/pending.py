@@ -1,41 +1,21 @@
-"""Host ops that wait to be emitted, and how they become pieces.
+"""Host ops that wait to be emitted, all in one call.
 
-The copy of a graph is built in the order of the program. A host op is not emitted when its turn comes: it waits here,
-since the next op may belong to the same piece. All waiting ops are emitted when an op on the devices needs a result of
-one of them; before a branch, a loop or a host call of the user; and at the end of the graph. So a piece never waits for
-an op that waits for that piece, and a replica makes its host calls in the order of the program.
-
-Among the ops that are emitted together, those that pass values to each other, or are ordered by a control dependency,
-form one piece. All ops with effects form one piece too: in several pieces they would lose their order.
+The copy of a graph is made in the order of the program. A host op is not emitted when its turn comes: it waits here,
+and the next host op joins it, whatever ops of the devices lie between. All ops that wait are emitted, as one call, when
+an op on the devices needs a result of one of them; before a branch, a loop or a host call of the user; and at the end
+of the graph. So a call never waits for an op that waits for that call, effects keep the order of the program, and a
+replica makes no more calls than it must.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import tensorflow as tf
 
+from replica_engine._tf.graphs import host_ops
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.piece import HostOp, Piece, Source, host_op
 from replica_engine.xla.soft_placement.values import Value
-
-
-class Waiting(NamedTuple):
-    """An op that waits.
-
-    Attributes:
-        op: the op of the original graph; for an alias, the op that made the value.
-        inputs: its inputs.
-        outputs: its outputs.
-        alias: for an op that only passes a value on, the number under which the value is stored; otherwise None.
-    """
-
-    op: tf.Operation
-    inputs: list[Value]
-    outputs: list[Value]
-    alias: int | None = None
 
 
 class Pending:
@@ -48,74 +28,69 @@ class Pending:
 
     Attributes:
         constants: the constants that the copy has so far.
+        again: what the host computes although the devices have it, by the value on the devices.
     """
 
-    def __init__(self, calls: HostCalls, in_loop: bool, in_condition: bool = False):
+    def __init__(self, calls: HostCalls, in_loop: bool = False, in_condition: bool = False):
+        self.calls = calls
         self.in_loop = in_loop
         self.in_condition = in_condition
-        self._emitted = False
-        self.calls = calls
         self.constants: dict[Value, tf.Tensor] = {}
-        self._waiting: list[Waiting] = []
+        self.again: dict[Value, Value] = {}
+        self._emitted = False
+        self._waiting: list[tuple[tf.Operation, list[Value], list[Value]]] = []
+        self._kept: list[tuple[Value, int]] = []
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, op: tf.Operation, inputs: list[Value], outputs: list[Value]) -> None:
         """Adds an op that waits."""
-        for value in waiting.outputs:
-            value.pending = True
-        self._waiting.append(waiting)
+        self._waiting.append((op, inputs, outputs))
 
-    def flush(self, together: bool = False) -> None:
-        """Emits all waiting ops: together as one piece, or one piece for each group of connected ops."""
-        waiting, self._waiting = self._waiting, []
-        for group in [waiting] if together and waiting else _groups(waiting):
-            self._emit(group)
+    def keep(self, value: Value, number: int) -> None:
+        """Has the next call store a value on the host under a number."""
+        self._kept.append((value, number))
 
-    def _emit(self, group: Sequence[Waiting]) -> None:
+    def flush(self) -> None:
+        """Emits all waiting ops as one call."""
+        if not self._waiting and not self._kept:
+            return
+        (waiting, self._waiting), (kept, self._kept) = (self._waiting, []), (self._kept, [])
         registers: dict[Value, int] = {}
         sources: dict[int, Source] = {}
         operands: list[tf.Tensor] = []
         ops: list[HostOp] = []
-        results: list[tuple[int, tf.TensorSpec]] = []
-        returned: list[Value] = []
-        stores: list[tuple[int, int]] = []
-        made = {value for each in group for value in each.outputs}
-        for each in group:
-            for value in each.inputs:
-                if value not in registers and value not in made:
-                    registers[value] = len(registers)
-                    source = value.on_host()
-                    if source is None:
-                        assert value.tensor is not None, "emitted before"
-                        source = Source("operand", len(operands))
-                        operands.append(value.tensor)
-                    sources[registers[value]] = source
-            if each.alias is not None:
-                stores.append((each.alias, registers[each.inputs[0]]))
-                registers[each.outputs[0]] = registers[each.inputs[0]]
-                each.outputs[0].pending = False
-                continue
-            inputs = [registers[value] for value in each.inputs]
-            outputs = [registers.setdefault(value, len(registers)) for value in each.outputs]
-            ops.append(host_op(each.op, inputs, outputs))
-        inside = {each.op for each in group}
-        for each in group:
-            if each.alias is not None:
-                continue
-            for value, tensor in zip(each.outputs, each.op.outputs, strict=True):
-                value.pending = False
-                register = registers[value]
-                on_devices, on_host = _uses(tensor, inside)
-                if value.fits_device and on_devices:
-                    results.append((register, tf.TensorSpec(value.shape, value.dtype)))
-                    returned.append(value)
-                elif on_devices or on_host:
+
+        def taken(value: Value) -> int:
+            if value not in registers:
+                registers[value] = len(registers)
+                if value.source is None and value.maker is not None and value.is_constant:
+                    value.source = Source("fixed", host_ops.constant_of(value.maker))
+                if value.source is None:
+                    assert value.tensor is not None, "emitted before"
+                    operands.append(value.tensor)
+                sources[registers[value]] = value.source or Source("operand", len(operands) - 1)
+            return registers[value]
+
+        users: dict[Value, list[tf.Operation]] = {}
+        for op, inputs, outputs in waiting:
+            for value in inputs:
+                users.setdefault(value, []).append(op)
+            before = list(map(taken, inputs))
+            ops.append(host_op(op, before, [registers.setdefault(value, len(registers)) for value in outputs]))
+        results: list[Value] = []
+        stores = [(number, taken(value)) for value, number in kept]
+        for op, _, outputs in waiting:
+            for value, tensor in zip(outputs, op.outputs, strict=True):
+                others = [each for each in tensor.consumers() if each not in users.get(value, ())]
+                returned = any(tensor is output for output in tensor.graph.outputs)
+                if value.fits_device and (returned or not all(map(kinds.stays_for_host, others))):
+                    results.append(value)
+                elif returned or others:
                     value.source = Source("stored", self.calls.new_number())
-                    stores.append((value.source.what, register))
-        self._emitted = True
-        tried = [value.tried_with for value in returned]
-        piece = Piece(self.calls, ops, sources, len(registers), results, stores, self.in_loop, tried)
-        _, tensors = self.calls.emit(piece, operands)
-        for value, tensor in zip(returned, tensors, strict=True):
+                    stores.append((value.source.what, registers[value]))
+        specs = [(registers[value], tf.TensorSpec(value.shape, value.dtype)) for value in results]
+        for value, tensor in zip(
+            results, self._emit(ops, sources, len(registers), specs, stores, operands), strict=True
+        ):
             value.tensor = tensor
 
     def hold(self, result: tf.Tensor) -> tf.Tensor:
@@ -126,50 +101,16 @@ class Pending:
         """
         if not self._emitted:
             return result
-        spec = tf.TensorSpec([], result.dtype)
-        piece = Piece(self.calls, [], {0: Source("operand", 0)}, 1, [(0, spec)], [], self.in_loop)
-        return self.calls.emit(piece, [result])[1][0]
+        return self._emit([], {0: Source("operand", 0)}, 1, [(0, tf.TensorSpec([], result.dtype))], [], [result])[0]
 
-    def fetch(self, value: Value) -> tf.Tensor:
-        """Brings a value that is stored on the host, and that the devices can have, to the devices."""
-        source = value.source
-        assert source is not None, "a value that is stored"
-        spec = tf.TensorSpec(value.shape, value.dtype)
-        piece = Piece(self.calls, [], {0: source}, 1, [(0, spec)], [], self.in_loop, [value.tried_with])
-        return self.calls.emit(piece, [])[1][0]
-
-
-def _uses(tensor: tf.Tensor, inside: set[tf.Operation]) -> tuple[bool, bool]:
-    """Whether ops outside of a piece use a tensor on the devices, and whether ops outside use it on the host."""
-    outside = [op for op in tensor.consumers() if op not in inside]
-    returned = any(tensor is output for output in tensor.graph.outputs)
-    on_devices = returned or any(not kinds.is_for_host(op) for op in outside)
-    return on_devices, any(kinds.is_for_host(op) for op in outside)
-
-
-def _groups(waiting: Sequence[Waiting]) -> list[list[Waiting]]:
-    """The groups of connected ops, each in the order of the program."""
-    group_of: list[int] = list(range(len(waiting)))
-    maker = {value: index for index, each in enumerate(waiting) for value in each.outputs}
-    made_of = {each.op: index for index, each in enumerate(waiting) if each.alias is None}
-
-    effects: list[int] = []  # the last op with effects
-
-    def root(index: int) -> int:
-        while group_of[index] != index:
-            index = group_of[index]
-        return index
-
-    for index, each in enumerate(waiting):
-        before = [maker[value] for value in each.inputs if value in maker]
-        before += [made_of[op] for op in each.op.control_inputs if op in made_of]
-        if each.alias is None and each.op.op_def.is_stateful:  # they keep their order in one piece
-            before += effects
-            effects = [index]
-        for other in before:
-            first, last = sorted((root(index), root(other)))
-            group_of[last] = first
-    groups: dict[int, list[Waiting]] = {}
-    for index, each in enumerate(waiting):
-        groups.setdefault(root(index), []).append(each)
-    return list(groups.values())
+    def _emit(
+        self,
+        ops: list[HostOp],
+        sources: dict[int, Source],
+        registers: int,
+        results: list[tuple[int, tf.TensorSpec]],
+        stores: list[tuple[int, int]],
+        operands: list[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        self._emitted = True
+        return self.calls.emit(Piece(self.calls, ops, sources, registers, results, stores, self.in_loop), operands)[1]

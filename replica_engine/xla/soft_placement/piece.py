@@ -66,7 +66,6 @@ class Piece(HostCall):
         results: the registers of the values that the program goes on with, and their specs.
         stores: the values that stay on the host, each as a pair of number and register.
         in_loop: whether the piece is in a loop.
-        tried_with: for each result, `Value.tried_with`.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class Piece(HostCall):
         results: list[tuple[int, tf.TensorSpec]],
         stores: list[tuple[int, int]],
         in_loop: bool,
-        tried_with: Sequence[str] = (),
     ):
         # An Identity stands for the way out of the body or of a branch; its line is the line of the user's `run` call.
         written = [op for op in ops if op.kind != "Identity"] or ops
@@ -90,7 +88,6 @@ class Piece(HostCall):
         self._registers = registers
         self._taken = [register for register, _ in results]
         self._stores = stores
-        self._tried_with = tried_with
 
     def describe(self) -> str:
         """The piece in words, for messages."""
@@ -134,15 +131,7 @@ class Piece(HostCall):
         """The error for a result that is not as the body was compiled for."""
         register = self._taken[result]
         made_by = next((f"{op.kind}{at(op.where)}" for op in self.ops if register in op.outputs), "A host op")
-        tried_with = self._tried_with[result] if self._tried_with else ""
-        if not tried_with:
-            return HostResultError(f"{made_by} returned {given}, where the body declares {wanted}.")
-        return HostResultError(
-            f"{made_by} returned {given}, where the body was compiled for {wanted}. That shape was found before the "
-            f"run, by a trial of the op with {tried_with}. The devices use the result, so it needs one shape: pad it, "
-            "for example ragged.to_tensor(shape=[None, 6]). If only the trial is wrong, declare the shape: "
-            "tf.ensure_shape(y, shape)."
-        )
+        return HostResultError(f"{made_by} returned {given}, where the body declares {wanted}.")
 
 
 def in_words(ops: Sequence[HostOp]) -> str:

@@ -143,7 +143,6 @@ class BodyGraph:
         self._variables = [inside for _, inside in handles]
         self._registered: Any = None
         self._told = False
-        self._also_moved: set[tf.Operation] = set()
 
     @property
     def donates(self) -> bool:
@@ -195,25 +194,13 @@ class BodyGraph:
             for index in sorted(self.host_slots)
         ]
         on_host += [(inside, inside.shape, self._source(outside, inside)) for outside, inside in self._on_host]
-        captured = [
-            (self._tensors[index], self.tensors[index])
-            for index in self.captured
-            if isinstance(self.tensors[index], tf.Tensor) and not tf.is_symbolic_tensor(self.tensors[index])
-        ]
         handles = list(zip(self._variables, self.handles, strict=True))
-        inputs = soft_placement.Inputs(parameters, handles, captured, on_host)
-        moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs, self._also_moved)
+        inputs = soft_placement.Inputs(parameters, handles, on_host)
+        moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs)
         if moved.pieces and not self._told:
             self._told = True
             _logger.info(moved_to_host(self.name, [piece.say() for piece in moved.pieces]))
         return moved
-
-    def also_move(self, op: tf.Operation | None) -> bool:
-        """Moves an op that XLA cannot compile to the host. Returns False if that is impossible or was done before."""
-        if op is None or op in self._also_moved or not soft_placement.may_move(op):
-            return False
-        self._also_moved.add(op)
-        return True
 
     def check_shape(self, index: int, name: str, spec: tf.TensorSpec) -> None:
         """Raises LoweringError for a parameter, a slot or a captured tensor, whose shape is not known."""

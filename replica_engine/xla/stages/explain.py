@@ -22,7 +22,7 @@ _OF_ANY_SIZE = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCo
 _NODE = re.compile(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}")
 
 
-def original(moved: MovedBody, message: str) -> tf.Operation | None:
+def _original(moved: MovedBody, message: str) -> tf.Operation | None:
     """The op of the body that XLA's message is about."""
     return moved.originals.get(_node(message))
 
@@ -135,7 +135,7 @@ def _change(before: str, after: str) -> tuple[str, str]:
 
 def _gathers(traced: BodyGraph, message: str, moved: MovedBody | None) -> list[str]:
     """The gathers in the loop that a message is about, with their lines."""
-    loop = original(moved, message) if moved else next(_named(traced.graph, _node(message)), None)
+    loop = _original(moved, message) if moved else next(_named(traced.graph, _node(message)), None)
     inside = (
         {user_line(op) for graph in subgraphs.functions_of(loop) for op in _ops(graph)} if loop is not None else set()
     )
@@ -155,7 +155,7 @@ def _line(traced: BodyGraph, message: str, moved: MovedBody | None) -> str:
     one name. Then the stack trace in the message decides. For an op of a body with moved ops this is the last choice:
     the op is a copy, and its trace is of the copying.
     """
-    if moved and (op := original(moved, message)) is not None:
+    if moved and (op := _original(moved, message)) is not None:
         return user_line(op)
     lines = {user_line(op) for op in _named(traced.graph, _node(message))}
     if len(lines) == 1:

@@ -38,7 +38,7 @@ from replica_engine.xla.host_calls.call import HostCall
 from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.explain import explain, original, undividable, unreadable
+from replica_engine.xla.stages.explain import explain, undividable, unreadable
 from replica_engine.xla.stages.program import BodyProgram, Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
 from replica_engine.xla.state.device_value import axes_of, pinned
@@ -297,8 +297,6 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
         raise
     except (ValueError, tf.errors.OpError) as error:
         if "compile-time constant" in str(error) and traced.bake_in():
-            return lower(traced, slots, tensors)
-        if moved and "compile-time constant" in str(error) and traced.also_move(original(moved, str(error))):
             return lower(traced, slots, tensors)
         raise explain(traced, error, moved) from None
     try:
