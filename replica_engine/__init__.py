@@ -98,12 +98,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'replica_engine' has no attribute {name!r}")
     versions = importlib.import_module("replica_engine._tf.versions")  # first: it names a version that does not serve
-    try:
-        module = importlib.import_module(home)
-    except ImportError as error:
-        if (explained := versions.explained(error)) is None:
-            raise
-        raise explained from error
+    module = versions.imported(home)
     return module if name in _PACKAGES else getattr(module, name)
 
 

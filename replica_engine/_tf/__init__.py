@@ -9,7 +9,7 @@ TensorFlow:
   `batch_memory`: copies batches that are the memory of Python.
 - `thread_state`: the state that TensorFlow keeps separately for each thread.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
-- `handled`: functions around which TensorFlow or Keras has put a handler of errors.
+- `value_methods`: methods that distributed values get.
 - `profiler`: whether the profiler runs, and spans in its traces.
 
 Keras:
@@ -18,7 +18,7 @@ Keras:
 
 Both:
 
-- `patches`: everything that this library changes in TensorFlow and Keras.
+- `hook`: the class of what this library changes in TensorFlow and Keras; modules of this package declare it.
 - `versions`: the versions that this library works with. It is imported first, and raises an error for any other one.
 
 Nothing outside this package imports from `tensorflow.python` or `keras.src`. The engine must not import this package.

@@ -30,43 +30,63 @@ import tensorflow as tf
 # there at the end. Checkpoint.save, read and restore turn to AsyncCheckpointHelper before that, which
 # _async_checkpointer makes. TrackableSaver.restore is what they and tf.saved_model.load end in.
 # checkpoint_context: in_preemption_save_context says that the process is about to be ended.
-# checkpoint_management: update_checkpoint_state_internal writes the file that lists the checkpoints,
-# _delete_file_if_exists deletes old ones, file_io is what it looks for files with.
-# functional_saver: MultiDeviceSaver.save writes the values of a checkpoint; _get_shards_by_task reads them.
 from tensorflow.python.checkpoint import checkpoint as _checkpoint
 from tensorflow.python.checkpoint import checkpoint_context as _context
-from tensorflow.python.checkpoint import checkpoint_management as _management
-from tensorflow.python.checkpoint import functional_saver as _functional_saver
 
 # values_util: get_on_write_saveable, get_on_write_restore_ops: how a mirrored variable is saved and read.
 from tensorflow.python.distribute import values_util as _values_util
-
-# save: save_and_return_nodes is what tf.saved_model.save calls.
-from tensorflow.python.saved_model import save as _save
 
 # VARIABLE_VALUE_KEY: the name of a variable's value among what an object saves.
 # SaveSpec: what an object saves, in slices if it likes.
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as _VALUE
 from tensorflow.python.training.saving.saveable_object import SaveSpec as _SaveSpec
 
-CHECKPOINT = "tensorflow.python.checkpoint.checkpoint.Checkpoint"
-MANAGEMENT = "tensorflow.python.checkpoint.checkpoint_management"
-SAVED_MODEL = "tensorflow.python.saved_model.save"
-SAVER = "tensorflow.python.checkpoint.functional_saver.MultiDeviceSaver"
-READER = "tensorflow.python.checkpoint.checkpoint.TrackableSaver"
-METHODS = WRITE, HELPER = "_write", "_async_checkpointer"
-SAVE, RESTORE = "save", "restore"
-STATE, DELETE, NODES = "update_checkpoint_state_internal", "_delete_file_if_exists", "save_and_return_nodes"
-FILES, MATCHING = "file_io", "get_matching_files"
+from replica_engine._tf.hook import FIRST_WORKERS_SCOPE, Hook
+
+_CHECKPOINTS, _CHECKPOINT = "tensorflow.python.checkpoint", "tensorflow.python.checkpoint.checkpoint.Checkpoint"
+_MANAGEMENT = f"{_CHECKPOINTS}.checkpoint_management"
+_FIRST = "the first scope of a strategy, the first `TrainingState`, or the first `BackupAndRestore`"
+_KINDS, _CHIEF = "checkpoints are atomic, asynchronous, and in parts", "the chief writes files for all workers"
+_NOT_OURS = (
+    "passes on to TensorFlow for checkpoints without variables of this library's strategies and without a "
+    "`TrainingState`"
+)
+
+# Also: update_checkpoint_state_internal writes the file that lists the checkpoints, _delete_file_if_exists deletes old
+# ones, file_io is what these look for files with. MultiDeviceSaver.save writes the values of a checkpoint, and
+# _get_shards_by_task reads them.
+WRITE = Hook(_CHECKPOINT, "_write", why=_KINDS, since=_FIRST, until=_NOT_OURS)
+HELPER = Hook(_CHECKPOINT, "_async_checkpointer", why=_KINDS, since=_FIRST, until=_NOT_OURS)
+SAVE = Hook(f"{_CHECKPOINTS}.functional_saver.MultiDeviceSaver", "save", why=_KINDS, since=_FIRST, until=_NOT_OURS)
+RESTORE = Hook(
+    f"{_CHECKPOINTS}.checkpoint.TrackableSaver",
+    "restore",
+    why="checkpoints are read in parts, and from folders whose names TensorFlow takes for patterns",
+    since=_FIRST,
+    until="the second for all checkpoints",
+)
+STATE = Hook(_MANAGEMENT, "update_checkpoint_state_internal", why=_CHIEF, since=_FIRST, until=_NOT_OURS)
+DELETE = Hook(_MANAGEMENT, "_delete_file_if_exists", why=_CHIEF, since=_FIRST, until=_NOT_OURS)
+FILES = Hook(
+    _MANAGEMENT,
+    "file_io",
+    why="a folder such as `lr[1]` is no pattern for `lr1`: the last checkpoint is found, and only old ones are deleted",
+    since=_FIRST,
+    until="holds for all checkpoints",
+)
+NODES = Hook(
+    "tensorflow.python.saved_model.save",
+    "save_and_return_nodes",  # what tf.saved_model.save calls
+    why=_CHIEF,
+    since=FIRST_WORKERS_SCOPE,
+    until="passes on to TensorFlow for what is not trained on several workers",
+)
 
 DATA = ".data-?????-of-?????"
 """What the names of data files have behind the prefix of a checkpoint, in TensorFlow's words."""
 
 VALUE = _VALUE
 """The name of a variable's value among what an object saves."""
-
-_MARK = "_replica_engine"
-
 
 Read = Callable[[], tf.Tensor | None]
 
@@ -143,16 +163,13 @@ class Saves(Protocol):
 
 def take_over(saves: Saves) -> None:
     """Gives the checkpoints that concern `saves` to it; once per process."""
-    cls = _checkpoint.Checkpoint
-    if hasattr(getattr(cls, WRITE), _MARK):
-        return
-    _replace(cls, WRITE, functools.partial(_written, saves))
-    _replace(cls, HELPER, functools.partial(_helped, saves))
-    _replace(_checkpoint.TrackableSaver, RESTORE, functools.partial(_read, saves))
-    _replace(_functional_saver.MultiDeviceSaver, SAVE, functools.partial(_given, saves))
-    _replace(_management, STATE, _listed)
-    _replace(_management, DELETE, _deleted)
-    setattr(_management, FILES, _LiteralFiles(getattr(_management, FILES)))
+    WRITE.around(functools.partial(_written, saves))
+    HELPER.around(functools.partial(_helped, saves))
+    RESTORE.around(functools.partial(_read, saves))
+    SAVE.around(functools.partial(_given, saves))
+    STATE.around(_listed)
+    DELETE.around(_deleted)
+    FILES.put(lambda own: own if isinstance(own, _LiteralFiles) else _LiteralFiles(own))
 
 
 def matching(path: str) -> list[str]:
@@ -179,7 +196,7 @@ class _LiteralFiles:
         self._own = own
 
     def __getattr__(self, name: str) -> Any:
-        return matching if name == MATCHING else getattr(self._own, name)
+        return matching if name == "get_matching_files" else getattr(self._own, name)
 
 
 def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
@@ -188,45 +205,34 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
     Args:
         worker_of: takes what is to be saved, and returns this worker; None if it is not trained on several workers.
     """
-    if not hasattr(getattr(_save, NODES), _MARK):
-        _replace(_save, NODES, functools.partial(_exported, worker_of))
+    NODES.around(functools.partial(_exported, worker_of))
 
 
-def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(owner, name)
-    replaced = functools.wraps(original)(make(original))
-    setattr(replaced, _MARK, True)
-    setattr(owner, name, replaced)
+def _written(saves: Saves, original: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
+    if not tf.executing_eagerly() or not saves.concerns(self):
+        return original(self, file_prefix, options)
+    options = copy.copy(options or tf.train.CheckpointOptions())
+    asynchronous = options.experimental_enable_async_checkpoint or _asynchronously.get()
+    options.experimental_enable_async_checkpoint = False
+    callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks, None
+    path = os.fspath(file_prefix)
+    place = saves.absolute(path)
 
+    def finish(writes: bool) -> None:
+        is_moved = saves.absolute(path) != place  # the program's folder, while the checkpoint was written
+        tokens = _leaves.set(not writes), _folder.set(place.removesuffix(path) if is_moved else None)
+        try:
+            _checkpoint._execute_callbacks(callbacks or (), place if is_moved else path)
+        finally:
+            _leaves.reset(tokens[0])
+            _folder.reset(tokens[1])
 
-def _written(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def write(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        if not tf.executing_eagerly() or not saves.concerns(self):
-            return original(self, file_prefix, options)
-        options = copy.copy(options or tf.train.CheckpointOptions())
-        asynchronous = options.experimental_enable_async_checkpoint or _asynchronously.get()
-        options.experimental_enable_async_checkpoint = False
-        callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks, None
-        path = os.fspath(file_prefix)
-        place = saves.absolute(path)
-
-        def finish(writes: bool) -> None:
-            is_moved = saves.absolute(path) != place  # the program's folder, while the checkpoint was written
-            tokens = _leaves.set(not writes), _folder.set(place.removesuffix(path) if is_moved else None)
-            try:
-                _checkpoint._execute_callbacks(callbacks or (), place if is_moved else path)
-            finally:
-                _leaves.reset(tokens[0])
-                _folder.reset(tokens[1])
-
-        if asynchronous:
-            getattr(self, HELPER)()  # so that `sync` waits for it
-        take = functools.partial(original, self, path, options)
-        # The process is about to be ended: what is on a thread then may be lost.
-        saves.save(self, path, take, finish, asynchronous and not _context.in_preemption_save_context())
-        return path
-
-    return write
+    if asynchronous:
+        self._async_checkpointer()  # so that `sync` waits for it
+    take = functools.partial(original, self, path, options)
+    # The process is about to be ended: what is on a thread then may be lost.
+    saves.save(self, path, take, finish, asynchronous and not _context.in_preemption_save_context())
+    return path
 
 
 _asynchronously: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_asynchronously", default=False)
@@ -266,52 +272,43 @@ class _Helper:
         return checkpoint
 
 
-def _helped(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def helper(self: Any) -> Any:
-        known = self._async_checkpointer_impl
-        is_ours = isinstance(known, _Helper)
-        if saves.concerns(self) is not is_ours:
-            if known is not None:
-                known.sync()
-            self._async_checkpointer_impl = None if is_ours else _Helper(saves, self)
-        return self._async_checkpointer_impl or original(self)
-
-    return helper
+def _helped(saves: Saves, original: Callable[..., Any], self: Any) -> Any:
+    known = self._async_checkpointer_impl
+    is_ours = isinstance(known, _Helper)
+    if saves.concerns(self) is not is_ours:
+        if known is not None:
+            known.sync()
+        self._async_checkpointer_impl = None if is_ours else _Helper(saves, self)
+    return self._async_checkpointer_impl or original(self)
 
 
-def _read(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def restore(self: Any, save_path: Any, options: Any = None) -> Any:
-        saves.wait(raises=False)  # the objects may have no variables yet: they get their values when they are made
-        if not isinstance(save_path, (str, os.PathLike)):
-            return original(self, save_path, options)
-        path = saves.readable(os.fspath(save_path))
-        with saves.reading(path):
-            return original(self, path, options)
-
-    return restore
+def _read(saves: Saves, original: Callable[..., Any], self: Any, save_path: Any, options: Any = None) -> Any:
+    saves.wait(raises=False)  # the objects may have no variables yet: they get their values when they are made
+    if not isinstance(save_path, (str, os.PathLike)):
+        return original(self, save_path, options)
+    path = saves.readable(os.fspath(save_path))
+    with saves.reading(path):
+        return original(self, path, options)
 
 
-def _given(saves: Saves, original: Callable[..., Any]) -> Callable[..., Any]:
-    def save(self: Any, file_prefix: Any, options: Any = None) -> Any:
-        receive = saves.receiver()
-        if receive is None or not tf.executing_eagerly() or self._registered_savers:  # those write files themselves
-            return original(self, file_prefix, options)
-        callback = options.experimental_sharding_callback if options else None
-        receive(
+def _given(saves: Saves, original: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
+    receive = saves.receiver()
+    if receive is None or not tf.executing_eagerly() or self._registered_savers:  # those write files themselves
+        return original(self, file_prefix, options)
+    callback = options.experimental_sharding_callback if options else None
+    receive(
+        [
             [
-                [
-                    (key, part, tf.convert_to_tensor(value))  # Keras gives variables, which steps go on changing
-                    for key, parts in shard.items()
-                    for part, value in parts.items()
-                    if value is not None
-                ]
-                for _, shards in self._get_shards_by_task(callback)
-                for shard in shards
+                (key, part, tf.convert_to_tensor(value))  # Keras gives variables, which steps go on changing
+                for key, parts in shard.items()
+                for part, value in parts.items()
+                if value is not None
             ]
-        )
-        return None
-
-    return save
+            for _, shards in self._get_shards_by_task(callback)
+            for shard in shards
+        ]
+    )
+    return None
 
 
 def _synchronous(options: Any) -> Any:
@@ -321,36 +318,36 @@ def _synchronous(options: Any) -> Any:
     return options
 
 
-def _exported(worker_of: Callable[[Any], Worker | None], original: Callable[..., Any]) -> Callable[..., Any]:
-    def save(obj: Any, export_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        worker = worker_of(obj)
-        if worker is None:
+def _exported(
+    worker_of: Callable[[Any], Worker | None],
+    original: Callable[..., Any],
+    obj: Any,
+    export_dir: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    worker = worker_of(obj)
+    if worker is None:
+        return original(obj, export_dir, *args, **kwargs)
+    with worker.saving("a SavedModel", export_dir) as writes:
+        if writes:
             return original(obj, export_dir, *args, **kwargs)
-        with worker.saving("a SavedModel", export_dir) as writes:
-            if writes:
-                return original(obj, export_dir, *args, **kwargs)
-            with folder() as own:
-                return original(obj, own, *args, **kwargs)
-
-    return save
+        with folder() as own:
+            return original(obj, own, *args, **kwargs)
 
 
-def _listed(original: Callable[..., Any]) -> Callable[..., Any]:
-    def change(save_dir: Any, last: Any = None, paths: Any = None, *args: Any, **kwargs: Any) -> Any:
-        last, paths = kwargs.pop("model_checkpoint_path", last), kwargs.pop("all_model_checkpoint_paths", paths)
-        if not _leaves.get():
-            paths = paths and [_in_folder(each) for each in paths]
-            original(_in_folder(save_dir), _in_folder(last), paths, *args, **kwargs)
+def _listed(
+    original: Callable[..., Any], save_dir: Any, last: Any = None, paths: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    last, paths = kwargs.pop("model_checkpoint_path", last), kwargs.pop("all_model_checkpoint_paths", paths)
+    if not _leaves.get():
+        paths = paths and [_in_folder(each) for each in paths]
+        original(_in_folder(save_dir), _in_folder(last), paths, *args, **kwargs)
 
-    return change
 
-
-def _deleted(original: Callable[..., Any]) -> Callable[..., Any]:
-    def delete(path: Any) -> None:
-        if not _leaves.get():
-            original(_in_folder(path))
-
-    return delete
+def _deleted(original: Callable[..., Any], path: Any) -> None:
+    if not _leaves.get():
+        original(_in_folder(path))
 
 
 def _in_folder(path: Any) -> Any:

@@ -9,15 +9,11 @@ lives on, waiting or idle, and its collectives end with an UnavailableError abou
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-
-# pywrap_tfe: TFE_Py_Execute and TFE_Py_ExecuteCancelable run functions, and ops that TensorFlow has no quicker way for.
-from tensorflow.python import pywrap_tfe as _pywrap_tfe
 
 # CollectiveReplicaLauncher: makes the collective ops of one device. Its _next_instance_key gives the number of one
 # collective, which must be equal on all workers: eagerly at once, in a tf.function at each call of the function.
@@ -29,10 +25,31 @@ from tensorflow.python.eager import context as _context
 # core: _status_to_exception makes the exception of an op that failed, of a _NotOkStatusException.
 from tensorflow.python.eager import core as _core
 
-# CondBranchFuncGraph: the graph of a branch of tf.cond.
-from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph as _Branch
+from replica_engine._tf.hook import Hook
 
-EXECUTE = ("TFE_Py_Execute", "TFE_Py_ExecuteCancelable")
+_JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
+_NOT_FAILED = "passes on to TensorFlow for all other errors"
+STATUS = Hook(
+    "tensorflow.python.eager.core",
+    "_status_to_exception",
+    why="an op that fails because a worker is lost raises WorkerLostError",
+    since=_JOINED,
+    until=_NOT_FAILED,
+)
+EXECUTE = Hook(
+    "tensorflow.python.eager.execute",
+    "pywrap_tfe",
+    why="a `tf.function`, or the making of a variable, that fails because a worker is lost raises WorkerLostError",
+    since=_JOINED,
+    until=_NOT_FAILED,
+)
+BRANCH = Hook(
+    "tensorflow.python.ops.control_flow_v2_func_graphs.CondBranchFuncGraph",
+    "capture_call_time_value",
+    why="a function with collectives can be called in a branch of `tf.cond`",
+    since=_JOINED,
+    until="concerns only what TensorFlow fails at otherwise",
+)
 
 Launched = Callable[[], int | None]
 """Is called when a collective is about to be launched. It returns the number of the collective; None leaves that to
@@ -156,36 +173,43 @@ def explain_failures(explain: Callable[[int, str], BaseException | None]) -> Non
     Args:
         explain: takes the code and the text of an error of TensorFlow; returns the exception to raise, or None.
     """
-    of_status = _core._status_to_exception
-    if hasattr(of_status, _MARK):
-        return
 
-    @functools.wraps(of_status)
-    def explained(status: Any) -> Any:
+    def explained(of_status: Callable[[Any], Any], status: Any) -> Any:
         return explain(status.code, status.message) or of_status(status)
 
-    setattr(explained, _MARK, True)
-    _core._status_to_exception = explained
-    for name in EXECUTE:
-        setattr(_pywrap_tfe, name, _with_statuses(getattr(_pywrap_tfe, name)))
+    STATUS.around(explained)
+    EXECUTE.put(lambda own: own if isinstance(own, _WithStatuses) else _WithStatuses(own))
 
 
-def _with_statuses(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Raises statuses, of which `_status_to_exception` makes exceptions, as the quicker way to run an op does.
+class _WithStatuses:
+    """TensorFlow's module of C functions, for the module that runs functions, and ops that have no quicker way.
 
+    It raises statuses, of which `_status_to_exception` makes exceptions, as the quicker way to run an op does.
     Functions and ops such as the collective that makes a variable come this way. The exception that it raises itself
     could only be replaced in a frame of this library, which then stood in the traceback of every failed op.
     """
 
-    @functools.wraps(execute)
-    def executed(*args: Any) -> Any:
-        try:
-            return execute(*args)
-        except tf.errors.OpError as error:
-            status = _core._NotOkStatusException(error.message, error.error_code, error.experimental_payloads)
-        raise status
+    def __init__(self, own: Any):
+        self._own = own
 
-    return executed
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def TFE_Py_Execute(self, *args: Any) -> Any:
+        """Runs a function or an op."""
+        return _raising_statuses(self._own.TFE_Py_Execute, args)
+
+    def TFE_Py_ExecuteCancelable(self, *args: Any) -> Any:
+        """The same, for what can be ended."""
+        return _raising_statuses(self._own.TFE_Py_ExecuteCancelable, args)
+
+
+def _raising_statuses(execute: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return execute(*args)
+    except tf.errors.OpError as error:
+        status = _core._NotOkStatusException(error.message, error.error_code, error.experimental_payloads)
+    raise status
 
 
 def defer_in_branches() -> None:
@@ -195,12 +219,8 @@ def defer_in_branches() -> None:
     that, and TensorFlow asks it nevertheless: "You must feed a value for placeholder tensor". The graph around it can.
     """
 
-    def capture_call_time_value(self: Any, closure: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+    def by_outer_graph(_: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.outer_graph.as_default():
-            return self.outer_graph.capture_call_time_value(closure, spec, *args, **kwargs)
+            return self.outer_graph.capture_call_time_value(*args, **kwargs)
 
-    if "capture_call_time_value" not in vars(_Branch):
-        _Branch.capture_call_time_value = capture_call_time_value
-
-
-_MARK = "_replica_engine"
+    BRANCH.around(by_outer_graph)

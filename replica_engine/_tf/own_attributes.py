@@ -34,13 +34,24 @@ import tensorflow as tf
 # CompositeTensor: the class of values that are made of tensors, such as sparse and ragged ones.
 from tensorflow.python.framework.composite_tensor import CompositeTensor as _CompositeTensor
 
-# AutoTrackable: the class whose `__setattr__` stores the attributes of `tf.Module`.
-from tensorflow.python.trackable import autotrackable as _autotrackable
+from replica_engine._tf.hook import FIRST_SCOPE, FIRST_THREADS, Hook
 
-TRACKABLE = f"{_autotrackable.__name__}.AutoTrackable"
-KERAS_MODULE, KERAS_TRACKABLE = "keras.src.backend.tensorflow.trackable", "KerasAutoTrackable"
-"""The classes that store attributes: TensorFlow's, and Keras', which does not set a value that is there already."""
 SET = "__setattr__"
+_SETS = tuple(
+    Hook(
+        owner,
+        SET,
+        why="each replica on a thread has its own value of an attribute that a step sets",
+        since=since,
+        until="passes on to the original outside the replicas of this library's threads. Where a replica sets an "
+        "attribute, the class gets a descriptor of its name, which stays",
+    )
+    for owner, since in (
+        ("tensorflow.python.trackable.autotrackable.AutoTrackable", FIRST_THREADS),
+        ("keras.src.backend.tensorflow.trackable.KerasAutoTrackable", FIRST_SCOPE),
+    )
+)
+"""Of the classes that store attributes: TensorFlow's, and Keras', which does not set a value that is there already."""
 
 _SHARED, _TENSORS, _OTHER = range(3)  # the kinds of values
 
@@ -180,11 +191,8 @@ def for_each_replica(place: Callable[[], Place | None]) -> None:
     Args:
         place: where the calling thread is, if it runs a replica.
     """
-    keras = getattr(sys.modules.get(KERAS_MODULE), KERAS_TRACKABLE, None)
-    for kind in (_autotrackable.AutoTrackable, keras):
-        own = getattr(kind, SET)
-        if kind is not None and not hasattr(own, "_replica_engine"):
-            setattr(kind, SET, _setting(own, place))
+    for each in _SETS:
+        each.put(lambda own: own if hasattr(own, "_replica_engine") else _setting(own, place))
 
 
 def _setting(own: Callable[[Any, str, Any], None], place: Callable[[], Place | None]) -> Callable[..., None]:

@@ -28,8 +28,8 @@ from tensorflow.python.distribute.distribute_utils import caching_scope_local as
 # _active_context: what can end this thread's calls, as a stack; in TensorFlow before 2.22, one thing for all threads.
 from tensorflow.python.eager import cancellation as _cancellation
 
-# context, eager_mode, ensure_initialized: whether TensorFlow has started, and eager mode inside a graph. The context
-# also has the thread's op callbacks.
+# context, context_safe, eager_mode, ensure_initialized: whether TensorFlow has started, and eager mode inside a graph.
+# The context also has the thread's op callbacks.
 from tensorflow.python.eager import context as _context
 
 # get_default_graph: the graph whose stacks are thread-local.
@@ -60,7 +60,8 @@ def ensure_started() -> None:
 
 def started() -> bool:
     """Whether TensorFlow has made its devices and thread pools."""
-    return _context.context()._context_handle is not None
+    context = _context.context_safe()
+    return context is not None and context._context_handle is not None
 
 
 def default_graph() -> tf.Graph:

@@ -19,6 +19,7 @@ import logging
 import pathlib
 import re
 import sys
+from types import ModuleType
 
 import numpy as np
 
@@ -97,6 +98,16 @@ def check_keras() -> None:
 def of_worker() -> dict[str, str]:
     """The versions of packages that must be equal on all workers of a job: numbers and saved files depend on them."""
     return {"tensorflow": tf.__version__, "keras": keras() or "not there", "numpy": np.__version__}
+
+
+def imported(module: str) -> ModuleType:
+    """A module of this library, or an error that names a version of TensorFlow or Keras that does not serve."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if (known := explained(error)) is None:
+            raise
+        raise known from error
 
 
 def explained(error: ImportError) -> TensorFlowVersionError | None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from replica_engine._tf import collectives, patches
+from replica_engine._tf import collectives, value_methods
 from replica_engine._tf.eager import is_replaced_interrupt
 from replica_engine._tf.graphs import calls, control_flow, function
 from replica_engine._tf.graphs.python_ops import raised_in_op
+from replica_engine._tf.hook import hide_frames
+from replica_engine.diagnostics import several_values
 from replica_engine.diagnostics.tracebacks import shortened, shortened_of_graph, without_ours
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.engine import current_replica
@@ -20,9 +22,11 @@ from replica_engine.errors import ReplicaEngineError
 
 def install() -> None:
     """Puts the functions of this module around TensorFlow's, once."""
-    patches.hide_frames(FOLDERS)
-    for name, around in (("call", _call), ("trace", function.trace_noted)):
-        control_flow.wrap(control_flow.BY_BOTH[name], around)
+    hide_frames(FOLDERS)
+    value_methods.install_numbers()
+    several_values.install()
+    control_flow.CALL.around(_call)
+    function.TRACE.around(function.trace_noted)
     calls.install()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, patches
+from replica_engine._tf import distribute, value_methods
 from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import NoValueError, ReplicaValueError
 
@@ -59,7 +59,7 @@ def install() -> None:
         methods[f"__r{name}__"] = _refusing(f"y {sign} x")
     methods.update({name: _operator(f"x {sign} y") for name, sign in _COMPARISONS.items()})
     methods.update(__format__=_formatted, __bool__=_truth, __getattr__=_attribute)
-    patches.refuse_several(methods, _as_tensor)
+    value_methods.refuse_several(methods, _as_tensor)
 
 
 def _refusing(asked: str) -> Callable[..., Any]:

@@ -12,10 +12,33 @@
 - `optimizer`: reduces the gradients of all replicas and applies them; `cross_replica_optimizer` does so in custom
   loops.
 - `backup`: `BackupAndRestore`, which continues a `fit` that was killed.
+
+Keras is imported when a name that needs it is first used. `CrossReplicaOptimizer` is registered as serializable then.
 """
 
-from replica_engine.keras.backup.callback import BackupAndRestore
-from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
-from replica_engine.keras.replicate import replicate_model
+from typing import TYPE_CHECKING, Any
+
+from replica_engine._tf import versions
+
+if TYPE_CHECKING:
+    from replica_engine.keras.backup.callback import BackupAndRestore
+    from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
+    from replica_engine.keras.replicate import replicate_model
 
 __all__ = ["BackupAndRestore", "CrossReplicaOptimizer", "replicate_model"]
+
+_HOME = {
+    "BackupAndRestore": "backup.callback",
+    "CrossReplicaOptimizer": "cross_replica_optimizer",
+    "replicate_model": "replicate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(versions.imported(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

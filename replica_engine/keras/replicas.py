@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine._tf.graphs import control_flow
+from replica_engine._tf.graphs import captures
 from replica_engine._tf.host_datasets import end_apart
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
@@ -56,7 +56,7 @@ _STEPS = {"fit": "train_step", "evaluate": "test_step"}
 
 def extend_functions() -> None:
     """Makes functions that were traced before see the weights of a replicated model at the moment of their call."""
-    control_flow.wrap(control_flow.BY_KERAS["call_flat"], _called)
+    captures.CALL_FLAT.around(_called)
 
 
 def _at_work() -> contextlib.AbstractContextManager[object]:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import patches
+from replica_engine._tf.hook import hide_frames
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import ReplicateError
@@ -81,7 +81,7 @@ def replicate_model(
             "Leave out `replicas`, or pass a strategy with that many devices."
         )
     _check_inputs(model, present)
-    patches.hide_frames(FOLDERS)
+    hide_frames(FOLDERS)
     extend_keras()
     extend_functions()
     twin = replicated(model, strategy)

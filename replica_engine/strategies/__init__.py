@@ -17,15 +17,9 @@
 `MultiWorkerMirroredExtended` is TensorFlow's own extended half; put `ReplicaThreads` in front of it.
 """
 
-from replica_engine._tf import patches
 from replica_engine._tf.distribute import MultiWorkerMirroredExtended
-from replica_engine.diagnostics import hooks, several_values
 from replica_engine.strategies.backend import ReplicaThreads
 from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
 from replica_engine.threads.call import ReplicaOptions
 
 __all__ = ["MirroredExtended", "MirroredStrategy", "MultiWorkerMirroredExtended", "ReplicaOptions", "ReplicaThreads"]
-
-patches.install_numbers()
-several_values.install()
-hooks.install()

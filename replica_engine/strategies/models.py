@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, patches
+from replica_engine._tf import distribute
+from replica_engine._tf.hook import hide_frames
 from replica_engine._tf.keras import added_losses, layouts, normalization
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import trainer as keras_trainer
@@ -28,16 +31,19 @@ def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     """Makes `compile` work outside the scope, and `fit` and `evaluate` check the first batch and explain what fails.
 
     On threads each replica has its own losses of layers, and its own attributes that a step sets. Synchronized
-    normalizations are so with a mask too.
+    normalizations are so with a mask too. A program that has imported `replica_engine.keras`
+    can load models with a `CrossReplicaOptimizer`.
 
     Does nothing until Keras is imported, or a second time.
 
     Args:
         is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
     """
+    if "replica_engine.keras" in sys.modules and "keras" in sys.modules:  # for models that the program loads
+        importlib.import_module("replica_engine.keras.cross_replica_optimizer")
     keras_hooks.extend_build(_check_batch, explained, is_ours, _watch_metrics)
     keras_hooks.compile_in_scope(is_ours)
-    patches.hide_frames(FOLDERS)
+    hide_frames(FOLDERS)
     normalization.synchronize_masked(is_ours)
     keep_attributes()
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from replica_engine._tf import patches, thread_state, variables
+from replica_engine._tf import thread_state, value_methods, variables
 from replica_engine.process.interrupts import held_off_once
 
 _logger = logging.getLogger("replica_engine")
@@ -46,7 +46,7 @@ class Updates:
         self._running: dict[int, list[Any]] = {}
         self._broken: list[tuple[list[Any], int]] = []  # variables, and the component whose value the others get
         self._repairing = threading.RLock()
-        patches.note_writes(_note)
+        value_methods.note_writes(_note)
 
     def make(self, variable: Any, fn: Callable[..., Any], args: Any, kwargs: Any, loop: Callable[..., Any]) -> Any:
         """Updates a variable.

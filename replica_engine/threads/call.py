@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, own_attributes, thread_state
 from replica_engine._tf.graphs import autograph, calls, function, made_ops, marks
+from replica_engine.diagnostics import hooks
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
 from replica_engine.diagnostics.suspicions import check_additions, check_lines
@@ -40,7 +41,7 @@ from replica_engine.threads import random_numbers
 from replica_engine.threads.agreement import assertions, check_alike, check_variables_and_gradients
 from replica_engine.threads.context import MergeRequest, ReplicaContext
 from replica_engine.threads.inherited_state import InheritedState
-from replica_engine.threads.joint import hooks
+from replica_engine.threads.joint import hooks as joint_hooks
 from replica_engine.threads.joint.attempt import Attempts, Decision
 from replica_engine.threads.joint.operator import Part
 from replica_engine.threads.lift import lift
@@ -396,6 +397,7 @@ def short_name(device: str) -> str:
 def install() -> None:
     """Puts what replica threads need around TensorFlow's functions, once: the first strategy that has them does so."""
     hooks.install()
+    joint_hooks.install()
     random_numbers.install()
     keep_attributes()
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from replica_engine._tf import patches, thread_state
+from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import control_flow, replaced_ops
 from replica_engine.threads.joint.graphs import notes_of
 from replica_engine.values.seeds import seed_of
@@ -106,7 +106,7 @@ class OfReplica:
 
 def install() -> None:
     """Lets random ops in replicas ask their replica for a seed; once per process."""
-    patches.seed_by_replica(_seed)
+    replaced_ops.seed_by_replica(_seed)
 
 
 def _seed(draw: Callable[[], int | None]) -> int | None:

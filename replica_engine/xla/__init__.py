@@ -29,7 +29,6 @@ The modules and packages follow, from the top layer to the bottom; each imports 
 
 from replica_engine.pjrt.cpu_rewrites import set_cpu_rewrites
 from replica_engine.pjrt.plans.plan import Plan
-from replica_engine.xla import hooks
 from replica_engine.xla.body import num_replicas, replica_id
 from replica_engine.xla.collectives import (
     all_gather,
@@ -80,5 +79,3 @@ __all__ = [
     "set_cache_dir",
     "set_cpu_rewrites",
 ]
-
-hooks.install()

@@ -8,6 +8,7 @@ cross-replica context (reduce, update, local results) becomes a collective or a 
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -126,7 +127,10 @@ def _as_tensor(value: Any, dtype: Any = None, name: Any = None, as_ref: bool = F
     return own_value(value, dtype)
 
 
-tf.register_tensor_conversion_function(distribute.PerReplica, _as_tensor, priority=80)  # TensorFlow's has 100
+@functools.cache
+def use_own_values() -> None:
+    """Lets bodies use values of several replicas that they are not given; once per process."""
+    tf.register_tensor_conversion_function(distribute.PerReplica, _as_tensor, priority=80)  # TensorFlow's has 100
 
 
 def _check_in_run() -> None:

@@ -8,16 +8,18 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import control_flow, ragged, row_updates
+from replica_engine.diagnostics import hooks
 
 
 def install() -> None:
     """Puts the functions of this module around TensorFlow's, once."""
-    control_flow.wrap(control_flow.BY_XLA["custom_gradient"], _custom_gradient)
-    control_flow.wrap(control_flow.BY_XLA["binomial"], _binomial)
-    control_flow.wrap(control_flow.BY_XLA["ragged"], _make_ragged)
-    control_flow.wrap(control_flow.BY_XLA["repeat"], _repeat)
-    control_flow.wrap(control_flow.BY_XLA["repeat_rows"], _repeat)
-    control_flow.wrap(row_updates.WRAPPED["make_op"], row_updates.update_all)
+    hooks.install()
+    control_flow.FREED_GRADIENT.around(_custom_gradient)
+    control_flow.BINOMIAL.around(_binomial)
+    control_flow.RAGGED.around(_make_ragged)
+    control_flow.REPEAT.around(_repeat)
+    control_flow.REPEAT_ROWS.around(_repeat)
+    row_updates.MAKE_OP.around(row_updates.update_all)
 
 
 def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

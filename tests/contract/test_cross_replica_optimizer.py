@@ -1,5 +1,7 @@
 """`CrossReplicaOptimizer`: gradients of all replicas reduced before the optimizer sees them."""
 
+import textwrap
+
 import keras
 import numpy as np
 import pytest
@@ -130,3 +132,34 @@ def test_misuse_is_an_error():
         CrossReplicaOptimizer("adam")
     with pytest.raises(OptimizerError, match='"mean" or "sum"'):
         CrossReplicaOptimizer(keras.optimizers.SGD(), "max")
+
+
+_LOADS = """
+    import keras
+    import numpy as np
+    import replica_engine.keras
+    from keras.src.saving import object_registration
+
+    assert not object_registration.GLOBAL_CUSTOM_OBJECTS, "importing the package registers nothing"
+    {use}
+    model = keras.models.load_model({path!r})
+    print(type(model.optimizer).__name__, float(np.asarray(model.optimizer.learning_rate)))
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "replica_engine.MirroredStrategy(['CPU:0']).scope()",
+        "from replica_engine.keras import CrossReplicaOptimizer",
+        "replica_engine.keras.replicate_model",
+    ],
+    ids=["a strategy", "its name", "replicate_model"],
+)
+def test_a_saved_model_is_loaded_by_a_program_that(use, programs, tmp_path):
+    model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1)])
+    model.compile(CrossReplicaOptimizer(keras.optimizers.SGD(0.5)), "mse")
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    program = textwrap.dedent(_LOADS).format(use=use, path=path)
+    assert programs.run(program).stdout == "CrossReplicaOptimizer 0.5\n"

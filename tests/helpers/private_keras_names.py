@@ -6,12 +6,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as _loss
-from keras.src.metrics import reduction_metrics as _metrics
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter as _OfGenerator
 
 from helpers.private_names import Private
-from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.keras.backup import states
@@ -65,12 +63,6 @@ PRIVATE = (
         for name in states.OF_CHECKPOINT
         if name.startswith("_")
     ),
-    Private(_loss, keras_hooks.REDUCE_LOSSES, "replaced: the loss of a shard"),
-    Private(_metrics, keras_hooks.SAMPLEWISE, "replaced: the weight of a sample in a shard"),
     Private(_loss, keras_model.MASKED, "the divisor of a masked loss"),
-    *(
-        Private(_loss, name, "replaced: this library scales the loss of a shard itself")
-        for name in keras_hooks.SCALE_LOSSES
-    ),
 )
 """Every private attribute of Keras that the library uses."""

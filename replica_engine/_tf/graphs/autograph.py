@@ -6,6 +6,7 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import re
 import threading
@@ -61,9 +62,14 @@ _HEAD = "in user code:\n\n"  # the start of AutoGraph's messages, and of our not
 # This feature adds name scopes, which nothing here depends on. With it, host functions have options that no
 # tf.function has by default, so `float` and `int` are left alone in host functions only.
 _HOST_FEATURES = (tf.autograph.experimental.Feature.NAME_SCOPES,)
-for _number in (float, int):
-    _options = _converter.ConversionOptions(recursive=True, optional_features=_HOST_FEATURES)
-    _conversion.cache_allowlisted(_number, _options)
+
+
+@functools.cache
+def _leave_numbers_alone() -> None:
+    options = _converter.ConversionOptions(recursive=True, optional_features=_HOST_FEATURES)
+    for number in (float, int):
+        _conversion.cache_allowlisted(number, options)
+
 
 OPERATORS = "ag__"
 """The variable that converted functions close over; it holds AutoGraph's operators."""
@@ -90,6 +96,7 @@ def convert_for_host(fn: F) -> F:
     AutoGraph would make ops of them, whose results are tensors. On the host they give Python numbers, which the
     function may put in a list or a file. So they raise a TypeError here, as they do without AutoGraph.
     """
+    _leave_numbers_alone()
     return _py_func_from_autograph(fn, _HOST_FEATURES)
 
 

@@ -15,7 +15,6 @@ watches the call, and can cancel it. Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import types
@@ -37,13 +36,19 @@ from tensorflow.python.eager.context import FunctionCallOptions
 # execute_with_cancellation: calls a function so that it can be ended.
 from tensorflow.python.eager.execute import execute_with_cancellation
 
-# from_func_graph: makes what is called of a graph that has been traced.
-from tensorflow.python.eager.polymorphic_function import atomic_function
-
 # WhileBodyFuncGraph: the graph of the body of a loop.
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 
 from replica_engine._tf.graphs import function
+from replica_engine._tf.hook import FIRST, Hook
+
+MAKE_CALLED = Hook(
+    "tensorflow.python.eager.polymorphic_function.atomic_function",
+    "from_func_graph",  # makes what is called of a graph that has been traced
+    why="the graph optimizer does less to functions in which replicas run, see `graph_optimizer`; calls are watched",
+    since=FIRST,
+    until="passes on to TensorFlow for all other functions",
+)
 
 FULL = "full"
 LIGHT = "light"
@@ -82,22 +87,17 @@ _LEFT_OUT = {
 
 def install() -> None:
     """Makes TensorFlow call functions that `choose` has marked with their own options; only once per process."""
-    original = atomic_function.from_func_graph
-    if hasattr(original, _LEVEL):
-        return
+    MAKE_CALLED.around(_make)
 
-    @functools.wraps(original)
-    def made(name: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-        function = original(name, graph, *args, **kwargs)
-        level, runs = getattr(graph, _LEVEL, None), getattr(graph, _RUNS, None)
-        if runs is not None:
-            supervise, found = runs
-            call = supervise(graph, found)
-            function._bound_context = _Context(function._bound_context, level or FULL, call)
-        return function
 
-    setattr(made, _LEVEL, FULL)
-    atomic_function.from_func_graph = made
+def _make(original: Callable[..., Any], name: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+    function = original(name, graph, *args, **kwargs)
+    level, runs = getattr(graph, _LEVEL, None), getattr(graph, _RUNS, None)
+    if runs is not None:
+        supervise, found = runs
+        call = supervise(graph, found)
+        function._bound_context = _Context(function._bound_context, level or FULL, call)
+    return function
 
 
 def choose(graph: Any, level: str | None, run: Any, supervise: Callable[[Any, Sequence[Any]], Supervise]) -> None:

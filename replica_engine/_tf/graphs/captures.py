@@ -9,13 +9,16 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# ConcreteFunction: one trace of a `tf.function`. Its method `_call_flat` makes all calls, with or without a tape.
-from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction as _ConcreteFunction
-
 from replica_engine._tf import variables
+from replica_engine._tf.hook import OUTSIDE, REPLICATED, Hook
 
-OWNER: Any = _ConcreteFunction
-NAME = "_call_flat"
+CALL_FLAT = Hook(
+    "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction",
+    "_call_flat",  # makes all calls of one trace of a `tf.function`, with or without a tape
+    why="a function that was traced before, called in a callback, has the weights of then",
+    since=REPLICATED,
+    until=OUTSIDE,
+)
 _WRITES = "_replica_engine_writes"
 
 

@@ -1,9 +1,8 @@
 """The operators of control flow, and where this library looks on when a replica enters one.
 
-`wrap` puts a function around one of TensorFlow's. Each backend wraps what it needs itself when it is first used
-(`threads.joint.hooks`, `xla.hooks`), and `diagnostics.hooks` what both need; `patches.PATCHES` lists what is replaced.
-A name that a TensorFlow does not have is left out: there, a merge call inside that operator is refused. Checked on
-TensorFlow 2.21.0.
+Each backend installs the hooks that it needs itself when it is first used (`threads.joint.hooks`, `xla.hooks`), and
+`diagnostics.hooks` those that both need. A name that a TensorFlow does not have is left out: there, a merge call inside
+that operator is refused. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 # TFE_Py_TapeSetIsEmpty: whether a tape records on this thread.
 from tensorflow.python import pywrap_tfe as _pywrap_tfe
 
-# _TRANSPILER: has the operators that converted functions call. operators: these, and while_stmt is one.
-from tensorflow.python.autograph import operators as _autograph_all
+# _TRANSPILER: has a copy of the operators, which converted functions call.
+from tensorflow.python.autograph import operators as _operators
 from tensorflow.python.autograph.impl import api as _autograph_api
-
-# _try_handling_undefineds: traces the body of a loop once to find the types of variables that are undefined before it.
-from tensorflow.python.autograph.operators import control_flow as _autograph_operators
 
 # structured_function: the module that traces the functions of tf.data.
 from tensorflow.python.data.ops import structured_function as _structured_function
@@ -40,128 +36,106 @@ from tensorflow.python.eager.record import record_operation as record_operation
 # gradient_registry: the gradients of If, Case and While ops, and of each tf.custom_gradient in a graph.
 from tensorflow.python.framework.ops import gradient_registry as _gradient_registry
 
-# repeat_with_axis: tf.repeat; ragged_util has it under another name.
-from tensorflow.python.ops import array_ops as _array_ops
-
-# cond_v2, indexed_case, while_loop: they make If, Case and While ops. _graph_mode_decorator: tf.custom_gradient in a
-# graph. _GradientsHelper: the gradient of ops, which the gradients of If and While call for their branches and bodies.
-from tensorflow.python.ops import cond_v2 as _cond_v2
-
 # control_flow_util: whether a graph is made for XLA.
 from tensorflow.python.ops import control_flow_util as _control_flow_util
-from tensorflow.python.ops import custom_gradient as _custom_gradient
 from tensorflow.python.ops import gradients_util as _gradients_util
-from tensorflow.python.ops import while_v2 as _while_v2
 
 # ControlFlowFuncGraph: the class of the graphs of branches and loops.
 from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph as _ControlFlowFuncGraph
 
-# _pfor_impl: tf.vectorized_map, and the jacobians of a tape.
-from tensorflow.python.ops.parallel_for import control_flow_ops as _parallel_for
-from tensorflow.python.ops.ragged import ragged_util as _ragged_util
-
 # variable_accessed: tells tapes that a variable was read.
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
 
-from replica_engine._tf.graphs import captures, function
 from replica_engine._tf.graphs.kept import keep
-from replica_engine._tf.handled import cell_of
+from replica_engine._tf.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, OUTSIDE, Hook
 
-_Function: Any = tf.__internal__.function.Function
 _FuncGraph: Any = tf.__internal__.FuncGraph
 
 
-class Wrapped(NamedTuple):
-    """A function of TensorFlow that `wrap` puts a function around.
-
-    Attributes:
-        owner: the class or module.
-        name: the attribute.
-        why: the reason.
-    """
-
-    owner: Any
-    name: str
-    why: str
+def _hook(owner: str, name: str, since: str, why: str, order: int = 0) -> Hook:
+    return Hook(f"tensorflow.python.{owner}", name, why=why, since=since, until=OUTSIDE, order=order)
 
 
-BY_BOTH = {
-    "call": Wrapped(_Function, "__call__", "errors of replicas in a tf.function show the lines of the user"),
-    "trace": Wrapped(function.TRACES, function.TRACE, "knows whether a function with jit_compile=True is being traced"),
-}
-"""What both backends wrap: it serves errors."""
+_FUNCTION = "eager.polymorphic_function.polymorphic_function.Function"
+_CUSTOM_GRADIENT = "ops.custom_gradient", "_graph_mode_decorator"
 
-BY_XLA = {
-    "custom_gradient": Wrapped(_custom_gradient, "_graph_mode_decorator", "compiled bodies can be freed"),
-    "watch_variable": Wrapped(
-        tf.__internal__.FuncGraph, "watch_variable", "a graph that lists its variables does not use them"
-    ),
-    "binomial": Wrapped(tf.random.Generator, "binomial", "its op has neither a kernel of XLA nor a seed for the host"),
-    "ragged": Wrapped(tf.RaggedTensor, "__init__", "how many values the rows of a ragged tensor have together"),
-    "repeat": Wrapped(_array_ops, "repeat_with_axis", "repeats something for each value of a row of a ragged tensor"),
-    "repeat_rows": Wrapped(_ragged_util, "repeat", "sums along the rows of a ragged tensor"),
-}
+CALL = _hook(_FUNCTION, "__call__", FIRST, "errors of replicas in a tf.function show the lines of the user")
+"""What both backends need: it serves errors."""
+
+FREED_GRADIENT = _hook(*_CUSTOM_GRADIENT, FIRST_COMPILED, "compiled bodies can be freed")
+WATCH_VARIABLE = _hook(
+    "framework.func_graph.FuncGraph",
+    "watch_variable",
+    FIRST_COMPILED,
+    "a graph that lists its variables does not use them",
+)
+BINOMIAL = _hook(
+    "ops.stateful_random_ops.Generator",
+    "binomial",
+    FIRST_COMPILED,
+    "its op has neither a kernel of XLA nor a seed for the host",
+)
+RAGGED = _hook(
+    "ops.ragged.ragged_tensor.RaggedTensor",
+    "__init__",
+    FIRST_COMPILED,
+    "how many values the rows of a ragged tensor have together",
+)
+REPEAT = _hook(
+    "ops.array_ops", "repeat_with_axis", FIRST_COMPILED, "repeats something for each value of a row of a ragged tensor"
+)
+REPEAT_ROWS = _hook("ops.ragged.ragged_util", "repeat", FIRST_COMPILED, "sums along the rows of a ragged tensor")
 """What compiled replicas need."""
 
-BY_KERAS = {
-    "call_flat": Wrapped(
-        captures.OWNER,
-        captures.NAME,
-        "a function that was traced before, called in a callback, has the weights of then",
-    ),
-}
-"""What `replicate_model` wraps."""
-
-BY_THREADS = {
-    "cond": Wrapped(_cond_v2, "cond_v2", "merge calls in tf.cond, and in `if` on a tensor"),
-    "switch_case": Wrapped(_cond_v2, "indexed_case", "merge calls in tf.switch_case"),
-    "while_loop": Wrapped(
-        _while_v2, "while_loop", "merge calls in tf.while_loop, and in `for` and `while` on a tensor"
-    ),
-    "trial": Wrapped(_autograph_operators, "_try_handling_undefineds", "the same, with variables undefined before it"),
-    "while_stmt": Wrapped(_autograph_all, "while_stmt", "merge calls in the condition of a `while`"),
-    "call": Wrapped(_Function, "__call__", "merge calls in a nested tf.function"),
-    "initialize": Wrapped(_Function, "_initialize", "a first call of a nested tf.function that is left"),
-    "vectorize": Wrapped(_parallel_for, "_pfor_impl", "refuses merge calls in tf.vectorized_map and jacobians"),
-    "custom_gradient": Wrapped(_custom_gradient, "_graph_mode_decorator", "custom gradients that make merge calls"),
-    "gradients": Wrapped(_gradients_util, "_GradientsHelper", "gradients of branches and loops with merge calls"),
-    "gradient_types": Wrapped(_gradients_util, "PossibleTapeGradientTypes", "tapes count as without this library"),
-    "push_tape": Wrapped(tf.GradientTape, "_push_tape", "tapes outlast an attempt to enter a branch alone"),
-    "pop_tape": Wrapped(tf.GradientTape, "_pop_tape", "how many tapes record a nested tf.function"),
-    "tape_gradient": Wrapped(tf.GradientTape, "gradient", "tapes outlast an attempt to enter a branch alone"),
-}
+COND = _hook("ops.cond_v2", "cond_v2", FIRST_THREADS, "merge calls in tf.cond, and in `if` on a tensor")
+SWITCH_CASE = _hook("ops.cond_v2", "indexed_case", FIRST_THREADS, "merge calls in tf.switch_case")
+WHILE_LOOP = _hook(
+    "ops.while_v2",
+    "while_loop",
+    FIRST_THREADS,
+    "merge calls in tf.while_loop, and in `for` and `while` on a tensor",
+)
+TRIAL = _hook(
+    "autograph.operators.control_flow",
+    "_try_handling_undefineds",
+    FIRST_THREADS,
+    "the same, with variables undefined before it",
+)
+WHILE_STATEMENT = _hook("autograph.operators", "while_stmt", FIRST_THREADS, "merge calls in the condition of a `while`")
+NESTED_CALL = _hook(_FUNCTION, "__call__", FIRST_THREADS, "merge calls in a nested tf.function", order=1)
+INITIALIZE = _hook(_FUNCTION, "_initialize", FIRST_THREADS, "a first call of a nested tf.function that is left")
+VECTORIZE = _hook(
+    "ops.parallel_for.control_flow_ops",
+    "_pfor_impl",
+    FIRST_THREADS,
+    "refuses merge calls in tf.vectorized_map and jacobians",
+)
+CUSTOM_GRADIENT = _hook(*_CUSTOM_GRADIENT, FIRST_THREADS, "custom gradients that make merge calls")
+GRADIENTS = _hook(
+    "ops.gradients_util", "_GradientsHelper", FIRST_THREADS, "gradients of branches and loops with merge calls"
+)
+GRADIENT_TYPES = _hook(
+    "ops.gradients_util", "PossibleTapeGradientTypes", FIRST_THREADS, "tapes count as without this library"
+)
+PUSH_TAPE = _hook(
+    "eager.backprop.GradientTape", "_push_tape", FIRST_THREADS, "tapes outlast an attempt to enter a branch alone"
+)
+POP_TAPE = _hook(
+    "eager.backprop.GradientTape", "_pop_tape", FIRST_THREADS, "how many tapes record a nested tf.function"
+)
+TAPE_GRADIENT = _hook(
+    "eager.backprop.GradientTape", "gradient", FIRST_THREADS, "tapes outlast an attempt to enter a branch alone"
+)
 """What replica threads need; idle outside a replica."""
 
 _TYPES = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
 _ORIGINAL = "_replica_engine_original"
-_AROUND = "_replica_engine_around"
 
 
-def wrap(wrapped: Wrapped, around: Callable[..., Any]) -> None:
-    """Calls `around(original, *args, **kwargs)` wherever TensorFlow calls a function; each `around` once."""
-    owner, attribute, _ = wrapped
-    original = getattr(owner, attribute, None)
-    cell = cell_of(original)
-    if cell is not None:
-        original = cell.cell_contents
-    before = original
-    while before is not None and getattr(before, _AROUND, None) is not around:
-        before = getattr(before, _ORIGINAL, None)
-    if original is None or before is not None:
-        return
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(replacement, _ORIGINAL, original)
-    setattr(replacement, _AROUND, around)
-    if cell is None:
-        setattr(owner, attribute, replacement)
-    else:
-        cell.cell_contents = replacement
-    if owner is _autograph_all:  # Converted functions call a copy, which AutoGraph makes with the first of them.
-        setattr(_autograph_api._TRANSPILER.get_extra_locals()["ag__"], attribute, replacement)
+def convert_with_hooks() -> None:
+    """Makes converted functions call the hook of `while`: they call a copy that AutoGraph made with the first one."""
+    copied = _autograph_api._TRANSPILER.get_extra_locals()["ag__"]
+    setattr(copied, WHILE_STATEMENT.name, getattr(_operators, WHILE_STATEMENT.name))
 
 
 def wrap_gradients(around: Callable[..., Any]) -> None:
@@ -221,9 +195,8 @@ def graphs_inside(op: tf.Operation) -> list[Any]:
 
 
 def gradients_of_ops(*args: Any, **kwargs: Any) -> list[Any]:
-    """`tf.gradients` for any graph, without what `wrap` put around it."""
-    helper = _gradients_util._GradientsHelper
-    return getattr(helper, _ORIGINAL, helper)(*args, **kwargs)
+    """`tf.gradients` for any graph, without what hooks put around it."""
+    return GRADIENTS.original(*args, **kwargs)
 
 
 def has_tape() -> bool:

@@ -9,13 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-# tracing_compilation: traces a tf.function; the options of a trace have the function's attributes.
-from tensorflow.python.eager.polymorphic_function import tracing_compilation as _tracing_compilation
-
 # XLA_COMPILE: the attribute that stands for jit_compile=True.
 from tensorflow.python.eager.polymorphic_function.attributes import XLA_COMPILE as _XLA_COMPILE
 
-TRACES, TRACE = _tracing_compilation, "_create_concrete_function"
+from replica_engine._tf.hook import FIRST, OUTSIDE, Hook
+
+TRACE = Hook(
+    "tensorflow.python.eager.polymorphic_function.tracing_compilation",
+    "_create_concrete_function",  # its options of a trace have the function's attributes
+    why="knows whether a function with jit_compile=True is being traced",
+    since=FIRST,
+    until=OUTSIDE,
+)
 
 
 def is_tf_function(fn: Any) -> bool:
@@ -65,7 +70,7 @@ def options(fn: Any) -> tuple[bool, bool, Any]:
 
 
 def trace_noted(original: Callable[..., Any], function_type: Any, context: Any, graph: Any, options: Any) -> Any:
-    """Notes the options of a `tf.function` while it is traced; wrapped around `TRACES.TRACE`."""
+    """Notes the options of a `tf.function` while it is traced; goes around `TRACE`."""
     options_of_traces = vars(_tracing).setdefault("options", [])
     options_of_traces.append(options)
     try:

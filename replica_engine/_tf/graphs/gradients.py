@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,12 +50,20 @@ class _Gradient:
         return [None] * self._results + (list(gradients) if isinstance(gradients, (list, tuple)) else [gradients])
 
 
+_registering = threading.Lock()
 _gradients: weakref.WeakValueDictionary[int, _Gradient] = weakref.WeakValueDictionary()  # by number
 
 
-@tf.RegisterGradient(_REGISTERED)
-def _gradient_of(op: tf.Operation, *upstream: Any) -> list[Any]:
-    return _gradients[op.get_attr(_NUMBER)](*upstream)
+@functools.cache
+def _register() -> None:
+    tf.RegisterGradient(_REGISTERED)(lambda op, *upstream: _gradients[op.get_attr(_NUMBER)](*upstream))
+
+
+def _registered() -> str:
+    """The name of what looks up the gradient of an op by its number, which is registered when it is first needed."""
+    with _registering:
+        _register()
+    return _REGISTERED
 
 
 def differentiable(
@@ -70,7 +79,7 @@ def differentiable(
     """
     found = _Gradient(len(results), gradient)
     number = next(_numbers)
-    known = _passed_on(results, inputs, _REGISTERED)
+    known = _passed_on(results, inputs, _registered())
     known[0].op._set_attr(_NUMBER, tf.compat.v1.AttrValue(i=number))
     keep(known[0].graph, found)
     _gradients[number] = found

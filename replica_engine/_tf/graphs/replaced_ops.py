@@ -21,6 +21,7 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
 from replica_engine._tf.graphs import gradients
+from replica_engine._tf.hook import FIRST_THREADS, Hook
 
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
 """Takes an op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""
@@ -28,6 +29,13 @@ Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] |
 Draw = Callable[[Sequence[Any], tf.Tensor], list[tf.Tensor] | None]
 """Takes the inputs and the result of an op that reads the state of a generator and moves it on; as `Replace`."""
 
+GET_SEED = Hook(
+    "tensorflow.python.framework.random_seed",
+    "get_seed",  # the pair of seeds of a random op, from the global seed and that of the op
+    why="what a replica draws follows from the global seed and its id, not from how many replicas drew before",
+    since=FIRST_THREADS,
+    until="passes on to TensorFlow outside replicas on threads, and for ops with a seed of their own",
+)
 _DRAWS = "RngReadAndSkip"
 _RANDOM = ("Random", "Truncated", "Multinomial", "StatelessRandom", "StatelessTruncated")
 _ASIDE = "_replica_engine_set_aside"
@@ -58,6 +66,22 @@ def _note_originals(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) 
 def seeding() -> tuple[Any, int | None]:
     """Returns an object that changes with each tf.random.set_seed, and the seed."""
     return getattr(_context.context(), "_rng", None), _context.global_seed()  # None before the first call
+
+
+def seed_by_replica(seed_in_replica: Callable[[Callable[[], int | None]], int | None]) -> None:
+    """Lets replicas choose the seeds of random ops that have none of their own; only once per process.
+
+    Args:
+        seed_in_replica: returns the seed of an op that is being made, or None if TensorFlow's own is right. It is given
+            a function that draws TensorFlow's own, which is None without a global seed.
+    """
+
+    def get_seed_of_replica(get_seed: Callable[[Any], tuple[Any, Any]], op_seed: Any) -> Any:
+        if op_seed is None:
+            op_seed = seed_in_replica(lambda: get_seed(None)[1])
+        return get_seed(op_seed)
+
+    GET_SEED.around(get_seed_of_replica)
 
 
 def state() -> Any:

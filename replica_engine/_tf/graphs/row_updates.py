@@ -12,20 +12,18 @@ from typing import Any
 
 import tensorflow as tf
 
-# _apply_op_helper: makes an op, for each function that TensorFlow has for a kind of op.
-from tensorflow.python.framework import op_def_library as _op_def_library
-
 from replica_engine._tf.graphs import control_flow
+from replica_engine._tf.hook import FIRST_COMPILED, OUTSIDE, Hook
 
 _SPARSE, _DENSE = "ResourceSparseApply", "ResourceApply"
 
-WRAPPED = {
-    "make_op": control_flow.Wrapped(
-        _op_def_library,
-        "_apply_op_helper",
-        "optimizers of `tf.compat.v1.train` and Keras 2 update rows of tables in compiled bodies",
-    )
-}
+MAKE_OP = Hook(
+    "tensorflow.python.framework.op_def_library",
+    "_apply_op_helper",
+    why="optimizers of `tf.compat.v1.train` and Keras 2 update rows of tables in compiled bodies",
+    since=FIRST_COMPILED,
+    until=OUTSIDE,
+)
 
 
 def update_all(original: Callable[..., Any], kind: str, name: str | None = None, **given: Any) -> Any:

@@ -20,9 +20,6 @@ OPTIMIZER = "TFOptimizer"
 APPLY = "_backend_apply_gradients"
 ADD_VARIABLE = "add_variable_from_reference"
 ACCUMULATOR = "gradient_accumulator"  # the name that `build` passes to ADD_VARIABLE
-LOSS_SCALE_MODULE = "keras.src.optimizers.loss_scale_optimizer"
-LOSS_SCALE = "LossScaleOptimizer"
-CHECK_FINITE = "check_finite"
 
 
 def accumulates(optimizer: Any) -> bool:

@@ -9,14 +9,21 @@ run, `model.losses` are those of replica 0. Checked on Keras 3.15.1.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-MODULE, LAYER, LOSSES = "keras.src.layers.layer", "Layer", "_losses"
-"""The module and the class of layers, and the attribute with the losses that a layer has added."""
+from replica_engine._tf.hook import FIRST_SCOPE, Hook
+
+LOSSES = Hook(
+    "keras.src.layers.layer.Layer",
+    "_losses",
+    why="each replica on a thread has its own list of the losses that layers add",
+    since=FIRST_SCOPE,
+    until="outside replicas, the list of the layer, as before",
+)
+"""The attribute of a layer with the losses that it has added."""
 
 
 class _OfThreads:
@@ -41,15 +48,15 @@ class _OfThreads:
                 known = lists[id(layer)] = weakref.ref(layer, functools.partial(_forget, lists, id(layer))), []
             return known[1]
         try:
-            return vars(layer)[LOSSES]
+            return vars(layer)[LOSSES.name]
         except KeyError:
-            raise AttributeError(LOSSES) from None
+            raise AttributeError(LOSSES.name) from None
 
     def __set__(self, layer: Any, value: Any) -> None:
-        vars(layer)[LOSSES] = value
+        vars(layer)[LOSSES.name] = value
 
     def __delete__(self, layer: Any) -> None:
-        del vars(layer)[LOSSES]
+        del vars(layer)[LOSSES.name]
 
 
 def _forget(lists: dict[int, Any], number: int, _: Any) -> None:
@@ -62,6 +69,4 @@ def for_each_replica(shares: Callable[[], bool]) -> None:
     Args:
         shares: whether the calling thread runs a replica other than the first.
     """
-    layer = getattr(sys.modules.get(MODULE), LAYER, None)
-    if layer is not None and not hasattr(layer, LOSSES):
-        setattr(layer, LOSSES, _OfThreads(shares))
+    LOSSES.put(lambda there: there or _OfThreads(shares))

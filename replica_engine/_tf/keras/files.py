@@ -11,17 +11,24 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from replica_engine._tf.checkpoints import Worker, folder
-from replica_engine._tf.keras.hooks import wrap
+from replica_engine._tf.hook import FIRST_WORKERS_SCOPE, Hook
 from replica_engine._tf.keras.trainer import strategy_of
 
-SAVING = "keras.src.saving.saving_api"
-SAVES = ("save_model", "save_weights")
-FILES, MAKE_FOLDER = "keras.src.utils.file_utils", "makedirs"
+_SAVING, _CHIEF_WRITES = "keras.src.saving.saving_api", "the chief writes files for all workers"
+_OTHERS = "passes on to Keras for models of other strategies"
+SAVE_MODEL = Hook(_SAVING, "save_model", why=_CHIEF_WRITES, since=FIRST_WORKERS_SCOPE, until=_OTHERS)
+SAVE_WEIGHTS = Hook(_SAVING, "save_weights", why=_CHIEF_WRITES, since=FIRST_WORKERS_SCOPE, until=_OTHERS)
+MAKE_FOLDER = Hook(
+    "keras.src.utils.file_utils",
+    "makedirs",
+    why="a folder that another worker makes at the same time is no error",
+    since=FIRST_WORKERS_SCOPE,
+    until="raises all other errors, as before",
+)
 
 
 def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
@@ -30,9 +37,9 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
     Args:
         worker_of: takes a model, and returns this worker; None if the model is not trained on several workers.
     """
-    for name in SAVES:
-        wrap(sys.modules.get(SAVING), name, functools.partial(_save, worker_of))
-    wrap(sys.modules.get(FILES), MAKE_FOLDER, _make_folder)
+    SAVE_MODEL.around(functools.partial(_save, worker_of))
+    SAVE_WEIGHTS.around(functools.partial(_save, worker_of))
+    MAKE_FOLDER.around(_make_folder)
 
 
 def built_under(model: Any) -> Any:

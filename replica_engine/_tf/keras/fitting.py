@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +16,35 @@ import tensorflow as tf
 # OwnedIterator: the iterator of a tf.data.Dataset in eager mode, whose state TensorFlow can save.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
 
-from replica_engine._tf.keras.hooks import wrap
-from replica_engine._tf.keras.trainer import class_of_trainers
+from replica_engine._tf.hook import Hook
+from replica_engine._tf.keras.trainer import MODULE, TRAINER
 
-CALLBACK_LIST = "keras.src.callbacks.callback_list"
-LIST, BEGIN = "CallbackList", "on_train_begin"
-EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator"
-ITERATOR, STEPS = "EpochIterator", "_enumerate_iterator"
+_FIRST_BACKUP = "the first `replica_engine.keras.BackupAndRestore`"
+_NO_BACKUP = "passes on to Keras for a `fit` without one"
+BEGIN = Hook(
+    "keras.src.callbacks.callback_list.CallbackList",
+    "on_train_begin",
+    why="a backup saves and restores the state of all callbacks of a `fit`",
+    since=_FIRST_BACKUP,
+    until=_NO_BACKUP,
+)
+STEPS = Hook(
+    "keras.src.trainers.epoch_iterator.EpochIterator",
+    "_enumerate_iterator",
+    why="a backup saves the place in the data, and begins an epoch there",
+    since=_FIRST_BACKUP,
+    until=_NO_BACKUP,
+)
+FIT = Hook(
+    f"{MODULE}.{TRAINER}",
+    "fit",
+    why="a backup that listens to signals gives the program its handlers back, also after an exception",
+    since=_FIRST_BACKUP,
+    until="passes on to Keras",
+    order=1,
+)
 _OF_DATASETS, _OF_ARRAYS = "TFDatasetAdapter", "ArrayDataAdapter"
 _WRITES = re.compile("Rng.*Skip|Assign.*VariableOp|ResourceScatter.*")
-_MARK = "_replica_engine_backup"  # scopes wrap `fit` too
 
 
 def watch(begin: Callable[..., Any], steps: Callable[..., Any], fit: Callable[..., Any]) -> None:
@@ -37,9 +55,9 @@ def watch(begin: Callable[..., Any], steps: Callable[..., Any], fit: Callable[..
         steps: called in the place of `EpochIterator._enumerate_iterator`, a generator of steps, with it and its object.
         fit: called in the place of `fit`, with it, the model and its arguments.
     """
-    wrap(getattr(sys.modules[CALLBACK_LIST], LIST), BEGIN, begin)
-    wrap(getattr(sys.modules[EPOCH_ITERATOR], ITERATOR), STEPS, steps)
-    wrap(class_of_trainers(), "fit", fit, _MARK)
+    BEGIN.around(begin)
+    STEPS.around(steps)
+    FIT.around(fit)
 
 
 def saveable(iterator: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What this library replaces in Keras, for models in a scope and for `replicate_model`; `_tf/patches.py` lists it.
+"""What this library replaces in Keras, for models in a scope and for `replicate_model`.
 
 Each function here does nothing until Keras is imported, or a second time. A replacement calls Keras' own function
 wherever no strategy of this library is concerned. Checked on Keras 3.15.1; a name that Keras does not have is left out.
@@ -17,34 +17,119 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine._tf.handled import cell_of
+from replica_engine._tf.hook import FIRST_SCOPE, REPLICATED, Hook
 from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras.trainer import (
     BASE,
-    BUILD,
     COMPILES,
     METHOD,
     MODULE,
     REDUCE,
-    class_of_trainers,
+    TRAINER,
     first_batch,
     size_of_rest,
     strategy_of,
 )
 from replica_engine.errors import InputsError
 
-LOSSES, METRICS = "keras.src.losses.loss", "keras.src.metrics.reduction_metrics"
-LOSS, COMPILED, COMPILED_LOSS = "Loss", "keras.src.trainers.compile_utils", "CompileLoss"
-"""The class of losses, and that of what `compile` makes of the losses of all outputs, with its module."""
-AVERAGES = "tensorflow.python.ops.nn_impl_distribute"
-AVERAGE_LOSS, REGULARIZATION = "compute_average_loss", "scale_regularization_loss"
-GRADIENTS, HELPERS, HELPER = "tensorflow.python.ops.gradients_impl", "gradients_util", "_GradientsHelper"
-"""The module of `tf.gradients`, its name for the module of its helpers, and the one that `tf.gradients` calls."""
-REDUCE_LOSSES = "reduce_weighted_values"
-SCALE_LOSSES = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
-SAMPLEWISE = "reduce_to_samplewise_values"
+_OTHERS = "passes on to Keras for models of other strategies"
+_SHARDS = "passes on to Keras outside the steps of a replicated model"
+_NOT_SHARDS = "passes on to TensorFlow outside the steps of a replicated model"
+_ELSEWHERE = "passes on to Keras outside the replicas of this library's strategies"
+_FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
+_TRAINERS, _OPTIMIZERS = f"{MODULE}.{TRAINER}", f"{names.MODULE}.{names.OPTIMIZER}"
+_LOSSES, _AVERAGES = "keras.src.losses.loss", "tensorflow.python.ops.nn_impl_distribute"
+_TO_CALL = "whether a sum of losses is that of `compile` or of another call"
+_SCALED = "the losses of shards are scaled once"
+_ONE_REPLICA = "in a shard, one device has one replica and the whole batch"
+_INSIDE = f"{_NOT_SHARDS}. The function stays, and what it calls inside is replaced"
+_CHANGED = "gradients that a step changes are known"
 
-_MARK = "_replica_engine"
+MAKE_FUNCTION = Hook(
+    _TRAINERS,
+    METHOD,
+    why="`steps_per_execution` steps in one launch",
+    since="the first `TPUStrategy.scope()`",
+    until=_OTHERS,
+)
+COMPILE = Hook(
+    f"{COMPILES}.{BASE}",
+    "compile",
+    why="metrics, and an optimizer that is given by its name, are made in the scope of the model",
+    since=FIRST_SCOPE,
+    until=_OTHERS,
+)
+BUILD = Hook(
+    _TRAINERS,
+    "_maybe_symbolic_build",
+    why="models are built from one replica's part, after a check; own metrics are looked at; errors are explained",
+    since=FIRST_SCOPE,
+    until=_OTHERS,
+)
+FIT = Hook(
+    _TRAINERS,
+    "fit",
+    why="the check before the model is built knows `fit` from `evaluate`",
+    since=FIRST_SCOPE,
+    until="only notes that it was called",
+)
+COMBINE = Hook(
+    MODULE,
+    REDUCE,
+    why="logs are means over replicas of all workers, not those of replica 0",
+    since="the first scope of a strategy",
+    until=_OTHERS,
+)
+APPLY = Hook(
+    _OPTIMIZERS,
+    names.APPLY,
+    why="`gradient_accumulation_steps` reduces gradients only in the last step of a group",
+    since=_FIRST_VARIABLE,
+    until=_ELSEWHERE,
+)
+ADD_VARIABLE = Hook(
+    _OPTIMIZERS,
+    names.ADD_VARIABLE,
+    why="each replica has its own accumulators of gradients, which are saved as their sum",
+    since=_FIRST_VARIABLE,
+    until="passes on to Keras for all other variables",
+)
+CHECK_FINITE = Hook(
+    "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer",
+    "check_finite",
+    why="an overflow on one replica counts for all; Keras asks replica 0 alone",
+    since=_FIRST_VARIABLE,
+    until=_ELSEWHERE,
+)
+REDUCE_LOSSES = Hook(
+    _LOSSES, "reduce_weighted_values", why="a shard's loss counts by its samples", since=REPLICATED, until=_SHARDS
+)
+LOSS = Hook(f"{_LOSSES}.Loss", "__call__", why=_TO_CALL, since=REPLICATED, until=_SHARDS)
+LOSS_OF_COMPILE = Hook(
+    "keras.src.trainers.compile_utils.CompileLoss", "__call__", why=_TO_CALL, since=REPLICATED, until=_SHARDS
+)
+SCALE = Hook(_LOSSES, "scale_loss_for_distribution", why=_SCALED, since=REPLICATED, until=_SHARDS)
+UNSCALE = Hook(_LOSSES, "unscale_loss_for_distribution", why=_SCALED, since=REPLICATED, until=_SHARDS)
+MEAN = Hook(
+    "keras.src.metrics.reduction_metrics",
+    "reduce_to_samplewise_values",
+    why="means over shards count by samples",
+    since=REPLICATED,
+    until=_SHARDS,
+)
+AVERAGE_LOSS = Hook(_AVERAGES, "compute_average_loss", why=_ONE_REPLICA, since=REPLICATED, until=_INSIDE)
+REGULARIZATION = Hook(_AVERAGES, "scale_regularization_loss", why=_ONE_REPLICA, since=REPLICATED, until=_INSIDE)
+TAPE_GRADIENT = Hook(
+    "tensorflow.python.eager.backprop.GradientTape", "gradient", why=_CHANGED, since=REPLICATED, until=_NOT_SHARDS
+)
+GRADIENTS = Hook(
+    "tensorflow.python.ops.gradients_util",
+    "_GradientsHelper",
+    why=_CHANGED,
+    since=REPLICATED,
+    until=_NOT_SHARDS,
+    order=1,
+)
 
 
 class FirstBatch(NamedTuple):
@@ -69,33 +154,13 @@ Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any
 """Takes a model, its step and Keras' own function; returns the function to call with an iterator."""
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any], mark: str = _MARK) -> None:
-    """Makes Keras call `around(original, ...)` in place of a function or method, unless it does so already."""
-    original = getattr(owner, name, None)
-    cell = cell_of(original)
-    if cell is not None:
-        original = cell.cell_contents
-    if original is None or hasattr(original, mark):
-        return
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(wrapped, mark, True)
-    if cell is None:
-        setattr(owner, name, wrapped)
-    else:
-        cell.cell_contents = wrapped
-
-
 def extend_trainer(make: Make) -> None:
     """Makes models call the function that `make` returns."""
 
     def extended(own: Callable[..., Any], model: Any, step_function: Callable[..., Any]) -> Callable[..., Any]:
         return make(model, step_function, own(model, step_function))
 
-    wrap(class_of_trainers(), METHOD, extended)
+    MAKE_FUNCTION.around(extended)
 
 
 def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
@@ -116,7 +181,7 @@ def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
         with strategy.scope() if outside else contextlib.nullcontext():
             return own(model, *args, **kwargs)
 
-    wrap(getattr(sys.modules.get(COMPILES), BASE, None), "compile", compiled)
+    COMPILE.around(compiled)
 
 
 def extend_build(
@@ -163,8 +228,8 @@ def extend_build(
         built_now(model)
         return result
 
-    wrap(class_of_trainers(), BUILD, built)
-    wrap(class_of_trainers(), "fit", _fit)
+    BUILD.around(built)
+    FIT.around(_fit)
 
 
 _begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit", default=None)
@@ -189,7 +254,7 @@ def combine_logs(strategies: type) -> None:
         ours = isinstance(strategy, strategies)
         return strategy.combined(own, values, reduction) if ours else own(values, strategy, reduction)
 
-    wrap(sys.modules.get(MODULE), REDUCE, combined)
+    COMBINE.around(combined)
 
 
 def extend_optimizers(
@@ -238,10 +303,9 @@ def extend_optimizers(
         finite = own(optimizer, grads)
         return agreed(finite) if in_replica_of_ours() else finite
 
-    optimizer = getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None)
-    wrap(optimizer, names.APPLY, applied)
-    wrap(optimizer, names.ADD_VARIABLE, added)
-    wrap(getattr(sys.modules.get(names.LOSS_SCALE_MODULE), names.LOSS_SCALE, None), names.CHECK_FINITE, checked)
+    APPLY.around(applied)
+    ADD_VARIABLE.around(added)
+    CHECK_FINITE.around(checked)
 
 
 def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
@@ -282,13 +346,12 @@ def extend_losses(
         with around_call(loss):
             return own(loss, *args, **kwargs)
 
-    losses = sys.modules.get(LOSSES)
-    wrap(losses, REDUCE_LOSSES, reduced)
-    wrap(getattr(losses, LOSS, None), "__call__", called)
-    wrap(getattr(sys.modules.get(COMPILED), COMPILED_LOSS, None), "__call__", called)
-    for name in SCALE_LOSSES:
-        wrap(losses, name, scaled)
-    wrap(sys.modules.get(METRICS), SAMPLEWISE, weighted)
+    REDUCE_LOSSES.around(reduced)
+    LOSS.around(called)
+    LOSS_OF_COMPILE.around(called)
+    SCALE.around(scaled)
+    UNSCALE.around(scaled)
+    MEAN.around(weighted)
 
 
 def extend_averages(
@@ -301,8 +364,8 @@ def extend_averages(
         regularization: takes those of the second.
         in_shard: whether a shard is being computed.
     """
-    for name, other in ((AVERAGE_LOSS, average), (REGULARIZATION, regularization)):
-        wrap(sys.modules[AVERAGES], name, functools.partial(_scaled, other, in_shard))
+    AVERAGE_LOSS.around(functools.partial(_scaled, average, in_shard))
+    REGULARIZATION.around(functools.partial(_scaled, regularization, in_shard))
 
 
 def _scaled(
@@ -320,9 +383,14 @@ def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[],
     """
 
     def of_tape(own: Callable[..., Any], tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        return of_graph(functools.partial(own, tape), target, sources, *args, **kwargs)
+        return noted(functools.partial(own, tape), target, sources, *args, **kwargs)
 
     def of_graph(own: Callable[..., Any], ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Loops, branches and functions name the graph that they differentiate, and have gradients of their own.
+        is_whole = len(args) < _BEFORE_GRAPH and "src_graph" not in kwargs
+        return noted(own, ys, xs, *args, **kwargs) if is_whole else own(ys, xs, *args, **kwargs)
+
+    def noted(own: Callable[..., Any], ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
         if not in_shard():
             return own(ys, xs, *args, **kwargs)
         note(ys, xs, None)
@@ -330,21 +398,8 @@ def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[],
         note(ys, xs, gradients)
         return gradients
 
-    wrap(tf.GradientTape, "gradient", of_tape)
-    graph_gradients = sys.modules[GRADIENTS]
-    if not isinstance(getattr(graph_gradients, HELPERS), _Noting):
-        setattr(graph_gradients, HELPERS, _Noting(getattr(graph_gradients, HELPERS), of_graph))
+    TAPE_GRADIENT.around(of_tape)
+    GRADIENTS.around(of_graph)
 
 
-class _Noting:
-    """TensorFlow's module of helpers, for `tf.gradients` alone: loops and branches have gradients of their own.
-
-    Programs have names of their own for `tf.gradients`, so the function stays.
-    """
-
-    def __init__(self, own: Any, around: Callable[..., Any]):
-        self._own, self._around = own, around
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._own, name)
-        return functools.partial(self._around, found) if name == HELPER else found
+_BEFORE_GRAPH = 8  # arguments of `_GradientsHelper` between `ys, xs` and `src_graph`, with which it calls itself

@@ -15,19 +15,51 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables, versions
+from replica_engine._tf.hook import Hook
 from replica_engine._tf.keras import accumulation as names
-from replica_engine._tf.keras.hooks import wrap
 
 _OPS = "keras.src.backend.tensorflow.ops" if versions.keras_renamed() else "keras.src.backend.tensorflow"
-VARIABLES, VARIABLE, INITIALIZE = f"{_OPS}.core", "Variable", "_initialize"
-BY_INITIALIZER = "_initialize_with_initializer"
 _INITIALIZERS = "keras.src.initializers"
 _DISTRIBUTION = "keras.src.distribution.distribution_lib"
-BACKEND, DISTRIBUTE = "keras.src.backend.tensorflow.distribution_lib", "distribute_tensor"
-NUMPY, DIVIDE = f"{_OPS}.numpy", "divide"
+_FIRST_DIVIDED = "the first `TPUStrategy(distribution=...)`"
+INITIALIZE = Hook(
+    f"{_OPS}.core.Variable",
+    "_initialize",
+    why="the path of a variable says how it is divided",
+    since=_FIRST_DIVIDED,
+    until="only notes which variable Keras makes",
+)
+BY_INITIALIZER = Hook(
+    f"{_OPS}.core.Variable",
+    "_initialize_with_initializer",
+    why="a large initial value is made in parts by an initializer of Keras",
+    since=_FIRST_DIVIDED,
+    until="only notes which initializer Keras calls",
+)
+ADD_VARIABLE = Hook(
+    f"{names.MODULE}.{names.OPTIMIZER}",
+    names.ADD_VARIABLE,
+    why="what an optimizer keeps for a weight is divided like the weight",
+    since=_FIRST_DIVIDED,
+    until="only notes the weight",
+    order=1,
+)
+DIVIDE = Hook(
+    f"{_OPS}.numpy",
+    "divide",
+    why="a table's gradient in an optimizer such as Adagrad keeps its number of rows where devices divide the step",
+    since=_FIRST_DIVIDED,
+    until="passes on to Keras outside the steps of such a strategy",
+)
+DISTRIBUTE = Hook(
+    "keras.src.backend.tensorflow.distribution_lib",
+    "distribute_tensor",  # the backend has none
+    why="layouts of the outputs of layers, and `keras.distribution.distribute_tensor`",
+    since=_FIRST_DIVIDED,
+    until="only added; does nothing outside the steps of such a strategy",
+)
 _GLOBAL_STATE = "keras.src.backend.common.global_state"
 _ATTRIBUTE = "distribution"
-_MARK = "_replica_engine_layouts"
 
 OUTPUT = "/output"
 """The end of a key of a LayoutMap that is for the outputs of a layer."""
@@ -55,13 +87,11 @@ _making: contextvars.ContextVar[Making] = contextvars.ContextVar("replica_engine
 
 def watch_variables() -> None:
     """Makes `being_made` know what Keras makes; does nothing a second time."""
-    kind = getattr(sys.modules.get(VARIABLES), VARIABLE, None)
-    wrap(kind, INITIALIZE, _initialized, _MARK)
-    wrap(kind, BY_INITIALIZER, _by_initializer, _MARK)
-    wrap(getattr(sys.modules.get(names.MODULE), names.OPTIMIZER, None), names.ADD_VARIABLE, _added, _MARK)
-    wrap(sys.modules.get(NUMPY), DIVIDE, _divide, _MARK)
-    if (backend := sys.modules.get(BACKEND)) is not None:
-        setattr(backend, DISTRIBUTE, _distribute)  # the backend has none
+    INITIALIZE.around(_initialized)
+    BY_INITIALIZER.around(_by_initializer)
+    ADD_VARIABLE.around(_added)
+    DIVIDE.around(_divide)
+    DISTRIBUTE.put(lambda _: _distribute)
 
 
 def being_made() -> Making:

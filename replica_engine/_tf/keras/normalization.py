@@ -12,10 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.keras import hooks
+from replica_engine._tf.hook import FIRST_SCOPE, Hook
 
-MODULE, LAYER, MOMENTS = "keras.src.layers.normalization.batch_normalization", "BatchNormalization", "_moments"
-"""The module and the class of the layer, and its method that returns the mean and the variance of what it gets."""
+MOMENTS = Hook(
+    "keras.src.layers.normalization.batch_normalization.BatchNormalization",
+    "_moments",  # returns the mean and the variance of what it gets
+    why="a synchronized normalization that gets a mask has the statistics of all replicas",
+    since=FIRST_SCOPE,
+    until="passes on to Keras outside the replicas of this library's strategies",
+)
 
 
 def synchronize_masked(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
@@ -33,7 +38,7 @@ def synchronize_masked(is_ours: Callable[[tf.distribute.Strategy], bool]) -> Non
             return own(layer, inputs, mask)
         return _of_all_replicas(context, inputs, mask, layer._reduction_axes)
 
-    hooks.wrap(getattr(sys.modules.get(MODULE), LAYER, None), MOMENTS, moments)
+    MOMENTS.around(moments)
 
 
 def _of_all_replicas(context: Any, inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any]:

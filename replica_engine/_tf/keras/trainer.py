@@ -26,7 +26,6 @@ from replica_engine._tf import versions
 MODULE = "keras.src.backend.tensorflow.trainer"
 TRAINER = "Trainer" if versions.keras_renamed() else "TensorFlowTrainer"
 METHOD = "_make_function"
-BUILD = "_maybe_symbolic_build"
 REDUCE = "reduce_per_replica"
 REST = "partial_batch_size"
 DISTRIBUTED, ORIGINAL = "_distributed_dataset", "_original_dataset"

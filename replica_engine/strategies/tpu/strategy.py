@@ -46,7 +46,7 @@ from replica_engine.values.regroup import spread
 from replica_engine.xla import own_values, shared_sums
 from replica_engine.xla.analysis.equal_values import is_equal_everywhere
 from replica_engine.xla.body import LaunchLimits, in_body
-from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf
+from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf, use_own_values
 from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.graph_op import call_again, call_with_numbers
 from replica_engine.xla.graph_op import plan as plan_call
@@ -82,6 +82,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         soft_placement: bool | None = None,
         distribution: Distribution | None = None,
     ):
+        use_own_values()
         self.device_group = devices
         self.distribution = distribution
         self.limits = limits

@@ -25,23 +25,21 @@ from replica_engine.threads.joint.graphs import is_joint
 
 def install() -> None:
     """Puts the functions of this module around TensorFlow's, once."""
-    for name, around in (
-        ("cond", _cond),
-        ("switch_case", _switch_case),
-        ("while_loop", _while_loop),
-        ("trial", _trial),
-        ("while_stmt", _while_stmt),
-        ("call", _call),
-        ("initialize", _initialize),
-        ("vectorize", _vectorize),
-        ("custom_gradient", _custom_gradient),
-        ("gradients", gradients.by_replicas),
-        ("gradient_types", _gradient_types),
-        ("push_tape", _push_tape),
-        ("pop_tape", _pop_tape),
-        ("tape_gradient", _tape_gradient),
-    ):
-        control_flow.wrap(control_flow.BY_THREADS[name], around)
+    control_flow.COND.around(_cond)
+    control_flow.SWITCH_CASE.around(_switch_case)
+    control_flow.WHILE_LOOP.around(_while_loop)
+    control_flow.TRIAL.around(_trial)
+    control_flow.WHILE_STATEMENT.around(_while_stmt)
+    control_flow.convert_with_hooks()
+    control_flow.NESTED_CALL.around(_call)
+    control_flow.INITIALIZE.around(_initialize)
+    control_flow.VECTORIZE.around(_vectorize)
+    control_flow.CUSTOM_GRADIENT.around(_custom_gradient)
+    control_flow.GRADIENTS.around(gradients.by_replicas)
+    control_flow.GRADIENT_TYPES.around(_gradient_types)
+    control_flow.PUSH_TAPE.around(_push_tape)
+    control_flow.POP_TAPE.around(_pop_tape)
+    control_flow.TAPE_GRADIENT.around(_tape_gradient)
     control_flow.wrap_gradients(_gradient_of_op)
 
 

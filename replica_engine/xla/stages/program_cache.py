@@ -23,6 +23,7 @@ from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans.plan import Memory
 from replica_engine.values.structure import ById, by_id
+from replica_engine.xla import hooks
 from replica_engine.xla.body import Body, LaunchLimits
 from replica_engine.xla.host_calls.call import CallOrder
 from replica_engine.xla.signature.arguments import Arguments, Shapes
@@ -80,6 +81,7 @@ class ProgramCache:
         limits: LaunchLimits | None = None,
         soft_placement: bool | None = None,
     ):
+        hooks.install()
         self.devices = devices
         self._enter = enter
         self._warns = warns

@@ -48,9 +48,6 @@ def _watched(original: Callable[..., Any], graph: Any, variable: Any) -> Any:
         return original(graph, variable)
 
 
-control_flow.wrap(control_flow.BY_XLA["watch_variable"], _watched)
-
-
 def _reads(name: str) -> Callable[..., Any]:
     method = getattr(variables.ResourceVariable, name)
 
@@ -86,6 +83,7 @@ class HostVariable(variables.ResourceVariable):
     @classmethod
     def adopt(cls, component: Any, device_value: DeviceValue, replica: int) -> None:
         """Turns a plain variable into the host's side of `device_value`."""
+        control_flow.WATCH_VARIABLE.around(_watched)
         device_value.mark()
         component.__class__ = cls
         component._replica_engine = (device_value, replica)
