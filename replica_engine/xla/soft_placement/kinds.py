@@ -24,8 +24,9 @@ KNOWN_TO_XLA = ("Shape", "ShapeN", "Size", "Rank")
 
 _SHAPES = {  # for each op, the inputs whose values XLA must know when it compiles: shapes, sizes and axes
     **dict.fromkeys(("Range",), (0, 1, 2)),
-    **dict.fromkeys(("Fill", "SplitV", "TensorListReserve"), (0, 1)),
-    **dict.fromkeys(("Split",), (0,)),
+    **dict.fromkeys(("Fill", "Split"), (0,)),
+    **dict.fromkeys(("SplitV",), (1, 2)),
+    **dict.fromkeys(("TensorListReserve",), (0, 1)),
     **dict.fromkeys(("Reshape", "BroadcastTo", "Tile", "Pad", "PadV2", "MirrorPad", "OneHot", "TopKV2"), (1,)),
     **dict.fromkeys(("Bincount", "DenseBincount", "ResizeBilinear", "ResizeNearestNeighbor", "ExpandDims"), (1,)),
     **dict.fromkeys(("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"), (2,)),
@@ -100,7 +101,7 @@ def computes_sizes(graph: Any) -> set[tf.Operation]:
     found: set[tf.Operation] = set()
     sizes: set[int] = set()
     for op in reversed(host_ops.needed_ops(graph)):
-        if any(id(output) in sizes for output in op.outputs):
+        if op.type not in KNOWN_TO_XLA and any(id(output) in sizes for output in op.outputs):
             found.add(op)
             sizes.update(id(each) for each in op.inputs if not each.dtype.is_floating and each.shape.rank in (0, 1))
         slices = (1, 2) if op.type == "StridedSlice" else ()

@@ -180,11 +180,13 @@ class Frame:
         """Whether the host computes a shape that XLA must know when it compiles, and the op has or makes that shape."""
         if not any(value.from_host for value in inputs) or not kinds.may_move(op) or op.type in kinds.KNOWN_TO_XLA:
             return False
-        if op in self._sizes or any(inputs[index].from_host for index in kinds.shape_inputs(op)):
+        if any(inputs[index].from_host for index in kinds.shape_inputs(op)):
             return True
-        sizes = (value for value in inputs if value.from_host and value.dtype.is_integer and value.shape.rank in (0, 1))
-        if next(sizes, None) is None or _by_data(op, inputs):
+        if _by_data(op, inputs):
             return False
+        sizes = (value for value in inputs if value.from_host and value.dtype.is_integer and value.shape.rank in (0, 1))
+        if op in self._sizes or next(sizes, None) is None:
+            return op in self._sizes
         return not all(shape.is_fully_defined() for shape in self._rewriter.shapes.inferred(op, inputs))
 
     def _stays(self, op: tf.Operation, stuck: Value) -> LoweringError:
@@ -287,6 +289,7 @@ class Frame:
         (self._loop if op.type.endswith("While") else self._branches)(op, functions, inputs)
         for value in map(self.value, op.outputs):
             value.from_host = value.from_host or value not in inputs  # nothing more precise is known here
+            value.by_data = value.tensor is not None and not value.shape.is_fully_defined()
 
     def _inner(self, graph: Any, inputs: Sequence[Value], pending: Pending) -> Frame:
         """Copies a function of an op."""
