@@ -87,6 +87,27 @@ def test_numbers_and_files_are_those_of_one_process(programs, tmp_path, workers,
         assert found == each[0][0], "workers differ"
 
 
+SHARES = """
+strategy = replica_engine.TPUStrategy(num_cores=8, cores_per_replica=2)
+shares = strategy.experimental_distribute_values_from_function(
+    lambda context: tf.fill([2], 10.0 ** context.replica_id_in_sync_group)
+)
+own = strategy.run(lambda x: 2.0 * x, args=(shares,))
+parts["own"] = [each.numpy().tolist() for each in strategy.experimental_local_results(own)]
+total = strategy.run(lambda x: context().all_reduce("SUM", x), args=(shares,))
+found["sum"] = strategy.experimental_local_results(total)[0].numpy().tolist()
+"""
+
+
+def test_each_of_a_workers_replicas_of_several_devices_has_its_own_share(programs):
+    text = TPU_HEAD + SHARES + TPU_TAIL
+    with job(2, join=LONGER) as made:
+        started = [programs.start(text, env=made.environment(worker)) for worker in range(2)]
+        each = [read(one, LONGER) for one in started]
+    assert [parts["own"] for _, parts in each] == [[[2.0] * 2, [20.0] * 2], [[200.0] * 2, [2000.0] * 2]]
+    assert [found["sum"] for found, _ in each] == [[1111.0] * 2] * 2
+
+
 FAILS = """
 strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
 with strategy.scope():

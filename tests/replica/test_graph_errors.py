@@ -81,6 +81,7 @@ def test_ops_in_branches_and_loops_have_the_users_line(mirrored, fn, source, mes
     text = text_of(mirrored, fn)
     assert message in text
     assert re.search(line(fn.__name__, source), text), text
+    assert "Detected at node" in text
     assert "unavailable" not in text
     assert "replica_engine/" not in text
 
@@ -162,3 +163,19 @@ def test_ctrl_c_in_run_steps_shows_the_users_frames_only(compiled):
     ours = [file for file in files if "replica_engine/" in file]
     assert len(ours) <= 2, files  # the frames that raise it again
     assert any("step" in note for note in getattr(caught.value, "__notes__", ["step"]))
+
+
+def test_what_called_the_function_is_left_to_the_traceback(mirrored):
+    """The text says where the op was made, and not a second time who called the tf.function."""
+
+    @tf.function
+    def step(x):
+        mirrored.run(lambda: tf.constant(1.0))
+        return tf.gather([1.0, 2.0], x)
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        step(tf.constant(7))
+    frames = re.search(
+        r"\n\nDetected at node GatherV2 defined at \(most recent call last\):\n((?:  .*\n)*)", str(caught.value)
+    )
+    assert re.fullmatch("  .*" + line("step", "return tf.gather([1.0, 2.0], x)") + "\n", frames.group(1)), caught.value

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica_engine import xla
+from replica_engine.errors import CollectiveError
 
 SIZES = (1, 4)
 SHAPE = (4, 8)
@@ -310,3 +311,13 @@ class TestInsideControlFlow:
 
         x = example(2)
         np.testing.assert_allclose(replicated(fn, x), x.sum(0) + x[::-1], rtol=1e-12)
+
+
+def test_a_permutation_needs_a_shape_that_is_known():
+    def fn(x):
+        return xla.collective_permute(tf.boolean_mask(x, x > 0.0), [(0, 1), (1, 0)])
+
+    with pytest.raises(
+        CollectiveError, match=r"collective_permute at .*test_collectives.py.* needs a shape that is known"
+    ):
+        replicated(fn, example(2))
