@@ -206,7 +206,9 @@ class Frame:
         for tensor, value in zip(op.outputs, outputs, strict=True):
             self._values[id(tensor)] = value
             value.inputs, value.outputs = inputs, outputs
-            value.by_data = _by_data(op, inputs) and not value.shape.is_fully_defined()
+            value.by_data = not value.shape.is_fully_defined() and (
+                _by_data(op, inputs) or subgraphs.runs_functions(op)
+            )
             value.from_host = op.type not in kinds.KNOWN_TO_XLA and any(each.from_host for each in inputs)
 
     def _defer(self, op: tf.Operation, inputs: list[Value]) -> None:
