@@ -38,6 +38,7 @@ _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
 # Functions that stand around those of TensorFlow and Keras; a sync point is named after theirs.
 _HOOKS = (
+    os.path.join(OURS, "_tf", "hook.py"),
     os.path.join(OURS, "_tf", "graphs", "control_flow.py"),
     os.path.join(OURS, "_tf", "keras", "hooks.py"),
     os.path.join(OURS, "threads", "joint", ""),
