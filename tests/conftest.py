@@ -296,7 +296,7 @@ def _replica_threads_go(request, caplog):
         yield
         # Three things outlive the test and hold its strategies: pytest has the fixtures' values and the arguments of
         # log messages, and TensorFlow's global graph has the variables made inside a tf.function.
-        request.node.funcargs.clear()
+        (request.node.funcargs or {}).clear()  # None once Ctrl-C has ended the run
         caplog.get_records("call").clear()
         _reset_global_graph()
         if request.node.stash.get(_FAILED, False):

@@ -1,5 +1,6 @@
-"""Compares the checkout with another state of the library, or keeps values.
+"""Compares the checkout with another state of the library, or keeps values: `make baseline`, or by hand
 
+export PYTHONPATH=.:tests
 python -m tests.baseline --base FOLDER      runs all programs on FOLDER/replica_engine and on the checkout, and compares
 python -m tests.baseline --base .           runs them twice on the checkout: nothing may differ
 python -m tests.baseline --base FOLDER --only "loops 0"    the programs with this in their names
