@@ -398,7 +398,8 @@ def test_what_is_only_told_may_be_in_branches_and_loops(capfd, tmp_path):
     with writer.as_default():
         assert on_two(body, [2.0, 1.0]) == [2.0, 1.0]
     writer.close()
-    assert sorted(capfd.readouterr().err.splitlines()) == ["number 0"] * 2 + ["number 1"] * 2
+    printed = [each for each in capfd.readouterr().err.splitlines() if each.startswith("number")]  # TensorFlow may warn
+    assert sorted(printed) == ["number 0"] * 2 + ["number 1"] * 2
     records = tf.data.TFRecordDataset([str(file) for file in tmp_path.iterdir()])
     events = [tf.compat.v1.Event.FromString(record.numpy()) for record in records]
     assert [(event.step, each.tag) for event in events for each in event.summary.value] == [

@@ -206,9 +206,7 @@ class Frame:
         for tensor, value in zip(op.outputs, outputs, strict=True):
             self._values[id(tensor)] = value
             value.inputs, value.outputs = inputs, outputs
-            value.by_data = not value.shape.is_fully_defined() and (
-                _by_data(op, inputs) or subgraphs.runs_functions(op)
-            )
+            value.by_data = not value.shape.is_fully_defined() and (_by_data(op, inputs) or _has_inside(op))
             value.from_host = op.type not in kinds.KNOWN_TO_XLA and any(each.from_host for each in inputs)
 
     def _defer(self, op: tf.Operation, inputs: list[Value]) -> None:
@@ -399,6 +397,12 @@ class Frame:
 def _by_data(op: tf.Operation, inputs: Sequence[Value]) -> bool:
     """Whether the shape of a result on the devices may depend on data."""
     return op.type in kinds.SHAPED_BY_DATA or any(value.by_data for value in inputs)
+
+
+def _has_inside(op: tf.Operation) -> bool:
+    """Whether a branch or a loop has an op, at any depth, whose results have a shape that depends on data."""
+    inner = [each for function in subgraphs.functions_of(op) for each in function.get_operations()]
+    return any(each.type in kinds.SHAPED_BY_DATA or _has_inside(each) for each in inner)
 
 
 def _what_is_not_finite(x: tf.Tensor) -> tf.Tensor:
