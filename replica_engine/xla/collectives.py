@@ -432,7 +432,7 @@ def _check_static(name: str, x: tf.Tensor) -> None:
 
 
 def _is_made_on_host(x: tf.Tensor) -> bool:
-    """Whether an operand comes from ops that soft placement moves: their shapes are known once they have been tried."""
+    """Whether an operand comes from ops that soft placement moves: their shapes are known once they have been moved."""
     body = in_body()
     return body is not None and body.moves_ops and any(map(kinds.is_for_host, argument_names.ops_behind(x)))
 

@@ -10,8 +10,7 @@ The copy is made in one pass, op by op, in the order of the program. An op is tr
   inlined. The host does a branch itself that only computes, from a value that cannot leave the host.
 
 In branches and loops of the user, strings may be printed and summarized, but not worked with: the devices decide which
-branch is taken, and a string cannot leave the host. A device loop is a loop of the library: its steps are like bodies,
-and a string that the last one returns goes from step to step by the number it is stored under.
+branch is taken, and a string cannot leave the host.
 
 A body is rewritten for the shapes that it is lowered for, so a host op may have inputs of any batch size.
 """
