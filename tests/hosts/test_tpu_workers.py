@@ -8,6 +8,8 @@ from helpers.jobs import LONGER, job
 from helpers.workers import IN_A_LOOP, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
 
 NUMBERS = """
+import keras
+
 strategy = replica_engine.TPUStrategy(num_cores=4)
 rng = np.random.RandomState(0)
 x = rng.rand(96, 8).astype("float32")
@@ -122,6 +124,19 @@ def collectives():
 results = strategy.run(collectives)
 for name in results:
     parts[name] = local(results[name])
+
+keras.utils.set_random_seed(1 + me)  # the chief's weights count
+
+
+def dense():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+
+
+fast = replica_engine.keras.replicate_model(dense(), strategy=strategy)
+with strategy.scope():
+    model = dense()
+found["predict"] = model.predict(x[:16], batch_size=16, verbose=0).tolist()
+found["fast predict"] = fast.predict(x[:10], batch_size=16, verbose=0).tolist()
 """
 
 
