@@ -18,6 +18,7 @@ import pytest
 QUICK, REST, ALL = "quick", "rest", "all"
 EXPENSIVE = pathlib.Path(__file__).with_name("expensive.txt")
 STALE = pytest.StashKey[set[str]]()
+LEFT_OUT = "cases left out"
 
 
 def expensive() -> set[str]:
@@ -41,18 +42,21 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """
     if (asked := tier(config)) == ALL:
         return
-    functions, left_out = defaultdict(list), expensive()
+    functions, costly = defaultdict(list), expensive()
     if config.getoption("--replicas") is None:
         files = {item.nodeid.partition("::")[0] for item in items}
         known = {item.nodeid for item in items} | {item.nodeid.partition("[")[0] for item in items}
-        config.stash[STALE] = {name for name in left_out - known if name.partition("::")[0] in files}
+        config.stash[STALE] = {name for name in costly - known if name.partition("::")[0] in files}
     for item in items:
-        if (function := item.nodeid.partition("[")[0]) not in left_out:
+        if (function := item.nodeid.partition("[")[0]) not in costly:
             functions[function].append(item)
     # A case that is left out leaves no other in its place, which would take as long.
-    quick = {item.nodeid for cases in functions.values() for item in _each_value_once(cases)} - left_out
+    quick = {item.nodeid for cases in functions.values() for item in _each_value_once(cases)} - costly
     chosen = [item for item in items if (item.nodeid in quick) == (asked == QUICK)]
-    config.hook.pytest_deselected(items=[item for item in items if (item.nodeid in quick) != (asked == QUICK)])
+    left_out = [item for item in items if (item.nodeid in quick) != (asked == QUICK)]
+    config.hook.pytest_deselected(items=left_out)
+    if (output := getattr(config, "workeroutput", None)) is not None:  # in a process of xdist
+        output[LEFT_OUT] = len(left_out)
     items[:] = chosen
 
 
