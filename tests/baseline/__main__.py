@@ -34,10 +34,10 @@ NUDGES = (1, 2, 3)
 def main() -> int:
     """Does what the arguments say."""
     parser = argparse.ArgumentParser(prog="python -m tests.baseline", description=__doc__.partition("\n")[0])
-    parser.add_argument("--base", type=pathlib.Path)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--keep", action="store_true")
-    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--base", type=pathlib.Path, help="the folder of another state of the library")
+    parser.add_argument("--only", default="", help="the programs with this in their names")
+    parser.add_argument("--keep", action="store_true", help="write the values that make test-full compares with")
+    parser.add_argument("--list", action="store_true", help="say what each program is, and run nothing")
     for name in ("--record", "--share", "--done"):  # of the processes that `record` starts
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
     parser.add_argument("--nudge", type=int, help=argparse.SUPPRESS)

@@ -39,6 +39,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     flags = parser.parse_args()
     chosen = [each for each in _all() if each.name.startswith(flags.only)] if flags.only else _drawn(flags)
+    if not chosen:
+        parser.error(f"the name of no fault begins with {flags.only!r}; --list --count 50 shows some")
     if flags.list:
         print(*(f"{fault.name}   {fault.change}" for fault in chosen), sep="\n")
         return 0
