@@ -4,6 +4,8 @@ import re
 import signal
 import textwrap
 
+import pytest
+
 BEGIN = """
 import logging, signal, threading, time
 import tensorflow as tf
@@ -76,12 +78,20 @@ def test_ctrl_c_in_a_step_leaves_whole_steps(programs):
     assert lines[:3] == ["interrupted", "1.0", "11.0"]
 
 
-def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(programs):
-    """A collective that only replica 0 reaches. Its devices are lost; a new strategy has new ones."""
+@pytest.mark.parametrize("timeout", [None, 3600.0])
+def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(programs, timeout):
+    """A collective that only replica 0 reaches. Its devices are lost; a new strategy has new ones.
+
+    With a limit, the launch has a thread of its own, which ends too though the program does not.
+    """
     lines, stderr = run_program(
         programs,
-        """
+        f"""
         import sys
+
+        strategy = replica_engine.TPUStrategy(num_cores=2, timeout={timeout})
+        with strategy.scope():
+            steps = tf.Variable(0.0)
 
         watchdog.WARN_AFTER = 0.1
         errors.StuckProgramError.PATIENCE = 0.2
@@ -111,13 +121,19 @@ def test_replicas_that_wait_for_each_other_are_warned_of_and_can_be_left(program
             strategy.run(lambda: steps.assign_add(1.0))
         except errors.StuckProgramError:
             print("stuck")
+        for thread in threading.enumerate():
+            if thread.name == "replica_engine: launch of stuck":
+                thread.join(100)
+                print("the thread has ended:", not thread.is_alive())
         strategy = replica_engine.TPUStrategy(num_cores=2)
         print([float(each) for each in strategy.run(lambda: xla.cross_replica_sum(1.0)).values])
         print("done", flush=True)
         os._exit(0)
         """,
     )
-    assert lines[:4] == ["interrupted", "stuck", "[2.0, 2.0]", "done"]
+    assert lines[:2] == ["interrupted", "stuck"]
+    assert lines[-3:] == ["[2.0, 2.0]", "done", ""]
+    assert lines[2:-3] in ([], ["the thread has ended: True"])
     assert "The replicas of `stuck` may wait for each other forever." in stderr
     assert "The compiled program of `stuck` has been running on 2 replicas" in stderr
     table = stderr.partition("The cross-replica operations of the program:\n")[2]
