@@ -8,6 +8,9 @@ from helpers.jobs import LONGER, job
 from helpers.workers import IN_A_LOOP, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
 
 NUMBERS = """
+import re
+import threading
+
 import keras
 
 strategy = replica_engine.TPUStrategy(num_cores=4)
@@ -59,8 +62,20 @@ try:
     replica_engine.MultiWorkerMirroredStrategy()
 except replica_engine.errors.ClusterConfigError as error:
     other = str(error)
+together = threading.Barrier(4 // strategy.num_hosts)
+
+
+def fails():
+    together.wait(300)  # each replica is called before one fails
+    raise ValueError("no")
+
+
+try:  # without collectives: it concerns no other worker
+    strategy.run(lambda: xla.outside_compilation(fails))
+except ValueError as error:
+    failed = [re.findall(r"replicas? (\\d.*?)(?: of 4|$)", note) for note in error.__notes__]
 facts = xla.get_tpu_system_metadata(xla.PjrtClusterResolver("cpu"))
-parts["facts"] = [[strategy.num_replicas_in_sync, strategy.num_hosts, facts.num_cores, facts.num_hosts, other]]
+parts["facts"] = [[strategy.num_replicas_in_sync, strategy.num_hosts, facts.num_cores, facts.num_hosts, other, failed]]
 tf.random.set_seed(7)
 w, b, seen, first, step = variables()
 found["initial"] = w.numpy().tolist()
@@ -168,6 +183,7 @@ def test_two_workers_of_two_replicas_equal_one_process_of_four(programs):
     for worker in range(2):
         assert f"already, as worker {worker}. A process joins its job once" in facts[worker][0][4]
     assert facts[2][0][4] == "made"
+    assert [each[0][5] for each in facts] == [[["0"], ["1"]], [["2"], ["3"]], [["0"], ["1, 2, 3"]]]
 
 
 DATA = """
