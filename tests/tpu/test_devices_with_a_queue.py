@@ -146,6 +146,7 @@ def test_nothing_is_fetched_before_it_is_there(monkeypatch):
     monkeypatch.setattr(DeviceGroup, "fetch_all", checked(fetch_all))
     monkeypatch.setattr(DeviceGroup, "fetch", checked(fetch))
     strategy = replica_engine.TPUStrategy(num_cores=2)
+    elsewhere = tf.Variable(1.0)
     with strategy.scope():
         same = tf.Variable(1.0)
         each = tf.Variable(
@@ -154,11 +155,12 @@ def test_nothing_is_fetched_before_it_is_there(monkeypatch):
 
     def step(x):
         same.assign_add(1.0)
+        elsewhere.assign(5.0)
         each.assign_add(tf.reduce_sum(x))
         return x
 
     strategy.run(step, args=(tf.ones([2]),))
-    assert (same.numpy(), each.numpy()) == (2.0, 6.0)
+    assert (same.numpy(), each.numpy(), elsewhere.numpy()) == (2.0, 6.0, 5.0)
     values = strategy.experimental_distribute_values_from_function(
         lambda context: tf.ones([1 + context.replica_id_in_sync_group])
     )
