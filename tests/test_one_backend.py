@@ -86,7 +86,7 @@ _IMPORTED = """
         name
         for name, value in after.items()
         if name[0] in modules and value is not before.get(name, before) and not isinstance(value, types.ModuleType)
-        and "_pb2" not in name[0]
+        and "_pb2" not in name[0] and "__annotate" not in name[-1]  # Python 3.14 makes these when they are asked for
     ]
     for name, (value, *known) in contents(before).items():
         if inside[name][1:] != (*known,):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +29,6 @@ from replica_engine.xla.stages.program import BodyProgram
 from replica_engine.xla.stages.results import Column, column
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of, patience_of
 
-_counting = threading.Lock()
 _logger = logging.getLogger("replica_engine")
 
 
@@ -170,17 +169,13 @@ class Compiled:
 
         Otherwise timing would decide between a stale value and an error.
         """
-        written = [variable for variable in self._stores.objects if isinstance(variable, DeviceValue)]
-        self._count_loops(written, 1)
+        sets = [variable.loops for variable in self._stores.objects if isinstance(variable, DeviceValue)]
+        this = object()
         try:
+            deque(map(set.add, sets, itertools.repeat(this)), 0)
             yield
         finally:
-            self._count_loops(written, -1)
-
-    def _count_loops(self, written: Sequence[DeviceValue], more: int) -> None:
-        with _counting:
-            for variable in written:
-                variable.loops += more
+            deque(map(set.discard, sets, itertools.repeat(this)), 0)
 
     def __call__(self, inputs: Sequence[Sequence[Any]] | None = None) -> list[Any]:
         """Runs the body, like `replicate`, with inputs of the shapes and dtypes that it was lowered for.

@@ -69,7 +69,7 @@ class DeviceValue:
     Attributes:
         limits: seconds to wait for other workers when they read it together, and seconds until a warning.
         read_anywhere: whether the host's value may be read unnoticed, as functions of datasets do.
-        loops: the number of device loops that write the variable and that run or are about to run. Their inputs must
+        loops: the device loops that write the variable and that run or are about to run. Their inputs must
             never see the variable, however early they read it: a read raises an error on their thread.
         asked: the objects that host functions call to get a handle (`host_functions`). Saving a model needs to know
             them.
@@ -92,7 +92,7 @@ class DeviceValue:
         self.axes = axes
         self.read_anywhere = False
         self.kept_equal = False
-        self.loops = 0
+        self.loops: set[object] = set()  # that run now and write it; no lock, since the calls of a set are whole
         self._devices = devices
         self.on_devices: Array | None = None
         self._on_host: Array | None = None  # the array whose value the host has too
