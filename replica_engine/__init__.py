@@ -34,6 +34,8 @@ TensorFlow is imported when a name that needs it is first used.
 """
 
 import importlib
+import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from replica_engine import errors
@@ -91,6 +93,11 @@ _HOME = {
 _PACKAGES = ("compat", "keras", "strategies", "testing", "xla")
 
 make_room(FOR_ONE_LAUNCH)
+
+if "REPLICA_ENGINE_QUICK_SCOPES" in os.environ:  # of 0.2; may go with 0.4
+    logging.getLogger("replica_engine").warning(
+        "REPLICA_ENGINE_QUICK_SCOPES has no effect any more: eager runs always enter TensorFlow's own scopes."
+    )
 
 
 def __getattr__(name: str) -> Any:

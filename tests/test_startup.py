@@ -93,3 +93,11 @@ def test_only_cores_that_the_process_may_use_count():
         print(os.environ["TF_NUM_INTEROP_THREADS"])
     """
     assert run(source).stdout == f"{pool.FOR_ONE_LAUNCH}\n"
+
+
+@pytest.mark.parametrize(("value", "said"), [(None, 0), ("0", 1)])
+def test_a_variable_of_an_earlier_release_is_warned_of(value, said):
+    more = {} if value is None else {"REPLICA_ENGINE_QUICK_SCOPES": value}
+    ended = run("import replica_engine", **more)
+    assert ended.returncode == 0
+    assert ended.stderr.count("REPLICA_ENGINE_QUICK_SCOPES has no effect any more") == said
