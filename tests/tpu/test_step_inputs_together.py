@@ -1,5 +1,8 @@
 """Batches of datasets that are taken many at a time: the same ones, in the same order, up to the end or the error."""
 
+import itertools
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -73,6 +76,17 @@ def test_no_more_are_taken_than_asked_for(calls):
         pulls.take(most)
     assert calls == [("_many", MANY), ("_one_by_one", 1), ("_many", MANY)]
     assert float(next(iterator)) == 2 * MANY + 1
+
+
+@pytest.mark.parametrize(("seconds", "names"), [(1e-3, {"_many"}), (1e-1, {"_one_by_one"})], ids=["quick", "slow"])
+def test_elements_are_taken_together_once_enough_of_them_came_quickly(seconds, names, calls, monkeypatch):
+    clock = itertools.count(100.0, seconds)  # of two readings for each call
+    monkeypatch.setattr(data_pulls, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(data_pulls, "_PATIENCE", 8)
+    monkeypatch.setattr(data_pulls, "_QUICK", 2e-3)
+    assert len(taken(of(floats(8 + 2 * MANY)))[0]) == 8 + 2 * MANY
+    assert {name for name, count in calls[:8]} == {"_one_by_one"}
+    assert {name for name, count in calls[8:] if count} == names
 
 
 def test_components_keep_their_dtypes_and_shapes():
