@@ -62,6 +62,18 @@ def check_optimizer(strategy, per_replica, name, reduction):
 
 
 @pytest.mark.replicas(2)
+def test_the_variables_of_build_are_those_of_then(strategy):
+    with strategy.scope():
+        weight = tf.Variable(1.0)
+        optimizer = CrossReplicaOptimizer(keras.optimizers.SGD(1.0), "sum")
+        asked = [weight]
+        optimizer.build(asked)
+        asked[0] = tf.Variable(2.0)
+    strategy.run(lambda: optimizer.apply([tf.constant(0.5)]))
+    assert [float(each) for each in strategy.experimental_local_results(weight)] == [0.0, 0.0]
+
+
+@pytest.mark.replicas(2)
 def test_variables_without_a_gradient_and_rows_of_tables(strategy, per_replica):
     with strategy.scope():
         table, other = tf.Variable(tf.zeros([4, 1])), tf.Variable(1.0)
