@@ -68,7 +68,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         """Makes the variables of the wrapped optimizer."""
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
-        self._trainable_variables = list(variables)
+        self._trainable_variables = variables  # Keras copies a list that becomes an attribute
         self.built = True
 
     @autograph.artifact
