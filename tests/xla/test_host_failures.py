@@ -1,7 +1,9 @@
 """Host work that fails: the exception leaves the run as it was raised, and says where."""
 
+import gc
 import threading
 import traceback
+import weakref
 
 import pytest
 import tensorflow as tf
@@ -227,3 +229,19 @@ def test_the_host_knows_who_calls_in_launch_after_launch(size):
             strategy.run(step, args=(tf.constant(last),))
             assert sorted(seen) == [(replica, replica, number) for replica in range(size) for number in range(last + 1)]
         assert all(known == own for known, own, _ in seen)
+
+
+def test_an_error_of_a_launch_in_a_function_is_let_go_of():
+    """Its frames have the values of the step."""
+    wrong = xla.returns(tf.TensorSpec([2], tf.float32))(lambda: tf.ones([3]))
+
+    @tf.function
+    def step():
+        return xla.replicate(lambda: xla.outside_compilation(wrong), num_replicas=2)
+
+    with pytest.raises(HostResultError) as caught:
+        step()
+    error = weakref.ref(caught.value)
+    del caught
+    gc.collect()
+    assert error() is None
