@@ -233,11 +233,12 @@ def test_the_host_knows_who_calls_in_launch_after_launch(size):
 
 def test_an_error_of_a_launch_in_a_function_is_let_go_of():
     """Its frames have the values of the step."""
+    strategy = TPUStrategy(num_cores=2)
     wrong = xla.returns(tf.TensorSpec([2], tf.float32))(lambda: tf.ones([3]))
 
     @tf.function
     def step():
-        return xla.replicate(lambda: xla.outside_compilation(wrong), num_replicas=2)
+        return strategy.run(lambda: xla.outside_compilation(wrong))
 
     with pytest.raises(HostResultError) as caught:
         step()
