@@ -104,6 +104,25 @@ def test_the_limit_covers_the_wait_for_the_end(monkeypatch):
     assert total.numpy() == 7.0
 
 
+def test_the_limit_covers_the_wait_for_a_program_of_each_replica(monkeypatch):
+    strategy = replica_engine.TPUStrategy(num_cores=2, timeout=PATIENT)
+    values = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.ones([1 + context.replica_id_in_sync_group])
+    )
+    ended = threading.Event()
+
+    def is_ready():
+        if not ended.is_set():
+            wait_until_time_is_up()
+        return ended.is_set()
+
+    launches(monkeypatch, Result(is_ready))
+    with pytest.raises(ReplicaTimeoutError, match="The compiled program did not end"):
+        strategy.run(lambda x: 2.0 * x, args=(values,))
+    ended.set()
+    assert strategy.run(lambda x: 2.0 * x, args=(values,)).values[1].numpy().tolist() == [2.0, 2.0]
+
+
 def test_the_exit_waits_a_while_for_a_launch_that_was_given_up(monkeypatch):
     """Some launches return at the end of their program. If Python has gone by then, the process is aborted."""
     waited, left = [], threading.Event()
