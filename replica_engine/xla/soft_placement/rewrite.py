@@ -322,7 +322,7 @@ class Frame:
     def _loop(self, op: tf.Operation, functions: list[Any], inputs: list[Value]) -> None:
         condition, body = functions
         constant = {index for index in range(len(inputs)) if _is_passed_on(body, index)}
-        numbers = {  # of the values that stay on the host
+        numbers = {  # of the values that stay on the host, such as what tf.summary.audio has encoded in its loop
             index: self._rewriter.calls.new_number()
             for index, value in enumerate(inputs)
             if index not in constant and (value.stays_on_host or value.dtype == tf.string)
