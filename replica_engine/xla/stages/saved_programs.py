@@ -38,8 +38,7 @@ from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
 from replica_engine.pjrt.trusted_paths import UntrustedPathError
 from replica_engine.process import folders
 from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.counts import count
-from replica_engine.xla.stages.program import BodyProgram
+from replica_engine.xla.stages.program import BodyProgram, count
 
 _logger = logging.getLogger("replica_engine")
 
