@@ -21,7 +21,6 @@ import tensorflow as tf
 from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.markers import HOST_CALL, PREFIX
-from replica_engine.xla.analysis.known_values import is_passed_on
 from replica_engine.xla.state.device_value import home_of
 
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
@@ -157,7 +156,7 @@ class Differences:
             cause = test.cause
             after = self._run(body, values, around | cause)
             joined = [
-                _joined([before, new, _Known(Reason.NONE if is_passed_on(body, index) else cause)])
+                _joined([before, new, _Known(Reason.NONE if subgraphs.is_passed_on(body, index) else cause)])
                 for index, (before, new) in enumerate(zip(values, after, strict=False))
             ]
             if joined == values:

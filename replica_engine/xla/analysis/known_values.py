@@ -204,7 +204,7 @@ class GraphExecution:
         def argument(index: int) -> Value:
             if index >= len(values):
                 return None
-            return self.value(op.inputs[index]) if is_passed_on(body, index) else values[index]
+            return self.value(op.inputs[index]) if subgraphs.is_passed_on(body, index) else values[index]
 
         body = subgraphs.functions_of(op)[1]
         return GraphExecution(self._evaluation, function, argument, (*self.place, step))
@@ -215,21 +215,13 @@ class GraphExecution:
         if not functions:
             return None
         if op.type.endswith("While"):
-            if is_passed_on(functions[1], index):
+            if subgraphs.is_passed_on(functions[1], index):
                 return self.value(op.inputs[index])
             return self.iterations(op, [index])[1][index]
         taken = 0 if op.type.endswith("PartitionedCall") else self.branch_taken(op)
         numbers = range(len(functions)) if taken is None else [taken]
         first, *others = [self.inside(op, number).value(functions[number].outputs[index]) for number in numbers]
         return first if all(_are_equal(first, other) for other in others) else None
-
-
-def is_passed_on(body: Any, index: int) -> bool:
-    """Whether an iteration leaves a value of a loop unchanged."""
-    output = body.outputs[index]
-    while output.op.type in ("Identity", "IdentityN"):
-        output = output.op.inputs[output.value_index]
-    return output is body.inputs[index]
 
 
 def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:

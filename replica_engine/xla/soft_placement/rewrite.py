@@ -281,7 +281,7 @@ class Frame:
                 "tf.cond, tf.while_loop, or what AutoGraph makes of `if` and `for`, and choose with tf.where; or write "
                 "xla.outside_compilation(fn, ...) inside, where fn does it and returns numbers."
             )
-        if (stuck is not None or any(map(_is_string, op.outputs))) and kinds.runs_whole(op):
+        if (stuck is not None or any(each.dtype == tf.string for each in op.outputs)) and kinds.runs_whole(op):
             self._defer(op, inputs)
             return
         self._pending.flush()
@@ -321,7 +321,7 @@ class Frame:
 
     def _loop(self, op: tf.Operation, functions: list[Any], inputs: list[Value]) -> None:
         condition, body = functions
-        constant = {index for index in range(len(inputs)) if _is_passed_on(body, index)}
+        constant = {index for index in range(len(inputs)) if subgraphs.is_passed_on(body, index)}
         numbers = {  # of the values that stay on the host, such as what tf.summary.audio has encoded in its loop
             index: self._rewriter.calls.new_number()
             for index, value in enumerate(inputs)
@@ -413,22 +413,10 @@ def _what_is_not_finite(x: tf.Tensor) -> tf.Tensor:
     return tf.where([tf.reduce_any(each) for each in found], tf.constant([-np.inf, np.inf, np.nan]), 0.0)
 
 
-def _is_string(tensor: tf.Tensor) -> bool:
-    return tensor.dtype == tf.string
-
-
 def _be_scalar(value: Value) -> None:
     """Notes that a value chooses a branch or ends a loop: it is a scalar, even if its shape is unknown."""
     if value.tensor is None and value.source is None and not value.is_constant:
         value.shape = tf.TensorShape([])
-
-
-def _is_passed_on(body: Any, index: int) -> bool:
-    """Whether an iteration leaves a value of a loop unchanged."""
-    output = body.outputs[index]
-    while output.op.type == "Identity":
-        output = output.op.inputs[0]
-    return output is body.inputs[index]
 
 
 def _invariant(value: Value, body: Any, index: int) -> Any:

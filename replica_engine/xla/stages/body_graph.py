@@ -285,12 +285,8 @@ def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
     if tf.is_symbolic_tensor(outside) or callable(outside):
         return False
     if inside.dtype == tf.resource:
-        return soft_placement.is_host_resource(outside) and not _is_iterator(outside)
+        return soft_placement.is_host_resource(outside) and "Iterator" not in str(outside)
     return xla_ops.is_host_only(inside.dtype)
-
-
-def _is_iterator(handle: tf.Tensor) -> bool:
-    return "Iterator" in str(handle)
 
 
 def _made_by(output: tf.Tensor) -> tuple[str, str]:
