@@ -36,7 +36,6 @@ from replica_engine.errors.base import add_note
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.threads import random_numbers
 from replica_engine.threads.agreement import assertions, check_alike, check_variables_and_gradients
 from replica_engine.threads.context import MergeRequest, ReplicaContext
@@ -120,7 +119,7 @@ def call_for_each_replica(
     with distribute.in_scope(strategy):
         if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
             name, thread = getattr(fn, "__name__", "a function"), threading.current_thread()
-            track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
+            track = timeline.Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
             with timeline.span(track, name, "launch"):
                 return _lift(strategy, fn, call_for_each_replica)(*args, **kwargs)
         if not tf.executing_eagerly():

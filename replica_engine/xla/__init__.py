@@ -18,7 +18,7 @@ The modules and packages follow, from the top layer to the bottom; each imports 
 - `body`: the replica body while it is traced.
 - `signature`: the function, its parameters and its results.
 - `corrected_ops`: ops for which XLA has other numbers than TensorFlow.
-- `graph_mode`: the error for graphs of `tf.compat.v1`. `array_writes`: writes beyond the size of an array.
+- `array_writes`: writes beyond the size of an array.
   `resolver`: the platform and the job, for `tf.distribute`.
 
 >>> from replica_engine import xla

@@ -21,7 +21,7 @@ from replica_engine.pjrt.executable import Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes
 from replica_engine.pjrt.plans.plan import Memory, Plan
-from replica_engine.xla.graph_mode import check_mode
+from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, difference
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.program import BodyProgram, Column, column, count

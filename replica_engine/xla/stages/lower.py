@@ -30,7 +30,6 @@ from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.pjrt.workers import explain as explain_by_job
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
 from replica_engine.xla.host_calls.call import HostCall
@@ -159,7 +158,7 @@ class Lowered:
             axes=self.program.layout and self.program.layout.results,
         )
         with (
-            timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
+            timeline.span(timeline.Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
             Watch(describe, body.limits.warn_after),
         ):
             try:
@@ -251,7 +250,9 @@ class Lowered:
             )
 
         with (
-            timeline.span(Track(body.name, "compile", order=-3), f"compile {program.name} for {topology}", "compile"),
+            timeline.span(
+                timeline.Track(body.name, "compile", order=-3), f"compile {program.name} for {topology}", "compile"
+            ),
             Watch(slow, body.limits.warn_after),
         ):
             try:
