@@ -8,7 +8,7 @@ import pytest
 import replica_engine
 from replica_engine.__main__ import main
 from replica_engine.telemetry.report import cli
-from replica_engine.telemetry.trace_file import write
+from replica_engine.telemetry.timeline import write
 
 # The command, with another body, so that it needs no TensorFlow.
 LOGGING = """

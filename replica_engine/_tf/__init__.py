@@ -6,7 +6,6 @@ TensorFlow:
 - `distribute`: distributed values, strategies and collectives; the description of TPU hardware.
 - `collectives`: collectives between processes. `checkpoints`: checkpoints of several workers in one folder.
 - `host_datasets`: distributed datasets for CPU devices. `data_pulls`: takes many elements of an iterator with one call.
-  `batch_memory`: copies batches that are the memory of Python.
 - `thread_state`: the state that TensorFlow keeps separately for each thread.
 - `variables`, `eager`: handles of variables; eager tensors and arrays without ops.
 - `value_methods`: methods that distributed values get.

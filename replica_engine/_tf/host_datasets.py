@@ -23,6 +23,10 @@ import tensorflow as tf
 # compute_batch_size: the number of rows of a dataset's batches, as far as the calls that made it tell.
 from tensorflow.python.data.experimental.ops.distribute import compute_batch_size as _compute_batch_size
 
+# The classes of what `batch` and `padded_batch` return.
+from tensorflow.python.data.ops.batch_op import _BatchDataset, _ParallelBatchDataset
+from tensorflow.python.data.ops.padded_batch_op import _PaddedBatchDataset
+
 # The classes of distributed datasets and their iterators, with their type specs. _create_per_replica: the distributed
 # value of one batch per replica. _dummy_tensor_fn: what a replica gets that has no batch.
 from tensorflow.python.distribute.input_lib import (
@@ -36,8 +40,7 @@ from tensorflow.python.distribute.input_lib import (
     _dummy_tensor_fn,
 )
 
-from replica_engine._tf.batch_memory import in_own_memory
-from replica_engine._tf.data_pulls import Pulls, bytes_of, may_call_python
+from replica_engine._tf.data_pulls import Pulls, bytes_of, looks_as_if_it_calls_python, may_call_python
 from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.errors import InputsError
 from replica_engine.process import threads
@@ -45,6 +48,16 @@ from replica_engine.process.interrupts import held_off_once
 
 _MOST_AHEAD = 64  # elements that are read ahead for all replicas together
 _SMALL = 1 << 16  # bytes that they may take then
+
+_COPYING = (_BatchDataset, _ParallelBatchDataset, _PaddedBatchDataset)
+# Without strings and variants, which are never NumPy's memory, and float8 and int4, which `DeepCopy` does not know.
+_COPIED = frozenset(
+    tf.as_dtype(name)
+    for name in (
+        *("bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+        *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    )
+)
 
 
 class HostDatasets:
@@ -71,7 +84,7 @@ class HostDatasets:
         if isinstance(dataset, tf.data.Dataset):
             _check_shares(dataset, self._num_replicas_in_sync)  # type: ignore[attr-defined]
         try:
-            distributed = super()._experimental_distribute_dataset(in_own_memory(dataset), options)  # type: ignore[misc]
+            distributed = super()._experimental_distribute_dataset(_in_own_memory(dataset), options)  # type: ignore[misc]
             return _on_host(distributed)
         except IndexError:  # TensorFlow looks for the first dimension of each part of an element
             if not any(getattr(spec, "shape", None) == [] for spec in tf.nest.flatten(dataset.element_spec)):
@@ -86,7 +99,7 @@ class HostDatasets:
         """The hook of `distribute_datasets_from_function`."""
 
         def copied(context: tf.distribute.InputContext) -> Any:
-            return in_own_memory(dataset_fn(context))
+            return _in_own_memory(dataset_fn(context))
 
         return _on_host(super()._distribute_datasets_from_function(copied, options))  # type: ignore[misc]
 
@@ -508,3 +521,29 @@ _CLASSES = {DistributedDataset: _HostDataset, DistributedDatasetsFromFunction: _
 
 for _ours, _theirs in ((_HostIterator, DistributedIterator), *((ours, theirs) for theirs, ours in _CLASSES.items())):
     _ours.__name__ = _ours.__qualname__ = _theirs.__name__  # the name that messages show and users know
+
+
+def _in_own_memory(dataset: Any) -> Any:
+    """The dataset with copies of its elements, if they may be the memory of Python; otherwise the dataset itself.
+
+    TensorFlow takes an array that a generator or `tf.numpy_function` returns without a copy, if its memory is aligned
+    to 64 bytes. It marks such memory as not its own, so no op writes its result there in place of its input. But a
+    slice of it does not carry the mark, and a distributed dataset gives each replica a slice of the batch. An op of the
+    step may then overwrite the user's array. The next epoch trains on what the step has computed, and where arrays lie
+    and which op comes last differ from run to run. TensorFlow's own strategies do so too.
+
+    `batch` copies its elements. So only what Python does after the last `batch` matters here.
+    """
+    if not isinstance(dataset, tf.data.Dataset) or not looks_as_if_it_calls_python(dataset, _COPYING):
+        return dataset
+    several = type(dataset.element_spec) is tuple  # `map` passes the parts of a tuple one by one
+
+    @tf.autograph.experimental.do_not_convert
+    def copied(*element: Any) -> Any:
+        return tf.nest.map_structure(_copied, element if several else element[0], expand_composites=True)
+
+    return dataset.map(copied)
+
+
+def _copied(tensor: Any) -> Any:
+    return tf.raw_ops.DeepCopy(x=tensor) if getattr(tensor, "dtype", None) in _COPIED else tensor

@@ -8,10 +8,13 @@ same checkpoint, or with an error on each.
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import functools
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
@@ -19,9 +22,12 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from replica_engine._tf import checkpoints
-from replica_engine.checkpoints import aliases, bundle, owners, parts, snapshot, writer
+from replica_engine.checkpoints import bundle, owners, parts, snapshot, writer
 from replica_engine.errors import CheckpointError, ProgramDisagreementError, ReplicaEngineError, WorkerLostError
 from replica_engine.process import folders, scoped
+
+_PATTERN = frozenset("*?[\\")
+_FOLDER = "/tmp"  # where the folder for temporary files is itself a pattern
 
 
 class Turn(Protocol):
@@ -80,8 +86,25 @@ class Saves:
 
     concerns = staticmethod(owners.concerns)
     absolute = staticmethod(folders.absolute)
-    readable = staticmethod(aliases.readable)
     reading = staticmethod(parts.reading)
+
+    @staticmethod
+    def readable(path: str) -> str:
+        """The prefix to read a checkpoint from: from the root, and one that TensorFlow takes for no pattern.
+
+        TensorFlow's readers take `[ ] * ? \\` in the prefix of a checkpoint for a pattern, and find nothing:
+        `lr[1]/ckpt`. No form of that prefix works, since one string is both the pattern and the name that is opened. So
+        it is read through links in a folder of this process, which stay until the process ends: variables that are made
+        later are restored then.
+        """
+        path = folders.absolute(path)
+        if _PATTERN.isdisjoint(path) or not tf.io.gfile.exists(path + ".index"):
+            return path
+        alias = os.path.join(tempfile.mkdtemp(dir=_links()), "checkpoint")
+        link = tf.io.gfile.copy if "://" in path else os.symlink
+        for file in (path + ".index", *checkpoints.matching(path + checkpoints.DATA)):
+            link(file, alias + file[len(path) :])
+        return alias
 
     def save(
         self,
@@ -254,3 +277,18 @@ def _reason(error: tf.errors.OpError | OSError) -> str:
     """What the file system says, without TensorFlow's name of the op."""
     text = error.message if isinstance(error, tf.errors.OpError) else str(error)
     return re.sub(r"^{{.*?}} | \[Op:.*", "", text.split("\n")[0])
+
+
+@functools.cache
+def _links() -> str:
+    """The folder of the links."""
+    usual = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="replica_engine_", dir=usual if _PATTERN.isdisjoint(usual) else _FOLDER)
+    atexit.register(_delete, folder, os.getpid())
+    return folder
+
+
+def _delete(folder: str, owner: int) -> None:
+    """Deletes the folder; a forked child leaves it to its owner."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -21,8 +21,7 @@ from replica_engine.strategies.multi_step import MultiStepContext as _MultiStepC
 from replica_engine.strategies.tpu import TPUStrategy as _TPUStrategy
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values.regroup import regroup
-from replica_engine.xla.body import in_body
-from replica_engine.xla.graph_mode import check_mode
+from replica_engine.xla.body import check_mode, in_body
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 
 __all__ = [

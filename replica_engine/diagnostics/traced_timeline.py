@@ -13,7 +13,6 @@ from typing import Any
 
 from replica_engine.diagnostics.traced_places import Marks
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 
 
 def draw(marks: Marks, since: float) -> None:
@@ -26,12 +25,12 @@ def draw(marks: Marks, since: float) -> None:
     offset = time.time() - timeline.now()
     steps = [_step(times, since) for times in marks.times()]
 
-    def add(track: Track, name: str, kind: str, begin: float, end: float, details: Any = None) -> None:
+    def add(track: timeline.Track, name: str, kind: str, begin: float, end: float, details: Any = None) -> None:
         if 0.0 < begin < end:
             timeline.add(track, name, kind, begin - offset, end - offset, details)
 
     for replica, (name, step) in enumerate(zip(marks.names, steps, strict=True)):
-        track = Track(marks.group, f"replica {replica} of {len(steps)} ({name})", id(marks), replica + 1)
+        track = timeline.Track(marks.group, f"replica {replica} of {len(steps)} ({name})", id(marks), replica + 1)
         left = step[0]
         for at, point in enumerate(marks.meetings()):
             arrived, gone = step[1 + 2 * at : 3 + 2 * at]
@@ -46,7 +45,7 @@ def draw(marks: Marks, since: float) -> None:
         add(track, "run", "run", left, step[-1])
     if all(step[-1] for step in steps):
         caller = threading.current_thread()
-        track = Track(marks.group, f"coordinator ({caller.name})", caller.ident or 0)
+        track = timeline.Track(marks.group, f"coordinator ({caller.name})", caller.ident or 0)
         add(track, "run", "waiting", min(step[0] for step in steps), max(map(max, steps)), {"replicas": len(steps)})
 
 

@@ -1,7 +1,6 @@
 """The engine: replica threads and the sync points where they meet. Standard library only.
 
-- `event`: the binary event with which threads wake each other.
-- `thread`: one persistent replica thread, which sleeps between jobs.
+- `thread`: one persistent replica thread, which sleeps between jobs, and the event with which threads wake each other.
 - `group`: the N threads of a run, and the pool that leases them to runs.
 - `sync_point`: a sync point, the record of the last ones, and the states of a replica.
 - `observer`: draws a run on a timeline.

@@ -15,7 +15,6 @@ from typing import Any
 
 from replica_engine.engine.sync_point import SyncPoint
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 
 
 class Observer:
@@ -32,13 +31,13 @@ class Observer:
         self._name = name
         self._what = "trace" if traces else "run"
         self._began = began
-        self._coordinator = Track(name, f"coordinator ({coordinator.name})", coordinator.ident or 0, 0)
+        self._coordinator = timeline.Track(name, f"coordinator ({coordinator.name})", coordinator.ident or 0, 0)
 
-    def turn(self, track: Track, since: float) -> None:
+    def turn(self, track: timeline.Track, since: float) -> None:
         """Draws the wait of a replica for its first turn, which began at `since`."""
         timeline.add(track, "waiting for its turn", "waiting", self._began, since)
 
-    def ran(self, track: Track, begin: float, end: float) -> None:
+    def ran(self, track: timeline.Track, begin: float, end: float) -> None:
         """Draws the time in which a replica ran the user's code."""
         timeline.add(track, "run", "run", begin, end)
 
@@ -50,7 +49,7 @@ class Observer:
         """A context manager around a replica's body, for TensorFlow's profiler."""
         return timeline.profiled(f"{who} run")
 
-    def met(self, track: Track, point: SyncPoint) -> None:
+    def met(self, track: timeline.Track, point: SyncPoint) -> None:
         """Draws a sync point that a replica has left: the merge, and the waits before and after it."""
         began, ended = point.merged
         details = {"where": point.where}
@@ -69,7 +68,7 @@ class Observer:
             where = {"where": point.where}
             timeline.add(self._coordinator, point.name, "merge", began, time.perf_counter(), where)
 
-    def ended(self, replicas: list[tuple[Track, float]]) -> None:
+    def ended(self, replicas: list[tuple[timeline.Track, float]]) -> None:
         """Draws the end of a run that ended well.
 
         Args:

@@ -14,7 +14,7 @@ from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
 from replica_engine.engine.thread import ReplicaThread
 from replica_engine.errors import ReplicaRow, ReplicaUnwound
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.timeline import Track
 
 OVER = (State.FINISHED, State.FAILED, State.UNWOUND)
 COORDINATOR_CHECK = 30.0  # seconds between two checks of a paused replica whether its coordinator is alive

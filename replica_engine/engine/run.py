@@ -59,11 +59,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replica_engine import errors
-from replica_engine.engine.event import Event
 from replica_engine.engine.group import SyncGroup
 from replica_engine.engine.observer import Observer
 from replica_engine.engine.replica import Errand, Outcome, Replica
 from replica_engine.engine.sync_point import State, SyncPoint
+from replica_engine.engine.thread import Event
 from replica_engine.errors.threads import note_abandoned, note_failure
 from replica_engine.errors.timeouts import IN_MERGE, slow_replicas, table
 from replica_engine.process.interrupts import break_off, take_back, wait_for_ever

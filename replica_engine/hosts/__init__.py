@@ -5,7 +5,6 @@ process is, and tells every worker which other one is lost, missing or different
 
     cli           `replica-engine launch`
     launcher      N processes on this machine: starts, watches, ends and restarts them
-    slots         which workers start, when some are lost for good
     joining       `join`: takes this process into its job
     serve         the coordinator as a child process of worker 0
     child_process how this library starts its own child processes
@@ -13,7 +12,7 @@ process is, and tells every worker which other one is lost, missing or different
     job           what the coordinator knows and decides
     strangers     connections that have not proved that they know the token
     member        a worker's side: `member` what it does, `channel` questions and answers, `connection` the thread,
-                  `silence` for how long it hears nothing, `links` whether the other machines answer
+                  `links` whether the other machines answer
     launch_log    what the workers launched, compared
     failure       the first failure of a job, as data
     wire          messages, and the proof of the token

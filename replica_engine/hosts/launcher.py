@@ -10,7 +10,7 @@ What it guarantees:
 - Ctrl-C, SIGTERM and SIGHUP are passed on to all, which get the `grace` of the plan to save; a second one kills.
 - The exit status is that of the first failure, and what failed first is printed last. An output that is closed or
   full ends no worker (`output`); a pipe that nobody reads ends all.
-- Each start has the workers that `slots` says. SIGUSR1 brings those back that it leaves out: all get SIGTERM, on which
+- Each start has the workers that `Slots` says. SIGUSR1 brings those back that it leaves out: all get SIGTERM, on which
   a training saves after its step, and start again.
 
 Process managers (honcho, circus) and torchrun were considered. The first end all workers when any of them ends
@@ -41,7 +41,6 @@ from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.job import Limits
 from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT
 from replica_engine.hosts.output import Output, outputs
-from replica_engine.hosts.slots import AT_ONCE, Slots
 
 RESTART = "REPLICA_ENGINE_RESTART"
 """How often the workers were started before: 0 at first. Scripts may read it."""
@@ -53,6 +52,7 @@ GRACE = 10.0  # seconds after the first failure for the other workers to end by 
 SIGNAL_GRACE = 30.0  # seconds after a signal, as Kubernetes and Slurm give them, for the workers to save and end
 KILL_AFTER = 5.0  # seconds from SIGTERM to SIGKILL
 SAVE_WITHIN = 300.0  # seconds for the workers to end their step and to save, when others are back and nothing hurries
+_AT_ONCE = 1  # the step of a worker that has failed in its first step
 _LAST_LINES = 20  # of the first failure that are printed again at the end
 _LONGEST_LINE = 1 << 16
 _READ = 1 << 16
@@ -264,7 +264,7 @@ class _Attempt:
                     worker.signal_group(signal.SIGKILL)
                     worker.process.wait()
         # Once it is closed: before that, its thread may not have read yet what the workers said before they ended.
-        self.preempted = coordinator.failure is None and coordinator.steps > AT_ONCE and self._signal is not None
+        self.preempted = coordinator.failure is None and coordinator.steps > _AT_ONCE and self._signal is not None
         return self._result(coordinator.failure)
 
     def _start(self, selector: selectors.BaseSelector, address: str, token: str) -> None:
@@ -451,3 +451,55 @@ def _signals() -> Iterator[socket.socket]:
             signal.signal(each, handler)
         wake.close()
         woken.close()
+
+
+class Slots:
+    """Which workers of a launched job start: all at first, fewer while some are lost.
+
+    A job of `--workers 2:4` has four slots. A worker keeps its slot, while its index says which place it has among
+    those that started together. One failure says little, since after `kill -9` the same slot works again. A second one
+    before the slot has made a step says that it is lost, and the next start leaves it out, unless too few would be
+    left. Two slots that are lost together take turns in failing first. So what counts is a failure of the same slot
+    since the job last made a step, not that of the start before.
+
+    Args:
+        fewest: how many workers are started at least.
+        most: how many there are.
+
+    Attributes:
+        present: those that the next start has, in the order of the workers.
+    """
+
+    def __init__(self, fewest: int, most: int):
+        self._fewest, self._most = fewest, most
+        self._suspects: set[int] = set()
+        self.present = list(range(most))
+
+    @property
+    def missing(self) -> int:
+        """How many slots the next start leaves out."""
+        return self._most - len(self.present)
+
+    def failed(self, slot: int, step: int | None) -> bool:
+        """Takes note that a slot failed first in a start.
+
+        Args:
+            slot: which.
+            step: the last step that it reported; None if it reported none.
+
+        Returns:
+            Whether the next start leaves it out.
+        """
+        at_once = (step or 0) <= _AT_ONCE
+        lost = at_once and slot in self._suspects and len(self.present) > self._fewest
+        if lost:
+            self._suspects.remove(slot)
+            self.present.remove(slot)
+        else:
+            self._suspects = {slot, *(self._suspects if at_once else ())}
+        return lost
+
+    def restore(self) -> None:
+        """Has all slots in the next start: those that were lost are said to be back."""
+        self._suspects.clear()
+        self.present = list(range(self._most))

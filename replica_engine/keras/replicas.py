@@ -41,7 +41,6 @@ from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import models
 from replica_engine.strategies.backend import compiles
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.values import samples
 
 _lock = threading.RLock()
@@ -106,8 +105,8 @@ class Replicas:
         self._steps: Any = None
         # By step and thread, the iterator that it was last called with, as `end_apart` takes it.
         self._iterators: dict[tuple[str, int], list[Any]] = {}
-        self._calling = Track(type(strategy).__name__, "Keras", order=-1)
-        self._feeding = Track(type(strategy).__name__, "feeding", order=-1)
+        self._calling = timeline.Track(type(strategy).__name__, "Keras", order=-1)
+        self._feeding = timeline.Track(type(strategy).__name__, "feeding", order=-1)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

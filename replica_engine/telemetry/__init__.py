@@ -2,7 +2,7 @@
 
 - `watchdog`: reports operations that do not return, and ends the wait for them if there is a timeout.
 - `stacks`: where threads are in the user's program.
-- `timeline`, `trace_file`: spans of time on one track for each replica, and the file that trace viewers draw.
+- `timeline`: spans of time on one track for each replica, and the file that trace viewers draw.
 - `report`: the command that draws a recorded timeline. `html`: tables for notebooks.
 
 The package does not know replicas or programs. The engine and the runtime tell it what to watch and what to report.

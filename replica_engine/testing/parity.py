@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import numbers
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -28,7 +27,7 @@ from replica_engine._tf import distribute, thread_state
 from replica_engine._tf.graphs import replaced_ops
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import state as keras_state
-from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine._tf.keras.trainer import has_keras_step
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
@@ -40,13 +39,6 @@ from replica_engine.strategies.backend import compiles
 from replica_engine.testing.parity_report import RTOL, Difference, Numbers, ParityReport, compare
 from replica_engine.values import samples
 
-_INSTEAD = {
-    "random_layers": ": make the model without layers that draw random numbers",
-    "seed": ": leave it out, since all runs draw from one seed",
-    "tolerance": ": write rtol",
-}
-"""What to do in place of arguments of version 0.3."""
-
 
 def check_parity(
     model: keras.Model,
@@ -57,7 +49,7 @@ def check_parity(
     replicas: int = 2,
     steps: int = 5,
     batch_size: int | None = None,
-    strategies: Iterable[Any] | str | None = None,
+    strategies: Sequence[Any] | str | None = None,
     distribution: Any = None,
     rtol: float | None = None,
     atol: float | None = None,
@@ -97,7 +89,7 @@ def check_parity(
         BackendMissingError: a `TPUStrategy` was named, or `distribution` passed, and jax is missing.
         DistributionError: `distribution` is none, or its layouts do not fit the model.
         BatchError: arrays have different lengths.
-        LoweringError: XLA cannot compile the model for the only strategy.
+        LoweringError: XLA cannot compile the model for a strategy that was named.
 
     Example:
         >>> import keras, numpy as np
@@ -118,13 +110,15 @@ def check_parity(
         )
     for name in unknown:
         raise ParityArgumentError(
-            f"check_parity(model, x, y, sample_weight) takes no argument {name}{_INSTEAD.get(name, '')}."
+            f"check_parity(model, x, y, sample_weight) takes no argument {name}. Three arguments are gone: write "
+            "rtol for tolerance, leave out seed, since all runs draw from one, and make a model without random layers "
+            "in place of random_layers."
         )
     for name, count in (("replicas", replicas), ("steps", steps), ("batch_size", batch_size)):
         if count is not None and positive_int(count) is None:
             raise ParityArgumentError(f"{name} must be a positive int; got {shown(count)}.")
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if isinstance(tolerance, bool) or not isinstance(tolerance or 0, numbers.Real) or (tolerance or 0) < 0:
+        if tolerance is not None and not (isinstance(tolerance, int | float | np.floating) and tolerance >= 0):
             raise ParityArgumentError(f"{name} must be a number that is not negative; got {shown(tolerance)}.")
     left_out, compared = dict[str, str](), list[Difference]()
     with distribute.outside_scopes():
@@ -139,13 +133,14 @@ def check_parity(
             try:
                 compared += compare(name, expected, check.numbers(strategy), rtol, atol or 0.0)
             except LoweringError as error:
-                if len(candidates) == 1:
+                if strategies is not None:
                     raise
                 left_out[name] = str(error)
-    if left_out and not set(candidates) - set(left_out):
-        raise _nothing_to_compare(left_out)
-    words = f"{rtol:g} of a tensor's largest value, and of a weight's largest change" + (f" + {atol:g}" if atol else "")
     names, rows = tuple(each for each in candidates if each not in left_out), tuple(map(samples.count, batches))
+    if not names:
+        reasons = "".join(f"\n- {name}: {reason}" for name, reason in left_out.items())
+        raise ParityArgumentError(f"No strategy can be compared with one device here:{reasons}")
+    words = f"{rtol:g} of a tensor's largest value, and of a weight's largest change" + (f" + {atol:g}" if atol else "")
     return ParityReport(f"model {model.name!r}", replicas, names, left_out, rows, words, tuple(compared))
 
 
@@ -160,53 +155,50 @@ class _Check:
 
     def __init__(self, model: keras.Model, batches: list[Any], replicas: int):
         self._model = model
-        self._layers: list[str] | None = None  # whose outputs the first run found; later runs return the same
+        self._layers: list[str] = []  # the names of the outputs that the run of `_outputs_of_layers` returns
         self._calls: dict[int, list[Any]] = {}  # by thread: names and outputs of layers, in the order of their calls
-        even = max(samples.count(batches[0]) // replicas, 1) * replicas
-        self._even = _dataset(samples.take(samples.pad(batches[0], replicas), 0, even))
+        self._even = _dataset(samples.pad(batches[0], -samples.count(batches[0]) % replicas))
         self._batches = [(f"{samples.count(batch)} rows", _dataset(batch)) for batch in batches]
-        self._weights = {each.path: each for each in model.variables if not keras_model.is_seed(each)}
 
     def numbers(self, strategy: tf.distribute.Strategy | None) -> list[Numbers]:
         """The numbers of a strategy, or of one device (None), as far as the model has them."""
         model, (rows, last), found = self._model, self._batches[-1], []
-        is_own = {name for name in ("train_step", "test_step") if not keras_trainer.has_keras_step(model, name)}
-        has_loss = getattr(model, "compiled", False)
         if type(model).call is not keras.Model.call:  # and not only a train_step that runs other models
-            layers = [(layer, "call", self._reporting(layer)) for layer in keras_model.layers_of(model)]
-            places = [*layers, (model, "predict_step", self._outputs_of_layers)]
-            with self._part(strategy, places) as run:
+            with self._part(strategy) as run:
+                for layer in keras_model.layers_of(model):
+                    vars(layer)["call"] = self._reporting(layer)
+                vars(model)["predict_step"] = self._outputs_of_layers
                 outputs = run.predict(self._even, verbose=0)
-            outputs = {name: outputs[name] for name in self._layers or () if name in outputs}
-            found.append(Numbers("layer output", "training mode, shares of equal size", outputs))
+            named = dict(zip(self._layers, outputs, strict=True))
+            found.append(Numbers("layer output", "training mode, shares of equal size", named))
             with self._part(strategy) as run:
                 leaves = tf.nest.flatten(run.predict(last, verbose=0), expand_composites=True)
-            found.append(Numbers("prediction", rows, {f"output {index}": leaf for index, leaf in enumerate(leaves)}))
-            has_own_loss = "test_step" in is_own or type(model).compute_loss is not keras.Model.compute_loss
-            if has_loss and (has_own_loss or model.loss is not None or model.losses):
-                with self._part(strategy) as run:
+                outputs = {f"output {index}": leaf for index, leaf in enumerate(leaves)}
+                found.append(Numbers("prediction", rows, outputs))
+                own = type(model).compute_loss is not keras.Model.compute_loss or not has_keras_step(model, "test_step")
+                if model.compiled and (own or model.loss is not None or model.losses):
                     found += _logged(run.evaluate(last, verbose=0, return_dict=True), f"evaluation, {rows}")
-        if has_loss and ("train_step" in is_own or model.optimizer is not None):
+        if model.compiled and (model.optimizer is not None or not has_keras_step(model, "train_step")):
             with self._part(strategy) as run:
+                paths, start = [each.path for each in model.weights], model.get_weights()
                 for number, (rows, batch) in enumerate(self._batches, 1):
                     where = f"step {number} of {len(self._batches)}, {rows}"
-                    start = {path: variable.numpy() for path, variable in self._weights.items()}
                     logs = run.fit(batch, shuffle=False, verbose=0).history
                     found += _logged({name: value for name, (value,) in logs.items()}, where, number)
-                    now = {path: variable.numpy() for path, variable in self._weights.items()}
-                    found.append(Numbers("weight", where, now, number, start))
-                    _assign((variable, start[path]) for path, variable in self._weights.items())
+                    before, now = (dict(zip(paths, each, strict=True)) for each in (start, model.get_weights()))
+                    found.append(Numbers("weight", where, now, number, before))
+                    model.set_weights(start)
         return found
 
     @contextlib.contextmanager
-    def _part(self, strategy: Any, places: Sequence[tuple[Any, str, Any]] = ()) -> Iterator[Any]:
+    def _part(self, strategy: tf.distribute.Strategy | None) -> Iterator[Any]:
         """Inside the block, a model to run: the model itself, or a new replicated one, with programs of its own.
 
-        Restores the attributes of all layers and the values of all variables. All parts draw the same random numbers.
+        Its optimizers are gradient descent, whose step is the gradient. All parts draw the same random numbers.
+        Restores the attributes of all layers, which the block may set, and the values of all variables.
 
         Args:
             strategy: the strategy; None for one device.
-            places: objects, and the names and values of attributes that they have inside the block.
         """
         model = self._model
         attributes = [(vars(each), dict(vars(each))) for each in keras_model.layers_of(model)]
@@ -215,15 +207,18 @@ class _Check:
         try:
             keras_model.exchange_functions(model, None)
             model.jit_compile = False  # one device: XLA would draw other random numbers and round differently
-            for target, name, value in [*_plain_optimizers(model), *places]:
-                vars(target)[name] = value
+            for now, before in attributes:
+                optimizers = [name for name, each in before.items() if isinstance(each, keras.optimizers.Optimizer)]
+                # The momentum makes no difference to a first step; it is something that "zero1" divides.
+                now.update({name: keras.optimizers.SGD(1.0, momentum=0.9) for name in optimizers})
             with replaced_ops.seeded(0), keras_state.seeded(0):
                 yield model if strategy is None else replicate_model(model, strategy=strategy)
         finally:
             for now, before in attributes:
                 now.clear()
                 now.update(before)
-            _assign(zip(variables, values, strict=True))
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
 
     def _reporting(self, layer: keras.layers.Layer) -> Callable[..., Any]:
         """The `call` of a layer that notes the outputs."""
@@ -231,42 +226,28 @@ class _Check:
 
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            leaves = tf.nest.flatten(outputs := own(*args, **kwargs))
-            tensors = [each for each in leaves if isinstance(each, tf.Tensor) and each.shape.rank]
+            outputs = own(*args, **kwargs)
+            tensors = [each for each in tf.nest.flatten(outputs) if isinstance(each, tf.Tensor) and each.shape.rank]
             self._calls[threading.get_ident()] += [(layer.name, each) for each in tensors]
             return outputs
 
         return call
 
-    def _outputs_of_layers(self, data: Any) -> dict[str, Any]:
+    def _outputs_of_layers(self, data: Any) -> list[tf.Tensor]:
         """The outputs that have a row per sample and that the model's own call makes (not inside a loop)."""
         x, graph = keras.utils.unpack_x_y_sample_weight(data)[0], tf.compat.v1.get_default_graph()
         calls = self._calls[threading.get_ident()] = []
         self._model(x, training=True)
-        outputs: dict[str, Any] = {}
+        sizes = {each.shape[0] for each in tf.nest.flatten(x) if isinstance(each, tf.Tensor) and each.shape.rank}
+        outputs: dict[str, tf.Tensor] = {}
         for name, leaf in calls:
-            again = sum(known.partition(" (")[0] == name for known in outputs)
-            outputs[f"{name} ({again + 1})" if again else name] = leaf
-        if self._layers is None:
-            sizes = {each.shape[0] for each in tf.nest.flatten(x) if isinstance(each, tf.Tensor) and each.shape.rank}
-            found = [name for name, each in outputs.items() if each.shape[0] in sizes]
-            self._layers = [name for name in found if tf.executing_eagerly() or outputs[name].graph is graph]
-        return {name: tf.identity(outputs[name]) for name in self._layers if name in outputs}
+            if leaf.shape[0] in sizes and (tf.executing_eagerly() or leaf.graph is graph):
+                again = sum(known.partition(" (")[0] == name for known in outputs)
+                outputs[f"{name} ({again + 1})" if again else name] = tf.identity(leaf)
+        self._layers = list(outputs)
+        return list(outputs.values())
 
     _outputs_of_layers.gives_rows = True  # type: ignore[attr-defined]
-
-
-def _plain_optimizers(model: keras.Model) -> Sequence[tuple[Any, str, Any]]:
-    """The places of a model's optimizers, and for each a gradient descent whose step is the gradient.
-
-    Its momentum makes no difference to a first step; it is something that "zero1" divides.
-    """
-    return [
-        (layer, name, keras.optimizers.SGD(1.0, momentum=0.9))
-        for layer in keras_model.layers_of(model)
-        for name, value in vars(layer).items()
-        if isinstance(value, keras.optimizers.Optimizer)
-    ]
 
 
 def _logged(logs: dict[str, Any], where: str, step: int | None = None) -> Iterator[Numbers]:
@@ -279,8 +260,7 @@ def _logged(logs: dict[str, Any], where: str, step: int | None = None) -> Iterat
 def _strategies(given: Any, replicas: int, distribution: Any, left_out: dict[str, str]) -> dict[str, Any]:
     """The strategies to compare with one device, by name; notes in `left_out` those that cannot run."""
     made: dict[str, tf.distribute.Strategy] = {}
-    listed = [given] if isinstance(given, str) or not isinstance(given, Iterable) else given
-    for each in ("MirroredStrategy", "TPUStrategy") if given is None else listed:
+    for each in tf.nest.flatten(("MirroredStrategy", "TPUStrategy") if given is None else given):
         name = each if isinstance(each, str) else type(each).__name__
         try:
             made[f"{name} {len(made) + 1}" if name in made else name] = _strategy(each, replicas)
@@ -290,14 +270,7 @@ def _strategies(given: Any, replicas: int, distribution: Any, left_out: dict[str
             left_out[name] = str(error)
     if distribution is not None:
         made[f"TPUStrategy({distribution!r})"] = divided_strategy(distribution, replicas)
-    if not made:
-        raise _nothing_to_compare(left_out)
     return made
-
-
-def _nothing_to_compare(left_out: dict[str, str]) -> ParityArgumentError:
-    reasons = "".join(f"\n- {name}: {reason}" for name, reason in left_out.items())
-    return ParityArgumentError(f"No strategy can be compared with one device here:{reasons}")
 
 
 def _strategy(given: Any, replicas: int) -> tf.distribute.Strategy:
@@ -306,18 +279,14 @@ def _strategy(given: Any, replicas: int) -> tf.distribute.Strategy:
     if given == "MirroredStrategy":
         gpus = tf.config.list_logical_devices("GPU")[:replicas] if thread_state.started() else []
         return MirroredStrategy([gpu.name for gpu in gpus] if len(gpus) == replicas else logical_devices(replicas))
-    if not isinstance(given, tf.distribute.Strategy) or not (isinstance(given, MirroredStrategy) or compiles(given)):
-        raise ParityArgumentError(
-            'strategies must list "MirroredStrategy", "TPUStrategy", or strategies of this library with that many '
-            f"replicas, or be None for all strategies that can run here; got {brief(given)}."
-        )
-    present = given.num_replicas_in_sync
-    if present != (1 if is_divided(given) else replicas):
-        raise ParityArgumentError(
-            f"The {type(given).__name__} in strategies has {present} replicas, but replicas={replicas}. Make them "
-            f"equal: check_parity(..., replicas={present}, strategies=[strategy])."
-        )
-    return given
+    is_ours = isinstance(given, tf.distribute.Strategy) and (isinstance(given, MirroredStrategy) or compiles(given))
+    if is_ours and given.num_replicas_in_sync == (1 if is_divided(given) else replicas):
+        return given
+    raise ParityArgumentError(
+        'strategies must list "MirroredStrategy", "TPUStrategy", or strategies of this library with '
+        f"{replicas} replicas, or be None for all strategies that can run here; got {brief(given)}"
+        + (f" with {given.num_replicas_in_sync} replicas, but replicas={replicas}." if is_ours else ".")
+    )
 
 
 def _batches(x: Any, y: Any, sample_weight: Any, replicas: int, steps: int, batch_size: int | None) -> list[Any]:
@@ -325,8 +294,7 @@ def _batches(x: Any, y: Any, sample_weight: Any, replicas: int, steps: int, batc
     if isinstance(x, keras.utils.PyDataset):
         x = (x[index % len(x)] for index in range(steps))
     if isinstance(x, tf.data.Dataset) or hasattr(x, "__next__"):
-        unpack = keras.utils.unpack_x_y_sample_weight
-        epoch = [unpack(samples.as_tensors(each)) for each in itertools.islice(iter(x), steps)]
+        epoch = [keras.utils.unpack_x_y_sample_weight(samples.as_tensors(each)) for each in itertools.islice(x, steps)]
     else:
         whole = samples.as_tensors(keras.tree.map_structure(_in_keras_dtype, (x, y, sample_weight)))
         total = samples.count(whole)
@@ -358,10 +326,3 @@ def _build(model: keras.Model, batch: Any) -> None:
             model.build((None, *batch[0].shape[1:]))  # a call would fix the batch size
         else:
             model(samples.take(batch[0], 0, 1))
-
-
-def _assign(values: Iterable[tuple[Any, Any]]) -> None:
-    """Assigns values to those variables that have other ones."""
-    for variable, value in values:
-        if variable.numpy().tobytes() != value.tobytes():
-            variable.assign(value)

@@ -137,8 +137,7 @@ class ParityReport:
 
     def first_of(self, kind: str, strategy: str | None = None) -> Difference | None:
         """The first difference of a kind, under one strategy or under any; None without such a difference."""
-        found = (each for each in self.differences if each.kind == kind and strategy in (None, each.strategy))
-        return next(found, None)
+        return next((one for one in self.differences if one.kind == kind and strategy in (None, one.strategy)), None)
 
     def raise_if_different(self) -> None:
         """Raises ParityError if any number differs.

@@ -4,7 +4,6 @@
 - `context`: the replica context and its merge call.
 - `inherited_state`: the state that a replica thread takes over from the calling thread.
 - `joint`: merge calls in branches, loops and nested functions.
-- `lift`: moves a `tf.function` from inside the run to around it.
 - `agreement`: checks that the replicas bring values of the same kind to a sync point.
 - `variables`: variables created inside a run.
 - `gradients`: the gradient of an all-reduce in a graph.

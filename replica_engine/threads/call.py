@@ -36,15 +36,14 @@ from replica_engine.errors.base import add_note
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.threads import random_numbers
 from replica_engine.threads.agreement import assertions, check_alike, check_variables_and_gradients
 from replica_engine.threads.context import MergeRequest, ReplicaContext
+from replica_engine.threads.function_record import record_of
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint import hooks as joint_hooks
 from replica_engine.threads.joint.attempt import Attempts, Decision
 from replica_engine.threads.joint.operator import Part
-from replica_engine.threads.lift import lift
 from replica_engine.threads.marks import StepMarks
 from replica_engine.threads.random_numbers import Draws
 from replica_engine.threads.variables import SharedVariables
@@ -54,6 +53,7 @@ from replica_engine.values.structure import flatten
 _log = logging.getLogger("replica_engine")
 _records: weakref.WeakKeyDictionary[tf.distribute.Strategy, _Record] = weakref.WeakKeyDictionary()
 _records_lock = threading.Lock()
+_lift_lock = threading.Lock()
 
 
 class _Record:
@@ -119,9 +119,9 @@ def call_for_each_replica(
     with distribute.in_scope(strategy):
         if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
             name, thread = getattr(fn, "__name__", "a function"), threading.current_thread()
-            track = Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
+            track = timeline.Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
             with timeline.span(track, name, "launch"):
-                return lift(strategy, fn, call_for_each_replica)(*args, **kwargs)
+                return _lift(strategy, fn, call_for_each_replica)(*args, **kwargs)
         if not tf.executing_eagerly():
             fn = autograph.convert(fn)
         return _run(strategy, fn, tuple(args), kwargs)
@@ -411,3 +411,37 @@ def _place() -> own_attributes.Place | None:
     """Where this thread is, if it runs a replica."""
     replica = current_replica()
     return None if replica is None else own_attributes.Place(*replica.run, replica.index)
+
+
+def _lift(strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Lifts a `tf.function`: returns one like it that runs its Python function on all replicas.
+
+    Each replica could not trace its own copy. A trace holds the function's lock, so the first replica that pauses at a
+    merge call inside the function would keep all other replicas out. The merge function could not see tensors of the
+    replicas' graphs either. So the library unwraps the function, all replicas trace into one graph, and the
+    `tf.function`, with all its options, goes around the whole run.
+
+    The same strategy and function give the same result each time, so that it keeps its traces.
+
+    Args:
+        strategy: the strategy whose replicas run the function.
+        fn: a `tf.function`.
+        run: `call_for_each_replica`.
+    """
+    with _lift_lock:
+        lifted = record_of(fn).lifted
+        if strategy not in lifted:
+            lifted[strategy] = function.clone(fn, _around(strategy, fn.python_function, run))
+        return lifted[strategy]
+
+
+def _around(strategy: tf.distribute.Strategy, inner: Callable, run: Callable) -> Callable[..., Any]:
+    strategy_ref = weakref.ref(strategy)
+
+    @autograph.artifact
+    def on_all_replicas(*args: Any, **kwargs: Any) -> Any:
+        alive = strategy_ref()
+        assert alive is not None, "called by `run`, a method of the strategy"
+        return run(alive, inner, args=args, kwargs=kwargs)
+
+    return on_all_replicas

@@ -18,8 +18,7 @@ The modules and packages follow, from the top layer to the bottom; each imports 
 - `body`: the replica body while it is traced.
 - `signature`: the function, its parameters and its results.
 - `corrected_ops`: ops for which XLA has other numbers than TensorFlow.
-- `graph_mode`: the error for graphs of `tf.compat.v1`. `array_writes`: writes beyond the size of an array.
-  `of_unknown_size`: gathers of a size that tracing does not know.
+- `array_writes`: writes beyond the size of an array.
   `resolver`: the platform and the job, for `tf.distribute`.
 
 >>> from replica_engine import xla
@@ -46,8 +45,8 @@ from replica_engine.xla.replicate import lower, replicate
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 from replica_engine.xla.soft_placement import HostCallInfo
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.counts import Counts, counts
 from replica_engine.xla.stages.lower import Lowered
+from replica_engine.xla.stages.program import Counts, counts
 from replica_engine.xla.stages.saved_programs import set_cache_dir
 from replica_engine.xla.stages.trace import Traced
 

@@ -20,7 +20,7 @@ from replica_engine.diagnostics.flight_record import CollectiveCall, LaunchRecor
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
-from replica_engine.errors import CollectiveError, NotInBodyError
+from replica_engine.errors import CollectiveError, GraphModeError, NotInBodyError
 from replica_engine.errors.base import at
 from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.process import scoped
@@ -279,3 +279,18 @@ def _not_in_body(name: str, where: str) -> NotInBodyError:
         f"xla.{name}() was called{at(where)} on a replica that runs on a thread, as those of MirroredStrategy do. The "
         f"functions of xla work in functions that TPUStrategy or xla.replicate compiles. {cure}."
     )
+
+
+def check_mode() -> None:
+    """Raises GraphModeError in a graph of tf.compat.v1: every entry point of compiled bodies does.
+
+    A launch is an op around Python code that holds the strategy, and variables live on the devices. Both need eager
+    mode or a `tf.function`; a session of TensorFlow 1 has neither. Without the check, such a program would build some
+    of its ops and then fail in a place that tells nothing about the cause.
+    """
+    if not tf.executing_eagerly() and not tf.inside_function():
+        raise GraphModeError(
+            "TPUStrategy and compiled bodies run in eager mode and in tf.functions, not in a graph of "
+            "tf.compat.v1. Remove the `with tf.Graph().as_default():` or tf.compat.v1.disable_eager_execution(). "
+            "MirroredStrategy runs in such a graph."
+        )

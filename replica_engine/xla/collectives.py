@@ -32,13 +32,13 @@ from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import at
 from replica_engine.values.structure import as_tensor
-from replica_engine.xla import of_unknown_size
 from replica_engine.xla.body import current, in_body, note_collective
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.soft_placement import kinds
 
 Groups = Sequence[Sequence[int]]
 _PREFIX = "replica_engine."
+_BITS = {tf.float16: tf.uint16, tf.bfloat16: tf.uint16}
 _NARROW = (tf.float16, tf.bfloat16)  # a sum of a few has lost what a sum of floats still has
 
 
@@ -233,7 +233,7 @@ def _reduced_numbers(x: tf.Tensor, rows: list[list[int]], op: str, is_even: bool
     if is_even and xla_ops.takes_all_reduce(x.dtype):
         return xla_ops.all_reduce(x, rows, op)
     if is_even and not x.shape.is_fully_defined():
-        return _FOLDS[op](of_unknown_size.stacked(x, rows), axis=0)
+        return _FOLDS[op](_stacked(x, rows), axis=0)
     return _emit("all_reduce", x, x.shape, groups=rows, op=op)
 
 
@@ -326,10 +326,10 @@ def _gather_of_unknown_size(x: tf.Tensor, axis: int, rows: list[list[int]]) -> t
 
     def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
         note_collective("all_gather", here(), x)
-        gathered = tf.concat(tf.unstack(of_unknown_size.stacked(x, rows), num=size), axis)
+        gathered = tf.concat(tf.unstack(_stacked(x, rows), num=size), axis)
 
         def gradient(dy: tf.Tensor) -> tf.Tensor:
-            return tf.gather(tf.stack(tf.split(_sum(dy, rows), size, axis)), of_unknown_size.position(rows))
+            return tf.gather(tf.stack(tf.split(_sum(dy, rows), size, axis)), _position(rows))
 
         return gathered, gradient
 
@@ -458,3 +458,47 @@ def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[in
             f"got {rows}. For two halves of four replicas: groups=[[0, 1], [2, 3]]."
         )
     return rows
+
+
+def _stacked(x: tf.Tensor, rows: Sequence[Sequence[int]]) -> tf.Tensor:
+    """The values of a replica's group, stacked along a new first dimension, whatever their size is.
+
+    A body in a `tf.function` is traced once for batches of any size, and compiled for each size that occurs. A marker
+    (`xla_ops.marker`) must declare the shape of its result while the body is traced, so no marker can stand for a
+    collective of such values. A sum over replicas has the shape of its operand. So each replica puts its value into its
+    own place among zeros, and the sum holds the values of all replicas. That moves N times as many bytes as a gather.
+
+    The sum adds integers, the bits of the values, so that a NaN or a negative zero stays exactly as it is.
+
+    Args:
+        x: the replica's own value, of a known rank and of one shape on all replicas.
+        rows: the groups, of equal sizes.
+    """
+    if x.dtype.is_complex:
+        return tf.complex(_stacked(tf.math.real(x), rows), _stacked(tf.math.imag(x), rows))
+    words = _as_words(x)
+    places = tf.range(len(rows[0])) == _position(rows)
+    mask = tf.reshape(places, [-1, *([1] * words.shape.rank)])
+    mine = tf.where(mask, words[tf.newaxis], tf.zeros([], tf.int32))
+    result = _of_words(xla_ops.all_reduce(mine, rows, "Add"), x.dtype)
+    result.set_shape([len(rows[0]), *x.shape])
+    return result
+
+
+def _position(rows: Sequence[Sequence[int]]) -> tf.Tensor:
+    """The position of the replica that runs this in its group: a scalar int32 tensor."""
+    places = {replica: place for row in rows for place, replica in enumerate(row)}
+    return tf.gather(tf.constant([places[replica] for replica in range(len(places))]), xla_ops.replica_id())
+
+
+def _as_words(x: tf.Tensor) -> tf.Tensor:
+    """The bits of a value as int32, with one more dimension if a value has more than 32 bits."""
+    if x.dtype in _BITS:
+        x = tf.bitcast(x, _BITS[x.dtype])
+    return tf.cast(x, tf.int32) if x.dtype.size < 4 else tf.bitcast(x, tf.int32)
+
+
+def _of_words(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype in _BITS:
+        return tf.bitcast(tf.cast(words, _BITS[dtype]), dtype)
+    return tf.cast(words, dtype) if dtype.size < 4 else tf.bitcast(words, dtype)

@@ -45,7 +45,7 @@ from replica_engine.process import shutdown, threads
 from replica_engine.process.interrupts import wait_within
 from replica_engine.values.regroup import regroup
 from replica_engine.xla import soft_placement
-from replica_engine.xla.graph_mode import check_mode
+from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.compiled import Compiled

@@ -12,8 +12,7 @@ from replica_engine.errors.base import positive_int
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process.fork import check_not_forked
-from replica_engine.xla.body import in_body
-from replica_engine.xla.graph_mode import check_mode
+from replica_engine.xla.body import check_mode, in_body
 from replica_engine.xla.graph_op import call
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec

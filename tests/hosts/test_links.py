@@ -13,7 +13,7 @@ from helpers.workers import HEAD
 
 from replica_engine.hosts.cluster import join_address
 from replica_engine.hosts.member.links import Links
-from replica_engine.strategies.multi_worker import outages
+from replica_engine.strategies.multi_worker.job import outlast
 
 RESET = struct.pack("ii", 1, 0)
 
@@ -66,7 +66,7 @@ def test_connections_of_a_server_get_more_time():
         accepted = [each.accept()[0] for each in (server, server, other)]
         for sock in (accepted[0], accepted[2]):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
-        outages.outlast(port, 120.0)
+        outlast(port, 120.0)
         limits = [sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for sock in (*accepted, *clients)]
         assert limits == [120_000, 0, 20_000, 0, 0, 0]
         for sock in (*clients, *accepted):

@@ -17,7 +17,7 @@ from replica_engine.errors import (
 )
 from replica_engine.hosts import wire
 from replica_engine.hosts.member import BATCH
-from replica_engine.hosts.member.silence import Silence
+from replica_engine.hosts.member.connection import Silence
 
 FOLLOWS = """
 for line in sys.stdin:

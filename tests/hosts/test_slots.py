@@ -5,7 +5,7 @@ import sys
 
 from helpers.jobs import LONG
 
-from replica_engine.hosts.slots import Slots
+from replica_engine.hosts.launcher import Slots
 
 LAUNCH = [sys.executable, "-m", "replica_engine", "launch", "--workers"]
 

@@ -7,7 +7,7 @@ import threading
 from helpers.jobs import LONG, TRAIN, job
 
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.timeline import Track
 from replica_engine.telemetry.watchdog import Watch
 
 TRACK = Track("Strategy", "replica 0 of 1")
@@ -89,7 +89,7 @@ def test_the_row_of_a_worker_says_where_the_replicas_of_its_traced_step_are():
 
 RECORDS = """
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
+from replica_engine.telemetry.timeline import Track
 with timeline.timeline({path!r}), timeline.span(Track("Strategy", "replica 0 of 1"), "step of 1", "run"):
     member.meet("in the step")
 member.meet("the end")

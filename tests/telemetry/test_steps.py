@@ -6,8 +6,7 @@ import pytest
 
 from replica_engine.__main__ import main
 from replica_engine.telemetry.report import spans, steps
-from replica_engine.telemetry.timeline import Span
-from replica_engine.telemetry.trace_file import Track, write
+from replica_engine.telemetry.timeline import Span, Track, write
 
 NAMES = ["replica 0 of 2 (CPU:0)", "replica 1 of 2 (CPU:1)"]
 

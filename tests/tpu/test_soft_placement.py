@@ -465,6 +465,38 @@ class TestWhatStillCannot:
         with pytest.raises(LoweringError, match=r"AssignVariableOp at .* cannot leave the host, made by StringLength"):
             strategy.run(body, args=(tf.constant("a bc"),))
 
+    @pytest.mark.parametrize("made", ["in a loop", "by a slice"])
+    def test_what_is_told_and_has_a_shape_that_depends_on_data(self, made):
+        def body(x):
+            if made == "by a slice":
+                tf.print(x[: tf.cast(x[0], tf.int32)])
+                return x
+            step = lambda y: [2 * tf.debugging.check_numerics(y, "huge")]  # noqa: E731
+            any_size = [tf.TensorShape([None])]
+            return tf.while_loop(lambda y: y[0] < 9.0, step, [x[x > 1.0]], shape_invariants=any_size)[0][0]
+
+        with pytest.raises(LoweringError, match=r"at \S*test_soft_placement\.py.*needs a value from the devices whose"):
+            on_two(body, [tf.constant([1.0, 2.0]), tf.constant([2.0, 3.0])])
+
+    def test_a_list_of_numbers_that_a_loop_fills_on_the_host(self):
+        def body(x):
+            copied = lambda each: tf.numpy_function(lambda each: each, [each], tf.float32)  # noqa: E731
+            return tf.reduce_sum(tf.map_fn(copied, x[x > 1.0]))
+
+        with pytest.raises(LoweringError, match=r"TensorListSetItem at \S*test_soft_placement\.py.* leave the devices"):
+            on_two(body, [tf.constant([1.0, 2.0]), tf.constant([2.0, 3.0])])
+
+    def test_a_string_that_changes_in_a_loop_that_prints_it(self):
+        def body(x):
+            text = tf.constant("first")
+            for _ in tf.range(x):
+                tf.print(text)
+                text = tf.constant("later")
+            return x
+
+        with pytest.raises(LoweringError, match=r"a loop takes or returns a value of dtype string, made by Const at"):
+            on_two(body, [1, 2])
+
     def test_a_collective_of_what_cannot_leave_the_host(self):
         body = lambda text: xla.cross_replica_sum(tf.ensure_shape(tf.strings.length(tf.strings.split(text)), [2]))  # noqa: E731
         assert on_two(body, [tf.constant("a bc"), tf.constant("de f")]) == [[3, 3]] * 2

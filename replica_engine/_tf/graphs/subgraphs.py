@@ -46,6 +46,14 @@ def captured(inside: tf.Tensor) -> Any | None:
     return None
 
 
+def is_passed_on(body: Any, index: int) -> bool:
+    """Whether an iteration leaves a value of a loop unchanged."""
+    output = body.outputs[index]
+    while output.op.type in ("Identity", "IdentityN"):
+        output = output.op.inputs[output.value_index]
+    return output is body.inputs[index]
+
+
 def outermost(tensor: Any, captures: dict[Any, dict[int, Any]] | None = None) -> Any:
     """What a placeholder stands for, through all functions; any other tensor itself.
 

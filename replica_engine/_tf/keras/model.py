@@ -83,11 +83,6 @@ def has_keras_loss(model: keras.Model) -> bool:
     return getattr(type(model).compute_loss, "__module__", "").partition(".")[0] == "keras"
 
 
-def is_masked(value: Any) -> bool:
-    """Whether a layer has put a mask on a tensor."""
-    return getattr(value, "_keras_mask", None) is not None
-
-
 def is_seed(variable: keras.Variable) -> bool:
     """Whether the variable is the state of a seed generator."""
     return variable.name == "seed_generator_state"

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 
 from replica_engine.hosts import wire
-from replica_engine.hosts.member.silence import Silence
 from replica_engine.hosts.wire import BadMessageError, Lines, Message
 
 GOODBYE = 2.0  # seconds to write the last messages
+_LATE = 0.2  # seconds; a process that runs later than this after it was to has stood still
 _READ = 1 << 16
 _WRITE = selectors.EVENT_WRITE
 
@@ -147,3 +147,33 @@ class Connection:
         with contextlib.suppress(BlockingIOError):
             while self._unwritten:
                 del self._unwritten[: self._socket.send(self._unwritten)]
+
+
+class Silence:
+    """For how long nothing was heard, less the time in which this process itself did not run and could not hear.
+
+    The process of a machine that was suspended, or is much too busy, stands still.
+
+    Args:
+        now: the time, in seconds of `time.monotonic`, as all times here.
+    """
+
+    def __init__(self, now: float):
+        self._since = self._round = now
+
+    def end(self, now: float) -> None:
+        """Something has been heard."""
+        self._since = now
+
+    def seconds(self, now: float, planned: float) -> float:
+        """How long it has lasted.
+
+        Args:
+            now: the time at the end of a round of waiting and reading.
+            planned: how many seconds the round was to wait at most. What arrived while it lasted longer may be read
+                in the next round only.
+        """
+        stood_still = max(now - self._round - planned - _LATE, 0.0)
+        self._since = min(self._since + stood_still, now)
+        self._round = now
+        return now - self._since

@@ -11,11 +11,12 @@ What it guarantees:
   no worker is lost, the failure of the job names the two workers between which it broke.
 - A step that ends early in this process alone, by Ctrl-C or another exception that its program catches, ends in the
   others too. TensorFlow cancels the collectives of such a step here, and tells nobody.
-- A network that is down for less than the heartbeat limit breaks no connection (`outages`).
+- A network that is down for less than the heartbeat limit breaks no connection (`outlast`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -33,8 +34,9 @@ from replica_engine.errors import ClusterConfigError, ReplicaEngineError
 from replica_engine.hosts.addresses import check_free, held_address
 from replica_engine.hosts.cluster import COORDINATOR, split_address
 from replica_engine.hosts.joining import check_joins_once
-from replica_engine.strategies.multi_worker import outages
 
+_OWN = "/proc/self/fd"
+_TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 _KINDS = {"chief": "chief", "master": "chief"}  # of tasks in TF_CONFIG; every other task is a worker for TensorFlow
 _BROKEN = (
     tf.errors.UNAVAILABLE,
@@ -84,7 +86,7 @@ class StrategyJob:
         self.member.tell_whether_in_step(collectives.running)
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
-        self.member.on_silence(lambda: outages.outlast(self.port, 2 * self.member.heartbeat))
+        self.member.on_silence(lambda: outlast(self.port, 2 * self.member.heartbeat))
 
     def _tell_given_up(self, error: BaseException) -> None:
         if os.getpid() == self._process:
@@ -216,3 +218,41 @@ def _tasks(cluster: hosts.Cluster) -> list[tuple[str, int]]:
 
 _lock = threading.Lock()
 _joined: list[StrategyJob] = []
+
+
+def outlast(port: int, seconds: float) -> None:
+    """Gives the connections that came to a port of this process at least so many seconds without a confirmation.
+
+    gRPC has the system end each connection of TensorFlow's server on which nothing was confirmed for 20 seconds. The
+    other side may not notice, and waits for ever. So while a machine does not answer, the connections of this process'
+    server get more time: if the network comes back within the heartbeat limit, the collectives go on where they were.
+    A longer outage is a failure of the job. Only Linux tells a process its connections.
+
+    Args:
+        port: the port of a server in this process that sets a limit of its own for them.
+        seconds: how many.
+    """
+    if _TIMEOUT is None or not os.path.isdir(_OWN):
+        return
+    for name in os.listdir(_OWN):
+        with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+            _outlast(int(name), port, _TIMEOUT, int(1000 * seconds))
+
+
+def _outlast(descriptor: int, port: int, option: int, milliseconds: int) -> None:
+    """As `outlast`, for one descriptor, through a copy: the descriptor stays its owner's.
+
+    Raises:
+        OSError: the descriptor is no socket.
+    """
+    copy = os.dup(descriptor)
+    try:
+        sock = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with sock:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] != port:
+            return
+        if 0 < sock.getsockopt(socket.IPPROTO_TCP, option) < milliseconds:
+            sock.setsockopt(socket.IPPROTO_TCP, option, milliseconds)

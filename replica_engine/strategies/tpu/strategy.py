@@ -44,10 +44,9 @@ from replica_engine.strategies.validation import (
 )
 from replica_engine.values.regroup import spread
 from replica_engine.xla import own_values, shared_sums
-from replica_engine.xla.analysis.equal_values import is_equal_everywhere
-from replica_engine.xla.body import LaunchLimits, in_body
+from replica_engine.xla.analysis.differences import is_equal_everywhere
+from replica_engine.xla.body import LaunchLimits, check_mode, in_body
 from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf, use_own_values
-from replica_engine.xla.graph_mode import check_mode
 from replica_engine.xla.graph_op import call_again, call_with_numbers
 from replica_engine.xla.graph_op import plan as plan_call
 from replica_engine.xla.resolver import PjrtClusterResolver

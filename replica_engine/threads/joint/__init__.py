@@ -12,7 +12,7 @@ itself (tf.cond, tf.while_loop, a `tf.function`) into the sync point:
 - A nested `tf.function` is inlined in a graph. In eager mode one `tf.function` goes around all replicas (`functions`).
 - `graphs` notes which replica each op belongs to, and what each replica's gradient may reach. In `gradients`, backward
   is a sync point too: one gradient op for all replicas, in which each replica differentiates its part on its thread.
-- Conditions must be equal on all replicas (`conditions`); an op checks it when the graph runs.
+- Conditions must be equal on all replicas (`branches`); an op checks it when the graph runs.
 
 Replica 0 decides whether an operator is joint. A replica decides for itself only where it enters another operator than
 replica 0. Nesting costs one aborted attempt for each level. `hooks` has the places in TensorFlow where all this begins.

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import thread_state
-from replica_engine.engine import Run
-from replica_engine.threads.joint.conditions import agreed
+from replica_engine.engine import Replica, Run
+from replica_engine.errors import ReplicaMismatchError
 from replica_engine.threads.joint.gradients import Backward
 from replica_engine.threads.joint.graphs import Notes
 from replica_engine.threads.joint.operator import Built, JointOperator, Part, check_equal, flat_tensors
@@ -61,7 +61,7 @@ def build_branches(run: Run, parts: Sequence[Part]) -> list[Built]:
     first = payloads[0]
     check_equal([f"{len(each.functions)} branches" for each in payloads], operator.kind, operator.where, "branch_fns")
     selectors = [each.selector for each in payloads]
-    selector = agreed(selectors, first.kind, operator.where, run.replicas)
+    selector = _agreed(selectors, first.kind, operator.where, run.replicas)
 
     def branch(number: int) -> Callable[[], list[Any]]:
         return lambda: operator.trace([each.functions[number] for each in payloads])
@@ -82,7 +82,7 @@ def build_loop(run: Run, parts: Sequence[Part]) -> list[Built]:
     given = ["None" if each is None else "a number" for each in most]
     check_equal(given, operator.kind, operator.where, "maximum_iterations")
     if most[0] is not None:
-        options["maximum_iterations"] = agreed(most, "maximum_iterations", operator.where, run.replicas)
+        options["maximum_iterations"] = _agreed(most, "maximum_iterations", operator.where, run.replicas)
     if options.get("shape_invariants") is not None:
         options["shape_invariants"] = [each.options["shape_invariants"] for each in payloads]
     variables = [each.variables for each in payloads]
@@ -95,7 +95,7 @@ def build_loop(run: Run, parts: Sequence[Part]) -> list[Built]:
 
     def condition(*own: Any) -> Any:
         values = operator.trace(calls([each.condition for each in payloads], own))
-        return agreed(values, "tf.while_loop", operator.where, run.replicas)
+        return _agreed(values, "tf.while_loop", operator.where, run.replicas)
 
     def body(*own: Any) -> list[Any]:
         outs = operator.trace(calls([each.body for each in payloads], own))
@@ -126,3 +126,48 @@ def _built(
     inputs = operator.inputs(more)
     backward = Backward(operator.outer, [flat_tensors(out) for out in outs], inputs, operator.shared)
     return [Built(out, backward, of) for out, of in zip(outs, inputs, strict=True)]
+
+
+def _agreed(values: Sequence[Any], what: str, where: str, replicas: Sequence[Replica]) -> Any:
+    """Returns one value for all replicas: replica 0's, after a check that the others are equal.
+
+    Equal by construction, such as one tensor or equal constants, costs nothing. Otherwise an op compares the values
+    when the graph runs.
+
+    Args:
+        values: the condition, branch index or number of iterations of each replica.
+        what: the operator, such as "tf.cond".
+        where: the user's line.
+        replicas: the replicas.
+
+    Raises:
+        ReplicaMismatchError: constants that differ. Values that differ when the graph runs raise
+            tf.errors.InvalidArgumentError with the same text.
+    """
+    if all(value is values[0] for value in values):
+        return values[0]
+    tensors = [tf.convert_to_tensor(value) for value in values]
+    static = [tf.get_static_value(tensor) for tensor in tensors]
+    if any(value is None for value in static):
+        return _compared(tensors, what, where, replicas)
+    if any(value != static[0] for value in static):
+        rows = list(zip(map(str, replicas), map(str, static), strict=True))
+        raise ReplicaMismatchError.of_conditions(what, where, rows)
+    return tensors[0]
+
+
+def _compared(tensors: Sequence[tf.Tensor], what: str, where: str, replicas: Sequence[Replica]) -> tf.Tensor:
+    """Replica 0's value. When the graph runs, it waits for ops that compare the values."""
+    rows = [(str(replica), "") for replica in replicas]
+    head, *lines, tail = str(ReplicaMismatchError.of_conditions(what, where, rows)).split("\n")
+    with tf.device("CPU:0"):
+        scalars = [tf.reshape(tensor, []) for tensor in tensors]
+        data: list[Any] = [head]
+        for line, scalar in zip(lines, scalars, strict=True):
+            data += [line, scalar]
+        alike = tf.reduce_all(tf.equal(tf.stack(scalars[1:]), scalars[0]))
+        # raw_ops: tf.debugging.Assert makes a branch for the message, which costs more than the check.
+        texts = [tf.convert_to_tensor(each) for each in [*data, tail]]
+        check = tf.raw_ops.Assert(condition=alike, data=texts, summarize=1)
+        with tf.control_dependencies([check]):
+            return tf.identity(scalars[0])

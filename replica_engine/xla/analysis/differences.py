@@ -21,9 +21,12 @@ import tensorflow as tf
 from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.markers import HOST_CALL, PREFIX
-from replica_engine.xla.analysis.known_values import is_passed_on
+from replica_engine.xla.state.device_value import home_of
 
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
+
+_PLAIN = frozenset(("Add", "AddV2", "Cast", "Identity", "Maximum", "Minimum", "Mul", "Neg", "Sub"))
+_MOST = 16  # ops that are looked at
 
 
 class Reason(enum.Flag):
@@ -153,7 +156,7 @@ class Differences:
             cause = test.cause
             after = self._run(body, values, around | cause)
             joined = [
-                _joined([before, new, _Known(Reason.NONE if is_passed_on(body, index) else cause)])
+                _joined([before, new, _Known(Reason.NONE if subgraphs.is_passed_on(body, index) else cause)])
                 for index, (before, new) in enumerate(zip(values, after, strict=False))
             ]
             if joined == values:
@@ -217,3 +220,32 @@ def _variables_of(values: Sequence[_Known]) -> frozenset[int]:
 def _is_one(tensor: tf.Tensor) -> bool:
     value = tf.get_static_value(tensor)
     return value is not None and bool(np.all(value == 1))
+
+
+def is_equal_everywhere(tensor: tf.Tensor) -> bool:
+    """Whether a tensor of a body is computed of constants and of variables with one value, as the last ops tell.
+
+    `Differences` knows more, once a body is traced. This is asked while ops are made, to leave out a collective that
+    would give each replica the value that it has: a counter of steps is such a value.
+    """
+    pending, seen = [tensor], 0
+    while pending:
+        op = pending.pop().op
+        seen += 1
+        if seen > _MOST:
+            return False
+        if op.type == "ReadVariableOp":
+            if not _has_one_value(op.inputs[0]):
+                return False
+        elif op.type in _PLAIN and not op.control_inputs:
+            pending += op.inputs
+        elif op.type != "Const":
+            return False
+    return True
+
+
+def _has_one_value(handle: tf.Tensor) -> bool:
+    """Whether the variable behind a handle has one value, and what replicas assign to it is made equal."""
+    outside = next((given for given, inside in handle.graph.captures if inside is handle), handle)
+    value = home_of(outside)
+    return value is not None and value.kept_equal

@@ -1,4 +1,4 @@
-"""Values of a body that are known before it runs: those that depend on constants, shapes and the replica id only.
+"""Values of a body that are known before it runs: those that depend on constants and the replica id only.
 
 A graph is evaluated from the tensor that is asked for backwards, so that only the ops behind it run, eagerly on the
 host. Branches whose condition is known take that branch; loops whose condition is known run as often as in the program.
@@ -26,7 +26,6 @@ Place = tuple[tuple[str, int], ...]
 _LARGEST = 1 << 12  # elements; conditions and counters are small
 _STEPS = 1_000_000  # a few seconds; an iteration of a loop counts as about 100 steps
 _RUN = 10  # steps that running an op counts as
-_SHAPES = ("Shape", "ShapeN", "Size", "Rank")
 
 
 @contextlib.contextmanager
@@ -70,8 +69,6 @@ class Evaluation:
             return [self._replica]
         if op.type == "Const":
             return [self._constant(op)]
-        if op.type in _SHAPES and len(inputs) < len(op.inputs):
-            return [_shape_value(op, tensor) for tensor in op.inputs]
         if op.type in ("LogicalAnd", "LogicalOr"):
             decides = op.type == "LogicalOr"
             for each in inputs:
@@ -204,7 +201,7 @@ class GraphExecution:
         def argument(index: int) -> Value:
             if index >= len(values):
                 return None
-            return self.value(op.inputs[index]) if is_passed_on(body, index) else values[index]
+            return self.value(op.inputs[index]) if subgraphs.is_passed_on(body, index) else values[index]
 
         body = subgraphs.functions_of(op)[1]
         return GraphExecution(self._evaluation, function, argument, (*self.place, step))
@@ -215,31 +212,16 @@ class GraphExecution:
         if not functions:
             return None
         if op.type.endswith("While"):
-            if is_passed_on(functions[1], index):
+            if subgraphs.is_passed_on(functions[1], index):
                 return self.value(op.inputs[index])
             return self.iterations(op, [index])[1][index]
         taken = 0 if op.type.endswith("PartitionedCall") else self.branch_taken(op)
-        numbers = range(len(functions)) if taken is None else [taken]
-        first, *others = [self.inside(op, number).value(functions[number].outputs[index]) for number in numbers]
-        return first if all(_are_equal(first, other) for other in others) else None
-
-
-def is_passed_on(body: Any, index: int) -> bool:
-    """Whether an iteration leaves a value of a loop unchanged."""
-    output = body.outputs[index]
-    while output.op.type in ("Identity", "IdentityN"):
-        output = output.op.inputs[output.value_index]
-    return output is body.inputs[index]
+        return None if taken is None else self.inside(op, taken).value(functions[taken].outputs[index])
 
 
 def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
     """The inputs of an op that must be known to compute one of its outputs."""
-    op = tensor.op
-    if _only_passes(op):
-        return [op.inputs[tensor.value_index]]
-    if op.type in _SHAPES and all(each.shape.is_fully_defined() for each in op.inputs):
-        return []
-    return op.inputs
+    return [tensor.op.inputs[tensor.value_index]] if _only_passes(tensor.op) else tensor.op.inputs
 
 
 def _only_passes(op: tf.Operation) -> bool:
@@ -287,12 +269,6 @@ def _constant(op: tf.Operation) -> Value:
     return host_ops.constant_of(op) if _is_small(op.outputs[0]) else None
 
 
-def _are_equal(one: Value, other: Value) -> bool:
-    if one is None or other is None:
-        return False
-    return one.shape == other.shape and bool((one.numpy() == other.numpy()).all())
-
-
 def _only_computes(op: tf.Operation) -> bool:
     return (
         not op.op_def.is_stateful
@@ -301,10 +277,3 @@ def _only_computes(op: tf.Operation) -> bool:
         and all(map(_is_small, (*op.inputs, *op.outputs)))
         and host_ops.has_host_kernel(op)
     )
-
-
-def _shape_value(op: tf.Operation, tensor: tf.Tensor) -> tf.Tensor:
-    if op.type == "Rank":
-        return tf.constant(tensor.shape.rank)
-    sizes: Any = tensor.shape.num_elements() if op.type == "Size" else tensor.shape.as_list()
-    return tf.constant(sizes, op.get_attr("out_type"))

@@ -156,15 +156,8 @@ def _apart(op: tf.Operation, collective_op: tf.Operation, cause: Reason, names: 
 
 
 def _places(op: tf.Operation, decisions: Sequence[dict[_At, int | None]]) -> list[_At]:
-    """Where the replicas run a branch or loop."""
-    return [
-        at for at in dict.fromkeys(at for each in decisions for at in each) if at.op is op and _is_met(at, decisions)
-    ]
-
-
-def _is_met(at: _At, decisions: Sequence[dict[_At, int | None]]) -> bool:
-    """Whether all replicas come there. Otherwise the fault is further out."""
-    return all(at in each for each in decisions)
+    """Where all replicas run a branch or loop. Where only some come, the fault is further out."""
+    return [at for at in decisions[0] if at.op is op and all(at in each for each in decisions)]
 
 
 class _At(NamedTuple):

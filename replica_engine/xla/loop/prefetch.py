@@ -23,7 +23,6 @@ from replica_engine.pjrt.group import held_off, needed_by_a_program
 from replica_engine.process import threads
 from replica_engine.process.interrupts import MISSED
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.xla.loop.batches import BatchReader
 
 NAME = "replica_engine: inputs of a device loop"
@@ -162,7 +161,7 @@ class Prefetcher:
             self._queue.close()
 
     def _fetch(self) -> None:
-        track = Track(self._name, "feeding", order=-1)
+        track = timeline.Track(self._name, "feeding", order=-1)
         number = 1
         while number < self._iterations and (room := self._queue.wait_for_room()):
             began = time.perf_counter()

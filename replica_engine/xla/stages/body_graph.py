@@ -27,7 +27,7 @@ from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.outputs import Outputs
 from replica_engine.xla.soft_placement.piece import Source
-from replica_engine.xla.stages import results
+from replica_engine.xla.stages.program import Column, tensors_of
 from replica_engine.xla.state.device_value import home_of
 
 _numbers = itertools.count()
@@ -153,20 +153,20 @@ class BodyGraph:
         """Called when something that the function uses has died: TensorFlow forgets the variables that it created."""
         xla_ops.leave_collections(self.graph, [variable for ref in self.late if (variable := ref()) is not None])
 
-    def replicas_results(self, columns: Sequence[results.Column]) -> list[Any]:
+    def replicas_results(self, columns: Sequence[Column]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""
-        tensors = list(map(results.tensors, columns))
+        tensors = list(map(tensors_of, columns))
         return [
             self.rebuild([column[replica] for column in tensors])
             for replica in range(len(tensors[0]) if tensors else self.body.own)
         ]
 
-    def grouped_results(self, columns: Sequence[results.Column]) -> Any:
+    def grouped_results(self, columns: Sequence[Column]) -> Any:
         """What the replicas returned, regrouped; see `replicas_results`."""
         if not columns or not self._is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
         if self.body.own == 1:
-            return self.rebuild([tensor for (tensor,) in map(results.tensors, columns)])
+            return self.rebuild([tensor for (tensor,) in map(tensors_of, columns)])
         return self.rebuild(list(map(_distributed, columns)))
 
     def registered(self) -> Any:
@@ -276,8 +276,8 @@ def of_any_size(shape: Any) -> tf.TensorShape:
     return tf.TensorShape([None, *shape[1:]])
 
 
-def _distributed(column: results.Column) -> distribute.PerReplica:
-    return distribute.LaterPerReplica(column) if callable(column) else distribute.PerReplica(results.tensors(column))
+def _distributed(column: Column) -> distribute.PerReplica:
+    return distribute.LaterPerReplica(column) if callable(column) else distribute.PerReplica(tensors_of(column))
 
 
 def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
@@ -285,12 +285,8 @@ def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
     if tf.is_symbolic_tensor(outside) or callable(outside):
         return False
     if inside.dtype == tf.resource:
-        return soft_placement.is_host_resource(outside) and not _is_iterator(outside)
+        return soft_placement.is_host_resource(outside) and "Iterator" not in str(outside)
     return xla_ops.is_host_only(inside.dtype)
-
-
-def _is_iterator(handle: tf.Tensor) -> bool:
-    return "Iterator" in str(handle)
 
 
 def _made_by(output: tf.Tensor) -> tuple[str, str]:

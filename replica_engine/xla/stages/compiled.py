@@ -21,12 +21,10 @@ from replica_engine.pjrt.executable import Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes
 from replica_engine.pjrt.plans.plan import Memory, Plan
-from replica_engine.xla.graph_mode import check_mode
+from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, difference
-from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
-from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Column, column
+from replica_engine.xla.stages.program import BodyProgram, Column, column, count
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of, patience_of
 
 _logger = logging.getLogger("replica_engine")

@@ -57,7 +57,6 @@ from replica_engine.process import interrupts, threads
 from replica_engine.process.interrupts import raise_in, wait_for_ever
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.host_calls.session import Call, NoCalls, Session
 from replica_engine.xla.signature.arguments import view
@@ -343,7 +342,9 @@ class Launch:
     def _draw(self, began: float, launched: float, ended: float) -> None:
         """Adds a finished launch to the timeline."""
         name, size = self._program.name, self._devices.size
-        timeline.add(Track(self._body.name, "launch", order=-2), name, "launch", began, launched, {"replicas": size})
+        timeline.add(
+            timeline.Track(self._body.name, "launch", order=-2), name, "launch", began, launched, {"replicas": size}
+        )
         for replica in range(size):
             timeline.add(self._track(replica), name, "run", began, ended)  # it may begin before `start` returns
 
@@ -395,10 +396,10 @@ class Launch:
         seconds = time.perf_counter() - since
         return ReplicaRow(number, size, device, "in a host call", made, last, seconds, stack_of(ident), "host call")
 
-    def _track(self, replica: int) -> Track:
+    def _track(self, replica: int) -> timeline.Track:
         number, size = self._devices.first + replica, self._devices.replicas
         name = f"replica {number} of {size} ({self._devices.names[replica]})"
-        return Track(self._body.name, name, id(self._devices), replica + 1)
+        return timeline.Track(self._body.name, name, id(self._devices), replica + 1)
 
 
 def _no_wait(execution: Execution) -> None:

@@ -30,15 +30,13 @@ from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.pjrt.workers import explain as explain_by_job
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
-from replica_engine.xla.analysis import reshapes
 from replica_engine.xla.host_calls.call import HostCall
 from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.explain import explain, undividable, unreadable
+from replica_engine.xla.stages.explain import explain, reshape_by_data, undividable, unreadable
 from replica_engine.xla.stages.program import BodyProgram, Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
 from replica_engine.xla.state.device_value import axes_of, pinned
@@ -160,7 +158,7 @@ class Lowered:
             axes=self.program.layout and self.program.layout.results,
         )
         with (
-            timeline.span(Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
+            timeline.span(timeline.Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
             Watch(describe, body.limits.warn_after),
         ):
             try:
@@ -252,7 +250,9 @@ class Lowered:
             )
 
         with (
-            timeline.span(Track(body.name, "compile", order=-3), f"compile {program.name} for {topology}", "compile"),
+            timeline.span(
+                timeline.Track(body.name, "compile", order=-3), f"compile {program.name} for {topology}", "compile"
+            ),
             Watch(slow, body.limits.warn_after),
         ):
             try:
@@ -303,7 +303,7 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
         module = read(text, aliases=traced.donates)  # with an alias, the old value of a variable is overwritten
     except UnreadableModule as error:
         raise unreadable(traced, error.names, error.message, moved) from None
-    if (reshape := reshapes.shaped_by_data(traced.graph)) is not None:
+    if (reshape := reshape_by_data(traced.graph)) is not None:
         raise LoweringError.not_constant(traced.name, reshape.type, user_line(reshape))
     _check_collectives(traced, module)
     if moved and module.shaped_by_data:

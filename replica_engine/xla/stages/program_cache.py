@@ -32,7 +32,7 @@ from replica_engine.xla.signature.warm import Warm, is_one
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.results import Column
+from replica_engine.xla.stages.program import Column
 from replica_engine.xla.stages.trace import Enter, Traced, trace
 from replica_engine.xla.stages.uneven import ready_uneven
 from replica_engine.xla.state.random_numbers import RandomState

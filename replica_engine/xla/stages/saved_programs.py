@@ -38,8 +38,7 @@ from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
 from replica_engine.pjrt.trusted_paths import UntrustedPathError
 from replica_engine.process import folders
 from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.counts import count
-from replica_engine.xla.stages.program import BodyProgram
+from replica_engine.xla.stages.program import BodyProgram, count
 
 _logger = logging.getLogger("replica_engine")
 
@@ -87,7 +86,7 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
             raise InputsError.no_cache_dir(path) from None
         if not isinstance(path, str):
             raise InputsError.no_cache_dir(path)
-        path = _absolute(path)  # the current folder may change later
+        path = folders.absolute(os.path.expanduser(path)) if path else path  # the current folder may change later
     with _lock:
         _chosen[:] = [path]
 
@@ -181,11 +180,6 @@ def _folder() -> CacheFolder | None:
         _warn(warning("remote_cache_dir", text))
         return None
     return _trusted(_opened(path, cache_limit())) if path else None
-
-
-def _absolute(path: str) -> str:
-    """A path that stays the same folder when the current folder changes. An address, such as gs://..., stays."""
-    return path if not path or "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def _named_by_environment() -> str | None:

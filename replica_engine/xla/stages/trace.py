@@ -33,7 +33,6 @@ from replica_engine.errors.scopes import warn_shared_variable
 from replica_engine.errors.timeouts import table
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.trace_file import Track
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis import meetings
@@ -46,8 +45,8 @@ from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.signature.outputs import Outputs
 from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.lower import Lowered, lower
+from replica_engine.xla.stages.program import count
 from replica_engine.xla.state import initial_values
 from replica_engine.xla.state.device_value import differs_by_replica
 from replica_engine.xla.state.host_variable import HostVariable
@@ -77,7 +76,10 @@ class Traced(BodyGraph):
         Raises:
             LoweringError: the body has an op that XLA cannot compile, or a shape that is not static.
         """
-        with self._lock, timeline.span(Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"):
+        with (
+            self._lock,
+            timeline.span(timeline.Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"),
+        ):
             return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
 
 
@@ -114,7 +116,7 @@ def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body
         )
 
     with (
-        timeline.span(Track(body.name, "compile", order=-3), f"trace {source.name}", "compile"),
+        timeline.span(timeline.Track(body.name, "compile", order=-3), f"trace {source.name}", "compile"),
         Watch(describe, body.limits.warn_after),
     ):
         return _trace(source, arguments, shapes, body, enter)

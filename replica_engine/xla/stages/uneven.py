@@ -24,11 +24,9 @@ from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import of_replica
 from replica_engine.pjrt.partitions import WHOLE
 from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.counts import count
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program import BodyProgram, Shape
-from replica_engine.xla.stages.results import Column
+from replica_engine.xla.stages.program import BodyProgram, Column, Shape, count
 from replica_engine.xla.state.device_value import device_value_of
 
 Lower = Callable[[Sequence[Shape], Sequence[Shape] | None], Lowered]
