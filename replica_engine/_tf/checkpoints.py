@@ -52,8 +52,8 @@ _NOT_OURS = (
     "`TrainingState`"
 )
 
-# Also: update_checkpoint_state_internal writes the file that lists the checkpoints, file_io finds the others and deletes
-# old ones. MultiDeviceSaver.save writes the values of a checkpoint, and _get_shards_by_task reads them.
+# Also: update_checkpoint_state_internal writes the file that lists the checkpoints, file_io is what finds files and
+# deletes old ones. MultiDeviceSaver.save writes the values of a checkpoint, and _get_shards_by_task reads them.
 WRITE = Hook(_CHECKPOINT, "_write", why=_KINDS, since=_FIRST, until=_NOT_OURS)
 HELPER = Hook(_CHECKPOINT, "_async_checkpointer", why=_KINDS, since=_FIRST, until=_NOT_OURS)
 SAVE = Hook(f"{_CHECKPOINTS}.functional_saver.MultiDeviceSaver", "save", why=_KINDS, since=_FIRST, until=_NOT_OURS)
@@ -68,8 +68,8 @@ STATE = Hook(_MANAGEMENT, "update_checkpoint_state_internal", why=_CHIEF, since=
 FILES = Hook(
     _MANAGEMENT,
     "file_io",
-    why="a folder such as `lr[1]` is no pattern for `lr1`: the last checkpoint is found, and only old ones are deleted; "
-    "the chief deletes them for all workers",
+    why="a folder such as `lr[1]` is no pattern for `lr1`: the last checkpoint is found, and only old ones are "
+    "deleted; the chief deletes them for all workers",
     since=_FIRST,
     until="the first for all checkpoints",
 )

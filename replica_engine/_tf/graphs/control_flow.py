@@ -103,7 +103,6 @@ TRIAL = _hook(
 )
 WHILE_STATEMENT = _hook("autograph.operators", "while_stmt", FIRST_THREADS, "merge calls in the condition of a `while`")
 NESTED_CALL = _hook(_FUNCTION, "__call__", FIRST_THREADS, "merge calls in a nested tf.function", order=1)
-INITIALIZE = _hook(_FUNCTION, "_initialize", FIRST_THREADS, "a first call of a nested tf.function that is left")
 VECTORIZE = _hook(
     "ops.parallel_for.control_flow_ops",
     "_pfor_impl",
@@ -118,10 +117,10 @@ GRADIENT_TYPES = _hook(
     "ops.gradients_util", "PossibleTapeGradientTypes", FIRST_THREADS, "tapes count as without this library"
 )
 PUSH_TAPE = _hook(
-    "eager.backprop.GradientTape", "_push_tape", FIRST_THREADS, "tapes outlast an attempt to enter a branch alone"
-)
-POP_TAPE = _hook(
-    "eager.backprop.GradientTape", "_pop_tape", FIRST_THREADS, "how many tapes record a nested tf.function"
+    "eager.backprop.GradientTape",
+    "_push_tape",
+    FIRST_THREADS,
+    "tapes outlast an attempt to enter a branch alone; how many record a nested tf.function",
 )
 TAPE_GRADIENT = _hook(
     "eager.backprop.GradientTape", "gradient", FIRST_THREADS, "tapes outlast an attempt to enter a branch alone"
@@ -220,6 +219,16 @@ def as_recording(tape: tf.GradientTape) -> tuple[Any, bool]:
     return tape._tape, tape._recording
 
 
+def is_recording(tape: tf.GradientTape) -> bool:
+    """Whether a tape records."""
+    return bool(tape._recording)
+
+
+def is_persistent(tape: tf.GradientTape) -> bool:
+    """Whether the user has made a tape that may be asked several times."""
+    return bool(tape._persistent)
+
+
 def restore_tape(tape: tf.GradientTape, before: tuple[Any, bool]) -> None:
     """Restores a tape to its state before `gradient` was called: `gradient` ends a tape that is not persistent."""
     tape._tape, recording = before
@@ -267,8 +276,10 @@ def unlocked_afterwards(fn: Any) -> Iterator[None]:
 
 
 def forget_first_call(fn: Any) -> None:
-    """Makes the next call of a `tf.function` its first one, because the first trace was given up."""
-    fn._created_variables = fn._variable_creation_config = None
+    """Makes the next call of a `tf.function` its first one, if the first trace was given up."""
+    with fn._lock:  # another replica may be tracing it now
+        if fn._no_variable_creation_config is None:  # set at the end of the first trace
+            fn._created_variables = fn._variable_creation_config = None
 
 
 def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:

@@ -32,13 +32,11 @@ def install() -> None:
     control_flow.WHILE_STATEMENT.around(_while_stmt)
     control_flow.convert_with_hooks()
     control_flow.NESTED_CALL.around(_call)
-    control_flow.INITIALIZE.around(_initialize)
     control_flow.VECTORIZE.around(_vectorize)
     control_flow.CUSTOM_GRADIENT.around(_custom_gradient)
     control_flow.GRADIENTS.around(gradients.by_replicas)
     control_flow.GRADIENT_TYPES.around(_gradient_types)
     control_flow.PUSH_TAPE.around(_push_tape)
-    control_flow.POP_TAPE.around(_pop_tape)
     control_flow.TAPE_GRADIENT.around(_tape_gradient)
     control_flow.wrap_gradients(_gradient_of_op)
 
@@ -168,8 +166,12 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         raise MergeCallGraphError.swallowed()
 
     def plain() -> Any:
-        with control_flow.unlocked_afterwards(self):
-            result = original(self, *args, **kwargs)
+        try:
+            with control_flow.unlocked_afterwards(self):
+                result = original(self, *args, **kwargs)
+        except MergeNeeded:
+            control_flow.forget_first_call(self)
+            raise
         if context.attempts.needed:  # The trace without the merge call stays, so the function must not be called again.
             record.swallowed = True
         return result
@@ -192,15 +194,6 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         return context.attempts.enter_joint(joint)
     place = "tf.function", identity(self.python_function)
     return context.attempts.enter(place, plain, joint)
-
-
-def _initialize(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The first trace of a `tf.function`."""
-    try:
-        return original(self, *args, **kwargs)
-    except MergeNeeded:
-        control_flow.forget_first_call(self)
-        raise
 
 
 def _vectorize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -240,27 +233,19 @@ def _push_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
     context = _context()
     if context is None:
         return original(self)
-    context.attempts.tapes += 1
-    context.attempts.persistent_tapes += self._persistent
+    context.attempts.note_tape(self)
     if tf.executing_eagerly():
         return original(self)
     with control_flow.kept_after_gradient(self):
         return original(self)
 
 
-def _pop_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
-    context = _context()
-    if context is not None:
-        context.attempts.tapes -= 1
-        context.attempts.persistent_tapes -= self._persistent
-    return original(self)
-
-
 def _gradient_types(original: Callable[..., int], tensors: Sequence[Any]) -> int:
     """Which gradients tapes may be asked for: of one tape that the user did not make persistent, the first order."""
     found = original(tensors)
     context = None if tf.executing_eagerly() else _context()
-    if context is None or context.attempts.tapes > 1 or context.attempts.persistent_tapes:
+    tapes = [] if context is None else context.attempts.recording_tapes()
+    if context is None or len(tapes) > 1 or any(map(control_flow.is_persistent, tapes)):
         return found
     return control_flow.only_first_order(found)
 
