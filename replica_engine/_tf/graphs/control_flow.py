@@ -69,12 +69,6 @@ WATCH_VARIABLE = _hook(
     FIRST_COMPILED,
     "a graph that lists its variables does not use them",
 )
-BINOMIAL = _hook(
-    "ops.stateful_random_ops.Generator",
-    "binomial",
-    FIRST_COMPILED,
-    "its op has neither a kernel of XLA nor a seed for the host",
-)
 RAGGED = _hook(
     "ops.ragged.ragged_tensor.RaggedTensor",
     "__init__",
