@@ -52,9 +52,8 @@ _NOT_OURS = (
     "`TrainingState`"
 )
 
-# Also: update_checkpoint_state_internal writes the file that lists the checkpoints, _delete_file_if_exists deletes old
-# ones, file_io is what these look for files with. MultiDeviceSaver.save writes the values of a checkpoint, and
-# _get_shards_by_task reads them.
+# Also: update_checkpoint_state_internal writes the file that lists the checkpoints, file_io is what finds files and
+# deletes old ones. MultiDeviceSaver.save writes the values of a checkpoint, and _get_shards_by_task reads them.
 WRITE = Hook(_CHECKPOINT, "_write", why=_KINDS, since=_FIRST, until=_NOT_OURS)
 HELPER = Hook(_CHECKPOINT, "_async_checkpointer", why=_KINDS, since=_FIRST, until=_NOT_OURS)
 SAVE = Hook(f"{_CHECKPOINTS}.functional_saver.MultiDeviceSaver", "save", why=_KINDS, since=_FIRST, until=_NOT_OURS)
@@ -66,13 +65,13 @@ RESTORE = Hook(
     until="the second for all checkpoints",
 )
 STATE = Hook(_MANAGEMENT, "update_checkpoint_state_internal", why=_CHIEF, since=_FIRST, until=_NOT_OURS)
-DELETE = Hook(_MANAGEMENT, "_delete_file_if_exists", why=_CHIEF, since=_FIRST, until=_NOT_OURS)
 FILES = Hook(
     _MANAGEMENT,
     "file_io",
-    why="a folder such as `lr[1]` is no pattern for `lr1`: the last checkpoint is found, and only old ones are deleted",
+    why="a folder such as `lr[1]` is no pattern for `lr1`: the last checkpoint is found, and only old ones are "
+    "deleted; the chief deletes them for all workers",
     since=_FIRST,
-    until="holds for all checkpoints",
+    until="the first for all checkpoints",
 )
 NODES = Hook(
     "tensorflow.python.saved_model.save",
@@ -168,8 +167,7 @@ def take_over(saves: Saves) -> None:
     RESTORE.around(functools.partial(_read, saves))
     SAVE.around(functools.partial(_given, saves))
     STATE.around(_listed)
-    DELETE.around(_deleted)
-    FILES.put(lambda own: own if isinstance(own, _LiteralFiles) else _LiteralFiles(own))
+    FILES.put(lambda own: own if isinstance(own, _Files) else _Files(own))
 
 
 def matching(path: str) -> list[str]:
@@ -189,14 +187,23 @@ def matching(path: str) -> list[str]:
     return sorted(os.path.join(folder, each) for each in names if pattern.fullmatch(each))
 
 
-class _LiteralFiles:
+class _Files:
     """TensorFlow's module of files, for the module that lists checkpoints, finds the last one and deletes old ones."""
 
     def __init__(self, own: Any):
         self._own = own
 
     def __getattr__(self, name: str) -> Any:
-        return matching if name == "get_matching_files" else getattr(self._own, name)
+        return getattr(self._own, name)
+
+    def get_matching_files(self, path: str) -> list[str]:
+        """Returns the files that are asked for, and those of no other folder."""
+        return matching(_in_folder(path))
+
+    def delete_file(self, path: str) -> None:
+        """Deletes an old file, if this worker does not leave that to the chief."""
+        if not _leaves.get():
+            self._own.delete_file(_in_folder(path))
 
 
 def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
@@ -343,11 +350,6 @@ def _listed(
     if not _leaves.get():
         paths = paths and [_in_folder(each) for each in paths]
         original(_in_folder(save_dir), _in_folder(last), paths, *args, **kwargs)
-
-
-def _deleted(original: Callable[..., Any], path: Any) -> None:
-    if not _leaves.get():
-        original(_in_folder(path))
 
 
 def _in_folder(path: Any) -> Any:

@@ -9,6 +9,7 @@ lives on, waiting or idle, and its collectives end with an UnavailableError abou
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,13 +44,6 @@ EXECUTE = Hook(
     since=_JOINED,
     until=_NOT_FAILED,
 )
-BRANCH = Hook(
-    "tensorflow.python.ops.control_flow_v2_func_graphs.CondBranchFuncGraph",
-    "capture_call_time_value",
-    why="a function with collectives can be called in a branch of `tf.cond`",
-    since=_JOINED,
-    until="concerns only what TensorFlow fails at otherwise",
-)
 
 Launched = Callable[[], int | None]
 """Is called when a collective is about to be launched. It returns the number of the collective; None leaves that to
@@ -71,6 +65,16 @@ def abort(message: str) -> None:
     _context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
+def defer_in_branches(cross_device_ops: Any) -> None:
+    """Lets a function with collectives be called in a branch of `tf.cond`, which TensorFlow fails at.
+
+    Args:
+        cross_device_ops: what makes the collectives, if it is TensorFlow's `CollectiveAllReduce`.
+    """
+    for each in getattr(cross_device_ops, "_launchers", ()):
+        each.__class__ = _DeferringLauncher
+
+
 def note_launches(cross_device_ops: Any, describe: Describe) -> None:
     """Calls `describe` for each collective that the first device makes, which stands for all devices of the worker.
 
@@ -84,7 +88,15 @@ def note_launches(cross_device_ops: Any, describe: Describe) -> None:
     first.has_own_keys = not others  # the numbers of all devices of a worker must be equal, and the others count
 
 
-class _NotedLauncher(_Launcher):
+class _DeferringLauncher(_Launcher):
+    """Looks up the numbers of collectives when the outermost function is called."""
+
+    def _next_instance_key(self) -> Any:
+        graph = _function_graph()
+        return super()._next_instance_key() if graph is None else _at_call(graph, self._next_instance_key)
+
+
+class _NotedLauncher(_DeferringLauncher):
     """Describes each collective before it launches it."""
 
     describe: Describe
@@ -103,10 +115,8 @@ class _NotedLauncher(_Launcher):
 
     def _next_instance_key(self) -> Any:
         launched, self._launched = self._launched, None
-        graph = tf.compat.v1.get_default_graph()
-        while getattr(graph, "is_control_flow_graph", False):  # branches and loops cannot look up a value at each call
-            graph = graph.outer_graph
-        if launched is None or tf.executing_eagerly() or not graph.building_function:
+        graph = _function_graph()
+        if launched is None or graph is None:
             key = None if launched is None else launched()
             if key is None or not self.has_own_keys:
                 return super()._next_instance_key()
@@ -117,8 +127,40 @@ class _NotedLauncher(_Launcher):
             self._launched = launched
             return self._next_instance_key()
 
-        with graph.as_default():
-            return graph.capture_call_time_value(at_call, tf.TensorSpec([], tf.int32))
+        return _at_call(graph, at_call)
+
+
+def _function_graph() -> Any:
+    """The graph of the function that is being traced; None in eager mode, and in a graph of v1."""
+    if tf.executing_eagerly() or not tf.compat.v1.executing_eagerly_outside_functions():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):  # branches and loops cannot look up a value at each call
+        graph = graph.outer_graph
+    return graph if graph.building_function else None
+
+
+def _at_call(graph: Any, number: Callable[[], Any], key: Any = None) -> Any:
+    """A number that a function looks up each time when it is called eagerly.
+
+    If another function calls it, TensorFlow passes the look-up on to the graph of that call. A branch cannot look up
+    anything: "You must feed a value for placeholder tensor". So here the graph of the function around it gets it.
+    """
+    key = object() if key is None else key
+    look_ups = graph._function_captures.by_ref_external
+    is_there = key in look_ups
+    with graph.as_default():
+        placeholder = graph.capture_call_time_value(number, tf.TensorSpec([], tf.int32), key=key)
+    if not is_there:
+        own = look_ups[key]
+
+        @functools.wraps(own)
+        def passed_on() -> Any:
+            outer = _function_graph()
+            return own() if outer is None else [_at_call(outer, number, key)]
+
+        look_ups[key] = passed_on
+    return placeholder
 
 
 @contextlib.contextmanager
@@ -210,17 +252,3 @@ def _raising_statuses(execute: Callable[..., Any], args: tuple[Any, ...]) -> Any
     except tf.errors.OpError as error:
         status = _core._NotOkStatusException(error.message, error.error_code, error.experimental_payloads)
     raise status
-
-
-def defer_in_branches() -> None:
-    """Lets a function with collectives be called in a branch of `tf.cond`; only once per process.
-
-    The numbers of collectives are looked up when the outermost function is called. The graph of a branch cannot do
-    that, and TensorFlow asks it nevertheless: "You must feed a value for placeholder tensor". The graph around it can.
-    """
-
-    def by_outer_graph(_: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.outer_graph.as_default():
-            return self.outer_graph.capture_call_time_value(*args, **kwargs)
-
-    BRANCH.around(by_outer_graph)

@@ -5,6 +5,7 @@ A class of this library becomes the last base of TensorFlow's class. So what Ten
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,13 +30,6 @@ SEVERAL = Hook(
     "result of `run`: an error that says what to write",
     since=FIRST,
     until="one more base at the end; the truth of values is True as before, but for those of dtype bool",
-)
-UPDATE = Hook(
-    f"{_VALUES}.DistributedVariable",
-    "_update",
-    why="an eager update that an exception breaks off is made on all components or on none",
-    since="the first `MirroredStrategy`",
-    until="only notes which variables an update writes",
 )
 _BEFORE_TENSORFLOWS = 90  # TensorFlow's own conversion of the class has priority 100
 
@@ -68,14 +62,24 @@ def install_numbers() -> None:
     NUMBERS.put(lambda bases: bases if _Numbers in bases else (*bases, _Numbers))
 
 
-def note_writes(note: Callable[[Any], None]) -> None:
-    """Lets a function know of each distributed variable before it is assigned or added to; only once per process."""
+def note_writes(variable: Any, note: Callable[[Any], None]) -> Any:
+    """Lets a function know of a new distributed variable before it is assigned or added to; returns the variable."""
+    if isinstance(variable, distribute.DistributedVariable):
+        kind: Any = type(variable)
+        variable.__class__ = _noting(kind, note)
+    return variable
 
-    def _update(update: Callable[..., Any], self: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+
+@functools.cache
+def _noting(kind: Any, note: Callable[[Any], None]) -> Any:
+    """A class of variables that looks like TensorFlow's and differs in what it notes."""
+
+    def _update(self: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
         note(self)
-        return update(self, update_fn, value, **kwargs)
+        return kind._update(self, update_fn, value, **kwargs)
 
-    UPDATE.around(_update)
+    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind)(kind.__name__, (kind,), {**same, "_update": _update})
 
 
 def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callable[..., Any]) -> None:

@@ -172,6 +172,8 @@ class Hooks:
                 yield metric, "update_state", _update
             elif sums.has_own_update(metric):
                 yield metric, "update_state", _looked_at
+        if (compiled := keras_model.compiled_loss(self._model)) is not None:
+            yield compiled, "call", _compiled_loss
 
     def _has_weighted(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether gradients that reach the optimizer have the weight of the shard, because their loss had it."""
@@ -283,6 +285,17 @@ def _update(metric: keras.metrics.Metric) -> Callable[..., Any]:
         return own(values, sample_weight=sample_weight if share is None else share.fraction())
 
     return update_state
+
+
+def _compiled_loss(compiled: Any) -> Callable[..., Any]:
+    """The losses of `compile` together, which call each of them."""
+    own = compiled.call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with called(compiled):
+            return own(*args, **kwargs)
+
+    return call
 
 
 def _weighted(grad: Any, share: Any) -> Any:

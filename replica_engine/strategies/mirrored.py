@@ -59,6 +59,10 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
             self._cross_device_ops = CpuReduction()
 
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        """The hook that makes variables."""
+        return self._updates.noted(super()._create_variable(next_creator, **kwargs))
+
     @reduces_rows
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook that reduces many values at once, those of each dtype apart.

@@ -46,7 +46,10 @@ class Updates:
         self._running: dict[int, list[Any]] = {}
         self._broken: list[tuple[list[Any], int]] = []  # variables, and the component whose value the others get
         self._repairing = threading.RLock()
-        value_methods.note_writes(_note)
+
+    def noted(self, variable: Any) -> Any:
+        """A new variable of the strategy, of which `make` knows when it is written."""
+        return value_methods.note_writes(variable, _note)
 
     def make(self, variable: Any, fn: Callable[..., Any], args: Any, kwargs: Any, loop: Callable[..., Any]) -> Any:
         """Updates a variable.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from replica_engine._tf import variables
 from replica_engine._tf.graphs import control_flow, ragged, row_updates
 from replica_engine.diagnostics import hooks
 
@@ -15,11 +17,10 @@ def install() -> None:
     """Puts the functions of this module around TensorFlow's, once."""
     hooks.install()
     control_flow.FREED_GRADIENT.around(_custom_gradient)
-    control_flow.BINOMIAL.around(_binomial)
     control_flow.RAGGED.around(_make_ragged)
     control_flow.REPEAT.around(_repeat)
     control_flow.REPEAT_ROWS.around(_repeat)
-    row_updates.MAKE_OP.around(row_updates.update_all)
+    row_updates.MAKE_OP.around(_make_op)
 
 
 def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -30,22 +31,29 @@ def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args:
     return results
 
 
-def _binomial(
-    original: Callable[..., Any],
-    self: tf.random.Generator,
-    shape: Any,
-    counts: Any,
-    probs: Any,
-    dtype: tf.DType = tf.int32,
-    name: str | None = None,
-) -> tf.Tensor:
-    """`Generator.binomial`, whose op keeps its state on the devices and has a kernel on the host only.
+def _make_op(original: Callable[..., Any], kind: str, name: str | None = None, **given: Any) -> Any:
+    """Makes an op. XLA has no kernel for some, and the host cannot compute them, because their state is on devices."""
+    if kind == "StatefulRandomBinomial" and control_flow.in_body():
+        drawn = _binomial(**given)
+        return None, True, drawn.op, [drawn]
+    return row_updates.update_all(original, kind, name, **given)
 
-    The generator draws a seed on the devices. The host draws from it.
-    """
-    if not control_flow.in_body():
-        return original(self, shape, counts, probs, dtype, name)
-    return tf.random.stateless_binomial(shape, self.make_seeds(1)[:, 0], counts, probs, dtype, name)
+
+def _binomial(
+    resource: tf.Tensor, algorithm: Any, shape: Any, counts: tf.Tensor, probs: tf.Tensor, dtype: Any
+) -> tf.Tensor:
+    """`Generator.binomial`: the generator draws a seed on the devices, as in `make_seeds`; the host draws from it."""
+    state = tf.raw_ops.RngReadAndSkip(
+        resource=resource, alg=tf.cast(algorithm, tf.int32), delta=tf.constant(1, tf.uint64)
+    )
+    size = 1 if algorithm == tf.random.Algorithm.THREEFRY.value else 2  # of the counter; a key and padding follow
+    counter, key = (tf.bitcast(part, tf.uint64) for part in (state[:size], state[size : size + 1]))
+    integers = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, shape=[1], alg=algorithm)
+    if variables.container_of(resource) is not None:  # a generator of the scope, whose state replicas share
+        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.uint64)
+        key = integers(key=key, counter=tf.stack([replica, 0]), dtype=tf.uint64)
+    seed = tf.concat([integers(key=key, counter=counter, dtype=tf.int64), [0]], 0)
+    return tf.random.stateless_binomial(shape, seed, counts, probs, tf.dtypes.as_dtype(dtype))
 
 
 def _make_ragged(original: Callable[..., Any], self: tf.RaggedTensor, *args: Any, **kwargs: Any) -> None:

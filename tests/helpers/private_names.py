@@ -170,6 +170,8 @@ PRIVATE = (
     Private(_context, "configure_coordination_service", "leaving TensorFlow's coordination service out"),
     Private(_graph, "is_control_flow_graph", "where the numbers of collectives are looked up"),
     Private(_graph, "capture_call_time_value", "looking up the numbers of collectives at each call"),
+    Private(_graph, "_function_captures", "looking up the numbers of collectives at each call"),
+    Private(_graph._function_captures, "by_ref_external", "looking up the numbers of collectives at each call"),
     Private(CollectiveReplicaLauncher, "_next_instance_key", "overridden: says what is launched"),
     Private(CollectiveReplicaLauncher, "_all_gather", "overridden: says what is launched"),
     *(

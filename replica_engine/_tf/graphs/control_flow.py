@@ -69,12 +69,6 @@ WATCH_VARIABLE = _hook(
     FIRST_COMPILED,
     "a graph that lists its variables does not use them",
 )
-BINOMIAL = _hook(
-    "ops.stateful_random_ops.Generator",
-    "binomial",
-    FIRST_COMPILED,
-    "its op has neither a kernel of XLA nor a seed for the host",
-)
 RAGGED = _hook(
     "ops.ragged.ragged_tensor.RaggedTensor",
     "__init__",
@@ -118,10 +112,10 @@ GRADIENT_TYPES = _hook(
     "ops.gradients_util", "PossibleTapeGradientTypes", FIRST_THREADS, "tapes count as without this library"
 )
 PUSH_TAPE = _hook(
-    "eager.backprop.GradientTape", "_push_tape", FIRST_THREADS, "tapes outlast an attempt to enter a branch alone"
-)
-POP_TAPE = _hook(
-    "eager.backprop.GradientTape", "_pop_tape", FIRST_THREADS, "how many tapes record a nested tf.function"
+    "eager.backprop.GradientTape",
+    "_push_tape",
+    FIRST_THREADS,
+    "tapes outlast an attempt to enter a branch alone; how many record a nested tf.function",
 )
 TAPE_GRADIENT = _hook(
     "eager.backprop.GradientTape", "gradient", FIRST_THREADS, "tapes outlast an attempt to enter a branch alone"
@@ -218,6 +212,16 @@ def only_first_order(kind: int) -> int:
 def as_recording(tape: tf.GradientTape) -> tuple[Any, bool]:
     """The state of a tape that `restore_tape` sets again."""
     return tape._tape, tape._recording
+
+
+def is_recording(tape: tf.GradientTape) -> bool:
+    """Whether a tape records."""
+    return bool(tape._recording)
+
+
+def is_persistent(tape: tf.GradientTape) -> bool:
+    """Whether the user has made a tape that may be asked several times."""
+    return bool(tape._persistent)
 
 
 def restore_tape(tape: tf.GradientTape, before: tuple[Any, bool]) -> None:

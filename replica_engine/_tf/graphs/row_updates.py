@@ -20,7 +20,8 @@ _SPARSE, _DENSE = "ResourceSparseApply", "ResourceApply"
 MAKE_OP = Hook(
     "tensorflow.python.framework.op_def_library",
     "_apply_op_helper",
-    why="optimizers of `tf.compat.v1.train` and Keras 2 update rows of tables in compiled bodies",
+    why="in compiled bodies, optimizers of `tf.compat.v1.train` and Keras 2 update rows of tables, and "
+    "`Generator.binomial` draws",
     since=FIRST_COMPILED,
     until=OUTSIDE,
 )

@@ -39,8 +39,6 @@ _ELSEWHERE = "passes on to Keras outside the replicas of this library's strategi
 _FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
 _TRAINERS, _OPTIMIZERS = f"{MODULE}.{TRAINER}", f"{names.MODULE}.{names.OPTIMIZER}"
 _LOSSES, _AVERAGES = "keras.src.losses.loss", "tensorflow.python.ops.nn_impl_distribute"
-_TO_CALL = "whether a sum of losses is that of `compile` or of another call"
-_SCALED = "the losses of shards are scaled once"
 _ONE_REPLICA = "in a shard, one device has one replica and the whole batch"
 _INSIDE = f"{_NOT_SHARDS}. The function stays, and what it calls inside is replaced"
 _CHANGED = "gradients that a step changes are known"
@@ -104,12 +102,20 @@ CHECK_FINITE = Hook(
 REDUCE_LOSSES = Hook(
     _LOSSES, "reduce_weighted_values", why="a shard's loss counts by its samples", since=REPLICATED, until=_SHARDS
 )
-LOSS = Hook(f"{_LOSSES}.Loss", "__call__", why=_TO_CALL, since=REPLICATED, until=_SHARDS)
-LOSS_OF_COMPILE = Hook(
-    "keras.src.trainers.compile_utils.CompileLoss", "__call__", why=_TO_CALL, since=REPLICATED, until=_SHARDS
+LOSS = Hook(
+    f"{_LOSSES}.Loss",
+    "__call__",
+    why="whether a sum of losses is that of `compile` or of another call",
+    since=REPLICATED,
+    until=_SHARDS,
 )
-SCALE = Hook(_LOSSES, "scale_loss_for_distribution", why=_SCALED, since=REPLICATED, until=_SHARDS)
-UNSCALE = Hook(_LOSSES, "unscale_loss_for_distribution", why=_SCALED, since=REPLICATED, until=_SHARDS)
+BACKEND = Hook(
+    _LOSSES,
+    "backend",  # what scale_loss_for_distribution and unscale_loss_for_distribution ask first
+    why="the losses of shards are scaled once",
+    since=REPLICATED,
+    until=_SHARDS,
+)
 MEAN = Hook(
     "keras.src.metrics.reduction_metrics",
     "reduce_to_samplewise_values",
@@ -326,7 +332,7 @@ def extend_losses(
         reduce: reduces the losses of a shard; its first argument is Keras' own function.
         sample_weight: returns the weight that a `Mean` uses, from a value and the weight that was passed with it.
         in_shard: whether a shard is being computed; while it is, losses are not scaled for a strategy.
-        around_call: returns what is around the call of a loss, or of the losses of `compile`, in a shard.
+        around_call: returns what is around the call of a loss in a shard.
     """
 
     def reduced(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -337,9 +343,6 @@ def extend_losses(
             weight = sample_weight(values, weight)
         return own(values, weight, reduce_fn=reduce_fn, dtype=dtype)
 
-    def scaled(own: Callable[..., Any], value: Any) -> Any:
-        return value if in_shard() else own(value)
-
     def called(own: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         if not in_shard():
             return own(loss, *args, **kwargs)
@@ -348,10 +351,27 @@ def extend_losses(
 
     REDUCE_LOSSES.around(reduced)
     LOSS.around(called)
-    LOSS_OF_COMPILE.around(called)
-    SCALE.around(scaled)
-    UNSCALE.around(scaled)
+    BACKEND.put(lambda own: own if isinstance(own, _Backend) else _Backend(own, in_shard))
     MEAN.around(weighted)
+
+
+class _Backend:
+    """Keras' backend for its losses, which has no distribution in a shard: what is scaled for one stays as it is.
+
+    Args:
+        own: the module.
+        in_shard: whether a shard is being computed.
+    """
+
+    def __init__(self, own: Any, in_shard: Callable[[], bool]):
+        self._own, self._in_shard = own, in_shard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def backend(self) -> str:
+        """The name of the backend, by which losses know whether TensorFlow distributes them."""
+        return "" if self._in_shard() else self._own.backend()
 
 
 def extend_averages(

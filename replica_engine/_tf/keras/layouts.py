@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,16 +27,9 @@ _FIRST_DIVIDED = "the first `TPUStrategy(distribution=...)`"
 INITIALIZE = Hook(
     f"{_OPS}.core.Variable",
     "_initialize",
-    why="the path of a variable says how it is divided",
+    why="the path of a variable says how it is divided; a large value is made in parts by an initializer of Keras",
     since=_FIRST_DIVIDED,
-    until="only notes which variable Keras makes",
-)
-BY_INITIALIZER = Hook(
-    f"{_OPS}.core.Variable",
-    "_initialize_with_initializer",
-    why="a large initial value is made in parts by an initializer of Keras",
-    since=_FIRST_DIVIDED,
-    until="only notes which initializer Keras calls",
+    until="only notes which variable Keras makes, and by which initializer",
 )
 ADD_VARIABLE = Hook(
     f"{names.MODULE}.{names.OPTIMIZER}",
@@ -88,7 +83,6 @@ _making: contextvars.ContextVar[Making] = contextvars.ContextVar("replica_engine
 def watch_variables() -> None:
     """Makes `being_made` know what Keras makes; does nothing a second time."""
     INITIALIZE.around(_initialized)
-    BY_INITIALIZER.around(_by_initializer)
     ADD_VARIABLE.around(_added)
     DIVIDE.around(_divide)
     DISTRIBUTE.put(lambda _: _distribute)
@@ -110,15 +104,16 @@ def making(variable: Any, reference: Any = None, initializer: Any = None) -> Ite
 
 
 def _initialized(own: Callable[..., Any], variable: Any, value: Any) -> Any:
-    _, reference, initializer = _making.get()
-    with making(variable, reference, initializer):
+    with making(variable, _making.get().reference, _initializer_in(value)):
         return own(variable, value)
 
 
-def _by_initializer(own: Callable[..., Any], variable: Any, initializer: Any) -> Any:
-    is_keras = type(initializer).__module__.startswith(_INITIALIZERS)
-    with making(variable, _making.get().reference, initializer if is_keras else None):
-        return own(variable, initializer)
+def _initializer_in(value: Any) -> Any:
+    """Keras' own initializer that a function calls, which Keras has made of it: `lambda: initializer(shape, dtype)`."""
+    if not isinstance(value, types.FunctionType):
+        return None
+    initializer = inspect.getclosurevars(value).nonlocals.get("initializer")
+    return initializer if type(initializer).__module__.startswith(_INITIALIZERS) else None
 
 
 def _added(own: Callable[..., Any], optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:

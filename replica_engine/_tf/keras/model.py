@@ -78,6 +78,11 @@ def is_loss_of(compiled: Any, loss: Any) -> bool:
     return isinstance(compiled, _CompileLoss) and any(each.loss is loss for each in compiled._flat_losses or ())
 
 
+def compiled_loss(model: keras.Model) -> Any:
+    """What `compile` made of all losses of a model; None if there is none. It calls its attribute `call`."""
+    return getattr(model, "_compile_loss", None)
+
+
 def has_keras_loss(model: keras.Model) -> bool:
     """Whether a model adds its losses up as Keras does."""
     return getattr(type(model).compute_loss, "__module__", "").partition(".")[0] == "keras"
@@ -238,7 +243,7 @@ def variables_of(model: keras.Model) -> Iterator[keras.Variable]:
 
 def output_losses(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics that keep the loss of each output if there are several outputs."""
-    compiled = getattr(model, "_compile_loss", None)
+    compiled = compiled_loss(model)
     return [] if compiled is None else list(compiled.metrics)
 
 
@@ -396,7 +401,7 @@ def masked(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
 
 def mixes_samples(model: keras.Model) -> bool:
     """Whether a loss or metric of the model depends on the batch as a whole and is not a mean over samples."""
-    compiled = getattr(model, "_compile_loss", None)
+    compiled = compiled_loss(model)
     losses = [each.loss for each in getattr(compiled, "_flat_losses", None) or ()]
     return any(_is_of_batches(loss) for loss in losses) or any(
         isinstance(metric, _CORRELATIONS) and 0 in _axes(metric) for metric in metrics_of(model)

@@ -73,7 +73,6 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, d
     ):
         self._kind, self._count = _devices()
         self.job = job.join(cluster_resolver, self._kind, self._count)
-        collectives.defer_in_branches()
         if self.job is not None:
             collectives.start_no_coordination_service()
             self.launches = Launches(self.job.member, replica_options.timeout, replica_options.warn_after)
@@ -92,9 +91,10 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, d
                 self._cross_device_ops = WorkerReduction(ring, self.worker_devices[0], replicas, self._num_workers)
             self.saving = Saving(self.job.member, self.launches.meet)
             self.job.begin()
-            for operations in {self._cross_device_ops, self._host_cross_device_ops}:
-                if not isinstance(operations, WorkerReduction):  # which has none of its own
-                    collectives.note_launches(operations, self.launches.describe)
+        for operations in {self._cross_device_ops, self._host_cross_device_ops}:
+            collectives.defer_in_branches(operations)
+            if self.launches is not None and not isinstance(operations, WorkerReduction):  # which has none of its own
+                collectives.note_launches(operations, self.launches.describe)
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         """The hook that names the devices of this worker: all GPUs, or all logical CPUs on a machine without GPUs."""

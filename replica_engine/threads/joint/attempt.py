@@ -12,6 +12,7 @@ have another order, and the last bits of a training depend on what the process h
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,18 +62,16 @@ class Attempts:
         active: whether the replica is in an attempt now.
         needed: whether a merge call has ended the attempt.
         vectorizing: whether the replica is in code that TensorFlow will vectorize, where nothing can merge.
-        tapes: how many tapes of the replica record.
-        persistent_tapes: how many of them the user made persistent.
         asked_for: the sources for which a tape on the replica's thread is being asked.
     """
 
     def __init__(self, decisions: dict[int, Decision], leads: bool):
         self.active = self.vectorizing = False
         self._decisions, self._leads = decisions, leads
-        self.tapes = self.persistent_tapes = 0
         self.asked_for: list[Any] = []
         self._number = 0
         self.needed = False
+        self._begun: weakref.WeakSet[tf.GradientTape] = weakref.WeakSet()
         self._tapes: list[tuple[tf.GradientTape, Any]] = []
 
     def enter(self, place: Any, plain: Callable[[], Any], joint: Callable[[], Any]) -> Any:
@@ -108,6 +107,14 @@ class Attempts:
         """At the end of a branch or a body: raises again what user code may have caught."""
         if self.active and self.needed:
             raise MergeNeeded
+
+    def note_tape(self, tape: tf.GradientTape) -> None:
+        """Notes that a tape of the replica begins to record."""
+        self._begun.add(tape)
+
+    def recording_tapes(self) -> list[tf.GradientTape]:
+        """The tapes of the replica that record."""
+        return [each for each in self._begun if control_flow.is_recording(each)]
 
     def note_gradient(self, tape: tf.GradientTape) -> None:
         """Notes that a tape is about to be asked for gradients, which ends it."""

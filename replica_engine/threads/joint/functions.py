@@ -65,7 +65,7 @@ def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
     args = regroup([each.args for each in payloads], what, "args")
     kwargs = regroup([each.kwargs for each in payloads], what, "kwargs")
     _calling.operator = operator
-    depth = max(part.context.attempts.tapes for part in parts)
+    depth = max(len(part.context.attempts.recording_tapes()) for part in parts)
     is_taped = any(part.taped for part in parts)
     if is_taped and not depth:
         raise MergeCallGraphError(

@@ -38,7 +38,6 @@ def install() -> None:
     control_flow.GRADIENTS.around(gradients.by_replicas)
     control_flow.GRADIENT_TYPES.around(_gradient_types)
     control_flow.PUSH_TAPE.around(_push_tape)
-    control_flow.POP_TAPE.around(_pop_tape)
     control_flow.TAPE_GRADIENT.around(_tape_gradient)
     control_flow.wrap_gradients(_gradient_of_op)
 
@@ -195,7 +194,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
 
 
 def _initialize(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The first trace of a `tf.function`."""
+    """The first trace of a `tf.function`, by a call or by `get_concrete_function`."""
     try:
         return original(self, *args, **kwargs)
     except MergeNeeded:
@@ -240,27 +239,19 @@ def _push_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
     context = _context()
     if context is None:
         return original(self)
-    context.attempts.tapes += 1
-    context.attempts.persistent_tapes += self._persistent
+    context.attempts.note_tape(self)
     if tf.executing_eagerly():
         return original(self)
     with control_flow.kept_after_gradient(self):
         return original(self)
 
 
-def _pop_tape(original: Callable[..., Any], self: tf.GradientTape) -> Any:
-    context = _context()
-    if context is not None:
-        context.attempts.tapes -= 1
-        context.attempts.persistent_tapes -= self._persistent
-    return original(self)
-
-
 def _gradient_types(original: Callable[..., int], tensors: Sequence[Any]) -> int:
     """Which gradients tapes may be asked for: of one tape that the user did not make persistent, the first order."""
     found = original(tensors)
     context = None if tf.executing_eagerly() else _context()
-    if context is None or context.attempts.tapes > 1 or context.attempts.persistent_tapes:
+    tapes = [] if context is None else context.attempts.recording_tapes()
+    if context is None or len(tapes) > 1 or any(map(control_flow.is_persistent, tapes)):
         return found
     return control_flow.only_first_order(found)
 

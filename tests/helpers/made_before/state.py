@@ -69,6 +69,21 @@ def a_generator_of_random_numbers():
     return use
 
 
+@made_before(TPU)
+def binomial_numbers_of_a_generator():
+    generator = tf.random.Generator.from_seed(5)
+    draw = generator.binomial
+    draw([2], 8.0, 0.5)
+
+    def use(strategy):
+        generator.reset_from_seed(5)
+        fresh = tf.random.Generator.from_seed(5)
+        found, expected = (run(strategy, lambda each=each: each([9], 8.0, 0.5)) for each in (draw, fresh.binomial))
+        assert found == expected
+
+    return use
+
+
 class Module(tf.Module):
     def __init__(self):
         super().__init__()
