@@ -50,8 +50,6 @@ PRIVATE = (
     Private(_model._compile_loss, "call", "which losses are called by that of `compile`"),
     Private(_model, "_compile_metrics", "whether the metrics have been built"),
     Private(_model, "_loss_tracker", "whether compile() was called again"),
-    Private(keras.src.models.model.saving_api, "save_model", "what the chief writes for all workers"),
-    Private(keras.src.models.model.saving_api, "save_weights", "what the chief writes for all workers"),
     Private(_loss.backend, "backend", "whether losses are scaled for a strategy"),
     Private(_DataAdapter, keras_trainer.REST, "the size of a last batch that is smaller"),
     Private(_OfGenerator(iter([(0,)])), keras_trainer.KEPT, "the first batch of a generator, which still gives it"),

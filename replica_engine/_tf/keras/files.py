@@ -8,6 +8,7 @@ Keras 3.15.1.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections.abc import Callable
@@ -17,13 +18,10 @@ from replica_engine._tf.checkpoints import Worker, folder
 from replica_engine._tf.hook import FIRST_WORKERS_SCOPE, Hook
 from replica_engine._tf.keras.trainer import strategy_of
 
-SAVING = Hook(
-    "keras.src.models.model",
-    "saving_api",  # its save_model and save_weights are what the methods of a model call
-    why="the chief writes files for all workers",
-    since=FIRST_WORKERS_SCOPE,
-    until="passes on to Keras for models of other strategies",
-)
+_SAVING, _CHIEF_WRITES = "keras.src.saving.saving_api", "the chief writes files for all workers"
+_OTHERS = "passes on to Keras for models of other strategies"
+SAVE_MODEL = Hook(_SAVING, "save_model", why=_CHIEF_WRITES, since=FIRST_WORKERS_SCOPE, until=_OTHERS)
+SAVE_WEIGHTS = Hook(_SAVING, "save_weights", why=_CHIEF_WRITES, since=FIRST_WORKERS_SCOPE, until=_OTHERS)
 MAKE_FOLDER = Hook(
     "keras.src.utils.file_utils",
     "makedirs",
@@ -39,7 +37,8 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
     Args:
         worker_of: takes a model, and returns this worker; None if the model is not trained on several workers.
     """
-    SAVING.put(lambda own: own if own is None or isinstance(own, _Saving) else _Saving(own, worker_of))
+    SAVE_MODEL.around(functools.partial(_save, worker_of))
+    SAVE_WEIGHTS.around(functools.partial(_save, worker_of))
     MAKE_FOLDER.around(_make_folder)
 
 
@@ -48,32 +47,22 @@ def built_under(model: Any) -> Any:
     return getattr(model, "_distribute_strategy", None) and strategy_of(model)
 
 
-class _Saving:
-    """Keras' module that saves, for the methods of a model."""
-
-    def __init__(self, own: Any, worker_of: Callable[[Any], Worker | None]):
-        self._own, self._worker_of = own, worker_of
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def save_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by `Model.save`."""
-        return self._save(self._own.save_model, *args, **kwargs)
-
-    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by `Model.save_weights`."""
-        return self._save(self._own.save_weights, *args, **kwargs)
-
-    def _save(self, own: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        worker = self._worker_of(model)
-        if worker is None:
+def _save(
+    worker_of: Callable[[Any], Worker | None],
+    own: Callable[..., Any],
+    model: Any,
+    filepath: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    worker = worker_of(model)
+    if worker is None:
+        return own(model, filepath, *args, **kwargs)
+    with worker.saving("a model", filepath) as writes:
+        if writes:
             return own(model, filepath, *args, **kwargs)
-        with worker.saving("a model", filepath) as writes:
-            if writes:
-                return own(model, filepath, *args, **kwargs)
-            with folder() as other:
-                return own(model, pathlib.Path(other) / os.path.basename(filepath), *args, **kwargs)
+        with folder() as other:
+            return own(model, pathlib.Path(other) / os.path.basename(filepath), *args, **kwargs)
 
 
 def _make_folder(own: Callable[..., Any], path: Any) -> None:
