@@ -115,8 +115,8 @@ def stays_for_host(op: tf.Operation) -> bool:
 
 
 def runs_whole(op: tf.Operation) -> bool:
-    """Whether the host can run a branch or loop with all in it: it only computes, and TensorFlow has all kernels."""
-    if op.type not in ("StatelessIf", "StatelessCase", "StatelessWhile"):
+    """Whether the host can run a branch with all that is in it: it only computes, and TensorFlow has all kernels."""
+    if op.type not in ("StatelessIf", "StatelessCase"):
         return False
     return all(
         inner.type == "Placeholder" or host_ops.has_host_kernel(inner)

@@ -7,7 +7,7 @@ The copy is made in one pass, op by op, in the order of the program. An op is tr
   waits for the next call (`pending`).
 - It only checks something: the devices make the check, and call the host if it fails.
 - It is a branch, a loop or a call with host ops inside: it is built again around copies of its functions. Calls are
-  inlined. The host does a branch or loop itself that only computes, from or to a value that cannot leave the host.
+  inlined. The host does a branch itself that only computes, from a value that cannot leave the host.
 
 In branches and loops of the user, strings may be printed and summarized, but not worked with: the devices decide which
 branch is taken, and a string cannot leave the host.
@@ -31,6 +31,7 @@ from replica_engine.errors.programs import ROWS_OF_UNIQUE
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.pending import Pending
+from replica_engine.xla.soft_placement.piece import Source
 from replica_engine.xla.soft_placement.values import Shapes, Value
 
 
@@ -300,8 +301,7 @@ class Frame:
         def branch(graph: Any) -> Callable[[], list[tf.Tensor]]:
             def build() -> list[tf.Tensor]:
                 pending = Pending(self._rewriter.calls, self._pending.in_loop)
-                frame = self._inner(graph, inputs[1:], pending)
-                results = [frame._result(frame.value(output)) for output in graph.outputs]
+                results = self._inner(graph, inputs[1:], pending)._results(range(len(graph.outputs)))
                 pending.flush()
                 return results
 
@@ -322,31 +322,43 @@ class Frame:
     def _loop(self, op: tf.Operation, functions: list[Any], inputs: list[Value]) -> None:
         condition, body = functions
         constant = {index for index in range(len(inputs)) if subgraphs.is_passed_on(body, index)}
-        carried = [index for index in range(len(inputs)) if index not in constant]
+        numbers = {  # of the values that stay on the host, such as what tf.summary.audio has encoded in its loop
+            index: self._rewriter.calls.new_number()
+            for index, value in enumerate(inputs)
+            if index not in constant and (value.stays_on_host or value.dtype == tf.string)
+        }
+        carried = [index for index in range(len(inputs)) if index not in constant and index not in numbers]
+        for index, number in numbers.items():
+            self._pending.keep(inputs[index], number)
+        self._pending.flush()
 
         def values(tensors: Sequence[tf.Tensor]) -> list[Value]:
             found = list(inputs)
             for index, tensor in zip(carried, tensors, strict=True):
                 host_ops.keep_shape(body.inputs[index], tensor)
                 found[index] = Value.of(tensor)
+            for index, number in numbers.items():
+                found[index] = Value(inputs[index].dtype, body.inputs[index].shape, source=Source("stored", number))
             return found
 
         def goes_on(*tensors: tf.Tensor) -> tf.Tensor:
             pending = Pending(self._rewriter.calls, in_loop=True, in_condition=True)
             frame = self._inner(condition, values(tensors), pending)
             _be_scalar(frame.value(condition.outputs[0]))
-            result = frame._result(frame.value(condition.outputs[0]))
+            (result,) = frame._results([0])
             pending.flush()
             return pending.hold(result)
 
         def step(*tensors: tf.Tensor) -> list[tf.Tensor]:
             pending = Pending(self._rewriter.calls, in_loop=True)
             frame = self._inner(body, values(tensors), pending)
-            results = [frame._result(frame.value(body.outputs[index])) for index in carried]
+            results = frame._results(carried)
+            for index, number in numbers.items():
+                pending.keep(frame.value(body.outputs[index]), number)
             pending.flush()
             return results
 
-        begin = [self._result(inputs[index]) for index in carried]
+        begin = [self.on_devices(inputs[index]) for index in carried]
         shapes = [_invariant(inputs[index], body, index) for index in carried]
         parallel = op.get_attr("parallel_iterations")
         results = tf.while_loop(goes_on, step, begin, shape_invariants=shapes, parallel_iterations=parallel)
@@ -354,25 +366,31 @@ class Frame:
         for index, output in enumerate(op.outputs):
             if index in constant:
                 self._values[id(output)] = inputs[index]
+            elif index in numbers:
+                source = Source("stored", numbers[index])
+                self._values[id(output)] = Value(output.dtype, output.shape, None, source, op)
             else:
                 host_ops.keep_shape(output, on_devices[index])
                 self._values[id(output)] = Value.of(on_devices[index], op)
 
-    def _result(self, value: Value) -> tf.Tensor:
-        """A value that goes into a loop, or out of a branch or an iteration.
+    def _results(self, indices: Sequence[int]) -> list[tf.Tensor]:
+        """Results of a branch or an iteration.
 
         Raises:
-            LoweringError: it cannot leave the host.
+            LoweringError: one of them cannot leave the host.
         """
-        if value.stays_on_host:
-            what = f"dtype {value.dtype.name}" if xla_ops.is_host_only(value.dtype) else f"shape {value.shape}"
-            made = "" if value.maker is None else f", made by {value.maker.type}{at(user_line(value.maker))}"
-            raise LoweringError(
-                f"In `{self._rewriter.name}`, a branch or a loop takes or returns a value of {what}{made}, which "
-                "cannot leave the host. Declare a fixed shape, tf.ensure_shape(x, ...); or compute numbers of one "
-                "shape on the host with xla.outside_compilation(fn, ...) and xla.returns."
-            )
-        return self.on_devices(value)
+        results = []
+        for value in (self.value(self._graph.outputs[index]) for index in indices):
+            if value.stays_on_host:
+                what = f"dtype {value.dtype.name}" if xla_ops.is_host_only(value.dtype) else f"shape {value.shape}"
+                made = "" if value.maker is None else f", made by {value.maker.type}{at(user_line(value.maker))}"
+                raise LoweringError(
+                    f"In `{self._rewriter.name}`, a branch or a loop returns a value of {what}{made}, which cannot "
+                    "leave the host. Declare a fixed shape, tf.ensure_shape(x, ...); or compute numbers of one shape "
+                    "on the host with xla.outside_compilation(fn, ...) and xla.returns."
+                )
+            results.append(self.on_devices(value))
+        return results
 
 
 def _by_data(op: tf.Operation, inputs: Sequence[Value]) -> bool:
