@@ -197,8 +197,8 @@ class _Files:
         return getattr(self._own, name)
 
     def get_matching_files(self, path: str) -> list[str]:
-        """Returns the files that are asked for, and those of no other folder."""
-        return matching(_in_folder(path))
+        """Returns the files that are asked for, and those of no other folder; none to a worker that deletes none."""
+        return [] if _leaves.get() else matching(_in_folder(path))
 
     def delete_file(self, path: str) -> None:
         """Deletes an old file, if this worker does not leave that to the chief."""

@@ -68,7 +68,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         """Makes the variables of the wrapped optimizer."""
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
-        self._trainable_variables = variables  # Keras copies a list that becomes an attribute
+        self._trainable_variables = list(variables)  # a checkpoint refuses a list that its owner changes
         self.built = True
 
     @autograph.artifact

@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import numbers
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -118,7 +119,8 @@ def check_parity(
         if count is not None and positive_int(count) is None:
             raise ParityArgumentError(f"{name} must be a positive int; got {shown(count)}.")
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
-        if tolerance is not None and not (isinstance(tolerance, int | float | np.floating) and tolerance >= 0):
+        is_number = isinstance(tolerance, numbers.Real) and not isinstance(tolerance, bool)
+        if tolerance is not None and not (is_number and tolerance >= 0):
             raise ParityArgumentError(f"{name} must be a number that is not negative; got {shown(tolerance)}.")
     left_out, compared = dict[str, str](), list[Difference]()
     with distribute.outside_scopes():
@@ -180,14 +182,16 @@ class _Check:
                     found += _logged(run.evaluate(last, verbose=0, return_dict=True), f"evaluation, {rows}")
         if model.compiled and (model.optimizer is not None or not has_keras_step(model, "train_step")):
             with self._part(strategy) as run:
-                paths, start = [each.path for each in model.weights], model.get_weights()
+                weights = model.weights  # a step of the user's that makes others is refused where it is replicated
+                start = {each.path: each.numpy() for each in weights}
                 for number, (rows, batch) in enumerate(self._batches, 1):
                     where = f"step {number} of {len(self._batches)}, {rows}"
                     logs = run.fit(batch, shuffle=False, verbose=0).history
                     found += _logged({name: value for name, (value,) in logs.items()}, where, number)
-                    before, now = (dict(zip(paths, each, strict=True)) for each in (start, model.get_weights()))
-                    found.append(Numbers("weight", where, now, number, before))
-                    model.set_weights(start)
+                    now = {each.path: each.numpy() for each in weights}
+                    found.append(Numbers("weight", where, now, number, start))
+                    for each in weights:
+                        each.assign(start[each.path])
         return found
 
     @contextlib.contextmanager
@@ -260,7 +264,8 @@ def _logged(logs: dict[str, Any], where: str, step: int | None = None) -> Iterat
 def _strategies(given: Any, replicas: int, distribution: Any, left_out: dict[str, str]) -> dict[str, Any]:
     """The strategies to compare with one device, by name; notes in `left_out` those that cannot run."""
     made: dict[str, tf.distribute.Strategy] = {}
-    for each in tf.nest.flatten(("MirroredStrategy", "TPUStrategy") if given is None else given):
+    several = ("MirroredStrategy", "TPUStrategy") if given is None else given
+    for each in several if isinstance(several, Iterable) and not isinstance(several, str) else (several,):
         name = each if isinstance(each, str) else type(each).__name__
         try:
             made[f"{name} {len(made) + 1}" if name in made else name] = _strategy(each, replicas)

@@ -62,15 +62,16 @@ def check_optimizer(strategy, per_replica, name, reduction):
 
 
 @pytest.mark.replicas(2)
-def test_the_variables_of_build_are_those_of_then(strategy):
+def test_the_variables_of_build_are_those_of_then(strategy, tmp_path):
     with strategy.scope():
         weight = tf.Variable(1.0)
         optimizer = CrossReplicaOptimizer(keras.optimizers.SGD(1.0), "sum")
         asked = [weight]
         optimizer.build(asked)
-        asked[0] = tf.Variable(2.0)
+        asked.append(tf.Variable(2.0))
     strategy.run(lambda: optimizer.apply([tf.constant(0.5)]))
     assert [float(each) for each in strategy.experimental_local_results(weight)] == [0.0, 0.0]
+    tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "c"))  # TensorFlow refuses a list that was changed
 
 
 @pytest.mark.replicas(2)

@@ -160,7 +160,6 @@ PRIVATE = (
     Private(Function(lambda: None, "names"), "_experimental_autograph_options", "the same"),
     Private(Function(lambda: None, "names"), "_created_variables", "a first call that is left"),
     Private(Function(lambda: None, "names"), "_variable_creation_config", "a first call that is left"),
-    Private(Function(lambda: None, "names"), "_no_variable_creation_config", "a first call that is left"),
     Private(tf.GradientTape(), "_tape", "a tape that an attempt has asked"),
     Private(tf.GradientTape(), "_recording", "a tape that an attempt has asked"),
     Private(tf.GradientTape(), "_persistent", "a tape that an attempt has asked"),

@@ -397,6 +397,8 @@ def test_a_layer_that_is_called_twice_and_one_with_several_outputs():
         ),
         (lambda model: check_parity(model, X, replica=2), "takes no argument replica."),
         (lambda model: check_parity(model, X, steps=0), "steps must be a positive int; got 0"),
+        (lambda model: check_parity(model, X, rtol=True), "rtol must be a number that is not negative; got True"),
+        (lambda model: check_parity(model, X, atol=np.float32("nan")), "atol must be a number that is not negative"),
         (lambda model: check_parity(model, iter([]), strategies="MirroredStrategy"), "no rows"),
         (
             lambda model: check_parity(model, X, replicas=3, strategies=MirroredStrategy(["CPU:0", "CPU:1"])),
@@ -413,6 +415,30 @@ def test_in_the_scope_of_a_strategy_one_device_is_one(make):
     model = make()
     with MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         assert check_parity(model, X, Y, steps=1, batch_size=8, strategies="MirroredStrategy").ok
+
+
+def test_strategies_and_tolerances_of_any_kind(make):
+    report = check_parity(make(), X, Y, steps=1, batch_size=8, strategies={"MirroredStrategy"}, rtol=np.int64(1))
+    assert report.ok
+    assert report.strategies == ("MirroredStrategy",)
+
+
+def test_a_step_that_builds_a_layer_is_refused_with_its_name():
+    class Late(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.late = layers.Dense(1), layers.Dense(1, name="late")
+
+        def call(self, x):
+            return self.first(x)
+
+        def train_step(self, data):
+            return {"loss": tf.reduce_mean(self.late(data[0]))}
+
+    model = Late()
+    model.compile("sgd", "mse")
+    with pytest.raises(ReplicateError, match="late"):
+        check_parity(model, X, Y, steps=1, batch_size=8, strategies="MirroredStrategy")
 
 
 def test_a_list_of_inputs():

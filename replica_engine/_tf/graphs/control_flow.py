@@ -97,6 +97,7 @@ TRIAL = _hook(
 )
 WHILE_STATEMENT = _hook("autograph.operators", "while_stmt", FIRST_THREADS, "merge calls in the condition of a `while`")
 NESTED_CALL = _hook(_FUNCTION, "__call__", FIRST_THREADS, "merge calls in a nested tf.function", order=1)
+INITIALIZE = _hook(_FUNCTION, "_initialize", FIRST_THREADS, "a first call of a nested tf.function that is left")
 VECTORIZE = _hook(
     "ops.parallel_for.control_flow_ops",
     "_pfor_impl",
@@ -270,10 +271,8 @@ def unlocked_afterwards(fn: Any) -> Iterator[None]:
 
 
 def forget_first_call(fn: Any) -> None:
-    """Makes the next call of a `tf.function` its first one, if the first trace was given up."""
-    with fn._lock:  # another replica may be tracing it now
-        if fn._no_variable_creation_config is None:  # set at the end of the first trace
-            fn._created_variables = fn._variable_creation_config = None
+    """Makes the next call of a `tf.function` its first one, because the first trace was given up."""
+    fn._created_variables = fn._variable_creation_config = None
 
 
 def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:

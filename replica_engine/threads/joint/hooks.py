@@ -32,6 +32,7 @@ def install() -> None:
     control_flow.WHILE_STATEMENT.around(_while_stmt)
     control_flow.convert_with_hooks()
     control_flow.NESTED_CALL.around(_call)
+    control_flow.INITIALIZE.around(_initialize)
     control_flow.VECTORIZE.around(_vectorize)
     control_flow.CUSTOM_GRADIENT.around(_custom_gradient)
     control_flow.GRADIENTS.around(gradients.by_replicas)
@@ -166,12 +167,8 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         raise MergeCallGraphError.swallowed()
 
     def plain() -> Any:
-        try:
-            with control_flow.unlocked_afterwards(self):
-                result = original(self, *args, **kwargs)
-        except MergeNeeded:
-            control_flow.forget_first_call(self)
-            raise
+        with control_flow.unlocked_afterwards(self):
+            result = original(self, *args, **kwargs)
         if context.attempts.needed:  # The trace without the merge call stays, so the function must not be called again.
             record.swallowed = True
         return result
@@ -194,6 +191,15 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         return context.attempts.enter_joint(joint)
     place = "tf.function", identity(self.python_function)
     return context.attempts.enter(place, plain, joint)
+
+
+def _initialize(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The first trace of a `tf.function`, by a call or by `get_concrete_function`."""
+    try:
+        return original(self, *args, **kwargs)
+    except MergeNeeded:
+        control_flow.forget_first_call(self)
+        raise
 
 
 def _vectorize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

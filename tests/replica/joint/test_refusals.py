@@ -139,6 +139,22 @@ def test_a_concrete_function(refused):
     refused(lambda x: inner.get_concrete_function(x)(x), "while defining a new graph or a tf.function")
 
 
+def test_a_concrete_function_that_makes_a_variable_in_a_branch(refused):
+    """Its first trace is given up when the replicas enter the branch together, and the second one is a first one."""
+    kept = []
+
+    @tf.function
+    def inner(x):
+        if not kept:
+            kept.append(tf.Variable(2.0))
+        return total(x * kept[0])
+
+    def body(x):
+        return tf.cond(x > 0.0, lambda: inner.get_concrete_function(tf.TensorSpec([]))(x), lambda: x)
+
+    refused(body, "while defining a new graph or a tf.function")
+
+
 def test_tf_gradients_of_an_operator_that_only_merges_in_its_gradient(mirrored):
     """No tape said that the gradient would be asked for, so that each replica had entered the operator alone."""
 
