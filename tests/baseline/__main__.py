@@ -67,7 +67,7 @@ def _compare(base: pathlib.Path, only: str) -> int:
         used.update(lines)
         print(f"{difference}\n    {f'allowed: {lines[0].why}' if lines else 'NOT ALLOWED'}")
         new += [] if lines else [difference]
-    needless = [] if only else [line for line in ALLOWED if line not in used]
+    needless = [] if only else [line for line in ALLOWED if not (line.by_chance or line in used)]
     for line in needless:
         print(f"Nothing needs this line of allowed.py: {line}")
     programs = sorted({difference.program for difference in new})
