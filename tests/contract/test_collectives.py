@@ -283,8 +283,9 @@ def test_the_mean_of_a_value_that_is_the_same_everywhere_is_the_value(strategy):
 @pytest.mark.replicas(2, 4)
 def test_a_plain_value_has_no_sum_over_replicas(strategy):
     """It may be a sum already; as in TensorFlow, nothing is guessed."""
-    with pytest.raises(ValueError, match="one value for all replicas"):
-        strategy.reduce("SUM", 2.0, axis=None)
+    for value in 2.0, {"zero has a sum": 0.0, "a": [2.0]}:
+        with pytest.raises(ValueError, match=r"sum over replicas of float 2\.0 is .* one value for all replicas"):
+            strategy.reduce("SUM", value, axis=None)
 
 
 def test_reduce_of_scalars_refuses_an_axis(strategy, per_replica):
