@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import operator
 import signal
 import sys
@@ -153,3 +155,18 @@ def test_ctrl_c_while_a_turn_is_taken_leaves_the_devices_free(
             assert lock.is_free(), f"{code.co_name}, line {number}"
             number, tried = number + 1, tried + 1
     assert tried > 5
+
+
+class Killed(BaseException):
+    """What is raised in a thread."""
+
+
+@pytest.mark.parametrize(("steps", "is_raised"), [(3, True), (1000, False)], ids=["soon", "too late"])
+def test_a_thread_that_is_in_other_code_has_a_moment_to_come_back(steps, is_raised, monkeypatch):
+    asked, now = itertools.count(), itertools.count(100.0, 0.01)
+    monkeypatch.setattr(interrupts, "in_users_code", lambda thread: next(asked) >= steps)
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: None))
+    with pytest.raises(Killed) if is_raised else contextlib.nullcontext():
+        interrupts.raise_in(threading.get_ident(), Killed)
+        sum(range(10))
+    assert is_raised or next(asked) < 20
