@@ -40,7 +40,7 @@ def main() -> int:
     flags = parser.parse_args()
     chosen = [each for each in _all() if each.name.startswith(flags.only)] if flags.only else _drawn(flags)
     if not chosen:
-        parser.error(f"the name of no fault begins with {flags.only!r}; --list --count 50 shows some")
+        parser.error(f"the name of no fault begins with {flags.only!r}; see --list")
     if flags.list:
         print(*(f"{fault.name}   {fault.change}" for fault in chosen), sep="\n")
         return 0

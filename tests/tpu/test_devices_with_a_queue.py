@@ -55,6 +55,19 @@ def launches(monkeypatch, result):
     monkeypatch.setattr(Executable, "launch", launch)
 
 
+def stuck_until_set(monkeypatch):
+    """Has programs run until the event that is returned is set; before, the limit `PATIENT` runs out."""
+    ended = threading.Event()
+
+    def is_ready():
+        if not ended.is_set():
+            wait_until_time_is_up()
+        return ended.is_set()
+
+    launches(monkeypatch, Result(is_ready))
+    return ended
+
+
 def test_steps_have_the_numbers_that_they_have_without_a_queue():
     strategy = replica_engine.TPUStrategy(num_cores=2)
     with strategy.scope():
@@ -87,14 +100,7 @@ def test_the_limit_covers_the_wait_for_the_end(monkeypatch):
     with strategy.scope():
         total = tf.Variable(1.0)
     strategy.run(lambda: total.assign(2.0))
-    ended = threading.Event()
-
-    def is_ready():
-        if not ended.is_set():
-            wait_until_time_is_up()
-        return ended.is_set()
-
-    launches(monkeypatch, Result(is_ready))
+    ended = stuck_until_set(monkeypatch)
     with pytest.raises(ReplicaTimeoutError, match="The compiled program did not end") as caught:
         strategy.run(lambda: total.assign(5.0))
     assert [row.state for row in caught.value.rows] == ["running on the device"] * 2
@@ -109,14 +115,7 @@ def test_the_limit_covers_the_wait_for_a_program_of_each_replica(monkeypatch):
     values = strategy.experimental_distribute_values_from_function(
         lambda context: tf.ones([1 + context.replica_id_in_sync_group])
     )
-    ended = threading.Event()
-
-    def is_ready():
-        if not ended.is_set():
-            wait_until_time_is_up()
-        return ended.is_set()
-
-    launches(monkeypatch, Result(is_ready))
+    ended = stuck_until_set(monkeypatch)
     with pytest.raises(ReplicaTimeoutError, match="The compiled program did not end"):
         strategy.run(lambda x: 2.0 * x, args=(values,))
     ended.set()
