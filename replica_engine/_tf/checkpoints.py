@@ -52,8 +52,8 @@ _NOT_OURS = (
     "`TrainingState`"
 )
 
-# Also: update_checkpoint_state_internal writes the file that lists the checkpoints, file_io is what finds files and
-# deletes old ones. MultiDeviceSaver.save writes the values of a checkpoint, and _get_shards_by_task reads them.
+# Also: file_io is what writes the file that lists the checkpoints, finds files and deletes old ones.
+# MultiDeviceSaver.save writes the values of a checkpoint, and _get_shards_by_task reads them.
 WRITE = Hook(_CHECKPOINT, "_write", why=_KINDS, since=_FIRST, until=_NOT_OURS)
 HELPER = Hook(_CHECKPOINT, "_async_checkpointer", why=_KINDS, since=_FIRST, until=_NOT_OURS)
 SAVE = Hook(f"{_CHECKPOINTS}.functional_saver.MultiDeviceSaver", "save", why=_KINDS, since=_FIRST, until=_NOT_OURS)
@@ -64,12 +64,11 @@ RESTORE = Hook(
     since=_FIRST,
     until="the second for all checkpoints",
 )
-STATE = Hook(_MANAGEMENT, "update_checkpoint_state_internal", why=_CHIEF, since=_FIRST, until=_NOT_OURS)
 FILES = Hook(
     _MANAGEMENT,
     "file_io",
     why="a folder such as `lr[1]` is no pattern for `lr1`: the last checkpoint is found, and only old ones are "
-    "deleted; the chief deletes them for all workers",
+    "deleted; the chief lists and deletes them for all workers",
     since=_FIRST,
     until="the first for all checkpoints",
 )
@@ -80,6 +79,9 @@ NODES = Hook(
     since=FIRST_WORKERS_SCOPE,
     until="passes on to TensorFlow for what is not trained on several workers",
 )
+
+_LISTS = _checkpoint.__name__, _MANAGEMENT
+"""The modules whose callbacks write the list of checkpoints."""
 
 DATA = ".data-?????-of-?????"
 """What the names of data files have behind the prefix of a checkpoint, in TensorFlow's words."""
@@ -166,7 +168,6 @@ def take_over(saves: Saves) -> None:
     HELPER.around(functools.partial(_helped, saves))
     RESTORE.around(functools.partial(_read, saves))
     SAVE.around(functools.partial(_given, saves))
-    STATE.around(_listed)
     FILES.put(lambda own: own if isinstance(own, _Files) else _Files(own))
 
 
@@ -200,6 +201,11 @@ class _Files:
         """Returns the files that are asked for, and those of no other folder; none to a worker that deletes none."""
         return [] if _leaves.get() else matching(_in_folder(path))
 
+    def atomic_write_string_to_file(self, path: str, contents: str) -> None:
+        """Writes the list of checkpoints, if this worker does not leave that to the chief."""
+        if not _leaves.get():
+            self._own.atomic_write_string_to_file(_in_folder(path), contents)
+
     def delete_file(self, path: str) -> None:
         """Deletes an old file, if this worker does not leave that to the chief."""
         if not _leaves.get():
@@ -229,7 +235,9 @@ def _written(saves: Saves, original: Callable[..., Any], self: Any, file_prefix:
         is_moved = saves.absolute(path) != place  # the program's folder, while the checkpoint was written
         tokens = _leaves.set(not writes), _folder.set(place.removesuffix(path) if is_moved else None)
         try:
-            _checkpoint._execute_callbacks(callbacks or (), place if is_moved else path)
+            for callback in callbacks or ():
+                lists = callback.__module__ in _LISTS  # paths relative to the list's, both as they were given
+                _checkpoint._execute_callbacks([callback], path if lists or not is_moved else place)
         finally:
             _leaves.reset(tokens[0])
             _folder.reset(tokens[1])
@@ -341,15 +349,6 @@ def _exported(
             return original(obj, export_dir, *args, **kwargs)
         with folder() as own:
             return original(obj, own, *args, **kwargs)
-
-
-def _listed(
-    original: Callable[..., Any], save_dir: Any, last: Any = None, paths: Any = None, *args: Any, **kwargs: Any
-) -> None:
-    last, paths = kwargs.pop("model_checkpoint_path", last), kwargs.pop("all_model_checkpoint_paths", paths)
-    if not _leaves.get():
-        paths = paths and [_in_folder(each) for each in paths]
-        original(_in_folder(save_dir), _in_folder(last), paths, *args, **kwargs)
 
 
 def _in_folder(path: Any) -> Any:
