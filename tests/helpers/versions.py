@@ -20,6 +20,9 @@ TENSORFLOW = _minor_version(*PACKAGES)
 if not TENSORFLOW:
     raise RuntimeError(f"None of {', '.join(PACKAGES)} is installed")
 
+KERAS = _minor_version("keras-nightly", "keras")
+"""The minor version of Keras, such as (3, 15). Where both packages are installed, the files are those of the first."""
+
 JAXLIB = _minor_version("jaxlib")
 """The minor version of jaxlib, such as (0, 10); () without it."""
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.versions import KERAS
 from keras import layers, ops
 
 from replica_engine.keras import replicate_model
@@ -124,7 +125,8 @@ def test_of_as_many_indices_as_samples(trains_alike, size):
 
 @pytest.mark.parametrize("length", [6, None], ids=["known length", "unknown length"])
 def test_of_a_model_in_a_scope(both, is_tpu, alike, length):
-    options = {"length": length, "repeats": not is_tpu}
+    """Keras 3.16 traces the first step for its batch: what is repeated for a known number of samples is constant."""
+    options = {"length": length, "repeats": not is_tpu and KERAS < (3, 16)}
     alone = model_of(**options)
     alone.run_eagerly = length is not None  # which saves the time to trace it; eagerly each batch has a known length
     with both(2).scope():
