@@ -294,13 +294,11 @@ def _constants(tensor: Any) -> tuple[list[float], set[int]]:
     """The numbers in the short constants that a tensor depends on, in its graph, and the lengths of all constants."""
     found: list[float] = []
     lengths: set[int] = set()
-    pending, seen = [tensor.op], set()
-    while pending:
-        op = pending.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
-        pending += [each.op for each in (*op.inputs, *_assigned_before(op))]
+
+    def before(op: tf.Operation) -> list[tf.Operation]:
+        return [each.op for each in (*op.inputs, *_assigned_before(op))]
+
+    for op in subgraphs.reached([tensor.op], before, lambda op: op.name):
         if op.type != "Const":
             continue
         lengths.update(op.outputs[0].shape)

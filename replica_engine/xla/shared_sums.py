@@ -100,13 +100,8 @@ def _origin(tensor: tf.Tensor, body: Any) -> tf.Tensor | None:
 
 def _passed(argument: tf.Tensor, graph: Any) -> tf.Tensor | None:
     """What a nested function is called with for an argument; None if a loop changes it, or if no call is found."""
-    pending, seen = [graph], []
-    while pending:
-        seen.append(graph := pending.pop())
-        for op in filter(subgraphs.runs_functions, graph.get_operations()):
-            inner = subgraphs.functions_of(op)
-            pending += [each for each in inner if not any(each is other for other in seen)]
-            if len(inner) == 1 and inner[0] is argument.graph:
-                index = next(index for index, each in enumerate(inner[0].inputs) if each is argument)
-                return op.inputs[index]
+    for op in filter(subgraphs.runs_functions, subgraphs.everywhere(graph)):
+        inner = subgraphs.functions_of(op)
+        if len(inner) == 1 and inner[0] is argument.graph:
+            return op.inputs[next(index for index, each in enumerate(inner[0].inputs) if each is argument)]
     return None

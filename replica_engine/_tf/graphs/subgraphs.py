@@ -6,9 +6,10 @@ in the middle. A function can, because its inputs may be any tensors of the grap
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -19,6 +20,8 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 
 from replica_engine._tf import variables
+
+T = TypeVar("T")
 
 _numbers = itertools.count()
 
@@ -36,6 +39,29 @@ FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 ADDING = ("AssignAddVariableOp", "AssignSubVariableOp")
 """The types of the ops that add something to a variable."""
+
+
+def reached(start: Iterable[T], further: Callable[[T], Iterable[T]], key: Callable[[T], Any] = id) -> Iterator[T]:
+    """Some ops, tensors, graphs or names, and all that `further` leads to from them: each once, the last found first.
+
+    Those of one `key` count as one.
+    """
+    pending, seen = list(start), dict[Any, T]()
+    while pending:
+        each = pending.pop()
+        if (own := key(each)) not in seen:
+            seen[own] = each  # which keeps it: an id is its own as long as it lives
+            yield each
+            pending += further(each)
+
+
+def everywhere(graph: Any) -> Iterator[tf.Operation]:
+    """The ops of a graph, and of the functions that it runs, each function once."""
+
+    def inside(each: Any) -> list[Any]:
+        return [inner for op in each.get_operations() if runs_functions(op) for inner in functions_of(op)]
+
+    return (op for each in reached([graph], inside) for op in each.get_operations())
 
 
 def captured(inside: tf.Tensor) -> Any | None:
@@ -101,16 +127,9 @@ def runs_functions(op: tf.Operation) -> bool:
 
 def op_types_of_calls(op: tf.Operation) -> set[str]:
     """The types of all ops in the functions that an op calls: a loop, a branch or a function call."""
-    found: set[str] = set()
-    pending, seen = list(called(op.node_def)), set()
-    while pending:
-        name = pending.pop()
-        if name not in seen:
-            seen.add(name)
-            for node in _context.context().get_function_def(name).node_def:
-                found.add(node.op)
-                pending += called(node)
-    return found
+    nodes_of = functools.cache(lambda name: _context.context().get_function_def(name).node_def)
+    names = reached(called(op.node_def), lambda name: [each for node in nodes_of(name) for each in called(node)], str)
+    return {node.op for name in names for node in nodes_of(name)}
 
 
 def called(node: Any) -> Iterator[str]:

@@ -52,7 +52,7 @@ def can_be_ended(op: tf.Operation) -> bool:
 
 def python_ops(graph: Any) -> dict[str, tf.Operation]:
     """The ops that call Python in a graph and in the functions that it runs, by their tokens."""
-    return {op.get_attr("token").decode(): op for op in _ops(graph, set()) if op.type in PYTHON}
+    return {op.get_attr("token").decode(): op for op in subgraphs.everywhere(graph) if op.type in PYTHON}
 
 
 def calls_python(graph: Any) -> bool:
@@ -65,7 +65,7 @@ def calls_python(graph: Any) -> bool:
 
 def draws(graph: Any) -> bool:
     """Whether a graph, or a function that it runs, takes elements from an iterator, whose dataset may call Python."""
-    return any("Iterator" in op.type for op in _ops(graph, set()))
+    return any("Iterator" in op.type for op in subgraphs.everywhere(graph))
 
 
 def threads_in(tokens: Iterable[str]) -> dict[str, list[int]]:
@@ -87,34 +87,17 @@ def before(op: tf.Operation, passed: Iterable[tf.Operation]) -> list[tf.Operatio
 
     Of a branch, a loop or a function that is called they are the ops inside, whose lines say more than its own.
     """
-    behind = set(_needed(passed, set()))
-    return [inner for each in _needed([op], behind) for inner in (each, *_inside(each, set())) if inner.type in _WAITS]
+    behind = {*subgraphs.reached(passed, _needed)}
+    new = subgraphs.reached([op], lambda op: [each for each in _needed(op) if each not in behind])
+    return [inner for each in new if each not in behind for inner in (each, *_inside(each)) if inner.type in _WAITS]
 
 
-def _needed(ops: Iterable[tf.Operation], seen: set[tf.Operation]) -> Iterator[tf.Operation]:
-    """Some ops and all that they need, without those that were seen."""
-    pending = list(ops)
-    while pending:
-        op = pending.pop()
-        if op in seen:
-            continue
-        seen.add(op)
-        yield op
-        pending += [each.op for each in op.inputs]
-        pending += op.control_inputs
+def _needed(op: tf.Operation) -> list[tf.Operation]:
+    return [*(each.op for each in op.inputs), *op.control_inputs]
 
 
-def _ops(graph: Any, seen: set[int]) -> Iterator[tf.Operation]:
-    for op in graph.get_operations():
-        yield op
-        yield from _inside(op, seen)
-
-
-def _inside(op: tf.Operation, seen: set[int]) -> Iterator[tf.Operation]:
-    for inner in subgraphs.functions_of(op):
-        if id(inner) not in seen:
-            seen.add(id(inner))
-            yield from _ops(inner, seen)
+def _inside(op: tf.Operation) -> Iterator[tf.Operation]:
+    return (inner for graph in subgraphs.functions_of(op) for inner in subgraphs.everywhere(graph))
 
 
 def _only_tensorflow(op: tf.Operation) -> bool:

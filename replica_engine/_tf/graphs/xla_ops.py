@@ -30,7 +30,7 @@ from tensorflow.python.framework import func_graph as _func_graph
 # XLAControlFlowContext: tells TensorFlow's loops and branches that XLA compiles them.
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
 
-from replica_engine._tf.graphs import gradients, replaced_ops
+from replica_engine._tf.graphs import gradients, replaced_ops, subgraphs
 
 _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -153,14 +153,12 @@ def register(name: str, graph: Any) -> Any:
 def needed(graph: Any, also: Sequence[tf.Tensor] = ()) -> dict[str, tf.Operation]:
     """By name, the ops that a function graph's results and effects need, and those that the tensors in `also` need."""
     aside = replaced_ops.set_aside(graph)
-    found: dict[str, tf.Operation] = {}
-    pending = [*graph.control_outputs, *(tensor.op for tensor in (*graph.outputs, *also))]
-    while pending:
-        op = pending.pop()
-        if op.name not in found and op.name not in aside:
-            found[op.name] = op
-            pending += [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
-    return found
+
+    def before(op: tf.Operation) -> list[tf.Operation]:
+        return [] if op.name in aside else [*op.control_inputs, *(tensor.op for tensor in op.inputs)]
+
+    ends = [*graph.control_outputs, *(tensor.op for tensor in (*graph.outputs, *also))]
+    return {op.name: op for op in subgraphs.reached(ends, before, lambda op: op.name) if op.name not in aside}
 
 
 class _Needed:

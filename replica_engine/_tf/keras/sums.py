@@ -59,13 +59,8 @@ def has_own_update(metric: keras.metrics.Metric) -> bool:
 
 def own_metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics of a model that are of the user's own kind, also those inside others."""
-    pending, found = list(model.metrics), {}
-    while pending:
-        metric = pending.pop()
-        if id(metric) not in found:
-            found[id(metric)] = metric
-            pending += getattr(metric, "metrics", metric._metrics)
-    return [metric for metric in found.values() if has_own_update(metric)]
+    every = subgraphs.reached(model.metrics, lambda metric: getattr(metric, "metrics", metric._metrics))
+    return [metric for metric in every if has_own_update(metric)]
 
 
 def is_looking() -> bool:
@@ -250,22 +245,12 @@ class _Dependence:
     """Which tensors of a graph depend on some of its tensors."""
 
     def __init__(self, roots: Iterable[tf.Tensor]):
-        self._known = {id(root.op): True for root in roots}
+        self._roots = {root.op for root in roots}
 
     def of(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor depends on one of the roots."""
-        pending = [tensor.op]
-        while pending:
-            op = pending[-1]
-            if id(op) in self._known:
-                pending.pop()
-                continue
-            unknown = [each.op for each in op.inputs if id(each.op) not in self._known]
-            if unknown:
-                pending += unknown
-                continue
-            self._known[id(op)] = any(self._known[id(each.op)] for each in op.inputs)
-        return self._known[id(tensor.op)]
+        behind = subgraphs.reached([tensor.op], lambda op: [each.op for each in op.inputs])
+        return not self._roots.isdisjoint(behind)
 
 
 def _kind(new: tf.Tensor, own: tf.Tensor, old: _Dependence, outside: Mapping[int, tf.Tensor]) -> str:

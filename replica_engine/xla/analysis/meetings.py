@@ -47,12 +47,9 @@ class Apart(NamedTuple):
 def diverging(graph: Any, of_input: Callable[[int], Reason]) -> str:
     """The line of a branch or loop whose condition may differ between replicas, for the arguments of `check`."""
     causes = Differences(graph, of_input).conditions
-    pending = [graph]
-    for each in pending:
-        for op in each.get_operations():
-            if causes.get(id(op), Reason.NONE) & (Reason.REPLICA_ID | Reason.OWN_DATA):
-                return user_line(op) or "an unknown line"
-            pending += subgraphs.functions_of(op)
+    for op in subgraphs.everywhere(graph):
+        if causes.get(id(op), Reason.NONE) & (Reason.REPLICA_ID | Reason.OWN_DATA):
+            return user_line(op) or "an unknown line"
     return ""
 
 

@@ -77,21 +77,20 @@ def ops_behind(tensor: tf.Tensor) -> Iterator[tf.Operation]:
 
 def _tensors_behind(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
     """A tensor and all tensors of the body that it depends on. Captures of functions in the body are followed."""
-    pending, seen = [tensor], set()
-    while pending:
-        each = pending.pop()
-        if not tf.is_symbolic_tensor(each) or id(each) in seen:
-            continue
-        seen.add(id(each))
+
+    def behind(each: tf.Tensor) -> list[tf.Tensor]:
         if each.op.type != "Placeholder":
-            pending += each.op.inputs
-            yield each
-            continue
-        outside = subgraphs.captured(each)
-        if outside is not None and each.graph is not getattr(_thread, "graph", None):
-            pending.append(outside)
-        else:
-            yield each
+            return list(each.op.inputs)
+        return [outside] if tf.is_symbolic_tensor(outside := _outside(each)) else []
+
+    found = subgraphs.reached([tensor] if tf.is_symbolic_tensor(tensor) else [], behind)
+    return (each for each in found if each.op.type != "Placeholder" or _outside(each) is None)
+
+
+def _outside(placeholder: tf.Tensor) -> Any | None:
+    """What a placeholder in a function of the body stands for; None for an input of the body, or of a function."""
+    is_input = placeholder.graph is getattr(_thread, "graph", None)
+    return None if is_input else subgraphs.captured(placeholder)
 
 
 def _of_outside(tensor: tf.Tensor) -> str:

@@ -219,20 +219,22 @@ def _fails(op: tf.Operation) -> bool:
 
 def _is_of_data(tensor: tf.Tensor) -> bool:
     """Whether a value depends on more than shapes and constants, so that XLA cannot know it."""
-    pending, seen = [tensor], set()
-    while pending:
-        each = pending.pop()
-        op = each.op
-        if id(each) in seen or op.type in KNOWN_TO_XLA:
-            continue
-        seen.add(id(each))
-        if op.type == "Placeholder":
+
+    def behind(each: tf.Tensor) -> list[tf.Tensor]:
+        if each.op.type == "Placeholder":
             outside = subgraphs.captured(each)
-            if outside is None or outside.dtype == tf.resource:
-                return True
-            pending += [outside] if tf.is_symbolic_tensor(outside) else []
-        pending += op.inputs
-    return False
+            return [outside] if tf.is_symbolic_tensor(outside) else []
+        return [] if each.op.type in KNOWN_TO_XLA else list(each.op.inputs)
+
+    return any(map(_is_of_run, subgraphs.reached([tensor], behind)))
+
+
+def _is_of_run(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is an argument, or a variable that is captured."""
+    if tensor.op.type != "Placeholder":
+        return False
+    outside = subgraphs.captured(tensor)
+    return outside is None or outside.dtype == tf.resource
 
 
 def _ops_of_functions(op: tf.Operation) -> list[tf.Operation]:

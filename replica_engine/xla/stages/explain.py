@@ -65,7 +65,7 @@ def unreadable(traced: BodyGraph, names: list[str], message: str, moved: MovedBo
 
 def undividable(traced: BodyGraph) -> LoweringError:
     """The error for a body with a value whose shape depends on data, which XLA cannot divide over devices."""
-    op = next((op for op in _ops(traced.graph) if op.type in _OF_ANY_SIZE), None)
+    op = next((op for op in subgraphs.everywhere(traced.graph) if op.type in _OF_ANY_SIZE), None)
     where = user_line(op) if op is not None else ""
     return LoweringError(
         f"`{traced.name}` has a value whose shape depends on data{at(where)}, such as "
@@ -117,7 +117,7 @@ def _explain(traced: BodyGraph, text: str, where: str) -> LoweringError:
 
 def _unbounded_loop(graph: Any) -> str:
     """The line of the first loop that keeps values and has no known number of iterations; its gradient comes later."""
-    for op in _ops(graph):
+    for op in subgraphs.everywhere(graph):
         if op.type in ("While", "StatelessWhile") and any(output.dtype == tf.variant for output in op.outputs):
             most = tf.get_static_value(op.inputs[1])  # -1 stands for no maximum
             if most is None or np.all(most < 0):
@@ -137,7 +137,9 @@ def _gathers(traced: BodyGraph, message: str, moved: MovedBody | None) -> list[s
     """The gathers in the loop that a message is about, with their lines."""
     loop = _original(moved, message) if moved else next(_named(traced.graph, _node(message)), None)
     inside = (
-        {user_line(op) for graph in subgraphs.functions_of(loop) for op in _ops(graph)} if loop is not None else set()
+        {user_line(op) for graph in subgraphs.functions_of(loop) for op in subgraphs.everywhere(graph)}
+        if loop is not None
+        else set()
     )
     found = (each for each in traced.collectives if each.kind == "all_gather" and each.where in inside)
     return list(dict.fromkeys(f"{each.kind}{at(each.where)}" for each in found))
@@ -168,23 +170,13 @@ def _line(traced: BodyGraph, message: str, moved: MovedBody | None) -> str:
 
 def _named(graph: Any, name: str) -> Iterator[tf.Operation]:
     """The ops of this name in a graph, and in the functions that it runs."""
-    return (op for op in _ops(graph) if op.name == name)
-
-
-def _ops(graph: Any) -> Iterator[tf.Operation]:
-    """The ops of a graph, and of the functions that it runs."""
-    pending, seen = [graph], {id(graph)}
-    while pending:
-        for op in pending.pop().get_operations():
-            yield op
-            for inner in subgraphs.functions_of(op):
-                if id(inner) not in seen:
-                    seen.add(id(inner))
-                    pending.append(inner)
+    return (op for op in subgraphs.everywhere(graph) if op.name == name)
 
 
 _OF_DATA = frozenset({"Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
 """The ops whose results XLA gives a size that depends on data."""
+
+_SIZES = ("Shape", "Size", "ShapeN")
 
 
 def reshape_by_data(graph: Any) -> tf.Operation | None:
@@ -197,28 +189,18 @@ def reshape_by_data(graph: Any) -> tf.Operation | None:
     Args:
         graph: the body; functions that it runs count.
     """
-    pending, seen = [graph], {id(graph)}
-    while pending:
-        for op in pending.pop().get_operations():
-            if op.type == "Reshape" and op.inputs[0].shape.is_fully_defined() and _depends_on_sizes(op.inputs[1].op):
-                return op
-            for inner in subgraphs.functions_of(op):
-                if id(inner) not in seen:
-                    seen.add(id(inner))
-                    pending.append(inner)
+    for op in subgraphs.everywhere(graph):
+        if op.type == "Reshape" and op.inputs[0].shape.is_fully_defined() and _depends_on_sizes(op.inputs[1].op):
+            return op
     return None
 
 
 def _depends_on_sizes(op: tf.Operation) -> bool:
     """Whether an op depends on the size of a result of one of the ops above."""
-    pending: list[tuple[tf.Operation, bool]] = [(op, False)]
-    seen = set(pending)
-    while pending:
-        each, is_size = pending.pop()
-        is_size = is_size or each.type in ("Shape", "Size", "ShapeN")
-        if is_size and each.type in _OF_DATA:
-            return True
-        found = {(one.op, is_size) for one in each.inputs} - seen
-        seen |= found
-        pending += found
-    return False
+
+    def before(found: tuple[tf.Operation, bool]) -> list[tuple[tf.Operation, bool]]:
+        each, is_size = found
+        return [(one.op, is_size or one.op.type in _SIZES) for one in each.inputs]
+
+    found = subgraphs.reached([(op, op.type in _SIZES)], before, tuple)
+    return any(is_size and each.type in _OF_DATA for each, is_size in found)

@@ -147,21 +147,14 @@ class _Computation:
 
     def _part(self, target: tf.Operation) -> tuple[dict[str, tf.Operation], list[tf.Tensor]]:
         """The ops that make a value, back to the tensors that are computed before it; and these tensors."""
-        operations: dict[str, tf.Operation] = {}
         inputs: dict[int, tf.Tensor] = {}
-        pending = [target]
-        while pending:
-            op = pending.pop()
-            if op.name in operations:
-                continue
+
+        def before(op: tf.Operation) -> list[tf.Operation]:
             self._check(op)
-            operations[op.name] = op
-            pending += op.control_inputs
-            for tensor in op.inputs:
-                if _is_found_first(tensor):
-                    inputs[id(tensor)] = tensor
-                else:
-                    pending.append(tensor.op)
+            inputs.update((id(tensor), tensor) for tensor in op.inputs if _is_found_first(tensor))
+            return [*op.control_inputs, *(tensor.op for tensor in op.inputs if id(tensor) not in inputs)]
+
+        operations = {op.name: op for op in subgraphs.reached([target], before, lambda op: op.name)}
         return operations, list(inputs.values())
 
     def _outside_of(self, placeholder: tf.Tensor) -> tf.Tensor:
