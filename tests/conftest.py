@@ -157,6 +157,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Folders that are asked for have been read: what TensorFlow said as it started would follow pytest's last line.
+    config.pluginmanager.getplugin("capturemanager").read_global_capture()
     if not hasattr(config, "workerinput"):  # worker processes of xdist share one
         server = fork_server.Server()
         os.environ[fork_server.ADDRESS] = server.address
