@@ -480,9 +480,7 @@ def _stacked(x: tf.Tensor, rows: Sequence[Sequence[int]]) -> tf.Tensor:
     places = tf.range(len(rows[0])) == _position(rows)
     mask = tf.reshape(places, [-1, *([1] * words.shape.rank)])
     mine = tf.where(mask, words[tf.newaxis], tf.zeros([], tf.int32))
-    result = _of_words(xla_ops.all_reduce(mine, rows, "Add"), x.dtype)
-    result.set_shape([len(rows[0]), *x.shape])
-    return result
+    return _of_words(xla_ops.all_reduce(mine, rows, "Add"), x.dtype)
 
 
 def _position(rows: Sequence[Sequence[int]]) -> tf.Tensor:
