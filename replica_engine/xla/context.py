@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -63,18 +64,12 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             value: a tensor, `tf.IndexedSlices` or nested structure of them.
             options: ignored; XLA decides how to reduce.
         """
-        _check_in_run()
-        return late_weights.reduced(
-            value, lambda value: tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
-        )
+        return _of_leaves(value, lambda leaf: reduce_leaf(reduce_op, leaf))
 
     @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Like `tf.distribute.ReplicaContext.all_gather`; shapes must be equal on all replicas."""
-        _check_in_run()
-        return late_weights.reduced(
-            value, lambda value: tf.nest.map_structure(lambda leaf: gather_leaf(leaf, axis), value)
-        )
+        return _of_leaves(value, lambda leaf: gather_leaf(leaf, axis))
 
     @autograph.artifact
     def reduce_scatter(self, value: Any, axis: int = 0) -> Any:
@@ -84,10 +79,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             value: a tensor or nested structure of tensors, of equal shapes on all replicas.
             axis: the dimension to divide; its size must be a multiple of the number of replicas.
         """
-        _check_in_run()
-        return late_weights.reduced(
-            value, lambda value: tf.nest.map_structure(lambda leaf: reduce_scatter(leaf, axis), value)
-        )
+        return _of_leaves(value, lambda leaf: reduce_scatter(leaf, axis))
 
     @autograph.artifact
     def all_to_all(self, value: Any, split_axis: int, concat_axis: int) -> Any:
@@ -98,11 +90,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             split_axis: the dimension to split; its size must be a multiple of the number of replicas.
             concat_axis: the dimension to concatenate along.
         """
-        _check_in_run()
-        return late_weights.reduced(
-            value,
-            lambda value: tf.nest.map_structure(lambda leaf: all_to_all(leaf, split_axis, concat_axis), value),
-        )
+        return _of_leaves(value, lambda leaf: all_to_all(leaf, split_axis, concat_axis))
 
     def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
         """As in the context of `tf.distribute.TPUStrategy`: names a device of the replica; XLA chooses them."""
@@ -137,6 +125,12 @@ def _check_in_run() -> None:
     """Raises NotInReplicaError if no body is being traced here."""
     if in_body() is None:
         raise NotInReplicaError.used_after_run()
+
+
+def _of_leaves(value: Any, exchange: Callable[[Any], Any]) -> Any:
+    """A structure of values, each of which the replicas exchange."""
+    _check_in_run()
+    return late_weights.reduced(value, functools.partial(tf.nest.map_structure, exchange))
 
 
 _SPARSE = ("SUM", "MEAN")  # reductions of which the result of sparse values is sparse
