@@ -408,11 +408,8 @@ class DeviceValue:
 
     def _is_as_on_host(self) -> bool:
         """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
-        array = self._present()
-        for replica, value in enumerate(self._host_values()[: len(self.handles)]):
-            if not self._devices.is_equal(array, replica, value, self.axes):
-                return False
-        return True
+        array, values = self._present(), self._host_values()[: len(self.handles)]
+        return all(self._devices.is_equal(array, replica, value, self.axes) for replica, value in enumerate(values))
 
     def on_replicas(self) -> list[np.ndarray] | None:
         """The value on each replica, or None if all replicas have the same."""
@@ -512,8 +509,6 @@ def differs_by_replica(handle: tf.Tensor) -> bool:
 def pinned(handles: Sequence[tf.Tensor]) -> Iterator[None]:
     """Pins the variables behind handles, on any devices; see `DeviceValue.pinned`."""
     with contextlib.ExitStack() as stack:
-        for handle in handles:
-            device_value = getattr(handle, _MARK, None)
-            if device_value is not None:
-                stack.enter_context(device_value.pinned())
+        for device_value in filter(None, map(home_of, handles)):
+            stack.enter_context(device_value.pinned())
         yield
