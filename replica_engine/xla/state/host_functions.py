@@ -19,12 +19,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from replica_engine._tf import variables
-from replica_engine._tf.graphs import xla_ops
+from replica_engine._tf.graphs import subgraphs, xla_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CaptureError, HostAccessError
 from replica_engine.errors.base import at
@@ -84,14 +85,8 @@ class HostProgram:
                 if any(use.on_host for use in program.uses.get(device_value, ())):
                     device_value.host_reads()
 
-    def _with_callers(self) -> set[HostProgram]:
-        found, pending = set(), [self]
-        while pending:
-            program = pending.pop()
-            if program not in found:
-                found.add(program)
-                pending += program.callers
-        return found
+    def _with_callers(self) -> list[HostProgram]:
+        return list(subgraphs.reached([self], attrgetter("callers")))
 
 
 def host_program() -> HostProgram:
