@@ -77,20 +77,7 @@ def outside(kwargs: dict[str, Any]) -> dict[str, Any]:
         value = tf.convert_to_tensor(value, kwargs.get("dtype"))
     if not tf.is_symbolic_tensor(value):
         return kwargs
-    return {**kwargs, "initial_value": compute(value, name)}
-
-
-def compute(value: tf.Tensor, name: str) -> tf.Tensor:
-    """Computes a tensor of the function under construction now, on the host.
-
-    Args:
-        value: the tensor.
-        name: the name of the variable that it is for.
-
-    Raises:
-        VariableCreationError: the tensor depends on something that is known only when the function runs.
-    """
-    return _Computation(name, here()).value(value)
+    return {**kwargs, "initial_value": _Computation(name).value(value)}
 
 
 def _called_outside(fn: Callable[[], Any], name: str, dtype: Any) -> Callable[[], Any]:
@@ -105,22 +92,24 @@ def _called_outside(fn: Callable[[], Any], name: str, dtype: Any) -> Callable[[]
                 raise
             with graph.as_default():
                 value = tf.convert_to_tensor(fn(), dtype)
-        return compute(value, name) if tf.is_symbolic_tensor(value) else value
+        return _Computation(name).value(value) if tf.is_symbolic_tensor(value) else value
 
     return call
 
 
 class _Computation:
-    """Computes one initial value.
+    """Computes one initial value, a tensor of the function under construction, now and on the host.
 
     Args:
-        name: the name of the variable.
-        where: the user's line that creates it.
+        name: the name of the variable that is created here.
+
+    Raises:
+        VariableCreationError: the tensor depends on something that is known only when the function runs.
     """
 
-    def __init__(self, name: str, where: str):
+    def __init__(self, name: str):
         self._name = name
-        self._where = where
+        self._where = here()
         known = getattr(_thread, "known", None)
         self._known: dict[int, tuple[tf.Tensor, tf.Tensor]] = {} if known is None else known
 
@@ -133,7 +122,8 @@ class _Computation:
         if (original := replaced_ops.original(tensor)) is not None:
             return self.value(original)
         if tensor.op.type == "XlaReplicaId":
-            return _replica_0()
+            with tf.init_scope():
+                return tf.zeros([], tf.int32)
         if tensor.op.type == "Placeholder":
             return self.value(self._outside_of(tensor))
         has_state = _has_state(tensor.op)
@@ -206,8 +196,3 @@ def _is_found_first(tensor: tf.Tensor) -> bool:
 def _has_state(op: tf.Operation) -> bool:
     """Whether an op must run only once. An op that makes a handle runs together with the ops that use the handle."""
     return subgraphs.is_stateful(op) and not any(each.dtype in (tf.resource, tf.variant) for each in op.outputs)
-
-
-def _replica_0() -> tf.Tensor:
-    with tf.init_scope():
-        return tf.zeros([], tf.int32)
