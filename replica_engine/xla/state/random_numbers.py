@@ -150,14 +150,16 @@ def _categorical(seed: tf.Tensor, logits: tf.Tensor, count: tf.Tensor, dtype: tf
 
 
 _Make = Callable[[tf.Tensor, Sequence[Any], Callable[[str], Any]], tf.Tensor]
+
+
+def _philox(kind: str) -> _Make:
+    return lambda seed, inputs, attribute: philox.drawn(kind, inputs[0], seed, attribute("dtype"))
+
+
 _STATELESS: dict[str, _Make] = {
-    "RandomStandardNormal": lambda seed, inputs, attribute: philox.drawn(
-        philox.NORMAL, inputs[0], seed, attribute("dtype")
-    ),
-    "RandomUniform": lambda seed, inputs, attribute: philox.drawn(philox.UNIFORM, inputs[0], seed, attribute("dtype")),
-    "TruncatedNormal": lambda seed, inputs, attribute: philox.drawn(
-        philox.TRUNCATED_NORMAL, inputs[0], seed, attribute("dtype")
-    ),
+    "RandomStandardNormal": _philox(philox.NORMAL),
+    "RandomUniform": _philox(philox.UNIFORM),
+    "TruncatedNormal": _philox(philox.TRUNCATED_NORMAL),
     "RandomUniformInt": lambda seed, inputs, attribute: tf.random.stateless_uniform(
         inputs[0], seed, inputs[1], inputs[2], dtype=inputs[1].dtype
     ),
