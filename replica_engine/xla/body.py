@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -79,28 +79,12 @@ class LaunchLimits(NamedTuple):
     warn_after: float | None = None
 
 
-class RandomSource(Protocol):
-    """The source that the random ops of a body draw from; see `state.random_numbers`."""
-
-    def replacement(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
-        """The results of a new random op, drawn from this source; None if the op's own are right."""
-
-    def drawn_by_each(self, inputs: Sequence[Any], first: tf.Tensor, size: int) -> list[tf.Tensor] | None:
-        """What each of `size` replicas reads of a generator of the user's, if replica 0 reads `first`; None if that."""
-
-    def owns(self, handle: tf.Tensor) -> bool:
-        """Whether a handle belongs to the state of this source."""
-
-    def of_initial_values(self) -> tf.Tensor:
-        """The handle of a state on the host, for initial values of variables to draw from."""
-
-
 class Body:
     """A replicated body that is being traced on this thread.
 
     Args:
         size: the number of replicas.
-        random: the source that its random ops draw from.
+        random: what its random ops draw from, a `state.random_numbers.RandomState`.
         order: the order of its host calls, a `host_calls.call.CallOrder`.
         name: the name of the strategy that runs it, for timelines.
         limits: how long a launch may take.
@@ -114,7 +98,7 @@ class Body:
         launches: records of the most recent launches.
         launched: the number of launches so far.
         steps: the number of the user's steps so far that replicas make together; a device loop has several in a launch.
-        random: the source that its random ops draw from.
+        random: what its random ops draw from.
         told: what has been warned of.
         shared: the plain variables that have been warned of.
         last_program: a weak reference to the `Compiled` that was launched last; None before the first.
@@ -126,7 +110,7 @@ class Body:
     def __init__(
         self,
         size: int,
-        random: RandomSource,
+        random: Any,
         order: Any,
         name: str = "xla",
         limits: LaunchLimits | None = None,
@@ -165,22 +149,20 @@ class Body:
     @contextlib.contextmanager
     def entered(self, host_calls: Any, collectives: list[CollectiveCall]) -> Iterator[None]:
         """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
-        before = in_body(), getattr(_thread, "calls", None), getattr(_thread, "collectives", None)
-        _thread.body, _thread.calls, _thread.collectives = self, host_calls, collectives
-        try:
-            with (
-                xla_ops.xla_context(),
-                replaced_ops.intercepted(
-                    lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op),
-                    lambda inputs, first: self.random.drawn_by_each(inputs, first, self.size),
-                    corrected_ops.KINDS,
-                ),
-                made_ops.seen(corrected_ops.CHANGED),
-                array_writes.checked(),
-            ):
-                yield
-        finally:
-            _thread.body, _thread.calls, _thread.collectives = before
+        with (
+            scoped.attribute(_thread, "body", self),
+            scoped.attribute(_thread, "calls", host_calls),
+            scoped.attribute(_thread, "collectives", collectives),
+            xla_ops.xla_context(),
+            replaced_ops.intercepted(
+                lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op),
+                lambda inputs, first: self.random.drawn_by_each(inputs, first, self.size),
+                corrected_ops.KINDS,
+            ),
+            made_ops.seen(corrected_ops.CHANGED),
+            array_writes.checked(),
+        ):
+            yield
 
 
 class HostCallSite(NamedTuple):

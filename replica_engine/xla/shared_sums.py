@@ -18,6 +18,7 @@ from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import subgraphs
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import ReplicaValueError
+from replica_engine.process import scoped
 from replica_engine.xla.body import in_body
 from replica_engine.xla.signature import argument_names
 
@@ -42,11 +43,8 @@ class SharedSums:
         Raises:
             ReplicaValueError: at the end, if the body adds up a tensor from outside.
         """
-        before, _thread.sums = getattr(_thread, "sums", None), self
-        try:
+        with scoped.attribute(_thread, "sums", self):
             yield
-        finally:
-            _thread.sums = before
         graph = variables.graph()
         for tensor, where in self._added:
             origin = _origin(tensor, graph)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from replica_engine._tf import variables
 from replica_engine._tf.graphs import subgraphs
+from replica_engine.process import scoped
 
 _PLACE = re.compile(r"(args|kwargs)\[(?:(\d+)|'(\w+)')\](.*)", re.DOTALL)
 _thread = threading.local()
@@ -28,15 +29,13 @@ def named(fn: Callable[..., Any], tensors: Sequence[tf.Tensor], places: Sequence
         places: the paths of the tensors in the arguments: "args[0]['x']".
         skip: how many arguments come before the first one that `places` counts.
     """
-    before = _named(), getattr(_thread, "graph", None)
     described = [f"the argument `{_parameter(fn, place, skip)}` of `{_name(fn)}`" for place in places]
-    _thread.named = [*before[0], *zip(tensors, described, strict=True)]
-    if not skip:  # otherwise the function is only a part of the body
-        _thread.graph = variables.graph()
-    try:
+    graph = getattr(_thread, "graph", None) if skip else variables.graph()  # with `skip` it is only a part of the body
+    with (
+        scoped.attribute(_thread, "named", [*_named(), *zip(tensors, described, strict=True)]),
+        scoped.attribute(_thread, "graph", graph),
+    ):
         yield
-    finally:
-        _thread.named, _thread.graph = before
 
 
 def of(placeholder: tf.Tensor) -> str:
@@ -100,7 +99,7 @@ def _of_outside(tensor: tf.Tensor) -> str:
 
 
 def _named() -> list[tuple[tf.Tensor, str]]:
-    return getattr(_thread, "named", [])
+    return getattr(_thread, "named", None) or []
 
 
 def _name(fn: Callable[..., Any]) -> str:
