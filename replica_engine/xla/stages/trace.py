@@ -60,10 +60,10 @@ Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 class Traced(BodyGraph):
     """A replica body as a graph, the first of the stages that users can look at."""
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args: Any, added: dict[int, str], sums: SharedSums):
         super().__init__(*args)
-        self.added: dict[int, str] = {}  # see `_additions_noted`
-        self.sums = SharedSums()
+        self.added = added  # see `_additions_noted`
+        self.sums = sums
         self._lock = threading.Lock()
 
     def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
@@ -136,9 +136,8 @@ def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Bod
                 "Create them once: before the run, under `with strategy.scope():`, or in the first run only, and keep "
                 "them in an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
             )
-    late = [weakref.ref(variable) for variable, _ in created]
     _check_meetings(traced, arguments)
-    traced.late = late
+    traced.late = [weakref.ref(variable) for variable, _ in created]
     return traced
 
 
@@ -180,10 +179,8 @@ def _trace_once(
         for closure in host_calls.closures:
             closure.settle()
         kept = [variable for variable, _ in created]
-        traced = Traced(source.name, graph, body, arguments, outputs[-1], host_calls, collectives, source.fn, kept)
-        traced.added = added
-        traced.sums = sums
-        return traced, created
+        about = (source.name, graph, body, arguments, outputs[-1], host_calls, collectives, source.fn, kept)
+        return Traced(*about, added=added, sums=sums), created
     raise failure
 
 
