@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import weakref
@@ -113,11 +114,7 @@ class Compiled:
             A function that waits for the results, and returns what `run` does.
         """
         launch, results = self._launched(slots, captured, step)
-
-        def columns() -> list[Column]:
-            return self._columns_of(launch, results, as_arrays)
-
-        return columns
+        return functools.partial(self._columns_of, launch, results, as_arrays)
 
     def arrays(self) -> list[Array]:
         """Runs a program without arguments. Returns its results where they are, on the devices."""
