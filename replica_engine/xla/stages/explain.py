@@ -22,11 +22,6 @@ _OF_ANY_SIZE = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCo
 _NODE = re.compile(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}")
 
 
-def _original(moved: MovedBody, message: str) -> tf.Operation | None:
-    """The op of the body that XLA's message is about."""
-    return moved.originals.get(_node(message))
-
-
 def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> LoweringError:
     """The error that the user gets for an error of XLA's compiler."""
     text = str(error)
@@ -48,12 +43,9 @@ def unreadable(traced: BodyGraph, names: list[str], message: str, moved: MovedBo
         message: what jaxlib says; "" for an operation that has no form in StableHLO.
         moved: the body with its host ops moved.
     """
-    for name in names:
-        op = (moved.originals.get(name) if moved else None) or next(_named(traced.graph, name), None)
-        if op is not None:
-            break
-    else:
-        op, name = None, ""
+    originals = moved.originals if moved else {}
+    ops = {name: originals.get(name) or next(_named(traced.graph, name), None) for name in names}
+    name, op = next((found for found in ops.items() if found[1] is not None), ("", None))
     where = user_line(op) if op is not None else ""
     if message:
         error = LoweringError.other(traced.name, message, where)
@@ -135,7 +127,7 @@ def _change(before: str, after: str) -> tuple[str, str]:
 
 def _gathers(traced: BodyGraph, message: str, moved: MovedBody | None) -> list[str]:
     """The gathers in the loop that a message is about, with their lines."""
-    loop = _original(moved, message) if moved else next(_named(traced.graph, _node(message)), None)
+    loop = moved.originals.get(_node(message)) if moved else next(_named(traced.graph, _node(message)), None)
     inside = (
         {user_line(op) for graph in subgraphs.functions_of(loop) for op in subgraphs.everywhere(graph)}
         if loop is not None
@@ -157,7 +149,7 @@ def _line(traced: BodyGraph, message: str, moved: MovedBody | None) -> str:
     one name. Then the stack trace in the message decides. For an op of a body with moved ops this is the last choice:
     the op is a copy, and its trace is of the copying.
     """
-    if moved and (op := _original(moved, message)) is not None:
+    if moved and (op := moved.originals.get(_node(message))) is not None:
         return user_line(op)
     lines = {user_line(op) for op in _named(traced.graph, _node(message))}
     if len(lines) == 1:
