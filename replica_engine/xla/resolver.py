@@ -149,11 +149,8 @@ def _cluster(address: str | None, size: int | None, index: int | None) -> hosts.
     try:
         return hosts.find_cluster({_FIELDS[name]: str(value) for name, value in given.items()})
     except ClusterConfigError as error:
-        words, error.field = (
-            str(error),
-            next((name for name, own in _FIELDS.items() if own == error.field), error.field),
-        )
-        for name, field in _FIELDS.items():
+        words, names = str(error), {field: name for name, field in _FIELDS.items()}
+        for field, name in names.items():
             words = words.replace(field, name)
-        error.args = (words,)
+        error.args, error.field = (words,), names.get(error.field, error.field)
         raise
