@@ -106,9 +106,8 @@ class InputQueue:
     def stop(self) -> None:
         """Ends the inputs, and drops those that nobody has taken."""
         with self._changed:
-            self._is_over = True
             self._batches.clear()
-            self._changed.notify_all()
+            self.close()
 
 
 class Prefetcher:
