@@ -232,7 +232,7 @@ class Arguments:
         builders: list[Build] = []
         for index, values in enumerate(zip(*columns, strict=True)):
             if is_sparse and index == 2 and len(specs) == 1 and specs[0].shape.is_fully_defined():
-                builders.append(_constant_shape(specs[0].shape))
+                builders.append(lambda _: tf.constant(specs[0].shape.as_list(), tf.int64))  # XLA needs fixed shapes
                 continue
             inner = f"{name} (component {index})"
             builders.append(self._add(inner, [as_tensor(value, inner) for value in values]))
@@ -264,11 +264,6 @@ def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]
         if slot.shape != wanted[slot.name].shape:
             return f"{slot.name} has shape {slot.shape} instead of {wanted[slot.name].shape}"
     return "the structure differs: it has containers of other types, or other values that are not tensors"
-
-
-def _constant_shape(shape: tf.TensorShape) -> Build:
-    """The shape of a sparse tensor as a constant, since XLA compiles for fixed shapes."""
-    return lambda _: tf.constant(shape.as_list(), tf.int64)
 
 
 _NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD")
