@@ -22,8 +22,6 @@ from replica_engine.xla.signature.arguments import Arguments, Shapes
 Hosts = frozenset[CodeType]
 """Code objects of functions that `outside_compilation` runs."""
 
-_NO_HOSTS: Hosts = frozenset()
-
 
 @dataclass(frozen=True)
 class FunctionSpec:
@@ -71,15 +69,15 @@ class FunctionSpec:
             fn = fn.__func__ if isinstance(fn, MethodType) else fn.func
         return getattr(fn, "__code__", fn)
 
-    def key(self, hosts: Hosts = _NO_HOSTS) -> Any:
+    def key(self, hosts: Hosts) -> Any:
         """Hashable; equal for functions that would be traced to the same graph.
 
         Args:
             hosts: the code of functions in it that run on the host; what only they use does not affect the key.
         """
-        return function_key(self.fn, hosts=hosts) if self.declared is None else self.declared
+        return function_key(self.fn, hosts) if self.declared is None else self.declared
 
-    def used(self, hosts: Hosts = _NO_HOSTS) -> list[Any] | None:
+    def used(self, hosts: Hosts) -> list[Any] | None:
         """The objects that `key` is made of: the key is as before if they are the very same. None if that is not so."""
         return used_objects(self.fn, hosts) if self.declared is None else None
 
@@ -135,7 +133,7 @@ def _described(value: Any) -> str:
     return brief(value)
 
 
-def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
+def function_key(fn: Any, hosts: Hosts, depth: int = 3) -> Any:
     """Equal for functions that would be traced to the same graph.
 
     Two functions are equal if they have the same code and use the same objects: globals, defaults, closed-over objects.
@@ -147,13 +145,13 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
 
     def key(value: Any) -> Any:
         is_function = isinstance(value, (FunctionType, MethodType, functools.partial))
-        return function_key(value, depth - 1, hosts) if is_function else constant_key(value)
+        return function_key(value, hosts, depth - 1) if is_function else constant_key(value)
 
     if isinstance(fn, functools.partial):
         rest = tuple((name, key(value)) for name, value in sorted(fn.keywords.items()))
-        return "partial", function_key(fn.func, depth, hosts), tuple(map(key, fn.args)), rest
+        return "partial", function_key(fn.func, hosts, depth), tuple(map(key, fn.args)), rest
     if isinstance(fn, MethodType):
-        return "method", function_key(fn.__func__, depth, hosts), ById(fn.__self__)
+        return "method", function_key(fn.__func__, hosts, depth), ById(fn.__self__)
     if not isinstance(fn, FunctionType):
         return ById(fn)
     code = fn.__code__
@@ -174,25 +172,19 @@ def function_key(fn: Any, depth: int = 3, hosts: Hosts = _NO_HOSTS) -> Any:
 _BOUND = (MethodType, functools.partial)
 
 
-def used_objects(fn: Any, hosts: Hosts = _NO_HOSTS) -> list[Any] | None:
-    """See `FunctionSpec.used`."""
-    found: list[Any] = []
-    return found if _add_used(fn, 3, hosts, found) else None
-
-
-def _add_used(fn: Any, depth: int, hosts: Hosts, found: list[Any]) -> bool:
-    """Adds the objects that `function_key` looks at; False if one may change and stay the same object."""
+def used_objects(fn: Any, hosts: Hosts, depth: int = 3) -> list[Any] | None:
+    """The objects that `function_key` looks at; None if one may change and stay the same object."""
     if type(fn) is not FunctionType:
-        return False
+        return None
     code = fn.__code__
-    found += (code, fn.__globals__)
+    found: list[Any] = [code, fn.__globals__]
     cells = fn.__closure__ or ()
     if hosts:  # then a cell may count, and not what is in it
         found += cells
     try:
         values = [cell.cell_contents for cell in cells]
     except ValueError:  # not yet assigned
-        return False
+        return None
     if fn.__defaults__:
         values += fn.__defaults__
     for named in (fn.__kwdefaults__, fn.__dict__):
@@ -203,15 +195,18 @@ def _add_used(fn: Any, depth: int, hosts: Hosts, found: list[Any]) -> bool:
         found.append(value)
         kind = type(value)
         if kind in PLAIN or issubclass(kind, _BOUND):  # not isinstance: it asks modules of TensorFlow for their class
-            return False
-        if kind is FunctionType and depth > 1 and not _add_used(value, depth - 1, hosts, found):
-            return False
+            return None
+        if kind is FunctionType and depth > 1:
+            inner = used_objects(value, hosts, depth - 1)
+            if inner is None:
+                return None
+            found += inner
     for name in _names(code, hosts):
         value = fn.__globals__.get(name, _names)
         found.append(value)
         if type(value) in PLAIN:
-            return False
-    return True
+            return None
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
