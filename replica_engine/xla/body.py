@@ -24,6 +24,8 @@ from replica_engine.errors import CollectiveError, GraphModeError, NotInBodyErro
 from replica_engine.errors.base import at
 from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.process import scoped
+from replica_engine.telemetry import timeline
+from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import array_writes, corrected_ops
 
 _thread = threading.local()
@@ -145,6 +147,13 @@ class Body:
         """Records a finished launch; `began` and `ended` are times of `time.perf_counter`, in seconds."""
         self.launches.append(LaunchRecord(self.launched, collectives, began, ended))
         self.launched += 1
+
+    @contextlib.contextmanager
+    def compiling(self, what: str, slow: Callable[[float], str]) -> Iterator[None]:
+        """Inside is a stage of compiling, `what` on timelines; `slow` makes a warning of the seconds that it takes."""
+        track = timeline.Track(self.name, "compile", order=-3)
+        with timeline.span(track, what, "compile"), Watch(slow, self.limits.warn_after):
+            yield
 
     @contextlib.contextmanager
     def entered(self, host_calls: Any, collectives: list[CollectiveCall]) -> Iterator[None]:

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
-from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.executable import Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
@@ -24,7 +23,7 @@ from replica_engine.pjrt.partitions import WHOLE, Axes
 from replica_engine.pjrt.plans.plan import Memory, Plan
 from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, difference
-from replica_engine.xla.stages.launch import Launch
+from replica_engine.xla.stages.launch import Execution, Launch
 from replica_engine.xla.stages.program import BodyProgram, Column, column, count
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of, patience_of
 
@@ -137,9 +136,9 @@ class Compiled:
                 self._constants = [put([program.tensors[index].numpy()]) for index in program.captured]
             arguments += self._constants
 
-        def prepare() -> _Execution:
+        def prepare() -> Execution:
             given = arguments + [variable.array() for variable in self.variables]
-            return _Execution(self.executable, given, self._stores, program.donates, self._patience)
+            return Execution(self.executable, given, self._stores, program.donates, self._patience)
 
         launch = Launch(program, self.devices, step, on_host)
         return launch, launch(prepare)
@@ -213,38 +212,3 @@ def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:
             "run. Make the model and its optimizer under `with strategy.scope():`."
         )
         _logger.warning(text)
-
-
-class _Execution:
-    """One launch of one executable; see `launch.Execution`."""
-
-    __slots__ = ("_arguments", "_donates", "_executable", "_stores", "patience", "wait", "wait_for_turn")
-
-    def __init__(self, executable: Executable, arguments: list[Array], stores: Stores, donates: bool, patience: float):
-        self._executable = executable
-        self._donates = donates
-        self._arguments = arguments
-        self._stores = stores
-        self.patience = patience
-        self.wait_for_turn = executable.wait_for_turn
-        self.wait = executable.wait
-
-    def start(self) -> list[Array]:
-        if not self._donates:
-            return self._executable.launch(self._arguments)
-        try:
-            return self._executable.launch(self._arguments, self._stores)
-        except JOB_FAILURES:
-            self.invalidate()
-            raise
-
-    def commit(self, results: list[Array]) -> None:
-        self._stores.store(results)
-
-    def launched(self) -> None:
-        for variable in self._stores.objects:
-            variable.launched()
-
-    def invalidate(self) -> None:
-        for variable in self._stores.objects:
-            variable.invalidate()

@@ -36,7 +36,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
@@ -51,6 +51,7 @@ from replica_engine.errors import (
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.pjrt import abandoned
+from replica_engine.pjrt.executable import Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts, threads
@@ -68,32 +69,56 @@ Results = Any
 _RUNNING = "waiting for the program"
 
 
-class Execution(Protocol):
-    """The parts of one launch. The implementation knows the program's arguments and the variables that it writes.
+class Execution:
+    """The parts of one launch: here of one executable. `uneven` has the other kind.
+
+    Args:
+        executable: the executable.
+        arguments: its arguments.
+        stores: the variables that the program writes.
+        donates: whether their old values are given to the program.
+        patience: the attribute.
 
     Attributes:
         patience: seconds that an interrupted launch waits for the program to end, so that it can call `launched`.
+        wait_for_turn: waits until the program may start.
+        wait: waits for the end of the program, or until an event is set.
     """
 
-    patience: float
+    __slots__ = ("_arguments", "_donates", "_executable", "_stores", "patience", "wait", "wait_for_turn")
 
-    def wait_for_turn(self) -> None:
-        """Waits until the program may start."""
+    def __init__(self, executable: Executable, arguments: list[Array], stores: Stores, donates: bool, patience: float):
+        self._executable = executable
+        self._donates = donates
+        self._arguments = arguments
+        self._stores = stores
+        self.patience = patience
+        self.wait_for_turn = executable.wait_for_turn
+        self.wait = executable.wait
 
     def start(self) -> Results:
         """Starts the program, and returns its results, ready or not."""
-
-    def wait(self, nobody_waits: threading.Event | None) -> None:
-        """Waits for the end of the program, or until an event is set."""
+        if not self._donates:
+            return self._executable.launch(self._arguments)
+        try:
+            return self._executable.launch(self._arguments, self._stores)
+        except JOB_FAILURES:
+            self.invalidate()
+            raise
 
     def commit(self, results: Results) -> None:
         """Gives the variables their new values, from the results of a program that does not donate."""
+        self._stores.store(results)
 
     def launched(self) -> None:
         """Completes on the host what new values of variables mean there. May be called again after an exception."""
+        for variable in self._stores.objects:
+            variable.launched()
 
     def invalidate(self) -> None:
         """Marks the variables as lost: the program that was given their old values has failed."""
+        for variable in self._stores.objects:
+            variable.invalidate()
 
 
 class Launch:
@@ -328,7 +353,7 @@ class Launch:
             return results.pop()
         nobody_waits.set()
         if not self._watch.expired:
-            run.end(_no_wait, execution)  # a host call failed, and the program did not end after that
+            run.end(lambda _: None, execution)  # a host call failed, and the program did not end after that
         if isinstance(run, Session):
             run.give_up()
             for ident in run.threads_in_calls():
@@ -400,7 +425,3 @@ class Launch:
         number, size = self._devices.first + replica, self._devices.replicas
         name = f"replica {number} of {size} ({self._devices.names[replica]})"
         return timeline.Track(self._body.name, name, id(self._devices), replica + 1)
-
-
-def _no_wait(execution: Execution) -> None:
-    """The wait for a program that does not end."""

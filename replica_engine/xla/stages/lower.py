@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Mapping, Sequence
+from typing import overload
 
 import numpy as np
 import tensorflow as tf
@@ -29,10 +29,7 @@ from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.pjrt.workers import explain as explain_by_job
-from replica_engine.telemetry import timeline
-from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
-from replica_engine.xla.host_calls.call import HostCall
 from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
@@ -137,7 +134,9 @@ class Lowered:
     def executable(self, text: str, devices: DeviceGroup) -> Executable:
         """Compiles the text, or a text made from it, for devices; or reads what an earlier process compiled."""
         name, body = self.program.name, self.program.body
-        calls = [_held_weakly(call) for call in self.program.host_calls.calls]
+        # Weakly: the garbage collector cannot look into the program. A call holds the user's function, which may hold
+        # the strategy, which holds the program. The traced body keeps the call.
+        calls = [weakref.proxy(call) for call in self.program.host_calls.calls]
         limits = body.limits.timeout, body.limits.warn_after
 
         def describe(seconds: float) -> str:
@@ -157,10 +156,7 @@ class Lowered:
             limits=limits,
             axes=self.program.layout and self.program.layout.results,
         )
-        with (
-            timeline.span(timeline.Track(body.name, "compile", order=-3), f"compile {name}", "compile"),
-            Watch(describe, body.limits.warn_after),
-        ):
+        with body.compiling(f"compile {name}", describe):
             try:
                 executable = found_or_compiled(text, self.traced, self.program, devices, make)
             except UntransferableError as refused:
@@ -249,12 +245,7 @@ class Lowered:
                 "process of its own. Ctrl-C ends that, and so does the timeout= of the strategy."
             )
 
-        with (
-            timeline.span(
-                timeline.Track(body.name, "compile", order=-3), f"compile {program.name} for {topology}", "compile"
-            ),
-            Watch(slow, body.limits.warn_after),
-        ):
+        with body.compiling(f"compile {program.name} for {topology}", slow):
             try:
                 parts = 1 if body.mesh is None else body.mesh.size
                 limit = body.limits.timeout
@@ -372,18 +363,3 @@ def _check_collectives(traced: BodyGraph, module: LoweredModule) -> None:
     for each in traced.collectives:
         if not each.shape.is_fully_defined():
             raise CollectiveError.unknown_shape(each.kind, each.where, str(each.shape), [])
-
-
-def _held_weakly(call: HostCall) -> Callable[..., Any]:
-    """Wraps a host call so that the program, which the garbage collector cannot look into, refers to it weakly.
-
-    The call holds the user's function, which may hold the strategy, which holds the program.
-    """
-    held = weakref.ref(call)
-
-    def run(*arrays: np.ndarray) -> Any:
-        alive = held()
-        assert alive is not None, "kept by the traced body"
-        return alive(*arrays)
-
-    return run

@@ -33,7 +33,6 @@ from replica_engine.errors.scopes import warn_shared_variable
 from replica_engine.errors.timeouts import table
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis import meetings
 from replica_engine.xla.analysis.differences import Differences, Reason
@@ -115,10 +114,7 @@ def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body
             "on the host are traced with it, unless they declare what they return (xla.returns)."
         )
 
-    with (
-        timeline.span(timeline.Track(body.name, "compile", order=-3), f"trace {source.name}", "compile"),
-        Watch(describe, body.limits.warn_after),
-    ):
+    with body.compiling(f"trace {source.name}", describe):
         return _trace(source, arguments, shapes, body, enter)
 
 

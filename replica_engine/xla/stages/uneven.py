@@ -24,7 +24,7 @@ from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import of_replica
 from replica_engine.pjrt.partitions import WHOLE
 from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.launch import Launch
+from replica_engine.xla.stages.launch import Execution, Launch
 from replica_engine.xla.stages.lower import Lowered
 from replica_engine.xla.stages.program import BodyProgram, Column, Shape, count
 from replica_engine.xla.state.device_value import device_value_of
@@ -135,10 +135,8 @@ class _Results:
         self.stores = Stores([(self, ALL)])
 
 
-class _UnevenExecution:
-    """One launch of an executable for each replica; they do not wait for each other. See `launch.Execution`."""
-
-    patience = 0.0
+class _UnevenExecution(Execution):
+    """One launch of an executable for each replica; they do not wait for each other."""
 
     def __init__(
         self,
@@ -148,10 +146,12 @@ class _UnevenExecution:
         writes: list[tuple[Any, int]],
         donates: bool,
     ):
+        self.patience = 0.0
         self._devices = devices
         self._executables = executables
         self._inputs = inputs
-        self._writes = writes
+        self._written = [index for _, index in writes]
+        self._stores = Stores([(variable, number) for number, (variable, _) in enumerate(writes)])
         self._donates = donates
         self._launched = [_Results() for _ in executables]
 
@@ -183,13 +183,4 @@ class _UnevenExecution:
             executable.wait(nobody_waits)
 
     def commit(self, results: list[list[Array]]) -> None:
-        joined = [self._devices.join([result[index] for result in results]) for _, index in self._writes]
-        Stores([(variable, number) for number, (variable, _) in enumerate(self._writes)]).store(joined)
-
-    def launched(self) -> None:
-        for variable, _ in self._writes:
-            variable.launched()
-
-    def invalidate(self) -> None:
-        for variable, _ in self._writes:
-            variable.invalidate()
+        self._stores.store([self._devices.join([result[index] for result in results]) for index in self._written])
