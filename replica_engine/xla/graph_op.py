@@ -94,7 +94,7 @@ def call_with_numbers(
         arguments, shapes = source.arguments(args, kwargs, programs.devices.size)
         warms = None if kwargs else args
         return call(programs, source, arguments, shapes, grouped=True, warms=warms)
-    with _running():
+    with shutdown.running() if tf.executing_eagerly() else contextlib.nullcontext():
         run = _with_tensors(programs, source, args, kwargs, functools.partial(_prepared, programs, source))
         return run()
 
@@ -137,7 +137,7 @@ def _compiled_here(programs: ProgramCache, program: TracedProgram, static: Seque
 
     Nothing can end a compile. After the limit it goes on, and a later call finds what came of it.
     """
-    limit = programs.limits.timeout
+    limit = programs.body.limits.timeout
     name = program.lowered(static).program.name  # on this thread, on which the body is traced
     if limit is None:
         return program.find(static)
@@ -190,7 +190,7 @@ def call(
     with shutdown.running():
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
-        columns = program.run(arguments.numpy())
+        columns = program.ready(arguments.numpy())()
         if warms is not None:
             programs.keep_warm(source, warms, arguments, program)
     return program.traced.grouped_results(columns) if grouped else program.traced.replicas_results(columns)
@@ -211,10 +211,6 @@ def call_again(programs: ProgramCache, fn: Any, args: Sequence[Any]) -> tuple[An
     with shutdown.running():
         columns = compiled.run(slots)
     return (program.traced.grouped_results(columns),)
-
-
-def _running() -> contextlib.AbstractContextManager[None]:
-    return shutdown.running() if tf.executing_eagerly() else contextlib.nullcontext()
 
 
 def _floats_become_tensors(

@@ -95,7 +95,7 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
         )
         self.initial_programs = self._programs.beside()
-        self.random_numbers = self._programs.random_numbers  # for checkpoints
+        self.random_numbers = self._programs.body.random  # for checkpoints
         host = distribute.resolve("CPU:0")
         super().__init__(strategy, [host] * devices.size, QuietReduction())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -32,12 +33,10 @@ from replica_engine.xla.signature.warm import Warm, is_one
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program import Column
+from replica_engine.xla.stages.program import Column, Shape
 from replica_engine.xla.stages.trace import Enter, Traced, trace
 from replica_engine.xla.stages.uneven import ready_uneven
 from replica_engine.xla.state.random_numbers import RandomState
-
-Shape = tuple[int, ...]
 
 _logger = logging.getLogger("replica_engine")
 
@@ -67,6 +66,9 @@ class ProgramCache:
         name: the name of the strategy that runs the bodies, for timelines.
         limits: how long a launch may take.
         soft_placement: as for `Body`.
+
+    Attributes:
+        body: the state that the bodies share.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class ProgramCache:
         self.devices = devices
         self._enter = enter
         self._warns = warns
-        self._body = body or Body(
+        self.body = body or Body(
             devices.replicas,
             RandomState(devices, same_random),
             CallOrder(devices),
@@ -106,31 +108,16 @@ class ProgramCache:
 
     def sync_points(self) -> list[SyncPointRecord]:
         """The collectives of the most recent launches."""
-        return launch_records(self._body.launches, self.devices.names, self._body.KEPT)
-
-    @property
-    def moves_ops(self) -> bool:
-        """Whether ops that XLA cannot compile run on the host."""
-        return self._body.moves_ops
+        return launch_records(self.body.launches, self.devices.names, self.body.KEPT)
 
     def last_memory(self) -> Memory | None:
         """What the program that was launched last needs, if it is still kept; None before the first."""
-        found = None if self._body.last_program is None else self._body.last_program()
+        found = None if self.body.last_program is None else self.body.last_program()
         return None if found is None else found.memory()
-
-    @property
-    def limits(self) -> LaunchLimits:
-        """How long a launch may take."""
-        return self._body.limits
-
-    @property
-    def random_numbers(self) -> Any:
-        """The `RandomState` that the bodies draw from."""
-        return self._body.random
 
     def beside(self) -> ProgramCache:
         """A second cache with its own programs and functions. It shares this one's `Body`, with the random numbers."""
-        return ProgramCache(self.devices, self._enter, body=self._body, warns=False)
+        return ProgramCache(self.devices, self._enter, body=self.body, warns=False)
 
     def find(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """The traced body for a call in eager mode."""
@@ -139,13 +126,13 @@ class ProgramCache:
         function = self._function(source)
         used = None if source.reduce_retracing or function.sparse else source.used(function.hosts)
         recent = function.recent
-        if used is not None and recent is not None and recent.serves(used, arguments, shapes, self.moves_ops):
+        if used is not None and recent is not None and recent.serves(used, arguments, shapes, self.body.moves_ops):
             recent.program.traced.sums.check(arguments)
             return recent.program
         program = self._find(source, arguments, shapes)
         program.traced.sums.check(arguments)
         if used is not None and not function.sparse and _Used(used).are(source.used(function.hosts)):
-            recent = _Recent(_Used(used), arguments.key, shapes, self.moves_ops, program, function.hosts)
+            recent = _Recent(_Used(used), arguments.key, shapes, self.body.moves_ops, program, function.hosts)
             function.recent, function.warm = recent, None
         return program
 
@@ -181,7 +168,7 @@ class ProgramCache:
         if function is None or function.warm is None:
             return None
         recent, warm, compiled = function.warm
-        if function.recent is not recent or recent.moves_ops != self.moves_ops:
+        if function.recent is not recent or recent.moves_ops != self.body.moves_ops:
             return None
         slots = warm.values(args)
         if slots is None or not recent.used.are(used_objects(fn, recent.hosts)):
@@ -215,7 +202,9 @@ class ProgramCache:
         self._function(source).traces[signature] = traced
         for value in [each.value() for each in by_id((code, signature))]:
             with contextlib.suppress(TypeError):  # a type without weak references; `ById` keeps such objects alive
-                traced.watches.append(_Watch(value, self._died.append, code, signature))
+                watch = _Watch(value, self._died.append)
+                watch.code, watch.signature = code, signature
+                traced.watches.append(watch)
 
     def _drop(self) -> None:
         """Drops the traces of objects that have died; in a later call, if another thread is at work on the cache."""
@@ -287,7 +276,7 @@ class ProgramCache:
             self._put(source, self._signature(source, arguments, ()), traced)
 
     def _signature(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Any:
-        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self.moves_ops)
+        return (self.key(source), arguments.key, tuple(map(_hashable, shapes)), self.body.moves_ops)
 
     def _warn_of_many(self, source: FunctionSpec) -> None:
         function = self._function(source)
@@ -303,7 +292,7 @@ class ProgramCache:
 
     def trace(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> TracedProgram:
         """Traces a function, whether or not the cache has a trace."""
-        return TracedProgram(self, trace(source, arguments, shapes, self._body, self._enter))
+        return TracedProgram(self, trace(source, arguments, shapes, self.body, self._enter))
 
     def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
         """Compiles the text of a lowered program, or finds the executable in the cache."""
@@ -331,13 +320,8 @@ class _Watch(weakref.ref):
     """
 
     __slots__ = ("code", "signature")
-
-    def __new__(cls, value: Any, died: Callable[[Any], None], code: Any, signature: Any) -> _Watch:
-        return super().__new__(cls, value, died)
-
-    def __init__(self, value: Any, died: Callable[[Any], None], code: Any, signature: Any):
-        super().__init__(value, died)  # type: ignore[call-arg]
-        self.code, self.signature = code, signature
+    code: Any
+    signature: Any
 
 
 class _Used:
@@ -424,17 +408,13 @@ class TracedProgram:
         self._lowered: LastUsed = LastUsed(64)
         self._compiled: LastUsed = LastUsed(64)
 
-    def run(self, slots: Sequence[Sequence[np.ndarray]]) -> list[Column]:
-        """Runs the body on all replicas; see `Compiled.run`."""
-        return self.ready(slots)()
-
     def ready(
         self,
         slots: Sequence[Sequence[np.ndarray]],
         captured: Sequence[np.ndarray] | None = None,
         as_arrays: bool = False,
     ) -> Callable[[], list[Column]]:
-        """Compiles what `run` needs, and returns a function that does the rest; for `as_arrays`, see `Compiled.run`.
+        """Compiles what a run needs, and returns a function that does the rest; see `Compiled.run`.
 
         Compiling takes locks that another thread may hold while it waits for a program to end. So this must never be
         called while programs are kept waiting (`DeviceGroup.in_flight`).
@@ -452,7 +432,7 @@ class TracedProgram:
             for index, values in enumerate(slots)
         ]
         compiled = self.find(shapes, None if captured is None else [value.shape for value in captured])
-        return lambda: compiled.run(slots, captured, as_arrays=as_arrays)
+        return functools.partial(compiled.run, slots, captured, as_arrays)
 
     def find(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""
