@@ -46,7 +46,7 @@ from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, 
 from replica_engine.xla.soft_placement import HostCallInfo
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program import Counts, counts
+from replica_engine.xla.stages.results import Counts, counts
 from replica_engine.xla.stages.saved_programs import set_cache_dir
 from replica_engine.xla.stages.trace import Traced
 

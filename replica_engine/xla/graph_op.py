@@ -49,8 +49,8 @@ from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.program import Shape
 from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
+from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of
 

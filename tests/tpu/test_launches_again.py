@@ -11,7 +11,7 @@ import tensorflow as tf
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ReplicaValueError
 from replica_engine.strategies.tpu import TPUExtended
-from replica_engine.xla.stages.program import _MOST_BYTES
+from replica_engine.xla.stages.results import _MOST_BYTES
 
 SIZES = (1, 2)
 

@@ -44,7 +44,7 @@ from replica_engine.xla.signature import argument_names
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.program import Column
+from replica_engine.xla.stages.results import Column
 
 _FIRST = 16  # the most steps of a program's first launch
 _SECONDS = 1.0  # the most seconds that a launch of several steps should take

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import re
@@ -27,7 +28,7 @@ from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.outputs import Outputs
 from replica_engine.xla.soft_placement.piece import Source
-from replica_engine.xla.stages.program import Column, tensors_of
+from replica_engine.xla.stages.results import Column, tensors_of
 from replica_engine.xla.state.device_value import home_of
 
 _numbers = itertools.count()
@@ -148,6 +149,16 @@ class BodyGraph:
     def donates(self) -> bool:
         """Whether a launch may overwrite the old values of variables; see `BodyProgram.donates`."""
         return not self.host_calls.can_fail and self.body.limits.timeout is None
+
+    @property
+    def meetings(self) -> list[str]:
+        """Its cross-replica operations as text, with their lines, those first that perhaps not all replicas reach."""
+        suspects = dict.fromkeys(f"{each.name}{at(each.where)}" for each in self.apart)
+        times = collections.Counter(f"{each.kind}{at(each.where)}" for each in self.collectives)
+        rows = [f"{suspect} (perhaps not all replicas reach it)" for suspect in suspects]
+        return rows + [
+            each if count == 1 else f"{each}, {count} times" for each, count in times.items() if each not in suspects
+        ]
 
     def forget(self) -> None:
         """Called when something that the function uses has died: TensorFlow forgets the variables that it created."""

@@ -8,7 +8,7 @@ import itertools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,12 @@ from replica_engine.errors import InputsError
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.executable import Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
-from replica_engine.pjrt.partitions import WHOLE, Axes
 from replica_engine.pjrt.plans.plan import Memory, Plan
 from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, difference
 from replica_engine.xla.stages.launch import Execution, Launch
-from replica_engine.xla.stages.program import BodyProgram, Column, column, count
+from replica_engine.xla.stages.program import BodyProgram
+from replica_engine.xla.stages.results import Column, column, count
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of, patience_of
 
 _logger = logging.getLogger("replica_engine")
@@ -49,16 +49,15 @@ class Compiled:
         self.program = program
         self.devices = devices
         self.executable = executable
-        self.variables = [device_value_of(handle, devices) for handle in program.handles]
-        if devices.mesh is not None and program.is_users:
+        self.variables = [device_value_of(handle, devices) for handle in program.traced.handles]
+        if devices.mesh is not None and program.traced.is_users:
             _tell_of_whole(program, self.variables)
         self._stores = Stores([(self.variables[variable], result) for variable, result in program.writes])
         self._patience = patience_of(self._stores.objects) if program.donates else 0.0
         self._myself = weakref.ref(self)
         self._constants: list[Array] | None = None
-        layout = program.layout
-        self._axes: Iterable[Axes] = itertools.repeat(WHOLE) if layout is None else layout.arguments
-        returned, stay = program.results[: program.returned], not devices.has_queue and layout is None
+        self._axes = program.axes
+        returned, stay = program.results[: program.returned], not devices.has_queue and program.layout is None
         self._columns = [column(*each) for each in returned] if stay else None
 
     def plan(self) -> Plan:
@@ -133,7 +132,7 @@ class Compiled:
             arguments += [put([captured[index]]) for index in program.captured]
         else:
             if self._constants is None:
-                self._constants = [put([program.tensors[index].numpy()]) for index in program.captured]
+                self._constants = [put([program.traced.tensors[index].numpy()]) for index in program.captured]
             arguments += self._constants
 
         def prepare() -> Execution:
@@ -179,11 +178,12 @@ class Compiled:
         """
         program = self.program
         arguments = Arguments.of_inputs(inputs, self.devices.size)
-        if arguments.key != program.key:  # Python numbers that are equal now and differed when the body was lowered
+        key = program.traced.key
+        if arguments.key != key:  # Python numbers that are equal now and differed when the body was lowered
             arguments = Arguments.of_inputs(inputs, self.devices.size, numbers=True)
         shapes = tuple(tuple(slot.shape) for slot in arguments.slots if slot.shape.is_fully_defined())
-        if arguments.key != program.key or shapes != program.shapes:
-            unlike = difference(arguments.slots, program.slot_names, program.slots)
+        if arguments.key != key or shapes != program.shapes:
+            unlike = difference(arguments.slots, program.traced.slot_names, program.slots)
             raise InputsError(
                 f"`{program.name}` was not compiled for these inputs: {unlike}. Lower it again with the new inputs: "
                 "xla.lower(fn, inputs).compile()."
@@ -194,14 +194,14 @@ class Compiled:
                 f"`{program.name}` is compiled and runs in eager mode. In a tf.function, call xla.replicate(fn, "
                 "inputs)."
             )
-        return program.replicas_results(self.run(arguments.numpy()))
+        return program.traced.replicas_results(self.run(arguments.numpy()))
 
 
 def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:
     """Warns, once a strategy, of variables that were made outside of its scope: they are divided over no devices."""
     borrowed = [
         xla_ops.variable_name(handle)
-        for handle, variable in zip(program.handles, variables, strict=True)
+        for handle, variable in zip(program.traced.handles, variables, strict=True)
         if isinstance(variable, Borrowed)
     ]
     if borrowed and "made outside" not in program.body.told:

@@ -201,8 +201,8 @@ class Launch:
 
     def _begin(self) -> None:
         self._watch.__enter__()
-        if self._program.host_calls.calls:
-            self._run = self._program.host_calls.begin(self._devices, self._step)
+        if self._program.traced.host_calls.calls:
+            self._run = self._program.traced.host_calls.begin(self._devices, self._step)
             self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
 
     def _end(self, error: BaseException | None, execution: Execution | None) -> None:
@@ -218,7 +218,7 @@ class Launch:
         finally:
             try:
                 if isinstance(self._run, Session):
-                    self._program.host_calls.end(self._run, self._devices, failed=error is not None)
+                    self._program.traced.host_calls.end(self._run, self._devices, failed=error is not None)
             finally:
                 self._watch.__exit__(None, None, None)  # also if it was not entered
 
@@ -264,8 +264,8 @@ class Launch:
                 results = self._start(execution)
                 self._run.end(self._wait, execution)
         finally:
-            self._body.note_launch(program.collectives, began, time.perf_counter())
-            if program.collectives and program.is_users and self._step is None:
+            self._body.note_launch(program.traced.collectives, began, time.perf_counter())
+            if program.traced.collectives and program.traced.is_users and self._step is None:
                 self._body.steps += 1
         return results
 
@@ -284,10 +284,10 @@ class Launch:
         Each worker counts the steps that it makes together with the others.
         """
         assert self._devices.member is not None, "asked before"
-        if self._program.collectives or self._step is not None:
-            last = self._program.collectives[-1:]
+        if self._program.traced.collectives or self._step is not None:
+            last = self._program.traced.collectives[-1:]
             points = [f"{each.kind} at {each.where}" for each in last]
-            step = self._body.steps + 1 if self._program.is_users else None
+            step = self._body.steps + 1 if self._program.traced.is_users else None
             self._devices.member.progress(step, *points)
 
     def _wait(self, execution: Execution) -> None:
@@ -399,7 +399,7 @@ class Launch:
 
     def _meetings(self) -> list[str]:
         """Where its replicas may wait for each other, as text."""
-        return [] if self._state == FOR_ITS_TURN else self._program.meetings
+        return [] if self._state == FOR_ITS_TURN else self._program.traced.meetings
 
     def _stand(self) -> tuple[list[ReplicaRow], CoordinatorRow]:
         """Where all replicas and the calling thread are now."""

@@ -34,7 +34,8 @@ from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.explain import explain, reshape_by_data, undividable, unreadable
-from replica_engine.xla.stages.program import BodyProgram, Shape
+from replica_engine.xla.stages.program import BodyProgram
+from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
 from replica_engine.xla.state.device_value import axes_of, pinned
 
@@ -69,26 +70,18 @@ class Lowered:
         layout = _layout(traced, slots, results, returned, writes)
         self._text = module.text if layout is None else with_layout(module.text, layout)
         self.program = BodyProgram(
+            traced=traced,
             name=traced.name,
             body=traced.body,
-            host_calls=traced.host_calls,
-            collectives=traced.collectives,
-            is_users=traced.is_users,
-            apart=traced.apart,
             donates=traced.donates,
-            key=traced.key,
             slots=slots,
-            slot_names=traced.slot_names,
             host_slots=traced.host_slots,
-            tensors=traced.tensors,
             captured=list(traced.captured),
-            handles=traced.handles,
             writes=writes,
             results=results,
             returned=returned,
             host_results=host_results,
             layout=layout,
-            replicas_results=traced.replicas_results,
         )
 
     @property
@@ -136,7 +129,7 @@ class Lowered:
         name, body = self.program.name, self.program.body
         # Weakly: the garbage collector cannot look into the program. A call holds the user's function, which may hold
         # the strategy, which holds the program. The traced body keeps the call.
-        calls = [weakref.proxy(call) for call in self.program.host_calls.calls]
+        calls = [weakref.proxy(call) for call in self.traced.host_calls.calls]
         limits = body.limits.timeout, body.limits.warn_after
 
         def describe(seconds: float) -> str:
@@ -158,7 +151,7 @@ class Lowered:
         )
         with body.compiling(f"compile {name}", describe):
             try:
-                executable = found_or_compiled(text, self.traced, self.program, devices, make)
+                executable = found_or_compiled(text, self.program, devices, make)
             except UntransferableError as refused:
                 raise self._untransferable(refused, devices.platform.upper()) from None
             except RUNTIME_ERRORS as failed:
@@ -254,7 +247,7 @@ class Lowered:
                 raise self._untransferable(refused, topology) from None
 
     def _untransferable(self, refused: UntransferableError, where: str) -> DeviceError:
-        call = self.program.host_calls.calls[refused.index]
+        call = self.traced.host_calls.calls[refused.index]
         return DeviceError(
             f"`{self.program.name}` cannot be compiled for {where}: {call.describe()}, takes or returns a value of the "
             f"type {refused.kind}, which cannot be sent between the host and such a device. Cast the value in the "

@@ -33,7 +33,7 @@ from replica_engine.xla.signature.warm import Warm, is_one
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program import Column, Shape
+from replica_engine.xla.stages.results import Column, Shape
 from replica_engine.xla.stages.trace import Enter, Traced, trace
 from replica_engine.xla.stages.uneven import ready_uneven
 from replica_engine.xla.state.random_numbers import RandomState
@@ -296,7 +296,7 @@ class ProgramCache:
 
     def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
         """Compiles the text of a lowered program, or finds the executable in the cache."""
-        calls = lowered.program.host_calls
+        calls = lowered.traced.host_calls
         owner = ById(calls) if calls.calls else None
         key = (text, tuple(lowered.program.results), devices.devices, owner, cpu_rewrites.enabled())
         with self._lock:

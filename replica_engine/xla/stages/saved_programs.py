@@ -37,8 +37,8 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
 from replica_engine.pjrt.trusted_paths import UntrustedPathError
 from replica_engine.process import folders
-from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.program import BodyProgram, count
+from replica_engine.xla.stages.program import BodyProgram
+from replica_engine.xla.stages.results import count
 
 _logger = logging.getLogger("replica_engine")
 
@@ -93,7 +93,6 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
 
 def found_or_compiled(
     text: str,
-    traced: BodyGraph,
     program: BodyProgram,
     devices: DeviceGroup,
     make: Callable[[bytes | None], Executable],
@@ -102,7 +101,6 @@ def found_or_compiled(
 
     Args:
         text: the program, or one made from it.
-        traced: the body.
         program: the lowered body.
         devices: the devices to compile for.
         make: makes the executable from bytes that were written before; from None, it compiles.
@@ -119,7 +117,7 @@ def found_or_compiled(
         count("cache_hits")
         _logger.info("`%s` was read from the cache folder %s, and not compiled.", program.name, folder.path)
         return found
-    about = _taken(traced, program) | about
+    about = _taken(program) | about
     _logger.info(_reason(program.name, folder, about, folder.abouts(prefix)))
     count("compiles")
     began = time.monotonic()
@@ -244,15 +242,15 @@ def _warn(message: str, once: str = "") -> None:
         _logger.warning(message)
 
 
-def _taken(traced: BodyGraph, program: BodyProgram) -> dict[str, str]:
+def _taken(program: BodyProgram) -> dict[str, str]:
     """What a program takes, in names and values that a user knows; the folder must not tell secrets, so no texts."""
     rows = {"the number of replicas": str(program.body.size)}
-    for name, slot in zip(program.slot_names, program.slots, strict=True):
+    for name, slot in zip(program.traced.slot_names, program.slots, strict=True):
         rows[name] = f"{slot.dtype.name} {slot.shape}"
-    rows.update(traced.constants)
-    for index, tensor in enumerate(program.tensors):
+    rows.update(program.traced.constants)
+    for index, tensor in enumerate(program.traced.tensors):
         rows[f"the captured tensor {index}"] = f"{tensor.dtype.name} {tensor.shape}"
-    for index, handle in enumerate(program.handles):
+    for index, handle in enumerate(program.traced.handles):
         dtype, shape = xla_ops.variable_dtype_and_shape(handle) or ("?", "?")
         rows[f"the variable {index} ({xla_ops.variable_name(handle)})"] = f"{getattr(dtype, 'name', dtype)} {shape}"
     return rows

@@ -45,7 +45,7 @@ from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.signature.outputs import Outputs
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.lower import Lowered, lower
-from replica_engine.xla.stages.program import count
+from replica_engine.xla.stages.results import count
 from replica_engine.xla.state import initial_values
 from replica_engine.xla.state.device_value import differs_by_replica
 from replica_engine.xla.state.host_variable import HostVariable

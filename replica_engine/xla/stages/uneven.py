@@ -9,7 +9,6 @@ training, replicas of different shapes are refused before anything runs.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,11 +21,11 @@ from replica_engine.pjrt.executable import ALL, Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import of_replica
-from replica_engine.pjrt.partitions import WHOLE
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.launch import Execution, Launch
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program import BodyProgram, Column, Shape, count
+from replica_engine.xla.stages.program import BodyProgram
+from replica_engine.xla.stages.results import Column, Shape, count
 from replica_engine.xla.state.device_value import device_value_of
 
 Lower = Callable[[Sequence[Shape], Sequence[Shape] | None], Lowered]
@@ -93,7 +92,7 @@ def _run(
     constants: list[np.ndarray],
 ) -> list[Column]:
     program = parts[0][0]  # the replicas' programs differ only in their shapes
-    variables = [device_value_of(handle, devices) for handle in program.handles]
+    variables = [device_value_of(handle, devices) for handle in program.traced.handles]
     writes = [(variables[variable], index) for variable, index in program.writes]
     count("launches")
     program.body.last_program = None  # the replicas ran different ones
@@ -107,8 +106,7 @@ def _run(
             put = devices.alone(replica).put
             of_share = [value for index, value in enumerate(share) if index not in on_host]
             values = [*of_share, *(constants[index] for index in own.captured)]
-            axes = itertools.repeat(WHOLE) if own.layout is None else own.layout.arguments
-            values = [put([value], each) for value, each in zip(values, axes, strict=False)]
+            values = [put([value], each) for value, each in zip(values, own.axes, strict=False)]
             inputs.append([*values, *(state[replica] for state in states)])
         return _UnevenExecution(devices, [executable for _, executable in parts], inputs, writes, program.donates)
 
