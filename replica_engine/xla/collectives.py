@@ -259,7 +259,8 @@ def _added(x: tf.Tensor, rows: list[list[int]], divide_by: int = 1) -> tf.Tensor
 
 
 def _sum(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
-    return _differentiable(lambda x: (_reduced(x, rows, "Add"), lambda dy: _sum(dy, rows)), x)
+    x = tf.identity(x)
+    return _differentiable(_reduced(x, rows, "Add"), x, lambda dy: _sum(dy, rows))
 
 
 def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
@@ -267,7 +268,9 @@ def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     if x.dtype in _NARROW and len(sizes) > 1:
         return tf.cast(_mean(tf.cast(x, tf.float32), rows), x.dtype)
     if x.dtype in _NARROW and sizes != {1}:
-        return _differentiable(lambda x: (_narrow_mean(x, rows), lambda dy: _mean(dy, rows)), x)
+        x = tf.identity(x)
+        note_collective("all_reduce", here(), x)
+        return _differentiable(_added(x, rows, len(rows[0])), x, lambda dy: _mean(dy, rows))
     total = _sum(x, rows)
     if len(sizes) == 1:
         count: Any = sizes.pop()
@@ -279,26 +282,19 @@ def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     return total / tf.cast(count, x.dtype)
 
 
-def _narrow_mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
-    note_collective("all_reduce", here(), x)
-    return _added(x, rows, len(rows[0]))
-
-
 def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
     def reduce(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
-        def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-            result = _reduced(x, rows, op)
-            if x.dtype.is_floating:  # XLA:CPU ignores a NaN in a minimum or maximum
-                has_nan = _reduced(tf.cast(tf.math.is_nan(x), tf.int32), rows, "Max")
-                result = tf.where(has_nan > 0, tf.constant(float("nan"), x.dtype), result)
+        x = tf.identity(x)
+        result = _reduced(x, rows, op)
+        if x.dtype.is_floating:  # XLA:CPU ignores a NaN in a minimum or maximum
+            has_nan = _reduced(tf.cast(tf.math.is_nan(x), tf.int32), rows, "Max")
+            result = tf.where(has_nan > 0, tf.constant(float("nan"), x.dtype), result)
 
-            def gradient(dy: tf.Tensor) -> tf.Tensor:
-                mine = tf.cast(x == result, dy.dtype)
-                return _sum(dy, rows) * mine / _sum(mine, rows)
+        def gradient(dy: tf.Tensor) -> tf.Tensor:
+            mine = tf.cast(x == result, dy.dtype)
+            return _sum(dy, rows) * mine / _sum(mine, rows)
 
-            return result, gradient
-
-        return _differentiable(with_gradient, x)
+        return _differentiable(result, x, gradient)
 
     return reduce
 
@@ -311,46 +307,33 @@ _REDUCTIONS = {"SUM": _sum, "MEAN": _mean, **_EXTREMES}
 def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     if not x.shape.is_fully_defined():
         return _gather_of_unknown_size(x, axis, rows)
-    shape = x.shape.as_list()
+    x, shape = tf.identity(x), x.shape.as_list()
     shape[axis] *= len(rows[0])
-
-    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return _of_some("all_gather", x, shape, axis=axis, groups=rows), lambda dy: _scatter(dy, axis, rows)
-
-    return _differentiable(with_gradient, x)
+    result = _of_some("all_gather", x, shape, axis=axis, groups=rows)
+    return _differentiable(result, x, lambda dy: _scatter(dy, axis, rows))
 
 
 def _gather_of_unknown_size(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     """Like `_gather`, but by a sum over replicas: the only collective whose result has the shape of its operand."""
-    size = len(rows[0])
+    x, size = tf.identity(x), len(rows[0])
+    note_collective("all_gather", here(), x)
 
-    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        note_collective("all_gather", here(), x)
-        gathered = tf.concat(tf.unstack(_stacked(x, rows), num=size), axis)
+    def gradient(dy: tf.Tensor) -> tf.Tensor:
+        return tf.gather(tf.stack(tf.split(_sum(dy, rows), size, axis)), _position(rows))
 
-        def gradient(dy: tf.Tensor) -> tf.Tensor:
-            return tf.gather(tf.stack(tf.split(_sum(dy, rows), size, axis)), _position(rows))
-
-        return gathered, gradient
-
-    return _differentiable(with_gradient, x)
+    return _differentiable(tf.concat(tf.unstack(_stacked(x, rows), num=size), axis), x, gradient)
 
 
 def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
-    shape = x.shape.as_list()
+    x, shape, body = tf.identity(x), x.shape.as_list(), in_body()
     shape[axis] //= len(rows[0])
-
-    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        if x.dtype.is_complex:
-            return _of_parts(_scatter(_parts(x), axis + 1, rows)), lambda dy: _gather(dy, axis, rows)
-        body = in_body()
-        if body is not None and body.own < body.size and 0 not in shape:
-            result = _scatter_by_exchange(x, axis, shape, rows)
-        else:
-            result = _of_some("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
-        return result, lambda dy: _gather(dy, axis, rows)
-
-    return _differentiable(with_gradient, x)
+    if x.dtype.is_complex:
+        result = _of_parts(_scatter(_parts(x), axis + 1, rows))
+    elif body is not None and body.own < body.size and 0 not in shape:
+        result = _scatter_by_exchange(x, axis, shape, rows)
+    else:
+        result = _of_some("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
+    return _differentiable(result, x, lambda dy: _gather(dy, axis, rows))
 
 
 def _scatter_by_exchange(x: tf.Tensor, axis: int, shape: list[int], rows: list[list[int]]) -> tf.Tensor:
@@ -362,30 +345,20 @@ def _scatter_by_exchange(x: tf.Tensor, axis: int, shape: list[int], rows: list[l
 
 
 def _exchange(x: tf.Tensor, split: int, concat: int, rows: list[list[int]]) -> tf.Tensor:
-    shape = x.shape.as_list()
+    x, shape = tf.identity(x), x.shape.as_list()
     shape[split] //= len(rows[0])
     shape[concat] *= len(rows[0])
-
-    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        result = _marker("all_to_all", x, shape, split_axis=split, concat_axis=concat, groups=rows)
-        return result, lambda dy: _exchange(dy, concat, split, rows)
-
-    return _differentiable(with_gradient, x)
+    result = _marker("all_to_all", x, shape, split_axis=split, concat_axis=concat, groups=rows)
+    return _differentiable(result, x, lambda dy: _exchange(dy, concat, split, rows))
 
 
 def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
-    back = [(target, source) for source, target in links]
-
-    def with_gradient(x: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-        return _marker("collective_permute", x, x.shape, pairs=links), lambda dy: _permute(dy, back)
-
-    return _differentiable(with_gradient, x)
+    x, back = tf.identity(x), [(target, source) for source, target in links]
+    return _differentiable(_marker("collective_permute", x, x.shape, pairs=links), x, lambda dy: _permute(dy, back))
 
 
-def _differentiable(with_gradient: Callable[[tf.Tensor], tuple[tf.Tensor, Callable]], x: tf.Tensor) -> tf.Tensor:
-    """The first of what `with_gradient` returns for `x`; the second computes its gradient from that of the result."""
-    x = tf.identity(x)  # a gradient in a branch cannot find again an outer tensor that was passed in
-    result, gradient = with_gradient(x)
+def _differentiable(result: tf.Tensor, x: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """The result of an operation on `x`, an identity of its operand, with the gradient for that of the result."""
     return gradients.differentiable([result], [x], gradient)[0]
 
 
