@@ -176,9 +176,9 @@ class _UnevenExecution(Execution):
             self.commit(results)
         return results
 
-    def wait(self, nobody_waits: threading.Event | None) -> None:
+    def wait(self, left: threading.Event | None = None) -> None:
         for executable in self._executables:
-            executable.wait(nobody_waits)
+            executable.wait(left)
 
     def commit(self, results: list[list[Array]]) -> None:
         self._stores.store([self._devices.join([result[index] for result in results]) for index in self._written])
