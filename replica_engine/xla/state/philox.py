@@ -65,7 +65,7 @@ def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any
     """
     if kind == _KEY:
         return list(_key_and_counter(inputs[0]))
-    if kind not in _DRAWS or tf.get_static_value(inputs[3]) not in (_PHILOX, _AUTO_SELECT):
+    if kind not in _OF_GROUPS or tf.get_static_value(inputs[3]) not in (_PHILOX, _AUTO_SELECT):
         return None
     shape, key, counter, _ = inputs
     return [_drawn(kind, shape, key, counter, attribute("dtype"))]
@@ -133,7 +133,10 @@ def _drawn(kind: str, shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtyp
     pieces: Pieces | None = getattr(_thread, "pieces", None)
     if pieces is not None and pieces.are_of(size) and dtype != tf.float64:
         return tf.cast(_piecewise(kind, pieces, key, counter, dtype), dtype)
-    return tf.cast(tf.reshape(_DRAWS[kind](count, key, counter, dtype), shape), dtype)
+    computed = _computed(kind, dtype)
+    groups = tf.range(tf.cast((count + _size(computed) - 1) // _size(computed), tf.int64))
+    numbers = tf.reshape(_OF_GROUPS[kind](groups, key, counter, computed), [-1])[:count]
+    return tf.cast(tf.reshape(numbers, shape), dtype)
 
 
 def _piecewise(kind: str, pieces: Pieces, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -190,54 +193,46 @@ def _unit(whole: Sequence[int], axis: int) -> int:
 
 
 def _computed(kind: str, dtype: tf.DType) -> tf.DType:
-    return dtype if kind == UNIFORM else _computed_in(dtype)
+    """The dtype that numbers are computed in, before they are rounded to their own."""
+    return dtype if kind == UNIFORM or dtype == tf.float64 else tf.float32
 
 
-def _uniform_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return _as_uniform(_blocks(key, counter, groups)[..., tf.newaxis], dtype)
+def _size(dtype: tf.DType) -> int:
+    """How many numbers a group has."""
+    return 2 if dtype == tf.float64 else _GROUP
 
 
-def _normal_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return _numbers_of(_blocks(key, counter, groups), groups, dtype)
+def _uniform(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    size = _size(dtype)
+    integers = _integers(key, counter, groups)
+    return _as_uniform(tf.reshape(integers, [*_shape(groups), size, 4 // size]), dtype)
+
+
+def _normal(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return _numbers_of(_integers(key, counter, groups), groups, dtype)
 
 
 def _numbers_of(integers: tf.Tensor, groups: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Normal numbers from the four integers of each group: [..., 4], of doubles [..., 2]."""
-    size = 2 if dtype == tf.float64 else 4
-    shape = [-1 if each is None else each for each in groups.shape.as_list()]
+    size, shape = _size(dtype), _shape(groups)
     pairs = _box_muller(tf.reshape(integers, [*shape, size // 2, 8 // size]), dtype)
     return tf.reshape(tf.stack(pairs, -1), [*shape, size])
 
 
-def _uniform(count: Any, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return _as_uniform(_integers(count, 2 if dtype == tf.float64 else 1, key, counter), dtype)
+def _shape(groups: tf.Tensor) -> list[int]:
+    return [-1 if each is None else each for each in groups.shape.as_list()]
 
 
-def _normal(count: Any, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    dtype = _computed_in(dtype)
-    pairs = (count + 1) // 2
-    integers = _integers(pairs, 4 if dtype == tf.float64 else 2, key, counter)
-    return tf.reshape(tf.stack(_box_muller(integers, dtype), -1), [-1])[:count]
-
-
-def _truncated_normal(count: Any, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    dtype = _computed_in(dtype)
-    size = 2 if dtype == tf.float64 else 4
-    groups = tf.range(tf.cast((count + size - 1) // size, tf.int64))
-    return tf.reshape(_truncated_of(groups, key, counter, dtype), [-1])[:count]
-
-
-def _truncated_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _truncated_normal(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """The numbers of groups, by the numbers of the groups: [..., 4], of doubles [..., 2]."""
-    size = 2 if dtype == tf.float64 else 4
+    size = _size(dtype)
     first = groups * (size * _RESERVED // 4)
-    shape = groups.shape.as_list()
 
     def unfinished(_: tf.Tensor, taken: tf.Tensor, results: tf.Tensor) -> tf.Tensor:
         return tf.reduce_any(taken < size)
 
     def take(block: tf.Tensor, taken: tf.Tensor, results: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        integers = _function()(key, counter, first + block) if len(shape) == 1 else _blocks(key, counter, first + block)
+        integers = _integers(key, counter, first + block)
         for number in tf.unstack(_numbers_of(integers, groups, dtype), num=size, axis=-1):
             accepted = tf.abs(number) < _TRUNCATED
             here = accepted[..., tf.newaxis] & (taken[..., tf.newaxis] == tf.range(size))
@@ -254,15 +249,9 @@ def _truncated_of(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: 
     return results
 
 
-def _computed_in(dtype: tf.DType) -> tf.DType:
-    return tf.float64 if dtype == tf.float64 else tf.float32
-
-
-def _integers(count: Any, each: int, key: tf.Tensor, counter: tf.Tensor) -> tf.Tensor:
-    """The integers for `count` results: uint32 [count, each]."""
-    blocks = (count * each + 3) // 4
-    integers = _function()(key, counter, tf.range(tf.cast(blocks, tf.int64)))
-    return tf.reshape(tf.reshape(integers, [-1])[: count * each], [count, each])
+def _integers(key: tf.Tensor, counter: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    """As `_blocks`."""
+    return (_function() if numbers.shape.rank == 1 else _blocks)(key, counter, numbers)
 
 
 def _as_uniform(integers: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
@@ -335,12 +324,6 @@ UNIFORM, NORMAL, TRUNCATED_NORMAL = (
 _KEY = "StatelessRandomGetKeyCounter"
 
 _OF_GROUPS: dict[str, Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.DType], tf.Tensor]] = {
-    UNIFORM: _uniform_of,
-    NORMAL: _normal_of,
-    TRUNCATED_NORMAL: _truncated_of,
-}
-
-_DRAWS: dict[str, Callable[[Any, tf.Tensor, tf.Tensor, tf.DType], tf.Tensor]] = {
     UNIFORM: _uniform,
     NORMAL: _normal,
     TRUNCATED_NORMAL: _truncated_normal,
