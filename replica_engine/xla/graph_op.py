@@ -338,14 +338,6 @@ class InvalidArgumentError(ValueError):
     failed assertion or of `tf.debugging.check_numerics` into a `tf.errors.UnknownError`.
     """
 
-    @classmethod
-    def of(cls, error: tf.errors.InvalidArgumentError) -> InvalidArgumentError:
-        """An error with the message and the notes of `error`."""
-        again = cls(error.message)
-        for note in getattr(error, "__notes__", ()):
-            add_note(again, note)
-        return again
-
 
 def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
     """Adds the op to the graph: a Python op inside a function call, which can be given variables."""
@@ -364,7 +356,10 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
         try:
             return step.run(*arrays) or [np.array(True)]
         except tf.errors.InvalidArgumentError as error:
-            raise InvalidArgumentError.of(error) from error
+            again = InvalidArgumentError(error.message)
+            for note in getattr(error, "__notes__", ()):
+                add_note(again, note)
+            raise again from error
 
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:

@@ -128,24 +128,16 @@ class Arguments:
             )
         grouped = regroup([tuple(each) for each in inputs], what="The inputs of the replicas", name="inputs")
         arguments = cls(grouped, {}, len(inputs), numbers)
-        arguments._check_even()
+        for slot in arguments.slots:
+            first = slot.values[0].shape
+            for replica, value in enumerate(slot.values[1:], start=1):
+                if not value.shape.is_compatible_with(first):
+                    raise ReplicaMismatchError.shapes(slot.name, replica, str(first), str(value.shape))
         return arguments
 
     def numpy(self) -> list[list[np.ndarray]]:
         """The values of the slots, which must be eager: views, where NumPy can make one."""
         return [[view(tensor) for tensor in slot.values] for slot in self.slots]
-
-    def _check_even(self) -> None:
-        """Checks that all replicas have the same shapes.
-
-        Raises:
-            ReplicaMismatchError: two replicas have different shapes.
-        """
-        for slot in self.slots:
-            first = slot.values[0].shape
-            for replica, value in enumerate(slot.values[1:], start=1):
-                if not value.shape.is_compatible_with(first):
-                    raise ReplicaMismatchError.shapes(slot.name, replica, str(first), str(value.shape))
 
     @property
     def shapes(self) -> Shapes:
