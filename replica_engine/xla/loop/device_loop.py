@@ -13,7 +13,6 @@ steps before are kept.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ from replica_engine.xla.loop.chunks import ChunkBody, Chunks, StepCallsHost, arg
 from replica_engine.xla.loop.prefetch import InputQueue, Prefetcher
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
 
 _MOST_STEPS = 128  # the most steps of a launch
@@ -113,8 +111,16 @@ def run_loop(
     compiled = program.find([*counted, *((*lead, *shape) for shape in shapes), *(each[0].shape for each in others)])
     chunks, failed = Chunks(compiled, queue, specs, others, most, at_once, calls_host), None
     try:
-        with _fed(compiled, queue, prefetcher, iterations):
-            chunks.run()
+        try:
+            with compiled.writing():
+                if iterations > 1:
+                    prefetcher.start()
+                else:
+                    queue.close()
+                chunks.run()
+        finally:
+            queue.stop()
+            prefetcher.end()
     except Exception as error:
         if not (calls_host and chunks.made and _is_of_host_call(error)):
             raise
@@ -143,21 +149,6 @@ def _found(
         programs.keep(of_loop(), arguments, program)
     body.forget()
     return program
-
-
-@contextlib.contextmanager
-def _fed(compiled: Compiled, queue: InputQueue, prefetcher: Prefetcher, iterations: int) -> Iterator[None]:
-    """Inside, batches are fetched into the queue while the program runs."""
-    try:
-        with compiled.writing():
-            if iterations > 1:
-                prefetcher.start()
-            else:
-                queue.close()
-            yield
-    finally:
-        queue.stop()
-        prefetcher.end()
 
 
 def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None, is_sent: Any, at_once: int) -> int:
