@@ -130,7 +130,6 @@ class Lowered:
         # Weakly: the garbage collector cannot look into the program. A call holds the user's function, which may hold
         # the strategy, which holds the program. The traced body keeps the call.
         calls = [weakref.proxy(call) for call in self.traced.host_calls.calls]
-        limits = body.limits.timeout, body.limits.warn_after
 
         def describe(seconds: float) -> str:
             return (
@@ -146,7 +145,7 @@ class Lowered:
             calls,
             compared=self.has_collectives or devices.spans,  # the devices of a replica exchange parts of its values
             name=(name, self.traced.where, self.program.takes),
-            limits=limits,
+            limits=body.limits,
             axes=self.program.layout and self.program.layout.results,
         )
         with body.compiling(f"compile {name}", describe):
