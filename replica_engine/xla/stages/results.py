@@ -33,7 +33,8 @@ _counts_lock = threading.Lock()
 def column(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Array], Column]:
     """How to make a column of an array with this shape and dtype on CPU devices."""
     is_viewed = dtype in _VIEWED and 0 < np.prod(shape, dtype=int) * dtype.itemsize <= _MOST_BYTES
-    return functools.partial(functools.partial, _views if is_viewed else _copies)
+    make, parts = (eager.of_capsule, DeviceGroup.views) if is_viewed else (_as_tensor, DeviceGroup.shards)
+    return functools.partial(functools.partial, _tensors, make, parts)
 
 
 def tensors_of(column: Column) -> list[tf.Tensor]:
@@ -41,14 +42,9 @@ def tensors_of(column: Column) -> list[tf.Tensor]:
     return column() if callable(column) else list(map(_as_tensor, column))
 
 
-def _views(array: Array) -> list[tf.Tensor]:
+def _tensors(make: Callable[[Any], tf.Tensor], parts: Callable[[Array], list[Any]], array: Array) -> list[tf.Tensor]:
     with shutdown.running():  # who looks at a result late may be a daemon thread
-        return list(map(eager.of_capsule, DeviceGroup.views(array)))
-
-
-def _copies(array: Array) -> list[tf.Tensor]:
-    with shutdown.running():
-        return list(map(_as_tensor, DeviceGroup.shards(array)))
+        return list(map(make, parts(array)))
 
 
 def _as_tensor(value: Any) -> tf.Tensor:
