@@ -151,12 +151,7 @@ class _Computation:
         """The tensor or handle that a placeholder stands for."""
         outside = subgraphs.captured(placeholder)
         if outside is None:
-            raise VariableCreationError(
-                f"The initial value of the variable {self._name!r}, created{at(self._where)}, depends on "
-                f"{argument_names.of(placeholder)}. A variable exists before the body that creates it runs, and "
-                "outlives the run. Create the variable with a value such as tf.zeros(shape), and assign the real "
-                "value in the body."
-            )
+            raise self._of_the_run(argument_names.of(placeholder))
         return host_functions.raw(outside)
 
     def _handle(self, placeholder: tf.Tensor, operations: dict[str, tf.Operation]) -> tf.Tensor:
@@ -180,12 +175,15 @@ class _Computation:
         for kind in sorted({op.type, *subgraphs.op_types_of_calls(op)}):
             if kind.startswith(_OF_RUNS) or (kind == op.type and kind.startswith(_WRITE)):
                 marker = xla_ops.marker_name(op).removeprefix("replica_engine.") or kind
-                raise VariableCreationError(
-                    f"The initial value of the variable {self._name!r}, created{at(self._where)}, depends on "
-                    f"{_IN_WORDS.get(marker, marker)}{at(user_line(op))}, which only a run of the body can "
-                    "execute. A variable exists before the body that creates it runs, and outlives the run. Create "
-                    "the variable with a value such as tf.zeros(shape), and assign the real value in the body."
-                )
+                words = f"{_IN_WORDS.get(marker, marker)}{at(user_line(op))}"
+                raise self._of_the_run(f"{words}, which only a run of the body can execute")
+
+    def _of_the_run(self, what: str) -> VariableCreationError:
+        return VariableCreationError(
+            f"The initial value of the variable {self._name!r}, created{at(self._where)}, depends on {what}. A "
+            "variable exists before the body that creates it runs, and outlives the run. Create the variable with a "
+            "value such as tf.zeros(shape), and assign the real value in the body."
+        )
 
 
 def _is_found_first(tensor: tf.Tensor) -> bool:
