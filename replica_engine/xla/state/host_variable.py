@@ -29,10 +29,6 @@ from replica_engine.xla.state.device_value import DeviceValue
 _thread = threading.local()
 
 
-def _only_reading() -> contextlib.AbstractContextManager[object]:
-    return scoped.attribute(_thread, "reading", True)
-
-
 def handles_compared() -> contextlib.AbstractContextManager[object]:
     """Inside, handles serve only to tell variables apart; nothing is read or written through them."""
     return scoped.attribute(_thread, "comparing", True)
@@ -53,7 +49,7 @@ def _reads(name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _only_reading():
+        with scoped.attribute(_thread, "reading", True):
             return method(self, *args, **kwargs)
 
     return reading
@@ -67,7 +63,7 @@ def _writes(name: str, whole: bool = False) -> Callable[..., Any]:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
         self._check_access()  # before the wait for a step to end: that step may be the caller
-        with self._replica_engine[0].host_writes(whole), _only_reading():
+        with self._replica_engine[0].host_writes(whole), scoped.attribute(_thread, "reading", True):
             return method(self, *args, **kwargs)
 
     return writing
