@@ -274,13 +274,10 @@ def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments
     step = _Step(
         programs.devices, program, [len(slot.values) for slot in arguments.slots], host_functions.host_program()
     )
-    if all(slot.shape.is_fully_defined() for slot in arguments.slots) and all(
-        tensor.shape.is_fully_defined() for tensor in traced.tensors
-    ):
+    own, captured = arguments.shapes, [tensor.shape for tensor in traced.tensors]
+    if all(shape.is_fully_defined() for shape in (*own, *captured)):
         # All shapes are known: compiled now, so that errors come before anything runs.
-        program.find(
-            [tuple(slot.shape) for slot in arguments.slots], [tuple(tensor.shape) for tensor in traced.tensors]
-        )
+        program.find(list(map(tuple, own)), list(map(tuple, captured)))
     size = programs.devices.size
     inputs = [tensor for slot in arguments.slots for tensor in slot.values] + traced.tensors
     flat = _add_op(step, inputs, [spec for spec in traced.outputs for _ in range(size)])

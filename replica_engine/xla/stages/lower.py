@@ -288,7 +288,10 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
         raise unreadable(traced, error.names, error.message, moved) from None
     if (reshape := reshape_by_data(traced.graph)) is not None:
         raise LoweringError.not_constant(traced.name, reshape.type, user_line(reshape))
-    _check_collectives(traced, module)
+    if module.sums_unknown_size:  # of which XLA:CPU's own error says little
+        for each in traced.collectives:
+            if not each.shape.is_fully_defined():
+                raise CollectiveError.unknown_shape(each.kind, each.where, str(each.shape), [])
     if moved and module.shaped_by_data:
         call = traced.host_calls.calls[module.shaped_by_data[0]]
         raise LoweringError(
@@ -346,12 +349,3 @@ def _layout(
     written = [variables[variable] for variable, _ in sorted(writes, key=lambda write: write[1])]
     arguments = [*batches, *([WHOLE] * len(traced.captured)), *variables]
     return Layout(mesh, traced.body.size, traced.body.size > 1, tuple(arguments), (*divided, *written))
-
-
-def _check_collectives(traced: BodyGraph, module: LoweredModule) -> None:
-    """Raises CollectiveError for a collective of values whose size depends on data: XLA:CPU's error says little."""
-    if not module.sums_unknown_size:
-        return
-    for each in traced.collectives:
-        if not each.shape.is_fully_defined():
-            raise CollectiveError.unknown_shape(each.kind, each.where, str(each.shape), [])
