@@ -12,6 +12,7 @@
 - `conversions`: conversions between types of numbers, as TensorFlow's kernels make them.
 - `cpu_rewrites`: operations that XLA:CPU runs slowly, written another way.
 - `markers`: markers in a program, rewritten to collectives and host calls.
+- `mlir`: finds the functions and operations of a program, for all that rewrite it.
 
 >>> from replica_engine.pjrt.devices import device_group
 >>> device_group("cpu", 2).size

@@ -16,6 +16,7 @@ import platform as machine
 from typing import Any
 
 from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.mlir import operations
 
 VERSION = 1
 """Part of what a compiled program depends on. Raise it when a conversion becomes other operations."""
@@ -27,16 +28,8 @@ _IS_X86 = machine.machine().lower() in ("x86_64", "amd64")
 
 def as_by_kernels(module: Any, platform: str) -> None:
     """Rewrites the conversions of a module for a platform, in place."""
-    found: list[Any] = []
-
-    def collect(operation: Any) -> Any:
-        if operation.name == "stablehlo.convert":
-            found.append(operation)
-        return ir.WalkResult.ADVANCE
-
     with module.context:
-        module.operation.walk(collect)
-        for operation in found:
+        for operation in operations(module, "stablehlo.convert"):
             (value,), (result,) = operation.operands, operation.results
             kind = ir.RankedTensorType(result.type)
             of, to = str(ir.RankedTensorType(value.type).element_type), str(kind.element_type)

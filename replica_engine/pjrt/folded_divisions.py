@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from replica_engine.pjrt.jaxlib import FOLDS_DIVISIONS, hlo, ir
+from replica_engine.pjrt.mlir import functions
 
 _NAMES = ("stablehlo.divide", "stablehlo.remainder")
 
@@ -18,8 +19,7 @@ def keep(module: Any) -> None:
     """Puts a barrier before the divisors in a module that do not depend on its arguments, in place."""
     if FOLDS_DIVISIONS:
         return
-    (main,) = (each for each in module.body.operations if ir.StringAttr(each.attributes["sym_name"]).value == "main")
-    of_arguments = set(main.regions[0].blocks[0].arguments)
+    of_arguments = set(functions(module)["main"].regions[0].blocks[0].arguments)
     found: list[Any] = []
 
     def collect(operation: Any) -> Any:

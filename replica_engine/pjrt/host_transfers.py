@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from replica_engine.pjrt import mlir
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, Shape, hlo, ir
+from replica_engine.pjrt.markers import target
 from replica_engine.pjrt.partitions.layout import ONE
 
 Call = Callable[..., tuple[np.ndarray, ...]]
@@ -80,7 +82,7 @@ def convert(module: Any) -> list[HostTransfers]:
     with module.context, ir.Location.unknown():
         _split_functions(module)
         made: list[HostTransfers] = []
-        for call in _collected(module, _is_host_call):
+        for call in _host_calls(module):
             made.append(_replace(call, _FIRST_CHANNEL + sum(len(each.sends) + len(each.receives) for each in made)))
         return made
 
@@ -112,31 +114,27 @@ def _not_serialized(call: object) -> bytes:
 
 def _split_functions(module: Any) -> None:
     """Gives each call of a function that calls the host a copy of its own: a channel must stand in a program once."""
-    functions = {_name(each): each for each in module.body.operations if each.operation.name == "func.func"}
-    concerned = {name for name, each in functions.items() if _collected(each, _is_host_call)}
-    calls = {name: {_callee(call) for call in _calls(each)} for name, each in functions.items()}
+    functions = mlir.functions(module)
+    concerned = {name for name, each in functions.items() if _host_calls(each)}
+    calls = {name: set(map(mlir.callee, mlir.operations(each, "func.call"))) for name, each in functions.items()}
     while more := {name for name, callees in calls.items() if callees & concerned} - concerned:
         concerned |= more
     seen: set[str] = set()
     pending = [functions["main"]]
     while pending:
-        for call in _calls(pending.pop()):
-            name = _callee(call)
+        for call in mlir.operations(pending.pop(), "func.call"):
+            name = mlir.callee(call)
             if name not in concerned:
                 continue
             function = functions[name]
             if name in seen:
                 with ir.InsertionPoint(module.body):
-                    function = function.operation.clone()
+                    function = function.clone()
                 name = f"{name}_{len(seen)}"
                 function.attributes["sym_name"] = ir.StringAttr.get(name)
                 call.attributes["callee"] = ir.FlatSymbolRefAttr.get(name)
             seen.add(name)
             pending.append(function)
-
-
-def _calls(function: Any) -> list[Any]:
-    return _collected(function, lambda each: each.name == "func.call")
 
 
 def _replace(call: Any, channel: int) -> HostTransfers:
@@ -191,28 +189,7 @@ def _kind(type_: Any, index: int) -> Kind:
     return tuple(tensor.shape), np.dtype(dtype)
 
 
-def _collected(operation: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
-    """The operations inside an operation that are wanted."""
-    found: list[Any] = []
-
-    def collect(each: Any) -> Any:
-        if is_wanted(each):
-            found.append(each)
-        return ir.WalkResult.ADVANCE
-
-    operation.operation.walk(collect)
-    return found
-
-
-def _is_host_call(operation: Any) -> bool:
-    if operation.name != "stablehlo.custom_call":
-        return False
-    return ir.StringAttr(operation.attributes["call_target_name"]).value in HOST_CALL_TARGETS.values()
-
-
-def _name(function: Any) -> str:
-    return ir.StringAttr(function.attributes["sym_name"]).value
-
-
-def _callee(call: Any) -> str:
-    return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+def _host_calls(root: Any) -> list[Any]:
+    """The calls of Python functions inside a module or a function."""
+    calls = mlir.operations(root, "stablehlo.custom_call")
+    return [each for each in calls if target(each) in HOST_CALL_TARGETS.values()]

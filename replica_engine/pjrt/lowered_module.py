@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
-from replica_engine.pjrt.jaxlib import ir, program_context
+from replica_engine.pjrt.jaxlib import hlo, ir, program_context
 from replica_engine.pjrt.markers import CONSTRAIN, HOST_CALL, PREFIX, parameters_of, restore_constraint, target
+from replica_engine.pjrt.mlir import functions, operations
 from replica_engine.pjrt.partitions import of_one_replica
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
@@ -94,7 +94,9 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             module = ir.Module.parse(text)
         except ir.MLIRError as error:
             raise _explained(text, str(error)) from None
-        found = _operations(module, [_CALL, *_COLLECTIVES, _COPY, _OTHER])
+        found: dict[str, list[Any]] = {name: [] for name in (_CALL, *_COLLECTIVES, _COPY, _OTHER)}
+        for each in operations(module, *found):
+            found[each.name].append(each)
         for each in found[_COPY]:
             each.results[0].replace_all_uses_with(each.operands[0])
             each.erase()
@@ -129,36 +131,19 @@ def of_replica(text: str, replica: int) -> str:
     """The text of a module without collectives, for one replica: its number takes the place of the replica id."""
     with program_context() as context, ir.Location.unknown(context):
         module = ir.Module.parse(text)
-        for each in _operations(module, [_REPLICA_ID])[_REPLICA_ID]:
+        for each in operations(module, _REPLICA_ID):
             with ir.InsertionPoint(each):
-                value = ir.Attribute.parse(f"dense<{replica}> : {each.results[0].type}")
-                number = ir.Operation.create(
-                    "stablehlo.constant", results=[each.results[0].type], attributes={"value": value}
-                )
-            each.results[0].replace_all_uses_with(number.result)
+                number = hlo.constant(ir.Attribute.parse(f"dense<{replica}> : {each.results[0].type}"))
+            each.results[0].replace_all_uses_with(number)
             each.erase()
         of_one_replica(module)
         return str(module.operation.get_asm(enable_debug_info=False))
 
 
-def _operations(module: Any, names: Iterable[str]) -> dict[str, list[Any]]:
-    """The operations of a module that have one of these names, by name."""
-    found: dict[str, list[Any]] = {name: [] for name in names}
-
-    def collect(operation: Any) -> Any:
-        if operation.name in found:
-            found[operation.name].append(operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(collect)
-    return found
-
-
 def _number_functions(module: Any) -> None:
     """Names all functions but the main one by their places in the module, and what refers to them."""
     names: dict[str, str] = {}
-    for each in module.body.operations:
-        name = ir.StringAttr(each.attributes["sym_name"]).value
+    for name, each in functions(module).items():
         if name != "main":
             names[name] = f"function_{len(names)}"
             each.attributes["sym_name"] = ir.StringAttr.get(names[name])
@@ -211,24 +196,16 @@ def _reshaped(operation: Any) -> bool:
     if len(sizes) != ir.RankedTensorType(result.type).rank or not sizes or any(each.type != number for each in sizes):
         return False
     one = ir.RankedTensorType.get([1], number.element_type)
-    shape = ir.RankedTensorType.get([len(sizes)], number.element_type)
-
-    def add(name: str, kind: Any, operands: list[Any], **attributes: Any) -> Any:
-        made = ir.Operation.create(f"stablehlo.{name}", results=[kind], operands=operands, attributes=attributes)
-        return made.result
-
     with ir.InsertionPoint(operation), operation.location:
-        vectors = [add("reshape", one, [each]) for each in sizes]
-        joined = add("concatenate", shape, vectors, dimension=ir.Attribute.parse("0 : i64"))
-        result.replace_all_uses_with(add("dynamic_reshape", result.type, [value, joined]))
+        joined = hlo.concatenate([hlo.reshape(one, each) for each in sizes], 0)
+        result.replace_all_uses_with(hlo.dynamic_reshape(result.type, value, joined))
     operation.erase()
     return True
 
 
 def _results(module: Any) -> list[list[int | None]]:
     """The sizes of the results of the main function."""
-    (main,) = (each for each in module.body.operations if ir.StringAttr(each.attributes["sym_name"]).value == "main")
-    types = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results
+    types = ir.FunctionType(ir.TypeAttr(functions(module)["main"].attributes["function_type"]).value).results
     tensors = list(map(ir.RankedTensorType, types))
     return [
         [None if each.is_dynamic_dim(axis) else each.get_dim_size(axis) for axis in range(each.rank)]

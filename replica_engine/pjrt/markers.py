@@ -16,6 +16,7 @@ import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir, program_context
+from replica_engine.pjrt.mlir import functions, operations, reduced
 
 PREFIX = "replica_engine."
 
@@ -62,15 +63,8 @@ def expand_markers(program: str, platform: str) -> Any:
     """
     with program_context():
         module = ir.Module.parse(program)
-        markers: list[Any] = []
-
-        def collect(operation: Any) -> Any:
-            if operation.name == "stablehlo.custom_call" and target(operation).startswith(PREFIX):
-                markers.append(operation)
-            return ir.WalkResult.ADVANCE
-
-        module.operation.walk(collect)
-        for marker in markers:
+        calls = operations(module, "stablehlo.custom_call")
+        for marker in [each for each in calls if target(each).startswith(PREFIX)]:
             if target(marker) == CONSTRAIN:
                 if LAYOUT not in module.operation.attributes:  # otherwise `partitions` replaces it
                     marker.results[0].replace_all_uses_with(marker.operands[0])
@@ -89,20 +83,15 @@ def add_work(module: Any) -> None:
     than a thousand operations on a single device inside the call that starts it: with several workers, nothing could
     end that call when another worker is lost.
     """
-    (main,) = (each for each in module.body.operations if ir.StringAttr(each.attributes["sym_name"]).value == "main")
+    main = functions(module)["main"]
     block = main.regions[0].blocks[0]
     end = block.operations[len(block.operations) - 1]
-
-    def add(name: str, result: Any, *operands: Any, **attributes: str) -> Any:
-        parsed = {key: ir.Attribute.parse(text) for key, text in attributes.items()}
-        return ir.Operation.create(f"stablehlo.{name}", results=[result], operands=operands, attributes=parsed).result
-
     with module.context, ir.Location.unknown():
         number = ir.RankedTensorType.get([], ir.F32Type.get())
         vector = ir.RankedTensorType.get([_WORK_SIZE], ir.F32Type.get())
         with ir.InsertionPoint(end):
-            values = add("optimization_barrier", vector, add("iota", vector, iota_dimension="0 : i64"))
-            ir.Operation.create("func.return", operands=[*end.operands, add("dot", number, values, values)])
+            values = hlo.optimization_barrier([hlo.iota(vector, 0)])
+            ir.Operation.create("func.return", operands=[*end.operands, hlo.dot(number, values, values)])
         end.operation.erase()
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
         main.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(kind.inputs, [*kind.results, number]))
@@ -117,6 +106,7 @@ def add_work(module: Any) -> None:
 
 _ALIAS = "mhlo.input_output_alias"
 _NARROW = ("f16", "bf16")
+_REDUCTIONS = {"Add": hlo.add, "Min": hlo.minimum, "Max": hlo.maximum}
 
 
 def target(operation: Any) -> str:
@@ -170,8 +160,8 @@ def _replace(marker: Any, platform: str) -> None:
             regions=1 if "op" in parameters else 0,
         )
         if "op" in parameters:
-            _fill_reduction(operation.regions[0], parameters["op"], kind)
-        new = operation.results[0]
+            reduced(operation, _REDUCTIONS[parameters["op"]])
+        new = operation.result
         if (divisor := parameters.get("divide_by", 1)) != 1:
             number = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, divisor))
             new = hlo.divide(new, hlo.constant(number))
@@ -179,14 +169,3 @@ def _replace(marker: Any, platform: str) -> None:
             new = hlo.convert(result.type, new)
     result.replace_all_uses_with(new)
     marker.erase()
-
-
-def _fill_reduction(region: Any, op: str, of: Any) -> None:
-    """Fills the region of an operation with the reduction of two scalars."""
-    scalar = ir.RankedTensorType.get([], of.element_type)
-    location = ir.Location.unknown()
-    block = region.blocks.append(scalar, scalar, arg_locs=[location, location])
-    with ir.InsertionPoint(block), location:
-        name = {"Add": "add", "Min": "minimum", "Max": "maximum"}[op]
-        value = ir.Operation.create(f"stablehlo.{name}", results=[scalar], operands=list(block.arguments))
-        ir.Operation.create("stablehlo.return", operands=[value.results[0]])

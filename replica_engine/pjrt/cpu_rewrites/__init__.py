@@ -41,6 +41,7 @@ from typing import Any
 from replica_engine.errors.base import warning
 from replica_engine.pjrt.cpu_rewrites import convolutions, loops, pooling, products, softmax
 from replica_engine.pjrt.jaxlib import ir
+from replica_engine.pjrt.mlir import functions, operations
 
 VERSION = 6
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
@@ -81,27 +82,14 @@ def rewrite(module: Any, platform: str = "cpu") -> dict[str, int]:
 
     An operation whose rule fails stays as it is, and is warned of once: a rewrite only saves time.
     """
-    found: list[Any] = []
-    whiles: list[Any] = []
     done: dict[str, int] = {}
     rules = _RULES.get(platform, {})
-
-    def collect(operation: Any) -> Any:
-        if operation.name in rules:
-            found.append(operation)
-        elif operation.name == loops.WHILE:
-            whiles.append(operation)
-        return ir.WalkResult.ADVANCE
-
     with module.context:
-        module.operation.walk(collect)
-        functions = {
-            ir.StringAttr(each.attributes["sym_name"]).value: each.operation for each in module.body.operations
-        }
-        for loop in whiles:
-            if count := _arrays(loop, functions):
+        defined = functions(module)
+        for loop in operations(module, loops.WHILE):
+            if count := _arrays(loop, defined):
                 done[loops.WHILE] = done.get(loops.WHILE, 0) + count
-        for operation in found:
+        for operation in operations(module, *rules):
             name = operation.name
             new = _made(operation, rules[name])
             if new is not None:

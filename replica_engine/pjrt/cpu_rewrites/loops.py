@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from replica_engine.pjrt import mlir
 from replica_engine.pjrt.cpu_rewrites import ops
 from replica_engine.pjrt.cpu_rewrites.ops import Value
 from replica_engine.pjrt.jaxlib import hlo, ir
@@ -127,7 +128,7 @@ def _limits(value: Value, places: Mapping[int, Value], functions: Functions) -> 
         both = [_limits(each, places, functions) for each in owner.operands]
         return None if None in both else [limit for each in both for limit in each or ()]
     if _name(owner) == "func.call":
-        callee = functions.get(ir.FlatSymbolRefAttr(owner.attributes["callee"]).value)
+        callee = functions.get(mlir.callee(owner))
         if callee is None:
             return None
         entry = callee.regions[0].blocks[0]
@@ -158,9 +159,7 @@ def _is_read(value: Value, functions: Functions) -> bool:
     """Whether anything uses a value, other than functions that do not use their argument."""
     for use in value.uses:
         call = use.owner.operation
-        callee = (
-            functions.get(ir.FlatSymbolRefAttr(call.attributes["callee"]).value) if _name(call) == "func.call" else None
-        )
+        callee = functions.get(mlir.callee(call)) if _name(call) == "func.call" else None
         if callee is None or _is_read(callee.regions[0].blocks[0].arguments[use.operand_number], functions):
             return True
     return False

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.mlir import reduced
 
 Value = Any
 """A value of a program: a tensor of known shape."""
@@ -88,19 +89,8 @@ def total(value: Value, dimensions: Sequence[int]) -> Value:
     """The sum over dimensions."""
     kind = element_type(value)
     sizes = [size for index, size in enumerate(shape(value)) if index not in dimensions]
-    single = ir.RankedTensorType.get([], kind)
-    operation = ir.Operation.create(
-        "stablehlo.reduce",
-        results=[ir.RankedTensorType.get(sizes, kind)],
-        operands=[value, scalar(0.0, kind)],
-        attributes={"dimensions": ir.DenseI64ArrayAttr.get(list(dimensions))},
-        regions=1,
-    )
-    location = ir.Location.unknown()
-    block = operation.regions[0].blocks.append(single, single, arg_locs=[location, location])
-    with ir.InsertionPoint(block):
-        hlo.return_([hlo.add(*block.arguments)])
-    return operation.results[0]
+    result = ir.RankedTensorType.get(sizes, kind)
+    return reduced(hlo.ReduceOp([result], [value], [scalar(0.0, kind)], list(dimensions)), hlo.add)
 
 
 def less(left: Value, right: Value) -> Value:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from replica_engine.pjrt import mlir
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.partitions import reductions
 from replica_engine.pjrt.partitions.indexed import Gather, Scatter
-from replica_engine.pjrt.partitions.layout import MESH, Layout, dimensions
-from replica_engine.pjrt.partitions.local import Devices, computed_locally
+from replica_engine.pjrt.partitions.layout import Layout
+from replica_engine.pjrt.partitions.local import Devices, computed_locally, constrained
 from replica_engine.pjrt.partitions.propagation import Divided, Propagated, drop_reshapes, inline_calls, propagated
 
 _ROUNDS = 32
@@ -49,14 +50,7 @@ def avoid(module: Any, layout: Layout, channels: Iterator[int]) -> None:
     devices = Devices(layout, channels)
     names = {name for fault in FAULTS for name in fault.operations}
     for _ in range(_ROUNDS):
-        suspects: list[Any] = []
-
-        def collect(operation: Any, suspects: list[Any] = suspects) -> Any:
-            if operation.name in names:
-                suspects.append(operation)
-            return ir.WalkResult.ADVANCE
-
-        module.operation.walk(collect)
+        suspects = mlir.operations(module, *names)
         if not suspects or not _mend(suspects, propagated(module, suspects), devices):
             return
 
@@ -306,8 +300,7 @@ def _transform_locally(operation: Any, divided: Propagated, devices: Devices) ->
 
 def _copy_with(operation: Any, operands: list[Any], kind: Any) -> Any:
     """The same operation of other operands, at the current place."""
-    names = [each if isinstance(each, str) else each.name for each in operation.attributes]  # by the version of jaxlib
-    attributes = {name: operation.attributes[name] for name in names}
+    attributes = mlir.attributes(operation)
     return ir.Operation.create(operation.name, results=[kind], operands=operands, attributes=attributes).results[0]
 
 
@@ -325,14 +318,7 @@ def _constrain(operation: Any, divided: Propagated, operands: Mapping[int, Any],
 
 
 def _made_whole(value: Any, divided: Divided, whole: Any) -> Any:
-    entries = dimensions([] if each in whole else names for each, names in enumerate(divided))
-    made = ir.Operation.create(
-        "sdy.sharding_constraint",
-        results=[value.type],
-        operands=[value],
-        attributes={"sharding": ir.Attribute.parse(f"#sdy.sharding<@{MESH}, {entries}>")},
-    )
-    return made.results[0]
+    return constrained(value, ([] if each in whole else names for each, names in enumerate(divided)))
 
 
 FAULTS = (

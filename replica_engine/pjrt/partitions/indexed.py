@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.mlir import reduced
 from replica_engine.pjrt.partitions.local import Devices, computed_locally, constant, integer, neutral
 from replica_engine.pjrt.partitions.propagation import Divided, Propagated
 
@@ -249,8 +250,4 @@ def _all(truths: Any, dimension: int) -> Any:
     scalar = ir.RankedTensorType.get([], kind.element_type)
     left = [size for index, size in enumerate(kind.shape) if index != dimension]
     result = ir.RankedTensorType.get(left, kind.element_type)
-    made = hlo.ReduceOp([result], [truths], [constant("true", scalar)], [dimension])
-    block = made.regions[0].blocks.append(scalar, scalar, arg_locs=[ir.Location.current] * 2)
-    with ir.InsertionPoint(block):
-        hlo.return_([hlo.and_(*block.arguments)])
-    return made.results[0]
+    return reduced(hlo.ReduceOp([result], [truths], [constant("true", scalar)], [dimension]), hlo.and_)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.mlir import reduced
 from replica_engine.pjrt.partitions.layout import MESH, Layout, dimensions, zero_of
 from replica_engine.pjrt.partitions.propagation import Divided
 
@@ -49,14 +50,8 @@ class Devices:
     def added_up(self, value: Any, axes: Sequence[str]) -> Any:
         """The sum of a value over the devices along some axes; of truth values, whether any is true."""
         kind = ir.RankedTensorType(value.type)
-        scalar = _tensor([], kind.element_type)
         total = hlo.AllReduceOp([kind], [value], **self._groups(axes))
-        location = ir.Location.current
-        block = total.regions[0].blocks.append(scalar, scalar, arg_locs=[location] * 2)
-        with ir.InsertionPoint(block):
-            join = hlo.or_ if str(kind.element_type) == "i1" else hlo.add
-            hlo.return_([join(*block.arguments)])
-        return total.results[0]
+        return reduced(total, hlo.or_ if str(kind.element_type) == "i1" else hlo.add)
 
     def gathered(self, value: Any, axes: Sequence[str]) -> Any:
         """The values of the devices along some axes, one after the other along a new first dimension."""
@@ -75,11 +70,14 @@ class Devices:
         shape = "x".join(map(str, groups.shape))
         return {
             "replica_groups": ir.Attribute.parse(f"dense<{groups.tolist()}> : tensor<{shape}xi64>"),
-            "channel_handle": ir.Attribute.parse(
-                f"#stablehlo.channel_handle<handle = {next(self.channels)}, type = 1>"
-            ),
+            "channel_handle": channel(self.channels),
             "use_global_device_ids": True,
         }
+
+
+def channel(channels: Iterator[int]) -> Any:
+    """The next channel, as a collective has it."""
+    return ir.Attribute.parse(f"#stablehlo.channel_handle<handle = {next(channels)}, type = 1>")
 
 
 def computed_locally(
@@ -100,7 +98,6 @@ def computed_locally(
         build: gets the operands' parts and gives those of the results; called once, where the computation is built.
         fillings: a scalar for each operand, with which it is filled up to equal parts; 0 where there is none.
     """
-    axes = ", ".join(f'"{name}"' for name, _ in devices.layout.mesh.axes)
     with ir.InsertionPoint(operation), operation.location:
         given = []
         for index, (value, divided) in enumerate(zip(operation.operands, inputs, strict=True)):
@@ -110,19 +107,8 @@ def computed_locally(
             _tensor(_stored(each.shape, by, devices), each.element_type)
             for each, by in zip(kinds, outputs, strict=True)
         ]
-        outer = ir.Operation.create(
-            "sdy.manual_computation",
-            results=stored,
-            operands=given,
-            attributes={
-                "in_shardings": _shardings(inputs),
-                "out_shardings": _shardings(outputs),
-                "manual_axes": ir.Attribute.parse(f"#sdy<manual_axes{{{axes}}}>"),
-            },
-            regions=1,
-        )
         parts = [_part(ir.RankedTensorType(each.type), by, devices) for each, by in zip(given, inputs, strict=True)]
-        block = outer.regions[0].blocks.append(*parts, arg_locs=[operation.location] * len(parts))
+        outer, block = manual_computation(devices.layout, given, inputs, parts, stored, outputs)
         with ir.InsertionPoint(block):
             ir.Operation.create("sdy.return", operands=build(list(block.arguments)))
         for result, kind, made in zip(operation.results, kinds, outer.results, strict=True):
@@ -131,6 +117,47 @@ def computed_locally(
                 cut = hlo.slice(made, [0] * kind.rank, list(kind.shape), [1] * kind.rank)
             result.replace_all_uses_with(cut)
     operation.erase()
+
+
+def manual_computation(
+    layout: Layout,
+    operands: Sequence[Any],
+    inputs: Sequence[Divided],
+    parts: Sequence[Any],
+    results: Sequence[Any],
+    outputs: Sequence[Divided],
+) -> tuple[Any, Any]:
+    """A computation over the axes of a replica at the current place, and its block, which has no operations yet.
+
+    Args:
+        layout: the layout of the program.
+        operands: what it gets.
+        inputs: how that is divided.
+        parts: the types of what each device has of it.
+        results: the types of the results.
+        outputs: how they are divided.
+    """
+    axes = ", ".join(f'"{name}"' for name, _ in layout.mesh.axes)
+    made = ir.Operation.create(
+        "sdy.manual_computation",
+        results=list(results),
+        operands=list(operands),
+        attributes={
+            "in_shardings": _shardings(inputs),
+            "out_shardings": _shardings(outputs),
+            "manual_axes": ir.Attribute.parse(f"#sdy<manual_axes{{{axes}}}>"),
+        },
+        regions=1,
+    )
+    return made, made.regions[0].blocks.append(*parts, arg_locs=[ir.Location.current] * len(parts))
+
+
+def constrained(value: Any, entries: Iterable[Any]) -> Any:
+    """A value that is divided so from here on; an entry of `Axes` for each dimension."""
+    sharding = ir.Attribute.parse(f"#sdy.sharding<@{MESH}, {dimensions(entries)}>")
+    return ir.Operation.create(
+        "sdy.sharding_constraint", results=[value.type], operands=[value], attributes={"sharding": sharding}
+    ).result
 
 
 def integer(value: int) -> Any:

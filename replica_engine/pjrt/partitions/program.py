@@ -9,6 +9,7 @@ from typing import Any
 
 from replica_engine.pjrt.jaxlib import ir
 from replica_engine.pjrt.markers import LAYOUT
+from replica_engine.pjrt.mlir import functions
 from replica_engine.pjrt.partitions import faults, ops
 from replica_engine.pjrt.partitions.layout import MESH, ONE, REPLICAS, Axes, Layout, ReplicaMesh, dimensions, zero_of
 
@@ -45,23 +46,14 @@ def of_one_replica(module: Any) -> None:
 
 
 class _Main:
-    """The main function, whose text is written and not built by calls: so it reads like the program.
-
-    Attributes:
-        arguments: the types of the arguments of the body.
-    """
+    """The main function, whose text is written and not built by calls: so it reads like the program."""
 
     def __init__(self, module: Any, layout: Layout):
         self._module = module
         self._layout = layout
         self._number = itertools.count()
-        (self._body,) = (
-            each
-            for each in module.body.operations
-            if "sym_name" in each.attributes and ir.StringAttr(each.attributes["sym_name"]).value == "main"
-        )
+        self._body = functions(module)["main"]
         kind = ir.FunctionType(ir.TypeAttr(self._body.attributes["function_type"]).value)
-        self.arguments = list(kind.inputs)
         self._inputs = [_Value(each, axes, layout) for each, axes in zip(kind.inputs, layout.arguments, strict=True)]
         self._outputs = [_Value(each, axes, layout) for each, axes in zip(kind.results, layout.results, strict=True)]
 

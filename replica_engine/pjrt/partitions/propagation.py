@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from replica_engine.pjrt import mlir
 from replica_engine.pjrt.jaxlib import DYNAMIC, ir, passmanager, sdy
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
@@ -40,14 +41,10 @@ def propagated(module: Any, operations: Sequence[Any]) -> list[Propagated]:
             raise
         return [Propagated((), ()) for _ in operations]  # the compiler will refuse it too
     found = [Propagated((), ()) for _ in operations]
-
-    def collect(operation: Any) -> Any:
-        if _NUMBER in operation.attributes:
-            index = ir.IntegerAttr(operation.attributes[_NUMBER]).value
-            found[index] = Propagated(tuple(map(_of, operation.operands)), tuple(map(_of, operation.results)))
-        return ir.WalkResult.ADVANCE
-
-    copy.operation.walk(collect)
+    for each in mlir.operations(copy, *{each.name for each in operations}):
+        if _NUMBER in each.attributes:
+            index = ir.IntegerAttr(each.attributes[_NUMBER]).value
+            found[index] = Propagated(tuple(map(_of, each.operands)), tuple(map(_of, each.results)))
     return found
 
 
@@ -56,11 +53,11 @@ def inline_calls(module: Any) -> None:
 
     XLA does so itself, before it asks Shardy.
     """
-    while calls := _calls(module):
-        functions = {ir.StringAttr(each.attributes["sym_name"]).value: each for each in _functions(module)}
+    functions = mlir.functions(module)
+    main = functions.pop("main")
+    while calls := mlir.operations(main, "func.call"):
         for call in calls:
-            function = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
-            copy = function.operation.clone()
+            copy = functions[mlir.callee(call)].clone()
             (block,) = copy.regions[0].blocks
             for argument, value in zip(block.arguments, call.operands, strict=True):
                 argument.replace_all_uses_with(value)
@@ -72,42 +69,16 @@ def inline_calls(module: Any) -> None:
                 result.replace_all_uses_with(value)
             call.erase()
             copy.erase()
-    for each in _functions(module):
-        if ir.StringAttr(each.attributes["sym_name"]).value != "main":
-            each.erase()
+    for function in functions.values():
+        function.erase()
 
 
 def drop_reshapes(module: Any) -> None:
     """Drops reshapes into the same shape: XLA does so before it asks Shardy, whom one along a length of 1 stops."""
-    found = []
-
-    def collect(operation: Any) -> Any:
-        if operation.name == "stablehlo.reshape" and operation.operands[0].type == operation.results[0].type:
-            found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(collect)
-    for each in found:
-        each.results[0].replace_all_uses_with(each.operands[0])
-        each.erase()
-
-
-def _functions(module: Any) -> list[Any]:
-    return [each for each in module.body.operations if each.operation.name == "func.func"]
-
-
-def _calls(module: Any) -> list[Any]:
-    calls = []
-
-    def collect(operation: Any) -> Any:
-        if operation.name == "func.call":
-            calls.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    for each in _functions(module):
-        if ir.StringAttr(each.attributes["sym_name"]).value == "main":
-            each.operation.walk(collect)
-    return calls
+    for each in mlir.operations(module, "stablehlo.reshape"):
+        if each.operands[0].type == each.results[0].type:
+            each.results[0].replace_all_uses_with(each.operands[0])
+            each.erase()
 
 
 def _of(value: Any) -> Divided:
