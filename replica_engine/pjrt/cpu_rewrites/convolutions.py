@@ -8,8 +8,10 @@ has one element for each element of the result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,7 +71,6 @@ class Convolution:
         numbers = hlo.ConvDimensionNumbers(operation.dimension_numbers)
         ones = [1] * len(numbers.input_spatial_dimensions)
         low, high = ops.padding(operation, len(ones))
-        reversal = operation.window_reversal
         return cls(
             operation.lhs,
             operation.rhs,
@@ -83,12 +84,12 @@ class Convolution:
             numbers.output_feature_dimension,
             list(numbers.output_spatial_dimensions),
             ops.shape(operation.result),
-            _numbers(operation.window_strides, ones),
+            ops.numbers(operation.window_strides, ones),
             low,
             high,
-            _numbers(operation.lhs_dilation, ones),
-            _numbers(operation.rhs_dilation, ones),
-            list(reversal) if reversal is not None else [False for _ in ones],
+            ops.numbers(operation.lhs_dilation, ones),
+            ops.numbers(operation.rhs_dilation, ones),
+            ops.numbers(operation.window_reversal, [False] * len(ones)),
             ir.IntegerAttr(operation.feature_group_count).value,
             ir.IntegerAttr(operation.batch_group_count).value,
         )
@@ -201,10 +202,7 @@ def _of_one_pixel(each: Convolution) -> Value:
 
 def _to_one_pixel(each: Convolution) -> Value:
     """The result has one pixel: a product over space and features."""
-    start, counts, strides = [0] * len(each.shape), ops.shape(each.input), [1] * len(each.shape)
-    for index, dimension in enumerate(each.space):
-        counts[dimension], strides[dimension] = each.window_size[index], each.kernel_dilation[index]
-    taken = ops.cut(each.padded(), start, counts, strides)
+    taken = _cut(each.space, each.padded(), [0] * len(each.space), each.window_size, each.kernel_dilation)
     found = ops.product(taken, each.forward_kernel(), ([*each.space, each.features], [*each.window, each.inputs]))
     return ops.reshape(found if each.result_batch < each.result_features else ops.transpose(found, [1, 0]), each.shape)
 
@@ -215,13 +213,11 @@ def _depthwise(each: Convolution) -> Value:
     terms = []
     for offset in _offsets(each.window_size):
         taken = _slice(each, padded, offset)
-        start, counts = [0] * len(each.shape), ops.shape(kernel)
-        for dimension, index in zip(each.window, offset, strict=True):
-            start[dimension], counts[dimension] = index, 1
-        element = ops.reshape(ops.cut(kernel, start, counts, [1] * len(each.shape)), [each.groups])
+        ones = [1] * len(offset)
+        element = ops.reshape(_cut(each.window, kernel, offset, ones, ones), [each.groups])
         terms.append(hlo.multiply(taken, ops.broadcast(element, ops.shape(taken), [each.features])))
     order = _order(each, [each.batch, each.features, *each.space])
-    return ops.transpose(_sum(terms), order)
+    return ops.transpose(functools.reduce(hlo.add, terms), order)
 
 
 def _depthwise_kernel(each: Convolution) -> Value:
@@ -234,11 +230,9 @@ def _depthwise_kernel(each: Convolution) -> Value:
     summed = [dimension for dimension in range(len(each.shape)) if dimension != each.batch]
     columns = []
     for position in _offsets(each.result_size):
-        start, counts, strides = [0] * len(each.shape), ops.shape(each.input), [1] * len(each.shape)
-        for index, dimension in enumerate(each.space):
-            start[dimension] = position[index] * each.strides[index]
-            counts[dimension], strides[dimension] = each.window_size[index], each.kernel_dilation[index]
-        found = ops.total(hlo.multiply(ops.cut(padded, start, counts, strides), kernel), summed)
+        start = list(map(operator.mul, position, each.strides))
+        taken = _cut(each.space, padded, start, each.window_size, each.kernel_dilation)
+        found = ops.total(hlo.multiply(taken, kernel), summed)
         columns.append(ops.reshape(found, [1, each.batch_groups]))
     table = ops.reshape(ops.join(columns, 0), [*each.result_size, 1, each.batch_groups])
     places = [*each.result_space, each.result_batch, each.result_features]
@@ -247,11 +241,18 @@ def _depthwise_kernel(each: Convolution) -> Value:
 
 def _slice(each: Convolution, padded: Value, offset: Sequence[int]) -> Value:
     """The elements of the padded input that one element of the kernel is multiplied with, one for each result."""
-    start, counts, strides = [0] * len(each.shape), ops.shape(padded), [1] * len(each.shape)
-    for index, dimension in enumerate(each.space):
-        start[dimension] = offset[index] * each.kernel_dilation[index]
-        counts[dimension], strides[dimension] = each.result_size[index], each.strides[index]
-    return ops.cut(padded, start, counts, strides)
+    start = list(map(operator.mul, offset, each.kernel_dilation))
+    return _cut(each.space, padded, start, each.result_size, each.strides)
+
+
+def _cut(
+    space: Sequence[int], value: Value, start: Sequence[int], counts: Sequence[int], strides: Sequence[int]
+) -> Value:
+    """So many elements of each dimension of space, from a start, with a stride; all of the other dimensions."""
+    starts, sizes, steps = [0] * len(ops.shape(value)), ops.shape(value), [1] * len(ops.shape(value))
+    for index, dimension in enumerate(space):
+        starts[dimension], sizes[dimension], steps[dimension] = start[index], counts[index], strides[index]
+    return ops.cut(value, starts, sizes, steps)
 
 
 def _placed(each: Convolution, found: Value) -> Value:
@@ -279,14 +280,3 @@ def _with(each: Convolution, size: Sequence[int]) -> list[int]:
 
 def _offsets(size: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, size))
-
-
-def _sum(terms: Sequence[Value]) -> Value:
-    summed = terms[0]
-    for term in terms[1:]:
-        summed = hlo.add(summed, term)
-    return summed
-
-
-def _numbers(attribute: Any, default: list[int]) -> list[int]:
-    return list(attribute) if attribute is not None else list(default)

@@ -115,6 +115,11 @@ def is_zero(value: Value) -> bool:
     return elements.is_splat and float(elements.get_splat_value().value) == 0.0  # type: ignore[attr-defined]
 
 
+def numbers(attribute: Any, default: list[Any]) -> list[Any]:
+    """What an attribute has for each dimension; a default if an operation lacks it."""
+    return list(default if attribute is None else attribute)
+
+
 def padding(operation: Any, rank: int) -> tuple[list[int], list[int]]:
     """The padding of an operation, before and after each dimension."""
     elements: Any = [0] * 2 * rank if operation.padding is None else ir.DenseIntElementsAttr(operation.padding)

@@ -34,8 +34,7 @@ def rewritten(operation: Any) -> Value | None:
     sizes = ops.shape(operand)
     rank = len(sizes)
     ones = [1] * rank
-    window = list(operation.window_dimensions) if operation.window_dimensions is not None else ones
-    strides = list(operation.window_strides) if operation.window_strides is not None else ones
+    window, strides = (ops.numbers(each, ones) for each in (operation.window_dimensions, operation.window_strides))
     low, high = ops.padding(operation, rank)
     overlap = math.prod(window) / math.prod(strides)
     if math.prod(window) > MOST_SLICES or overlap > MOST_OVERLAP or min(*low, *high) < 0:
