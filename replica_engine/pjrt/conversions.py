@@ -16,7 +16,7 @@ import platform as machine
 from typing import Any
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.mlir import operations
+from replica_engine.pjrt.mlir import compared, operations, splat
 
 VERSION = 1
 """Part of what a compiled program depends on. Raise it when a conversion becomes other operations."""
@@ -37,7 +37,7 @@ def as_by_kernels(module: Any, platform: str) -> None:
                 continue
             with ir.InsertionPoint(operation), operation.location:
                 if of == "i1" and to in _FLOATS:
-                    result.replace_all_uses_with(hlo.select(value, _floats(kind, 1.0), _floats(kind, 0.0)))
+                    result.replace_all_uses_with(hlo.select(value, splat(1.0, kind), splat(0.0, kind)))
                     operation.erase()
                 elif of in _FLOATS and to in _BITS and platform == "cpu" and _IS_X86:
                     _with_least(operation, value, kind, _BITS[to])
@@ -50,20 +50,8 @@ def _with_least(operation: Any, value: Any, kind: Any, bits: int) -> None:
         is_held = hlo.is_finite(value)
     else:
         limit = 2.0 ** (bits - 1)
-        is_held = hlo.and_(
-            _compare(value, _floats(floats, -limit), "GE"), _compare(value, _floats(floats, limit), "LT")
-        )
-    least = hlo.constant(
-        ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(kind.element_type, -(2 ** (bits - 1))))
-    )
+        is_held = hlo.and_(compared(value, splat(-limit, floats), "GE"), compared(value, splat(limit, floats), "LT"))
+    least = splat(-(2 ** (bits - 1)), kind)
     converted = hlo.convert(kind, value)
     operation.results[0].replace_all_uses_with(hlo.select(is_held, converted, least))
     operation.erase()
-
-
-def _compare(left: Any, right: Any, direction: str) -> Any:
-    return hlo.compare(left, right, hlo.ComparisonDirectionAttr.get(direction))
-
-
-def _floats(kind: Any, value: float) -> Any:
-    return hlo.constant(ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, value)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir, program_context
-from replica_engine.pjrt.mlir import functions, operations, reduced
+from replica_engine.pjrt.mlir import functions, operations, reduced, splat
 
 PREFIX = "replica_engine."
 
@@ -90,7 +90,7 @@ def add_work(module: Any) -> None:
         number = ir.RankedTensorType.get([], ir.F32Type.get())
         vector = ir.RankedTensorType.get([_WORK_SIZE], ir.F32Type.get())
         with ir.InsertionPoint(end):
-            values = hlo.optimization_barrier([hlo.iota(vector, 0)])
+            values: Any = hlo.optimization_barrier([hlo.iota(vector, 0)])
             ir.Operation.create("func.return", operands=[*end.operands, hlo.dot(number, values, values)])
         end.operation.erase()
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
@@ -163,8 +163,7 @@ def _replace(marker: Any, platform: str) -> None:
             reduced(operation, _REDUCTIONS[parameters["op"]])
         new = operation.result
         if (divisor := parameters.get("divide_by", 1)) != 1:
-            number = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, divisor))
-            new = hlo.divide(new, hlo.constant(number))
+            new = hlo.divide(new, splat(divisor, kind))
         if is_wide:
             new = hlo.convert(result.type, new)
     result.replace_all_uses_with(new)

@@ -38,6 +38,17 @@ def attributes(operation: Any) -> dict[str, Any]:
     return {name: operation.attributes[name] for name in names}
 
 
+def splat(value: float, kind: Any) -> Any:
+    """A constant of a type of tensors, of which each element is one number."""
+    of = ir.IntegerAttr if isinstance(kind.element_type, ir.IntegerType) else ir.FloatAttr
+    return hlo.constant(ir.DenseElementsAttr.get_splat(kind, of.get(kind.element_type, value)))
+
+
+def compared(left: Any, right: Any, direction: str) -> Any:
+    """Where a comparison is true: "EQ", "GE", "LT"; false where one of the values is NaN."""
+    return hlo.compare(left, right, hlo.ComparisonDirectionAttr.get(direction))
+
+
 def reduced(reduction: Any, join: Callable[[Any, Any], Any]) -> Any:
     """The result of a reduction that joins two scalars so; gives the operation its region."""
     (result,) = reduction.operation.results

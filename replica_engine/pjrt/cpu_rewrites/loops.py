@@ -111,33 +111,34 @@ def _reads(array: Value, functions: Functions) -> list[Any] | None:
 def _steps(loop: Any, functions: Functions) -> int:
     """The number of steps of a loop, if its condition compares counters with constants; else 0."""
     condition = loop.regions[0].blocks[0]
-    limits = _limits(_end(condition).operands[0], dict(enumerate(condition.arguments)), functions)
+    limits = _limits(_end(condition).operands[0], condition, functions)
     if not limits or not all(_counts(loop, place) for place, _ in limits):
         return 0
     return max(0, min(limit for _, limit in limits))
 
 
-def _limits(value: Value, places: Mapping[int, Value], functions: Functions) -> list[tuple[int, int]] | None:
-    """The comparisons, all of which must hold for a value to be true: which argument is less than which constant.
+def _limits(value: Value, block: Any, functions: Functions) -> list[tuple[int, int]] | None:
+    """The comparisons, all of which must hold for a value to be true: which argument of its block is less than which
+    constant.
 
     None for a value that is something else.
     """
     value = _same(value)
     owner = _owner(value)
     if _name(owner) == "stablehlo.and":
-        both = [_limits(each, places, functions) for each in owner.operands]
+        both = [_limits(each, block, functions) for each in owner.operands]
         return None if None in both else [limit for each in both for limit in each or ()]
     if _name(owner) == "func.call":
         callee = functions.get(mlir.callee(owner))
         if callee is None:
             return None
         entry = callee.regions[0].blocks[0]
-        inner = _limits(_end(entry).operands[value.result_number], dict(enumerate(entry.arguments)), functions)
-        outer = [(_among(places, owner.operands[place]), limit) for place, limit in inner or ()]
+        inner = _limits(_end(entry).operands[value.result_number], entry, functions)
+        outer = [(_place(block, owner.operands[place]), limit) for place, limit in inner or ()]
         return None if inner is None or any(place is None for place, _ in outer) else outer  # type: ignore[return-value]
     if _name(owner) != "stablehlo.compare" or "LT" not in str(owner.attributes["comparison_direction"]):
         return None
-    place, limit = _among(places, owner.operands[0]), _integer(owner.operands[1])
+    place, limit = _place(block, owner.operands[0]), _integer(owner.operands[1])
     return None if place is None or limit is None else [(place, limit)]
 
 
@@ -167,12 +168,8 @@ def _is_read(value: Value, functions: Functions) -> bool:
 
 def _place(block: Any, value: Value) -> int | None:
     """Which argument of a block a value is; None if it is none of them."""
-    return _among(dict(enumerate(block.arguments)), value)
-
-
-def _among(places: Mapping[int, Value], value: Value) -> int | None:
     value = _same(value)
-    return next((place for place, each in places.items() if each == value), None)
+    return next((place for place, each in enumerate(block.arguments) if each == value), None)
 
 
 def _same(value: Value) -> Value:

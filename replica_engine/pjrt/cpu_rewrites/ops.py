@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.mlir import reduced
+from replica_engine.pjrt.mlir import reduced, splat
 
 Value = Any
 """A value of a program: a tensor of known shape."""
@@ -32,8 +32,7 @@ def is_static_float(*values: Value) -> bool:
 
 def scalar(value: float, kind: Any) -> Value:
     """A constant of rank 0."""
-    as_attribute = ir.FloatAttr.get if str(kind).startswith("f") else ir.IntegerAttr.get
-    return hlo.constant(ir.DenseElementsAttr.get_splat(ir.RankedTensorType.get([], kind), as_attribute(kind, value)))
+    return splat(value, ir.RankedTensorType.get([], kind))
 
 
 def broadcast(value: Value, to: Sequence[int], dimensions: Sequence[int]) -> Value:
@@ -91,16 +90,6 @@ def total(value: Value, dimensions: Sequence[int]) -> Value:
     sizes = [size for index, size in enumerate(shape(value)) if index not in dimensions]
     result = ir.RankedTensorType.get(sizes, kind)
     return reduced(hlo.ReduceOp([result], [value], [scalar(0.0, kind)], list(dimensions)), hlo.add)
-
-
-def less(left: Value, right: Value) -> Value:
-    """Where the left value is less than the right one. False where one of them is NaN."""
-    return hlo.compare(left, right, hlo.ComparisonDirectionAttr.get("LT"))
-
-
-def equal(left: Value, right: Value) -> Value:
-    """Where two values are equal."""
-    return hlo.compare(left, right, hlo.ComparisonDirectionAttr.get("EQ"))
 
 
 def is_zero(value: Value) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from replica_engine.pjrt.cpu_rewrites import ops
 from replica_engine.pjrt.cpu_rewrites.ops import Value
 from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.mlir import compared
 
 MOST_SLICES = 49
 """The most elements of a window."""
@@ -47,7 +48,7 @@ def rewritten(operation: Any) -> Value | None:
     chosen = _spread(np.argmax(_inside(sizes, low, high, offsets, results, strides), 0), results)
     for number, offset in enumerate(offsets[1:], start=1):
         value = ops.cut(padded, offset, results, strides)
-        is_larger = ops.less(best, value)
+        is_larger = compared(best, value, "LT")
         best = hlo.select(is_larger, value, best)
         chosen = hlo.select(is_larger, _spread(np.full([1] * rank, number), results), chosen)
     return ops.cut(_scattered(source, chosen, offsets, ops.shape(padded), strides), low, sizes, ones)
@@ -58,7 +59,7 @@ def _scattered(source: Value, chosen: Value, offsets: list[Any], sizes: list[int
     results, summed = ops.shape(source), None
     nothing = ops.broadcast(ops.scalar(0.0, ops.element_type(source)), results, [])
     for number, offset in enumerate(offsets):
-        here = ops.equal(chosen, _spread(np.full([1] * len(results), number), results))
+        here = compared(chosen, _spread(np.full([1] * len(results), number), results), "EQ")
         part = hlo.select(here, source, nothing)
         reach = [at + (count - 1) * stride + 1 for at, count, stride in zip(offset, results, strides, strict=True)]
         after = [size - end for size, end in zip(sizes, reach, strict=True)]

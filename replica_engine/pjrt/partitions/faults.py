@@ -8,7 +8,7 @@ layouts, and what is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from replica_engine.pjrt import mlir
@@ -197,25 +197,32 @@ def _sum_of_parts(convolution: Any, divided: Propagated, devices: Devices) -> No
     computed_locally(convolution, inputs, [((),) * kinds[0].rank], devices, build)
 
 
-def _spatial(convolution: Any) -> tuple[list[int], list[int], list[int]]:
+def _divided_along(name: str, dimensions: Callable[[Any], Sequence[Any]], on_two_axes: bool) -> Fault:
+    """The fault of an operation that is right if its values are whole along some dimensions, and is made so.
+
+    Args:
+        name: the name of the operation.
+        dimensions: those of its first operands, and behind them those of its result.
+        on_two_axes: whether it is right on a mesh of one axis in any case.
+    """
+
+    def holds(operation: Any, divided: Propagated, devices: Devices) -> bool:
+        *operands, result = dimensions(operation)
+        pairs = [*zip(divided.operands, operands, strict=False), (divided.results[0], result)]
+        return (_has_two_axes(devices) or not on_two_axes) and any(
+            value[each] for value, places in pairs for each in places
+        )
+
+    def mend(operation: Any, divided: Propagated, devices: Devices) -> None:
+        *operands, result = dimensions(operation)
+        _constrain(operation, divided, dict(enumerate(operands)), {0: result})
+
+    return Fault((name,), holds, mend)
+
+
+def _spatial(convolution: Any) -> Sequence[Any]:
     numbers = _numbers(convolution)
-    return (
-        list(numbers.input_spatial_dimensions),
-        list(numbers.kernel_spatial_dimensions),
-        list(numbers.output_spatial_dimensions),
-    )
-
-
-def _is_divided_along_space(convolution: Any, divided: Propagated, devices: Devices) -> bool:
-    values = (*divided.operands, *divided.results)
-    return _has_two_axes(devices) and any(
-        each[place] for each, places in zip(values, _spatial(convolution), strict=True) for place in places
-    )
-
-
-def _convolve_whole_space(convolution: Any, divided: Propagated, devices: Devices) -> None:
-    input_, kernel, output = _spatial(convolution)
-    _constrain(convolution, divided, {0: input_, 1: kernel}, {0: output})
+    return numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions
 
 
 def _cut_dimensions(operation: Any, divided: Propagated, devices: Devices) -> list[int]:
@@ -244,36 +251,18 @@ def _cut_whole(operation: Any, divided: Propagated, devices: Devices) -> None:
     _constrain(operation, divided, operands, {0: places})
 
 
-def _spread(pad: Any) -> list[int]:
-    """The dimensions in which a pad puts something between the elements."""
-    return [each for each, count in enumerate(ir.DenseI64ArrayAttr(pad.attributes["interior_padding"])) if count]
+def _spread(pad: Any) -> Sequence[Any]:
+    """The dimensions in which a pad puts something between the elements, of what is padded and of the result."""
+    counts = ir.DenseI64ArrayAttr(pad.attributes["interior_padding"])
+    return [[each for each, count in enumerate(counts) if count]] * 2
 
 
-def _spreads_divided(pad: Any, divided: Propagated, devices: Devices) -> bool:
-    values = divided.operands[0], divided.results[0]
-    return _has_two_axes(devices) and any(value[each] for value in values for each in _spread(pad))
-
-
-def _spread_whole(pad: Any, divided: Propagated, devices: Devices) -> None:
-    _constrain(pad, divided, {0: _spread(pad)}, {0: _spread(pad)})
-
-
-def _overlapping(pooled: Any) -> list[int]:
-    """The dimensions in which windows of a gradient of max pooling share elements."""
+def _overlapping(pooled: Any) -> Sequence[Any]:
+    """The dimensions in which windows of a gradient of max pooling share elements, of its operands and its result."""
     windows, strides = (
         list(ir.DenseI64ArrayAttr(pooled.attributes[f"window_{name}"])) for name in ("dimensions", "strides")
     )
-    return [each for each, (size, stride) in enumerate(zip(windows, strides, strict=True)) if size > stride]
-
-
-def _overlaps_divided(pooled: Any, divided: Propagated, devices: Devices) -> bool:
-    values = (*divided.operands[:2], *divided.results)
-    return any(value[each] for value in values for each in _overlapping(pooled))
-
-
-def _pool_whole(pooled: Any, divided: Propagated, devices: Devices) -> None:
-    whole = _overlapping(pooled)
-    _constrain(pooled, divided, {0: whole, 1: whole}, {0: whole})
+    return [[each for each, (size, stride) in enumerate(zip(windows, strides, strict=True)) if size > stride]] * 3
 
 
 def _transforms_divided(operation: Any, divided: Propagated, devices: Devices) -> bool:
@@ -327,13 +316,13 @@ FAULTS = (
     Fault(("stablehlo.convolution",), _sums_groups_of_batch, _sum_of_parts),
     # A convolution of values that are divided along their length or height counts them several times, on a mesh of two
     # axes. Each device has them whole along those dimensions, which costs their memory and a gather.
-    Fault(("stablehlo.convolution",), _is_divided_along_space, _convolve_whole_space),
+    _divided_along("stablehlo.convolution", _spatial, on_two_axes=True),
     # A pad between elements, as in the gradient of a convolution with strides, puts some at wrong places, on a mesh of
     # two axes. It costs what the row before costs.
-    Fault(("stablehlo.pad",), _spreads_divided, _spread_whole),
+    _divided_along("stablehlo.pad", _spread, on_two_axes=True),
     # The gradient of max pooling adds what neighbours found in windows that overlap to one of them only, where the
     # length is divided. It costs what the row before costs.
-    Fault(("stablehlo.select_and_scatter",), _overlaps_divided, _pool_whole),
+    _divided_along("stablehlo.select_and_scatter", _overlapping, on_two_axes=False),
     # Rows that fill a batch up to equal parts are counted into row 0 by a scatter; a gather or scatter along a divided
     # dimension ends the process at times, on a mesh of two axes, or with several numbers in an index; a scatter that
     # sets elements sets some in each part; one whose updates are divided may end the process, and beside other replicas

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.mlir import reduced
+from replica_engine.pjrt.mlir import compared, reduced
 from replica_engine.pjrt.partitions.local import Devices, computed_locally, constant, integer, neutral
 from replica_engine.pjrt.partitions.propagation import Divided, Propagated
 
@@ -224,10 +224,9 @@ class _Own:
 
     def are_here(self) -> Any:
         """A truth value for each index, without the dimension of the entries."""
-        compare = "#stablehlo<comparison_direction {}>".format
         inside = hlo.and_(
-            hlo.compare(self.indices, self._counted([0] * len(self._sizes)), ir.Attribute.parse(compare("GE"))),
-            hlo.compare(self.indices, self._counted(self._sizes), ir.Attribute.parse(compare("LT"))),
+            compared(self.indices, self._counted([0] * len(self._sizes)), "GE"),
+            compared(self.indices, self._counted(self._sizes), "LT"),
         )
         return inside if self._vector == self._kind.rank else _all(inside, self._vector)
 

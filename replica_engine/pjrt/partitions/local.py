@@ -37,7 +37,7 @@ class Devices:
 
     def place(self, axes: Sequence[str]) -> Any:
         """Which part along some axes this device has, as an int32."""
-        number = hlo.convert(_tensor([], _bits(32)), hlo.partition_id())
+        number = hlo.convert(_int32(), hlo.partition_id())
         names = list(self._sizes)
         place = integer(0)
         for axis in axes:
@@ -66,10 +66,9 @@ class Devices:
         ids = ids.reshape(self.layout.replicas, *self._sizes.values())
         others = [index + 1 for index, name in enumerate(names) if name not in axes]
         order = [0, *others, *(names.index(each) + 1 for each in axes)]
-        groups = ids.transpose(order).reshape(-1, self.count(axes))
-        shape = "x".join(map(str, groups.shape))
+        groups: Any = np.ascontiguousarray(ids.transpose(order).reshape(-1, self.count(axes)))
         return {
-            "replica_groups": ir.Attribute.parse(f"dense<{groups.tolist()}> : tensor<{shape}xi64>"),
+            "replica_groups": ir.DenseElementsAttr.get(groups),
             "channel_handle": channel(self.channels),
             "use_global_device_ids": True,
         }
@@ -103,11 +102,14 @@ def computed_locally(
         for index, (value, divided) in enumerate(zip(operation.operands, inputs, strict=True)):
             given.append(_filled_up(value, divided, devices, fillings[index] if index < len(fillings) else None))
         kinds = [ir.RankedTensorType(each.type) for each in operation.results]
+        mesh = devices.layout.mesh
         stored = [
-            _tensor(_stored(each.shape, by, devices), each.element_type)
-            for each, by in zip(kinds, outputs, strict=True)
+            _tensor(mesh.stored(each.shape, by), each.element_type) for each, by in zip(kinds, outputs, strict=True)
         ]
-        parts = [_part(ir.RankedTensorType(each.type), by, devices) for each, by in zip(given, inputs, strict=True)]
+        tensors = [ir.RankedTensorType(each.type) for each in operation.operands]
+        parts = [
+            _tensor(mesh.on_each(each.shape, by), each.element_type) for each, by in zip(tensors, inputs, strict=True)
+        ]
         outer, block = manual_computation(devices.layout, given, inputs, parts, stored, outputs)
         with ir.InsertionPoint(block):
             ir.Operation.create("sdy.return", operands=build(list(block.arguments)))
@@ -162,7 +164,7 @@ def constrained(value: Any, entries: Iterable[Any]) -> Any:
 
 def integer(value: int) -> Any:
     """An int32 scalar."""
-    return constant(value, _tensor([], _bits(32)))
+    return constant(value, _int32())
 
 
 def constant(value: Any, kind: Any) -> Any:
@@ -180,23 +182,13 @@ def neutral(element: Any) -> str:
 
 def _filled_up(value: Any, divided: Divided, devices: Devices, filling: Any) -> Any:
     kind = ir.RankedTensorType(value.type)
-    stored = _stored(kind.shape, divided, devices)
-    if stored == list(kind.shape):
+    stored = devices.layout.mesh.stored(kind.shape, divided)
+    if stored == tuple(kind.shape):
         return value
     none = [0] * kind.rank
     if filling is None:
         filling = constant(zero_of(str(kind.element_type)), _tensor([], kind.element_type))
     return hlo.pad(value, filling, none, [now - was for now, was in zip(stored, kind.shape, strict=True)], none)
-
-
-def _stored(shape: Sequence[int], divided: Divided, devices: Devices) -> list[int]:
-    counts = map(devices.count, divided)
-    return [-(-size // count) * count for size, count in zip(shape, counts, strict=True)]
-
-
-def _part(kind: Any, divided: Divided, devices: Devices) -> Any:
-    counts = map(devices.count, divided)
-    return _tensor([size // count for size, count in zip(kind.shape, counts, strict=True)], kind.element_type)
 
 
 def _shardings(values: Sequence[Divided]) -> Any:
@@ -208,5 +200,5 @@ def _tensor(shape: Sequence[int], element: Any) -> Any:
     return ir.RankedTensorType.get(list(shape), element)
 
 
-def _bits(count: int) -> Any:
-    return ir.IntegerType.get_signless(count)
+def _int32() -> Any:
+    return _tensor([], ir.IntegerType.get_signless(32))

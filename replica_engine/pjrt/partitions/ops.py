@@ -91,12 +91,8 @@ def _between_replicas(operation: Any, size: int, channels: Iterator[int]) -> Non
     """Makes a collective of replicas one of the devices at the same place of each."""
     name = _PAIRS if _PAIRS in operation.attributes else _GROUPS
     rows = np.array(ir.DenseIntElementsAttr(operation.attributes[name])).astype(np.int64)
-    devices = np.concatenate([np.where(rows < 0, rows, rows * size + place) for place in range(size)])
-    operation.attributes[name] = ir.Attribute.parse(
-        f"dense<{devices.tolist()}> : tensor<{devices.shape[0]}x{devices.shape[1]}xi64>"
-        if devices.size
-        else f"dense<> : tensor<0x{rows.shape[-1]}xi64>"
-    )
+    devices: Any = np.concatenate([np.where(rows < 0, rows, rows * size + place) for place in range(size)])
+    operation.attributes[name] = ir.DenseElementsAttr.get(devices)
     operation.attributes["channel_handle"] = channel(channels)
     if operation.name in _WITH_IDS:
         operation.attributes["use_global_device_ids"] = ir.UnitAttr.get()
@@ -127,7 +123,7 @@ def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
     with ir.InsertionPoint(call), call.location:
         number = hlo.partition_id()
         place = hlo.remainder(number, constant(layout.mesh.size, number.type))
-        is_first = hlo.compare(place, constant(0, number.type), hlo.ComparisonDirectionAttr.get("EQ"))
+        is_first = mlir.compared(place, constant(0, number.type), "EQ")
         branch = ir.Operation.create(
             "stablehlo.if", results=[each.type for each in call.results], operands=[is_first], regions=2
         )
