@@ -66,7 +66,7 @@ def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, 
         words = max(_SMALLEST, 1 << (-(-piece.size // 4) - 1).bit_length())
         sent = np.zeros(words, np.uint32)
         sent.view(np.uint8)[: piece.size] = piece
-        chiefs = _run(devices, "ui32", "add", _OF_FIRST, sent, limits)
+        chiefs = _run(devices, sent, of_chief=True, limits=limits)
         received[begin : begin + piece.size] = chiefs.view(np.uint8)[: piece.size]
     return received.view(value.dtype).reshape(value.shape)
 
@@ -82,17 +82,17 @@ def least(devices: DeviceGroup, numbers: Sequence[int], limits: Limits = (None, 
     Raises:
         ReplicaTimeoutError, WorkersMissingError, WorkerLostError or another failure: as for `from_chief`.
     """
-    return _run(devices, "i64", "minimum", "", np.array(numbers, np.int64), limits).tolist()
+    return _run(devices, np.array(numbers, np.int64), of_chief=False, limits=limits).tolist()
 
 
-def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.ndarray, limits: Limits) -> np.ndarray:
-    """Runs one exchange, within the limits.
+def _run(devices: DeviceGroup, value: np.ndarray, of_chief: bool, limits: Limits) -> np.ndarray:
+    """Runs one exchange, of the chief's value or of a minimum, within the limits.
 
     Ctrl-C ends each wait. It is held off between the moment when the program starts and that when its end is awaited.
     """
     group, devices = devices, devices.flat
     timeout, warn_after = limits
-    what = "the chief's value" if before else "a minimum over workers"
+    what = "the chief's value" if of_chief else "a minimum over workers"
     member, began, left = devices.member, time.perf_counter(), threading.Event()
     assert member is not None, "there are several workers"
 
@@ -111,7 +111,7 @@ def _run(devices: DeviceGroup, element: str, op: str, before: str, value: np.nda
 
     order = devices.in_flight
     with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
-        executable = _program(devices, element, value.size, op, before, f"{what}, {value.size} numbers", limits)
+        executable = _program(devices, value, of_chief, f"{what}, {value.size} numbers", limits)
         _wait_for_turn(executable, group)
         try:
             with Watch(lambda _: None, timeout=timeout, expire=lambda _: left.set()):
@@ -246,23 +246,21 @@ def _element(dtype: np.dtype) -> str:
 _programs: dict[tuple, Executable] = {}
 
 
-def _program(
-    devices: DeviceGroup, element: str, words: int, op: str, before: str, name: str, limits: Limits
-) -> Executable:
+def _program(devices: DeviceGroup, value: np.ndarray, of_chief: bool, name: str, limits: Limits) -> Executable:
     """The compiled program; the limits, which count for its first launch, are those of the call that compiles it."""
-    key = devices, element, words, op
-    if key in _programs:
-        return _programs[key]
-    of_type = f"tensor<{words}x{element}>"
-    text = _PROGRAM.format(
-        type=of_type,
-        element=element,
-        op=op,
-        before=before.format(type=of_type) if before else "",
-        group=list(range(devices.replicas)),
-        replicas=devices.replicas,
-        operand="%own" if before else "%x",
-    )
-    dtype = np.dtype(np.uint32 if element == "ui32" else np.int64)
-    made = _programs[key] = Executable(text, devices, [((words,), dtype)], name=(name, ""), limits=limits)
-    return made
+    key = devices, value.size, of_chief
+    if key not in _programs:
+        element = _element(value.dtype)
+        of_type = f"tensor<{value.size}x{element}>"
+        text = _PROGRAM.format(
+            type=of_type,
+            element=element,
+            op="add" if of_chief else "minimum",
+            before=_OF_FIRST.format(type=of_type) if of_chief else "",
+            group=list(range(devices.replicas)),
+            replicas=devices.replicas,
+            operand="%own" if of_chief else "%x",
+        )
+        results = [(value.shape, value.dtype)]
+        _programs[key] = Executable(text, devices, results, name=(name, ""), limits=limits)
+    return _programs[key]
