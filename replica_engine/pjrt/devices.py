@@ -14,7 +14,7 @@ from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt import abandoned, accelerators, workers
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import make_cpu_client
-from replica_engine.pjrt.partitioned_group import PartitionedGroup
+from replica_engine.pjrt.partitioned_group import group_of
 from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.pjrt.plans import chips
 from replica_engine.process import cores
@@ -176,16 +176,10 @@ def _cpu_group(count: int, mesh: ReplicaMesh | None) -> DeviceGroup:
     alone, and has at least one thread for each device, which replicas that wait for each other need.
     """
     client: Any = make_cpu_client(num_devices=count)
-    return _made("cpu", tuple(client.devices()), mesh)
+    return group_of("cpu", tuple(client.devices()), mesh)
 
 
-@functools.cache
-def _group(platform: str, devices: tuple, mesh: ReplicaMesh | None) -> DeviceGroup:
-    return _made(platform, devices, mesh)
-
-
-def _made(platform: str, devices: tuple, mesh: ReplicaMesh | None) -> DeviceGroup:
-    return DeviceGroup(platform, devices) if mesh is None else PartitionedGroup(platform, devices, mesh)
+_group = functools.cache(group_of)
 
 
 @functools.cache
@@ -197,12 +191,10 @@ def _accelerators(platform: str) -> tuple:
 
 def _best() -> str:
     """The first platform that has devices. If one before it could not start, there is a warning."""
-    for name in PLATFORMS:
-        if name == "cpu" or _accelerators(name):
-            for before in PLATFORMS[: PLATFORMS.index(name)]:
-                accelerators.warn_of_fallback(before, name)
-            return name
-    raise AssertionError("CPU devices are made on request")
+    best = next(name for name in PLATFORMS if name == "cpu" or _accelerators(name))  # CPU devices are made on request
+    for before in PLATFORMS[: PLATFORMS.index(best)]:
+        accelerators.warn_of_fallback(before, best)
+    return best
 
 
 def _number(count: object) -> int:

@@ -37,9 +37,9 @@ from replica_engine.pjrt.jaxlib import (
     JAXLIB_VERSION,
     RUNTIME_ERRORS,
     CompileOptions,
-    DeviceAssignment,
     DeviceList,
     ShapedArray,
+    compile_options,
     result_handler,
 )
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
@@ -327,12 +327,7 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
 
 
 def _options(devices: DeviceGroup, apart: bool = False) -> CompileOptions:
-    options = CompileOptions()
-    options.num_replicas, options.num_partitions = devices.grid.shape
-    options.device_assignment = DeviceAssignment.create(devices.grid)
-    if devices.mesh is not None:
-        options.executable_build_options.use_spmd_partitioning = True
-        options.executable_build_options.use_shardy_partitioner = True
+    options = compile_options(devices.grid, devices.mesh is not None)
     if devices.platform == "cpu":
         options.env_option_overrides = [*CPU_OPTIONS, *([APART] if apart else [])]
     return options

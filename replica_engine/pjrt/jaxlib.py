@@ -115,6 +115,22 @@ def program_context() -> Any:
     return context
 
 
+def compile_options(grid: Any, divided: bool) -> CompileOptions:
+    """The options with which a program is compiled.
+
+    Args:
+        grid: the ids of its devices: a row for each replica that XLA knows of, a column for each part.
+        divided: whether the program is divided over the devices of replicas.
+    """
+    options = CompileOptions()
+    options.num_replicas, options.num_partitions = grid.shape
+    options.device_assignment = DeviceAssignment.create(grid)
+    if divided:
+        options.executable_build_options.use_spmd_partitioning = True
+        options.executable_build_options.use_shardy_partitioner = True
+    return options
+
+
 def _lift_limits() -> None:
     """Makes jaxlib read its flags with these added. TensorFlow has separate flags, which stay as they are."""
     given = os.environ.get("XLA_FLAGS")
@@ -245,7 +261,6 @@ __all__ = [
     "RUNTIME_ERRORS",
     "ArrayImpl",
     "CompileOptions",
-    "DeviceAssignment",
     "DeviceList",
     "Mesh",
     "NamedSharding",
@@ -259,6 +274,7 @@ __all__ = [
     "buffer_to_dlpack_managed_tensor",
     "cache_limit",
     "collect_garbage",
+    "compile_options",
     "get_distributed_runtime_client",
     "get_distributed_runtime_service",
     "global_state",

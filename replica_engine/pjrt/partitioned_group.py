@@ -158,17 +158,12 @@ class PartitionedGroup(DeviceGroup):
         """An array of which all replicas have one value; the parts are all of `parts_here`."""
         stored, sharding = self.stored(shape, axes), self.sharding_of(axes)
         given = {part.place: value for part, value in parts.items()}
-        dtype = next(iter(given.values())).dtype
+        dtype, size = next(iter(given.values())).dtype, self.on_each(shape, axes)
         devices, values = [], []
         for device, index in sharding.addressable_devices_indices_map(stored).items():
             assert index is not None, "a slice for each dimension"
-            own = index[int(self.rows) :]
-            place, size = (
-                _place(own, shape),
-                [len(range(*each.indices(n))) for each, n in zip(own, stored[int(self.rows) :], strict=True)],
-            )
-            value = given[place] if place in given else np.zeros([length for _, length in place], dtype)
-            value = _padded(value, tuple(size))
+            place = _place(index[int(self.rows) :], shape)
+            value = _padded(given[place], size) if place in given else np.zeros(size, dtype)
             devices.append(device)
             values.append(np.asarray(value[np.newaxis] if self.rows else value, order="C"))
         return self._put(aval_of(stored, dtype), sharding, values, devices)
@@ -210,9 +205,18 @@ class PartitionedGroup(DeviceGroup):
                 return False
         return True
 
-    def fetch_all(self, array: Array, shape: tuple[int, ...] | None = None) -> list[np.ndarray]:
-        """All replicas' values, on the host."""
-        return [self.fetch(array, replica, shape) for replica in range(self.size)]
+
+def group_of(
+    platform: str,
+    devices: tuple,
+    mesh: ReplicaMesh | None,
+    everywhere: tuple | None = None,
+    member: Member | None = None,
+) -> DeviceGroup:
+    """A group of devices, of which each replica has those of a mesh, or one; see the two classes."""
+    if mesh is None:
+        return DeviceGroup(platform, devices, everywhere, member)
+    return PartitionedGroup(platform, devices, mesh, everywhere, member)
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

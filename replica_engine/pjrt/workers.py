@@ -36,7 +36,7 @@ from replica_engine.pjrt.jaxlib import (
     make_cpu_client,
     make_gloo_tcp_collectives,
 )
-from replica_engine.pjrt.partitioned_group import PartitionedGroup
+from replica_engine.pjrt.partitioned_group import group_of
 from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.process import cores
 from replica_engine.process.interrupts import wait_for_ever
@@ -85,11 +85,7 @@ class _Workers:
         if group is None:
             everywhere = tuple(device for devices in self.devices for device in devices[:count])
             own = self.devices[self.cluster.process_id][:count]
-            if mesh is None:
-                group = DeviceGroup(self.platform, own, everywhere, self.member)
-            else:
-                group = PartitionedGroup(self.platform, own, mesh, everywhere, self.member)
-            self._groups[count, mesh] = group
+            group = self._groups[count, mesh] = group_of(self.platform, own, mesh, everywhere, self.member)
         return group
 
     def _place(self) -> dict[str, str]:

@@ -168,11 +168,9 @@ def _run(folder: pathlib.Path, timeout: float | None) -> int | None:
             stdout=words,
             stderr=words,
         )
+    ended = False
     try:
         ended = wait_within(timeout, lambda seconds: _ended(process, seconds))
-    except BaseException:
-        ended = False
-        raise
     finally:
         if not ended:
             process.kill()

@@ -20,11 +20,10 @@ import numpy as np
 
 from replica_engine.pjrt.jaxlib import (
     RUNTIME_ERRORS,
-    CompileOptions,
-    DeviceAssignment,
     DeviceList,
     absent_gpus,
     absent_tpus,
+    compile_options,
     ir,
     program_context,
 )
@@ -51,13 +50,8 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     else:
         devices = absent_gpus(request["library"], request["target"], request["topology"])
     devices = devices[: replicas * parts]
-    options = CompileOptions()
-    options.num_replicas, options.num_partitions = (replicas, 1) if parts == 1 else (1, replicas * parts)
-    ids = np.array([device.id for device in devices]).reshape(options.num_replicas, options.num_partitions)
-    if parts > 1:
-        options.executable_build_options.use_spmd_partitioning = True
-        options.executable_build_options.use_shardy_partitioner = True
-    options.device_assignment = DeviceAssignment.create(ids)
+    ids = np.array([device.id for device in devices])
+    options = compile_options(ids.reshape((-1, 1) if parts == 1 else (1, -1)), parts > 1)
     program, on = (folder / "program.mlir").read_text(), DeviceList(tuple(devices))
 
     def compiled(extra: list[tuple[str, Any]]) -> Any:
