@@ -86,12 +86,12 @@ def commit(bundles: Sequence[str], path: str) -> None:
         )
     data = checkpoints.matching(merged + checkpoints.DATA)
     for file in [*data, merged + ".index"]:
-        _to_disk(file)
+        to_disk(file)
     for file in data:
         tf.io.gfile.rename(file, path + file[len(merged) :], overwrite=True)
-    _to_disk(os.path.dirname(path))  # the data files before the index that needs them
+    to_disk(os.path.dirname(path))  # the data files before the index that needs them
     tf.io.gfile.rename(merged + ".index", path + ".index", overwrite=True)
-    _to_disk(os.path.dirname(path))
+    to_disk(os.path.dirname(path))
     for file in checkpoints.matching(path + checkpoints.DATA):
         if _number(file) != len(data):
             tf.io.gfile.remove(file)
@@ -124,7 +124,7 @@ def _number(file: str) -> int:
     return int(found[1])
 
 
-def _to_disk(path: str) -> None:
+def to_disk(path: str) -> None:
     """Waits until a file, or the names in a folder, would survive a loss of power. Object stores need no such call."""
     if "://" in path:
         return

@@ -55,13 +55,6 @@ class Turn(Protocol):
         """The values with which all workers of the job have called this, when all have."""
 
 
-class Team(Protocol):
-    """The workers that save together, as one of them sees them."""
-
-    def taking_turns(self, what: str, path: Any, given: str | None = None) -> AbstractContextManager[Turn]:
-        """A context manager around a save: all workers meet before and after it."""
-
-
 class _Alone:
     writes, together, worker, size = True, True, 0, 1
 
@@ -123,7 +116,7 @@ class Saves:
         owners.check_values(saved)
         given, path = _given.get() or path, folders.absolute(path)
         with writer.alone():
-            team: Team | None = owners.team_of(saved)
+            team = owners.team_of(saved)
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path, given) as turn:
                 with snapshot.taking(turn.together, asynchronous) as taken:
                     try:

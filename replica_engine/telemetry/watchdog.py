@@ -162,11 +162,8 @@ class Watch:
 
     def __exit__(self, kind: object, error: BaseException | None, frames: TracebackType | None) -> None:
         _watchdog.remove(self)
-        self._describe, self._expire, self._progress = (
-            _nothing,
-            None,
-            None,
-        )  # the watchdog may refer to this watch until its next check
+        # The watchdog may refer to this watch until its next check.
+        self._describe, self._expire, self._progress = _nothing, None, None
 
     @property
     def waited(self) -> float:

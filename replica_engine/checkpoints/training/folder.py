@@ -14,6 +14,7 @@ import re
 import shutil
 from pathlib import Path
 
+from replica_engine.checkpoints.bundle import to_disk
 from replica_engine.process.folders import absolute
 
 _NAME = re.compile(r"backup-(\d+)-(\d+)")
@@ -55,13 +56,13 @@ class BackupFolder:
         complete = half.with_suffix("")
         with contextlib.suppress(FileNotFoundError):  # another worker was here first
             for file in half.iterdir():
-                _to_disk(file)
+                to_disk(str(file))
             if complete.exists():
                 shutil.rmtree(half)
             else:
                 half.rename(complete)
         with contextlib.suppress(FileNotFoundError):  # another worker has cleared the folder
-            _to_disk(self.path)
+            to_disk(str(self.path))
         older = [path for path in self._half() if path.name <= half.name]
         for path in [*self._complete()[self._keep :], *older]:
             shutil.rmtree(path, ignore_errors=True)
@@ -82,7 +83,8 @@ class BackupFolder:
     def _complete(self) -> list[Path]:
         """The folders of complete checkpoints, the last one first."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found = {tuple(map(int, match.groups())): path for path in self.path.iterdir() if (match := _named(path))}
+            named = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
+            found = {tuple(map(int, match.groups())): path for match, path in named if match}
             return [found[place] for place in sorted(found, reverse=True)]
         return []
 
@@ -90,16 +92,3 @@ class BackupFolder:
 def in_words(epoch: int, batch: int) -> str:
     """How far a training is, as the names of the checkpoints count: "1 epoch and 3 batches"."""
     return f"{epoch} epoch{'' if epoch == 1 else 's'} and {batch} batch{'' if batch == 1 else 'es'}"
-
-
-def _named(path: Path) -> re.Match[str] | None:
-    return _NAME.fullmatch(path.name)
-
-
-def _to_disk(path: Path) -> None:
-    """Waits until a file, or the list of the files of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

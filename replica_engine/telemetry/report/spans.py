@@ -102,8 +102,10 @@ def _timeline(data: Any) -> Timeline:
         if event["ph"] == "X":
             begin, duration = event["ts"] / 1e6, event["dur"] / 1e6
             track.spans.append(DrawnSpan(event["name"], event["cat"], begin, begin + duration, duration))
-        else:
-            _describe(track, event)
+        elif event["name"] == "thread_name":
+            track.name = event["args"]["name"]
+        elif event["name"] == "thread_sort_index":
+            track.order = event["args"]["sort_index"]
     for track in tracks.values():
         _share_out(track.spans)
     lines: dict[tuple[str, str], DrawnTrack] = {}
@@ -115,13 +117,6 @@ def _timeline(data: Any) -> Timeline:
     ordered = sorted(lines.values(), key=lambda line: (numbers.get(line.group, 0), line.order))
     about = data["otherData"]
     return Timeline(ordered, about["seconds"], about["dropped_spans"])
-
-
-def _describe(track: DrawnTrack, event: dict[str, Any]) -> None:
-    if event["name"] == "thread_name":
-        track.name = event["args"]["name"]
-    elif event["name"] == "thread_sort_index":
-        track.order = event["args"]["sort_index"]
 
 
 def _share_out(spans: list[DrawnSpan]) -> None:
