@@ -41,7 +41,8 @@ from tensorflow.python.distribute import values_util as _values_util
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as _VALUE
 from tensorflow.python.training.saving.saveable_object import SaveSpec as _SaveSpec
 
-from replica_engine._tf.hook import FIRST_WORKERS_SCOPE, Hook
+from replica_engine._tf.hook import FIRST_WORKERS_SCOPE, Hook, StandIn
+from replica_engine.process import scoped
 
 _CHECKPOINTS, _CHECKPOINT = "tensorflow.python.checkpoint", "tensorflow.python.checkpoint.checkpoint.Checkpoint"
 _MANAGEMENT = f"{_CHECKPOINTS}.checkpoint_management"
@@ -188,14 +189,8 @@ def matching(path: str) -> list[str]:
     return sorted(os.path.join(folder, each) for each in names if pattern.fullmatch(each))
 
 
-class _Files:
+class _Files(StandIn):
     """TensorFlow's module of files, for the module that lists checkpoints, finds the last one and deletes old ones."""
-
-    def __init__(self, own: Any):
-        self._own = own
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
 
     def get_matching_files(self, path: str) -> list[str]:
         """Returns the files that are asked for, and those of no other folder; none to a worker that deletes none."""

@@ -26,7 +26,7 @@ from tensorflow.python.eager import context as _context
 # core: _status_to_exception makes the exception of an op that failed, of a _NotOkStatusException.
 from tensorflow.python.eager import core as _core
 
-from replica_engine._tf.hook import Hook
+from replica_engine._tf.hook import Hook, StandIn
 
 _JOINED = "the first `MultiWorkerMirroredStrategy` of several workers"
 _NOT_FAILED = "passes on to TensorFlow for all other errors"
@@ -223,19 +223,13 @@ def explain_failures(explain: Callable[[int, str], BaseException | None]) -> Non
     EXECUTE.put(lambda own: own if isinstance(own, _WithStatuses) else _WithStatuses(own))
 
 
-class _WithStatuses:
+class _WithStatuses(StandIn):
     """TensorFlow's module of C functions, for the module that runs functions, and ops that have no quicker way.
 
     It raises statuses, of which `_status_to_exception` makes exceptions, as the quicker way to run an op does.
     Functions and ops such as the collective that makes a variable come this way. The exception that it raises itself
     could only be replaced in a frame of this library, which then stood in the traceback of every failed op.
     """
-
-    def __init__(self, own: Any):
-        self._own = own
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
 
     def TFE_Py_Execute(self, *args: Any) -> Any:
         """Runs a function or an op."""

@@ -104,6 +104,16 @@ class Hook:
         return place.original if place.hooks else place.present()
 
 
+class StandIn:
+    """Stands for an object of TensorFlow or Keras, and has all of its attributes but those that a subclass replaces."""
+
+    def __init__(self, own: Any):
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
 def hooks() -> tuple[Hook, ...]:
     """All hooks that are declared, installed or not."""
     return tuple(_declared)

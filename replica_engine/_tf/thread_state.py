@@ -42,6 +42,9 @@ from tensorflow.python.ops import summary_ops_v2 as _summary
 # replicas after the first.
 from tensorflow.python.ops import variable_scope as _variable_scope
 
+from replica_engine._tf.hook import StandIn
+from replica_engine.process import scoped
+
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
 _CANCELS_BY_THREAD = isinstance(_cancellation._active_context, threading.local)
 CACHING_FIELDS = ("new_cache_scope_count", "cache_scope_exited_count")
@@ -173,15 +176,12 @@ def summary_state() -> tuple[Any, Any, Any]:
     return getattr(state.writer, "_resource", None), state.step, state.is_recording
 
 
-class _CallersWriter:
+class _CallersWriter(StandIn):
     """A stand-in for the summary writer of a later caller; like `writer`, except for the resource."""
 
     def __init__(self, writer: Any):
-        self._writer = writer
+        super().__init__(writer)
         self._resource = callers_writer()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._writer, name)
 
 
 @functools.cache

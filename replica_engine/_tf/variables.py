@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -140,12 +140,7 @@ def used_in(graph: Any) -> list[Any]:
 
 def is_captured(handle: tf.Tensor) -> bool:
     """Whether the current graph, or a graph around it, has captured an eager handle."""
-    inner = tf.compat.v1.get_default_graph()
-    while isinstance(inner, tf.__internal__.FuncGraph):
-        if any(outside is handle for outside in inner.external_captures):
-            return True
-        inner = inner.outer_graph
-    return False
+    return any(outside is handle for each in function_graphs(graph()) for outside in each.external_captures)
 
 
 def graphs() -> list[Any]:
@@ -157,13 +152,16 @@ def graphs() -> list[Any]:
     return found
 
 
+def function_graphs(inner: Any) -> Iterator[Any]:
+    """A graph and the graphs around it, as far as they are those of functions: branches and loops are functions too."""
+    while isinstance(inner, tf.__internal__.FuncGraph):
+        yield inner
+        inner = inner.outer_graph
+
+
 def is_in_loop_condition(inner: Any) -> bool:
     """Whether a graph is the condition of a loop, or inside one."""
-    while isinstance(inner, tf.__internal__.FuncGraph):
-        if isinstance(inner, _WhileCondFuncGraph):
-            return True
-        inner = inner.outer_graph
-    return False
+    return any(isinstance(each, _WhileCondFuncGraph) for each in function_graphs(inner))
 
 
 def is_loop_body(inner: Any) -> bool:
@@ -173,9 +171,7 @@ def is_loop_body(inner: Any) -> bool:
 
 def outermost_graph(inner: Any) -> Any:
     """The graph of the outermost function around a graph."""
-    while isinstance(outer := getattr(inner, "outer_graph", None), tf.__internal__.FuncGraph):
-        inner = outer
-    return inner
+    return [inner, *function_graphs(inner)][-1]
 
 
 def capture_at_call(graph: Any, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]) -> tf.Tensor:

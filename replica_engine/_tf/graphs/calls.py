@@ -16,16 +16,10 @@ watches the call, and can cancel it. Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import itertools
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
-
-# structured_function: traces the functions of tf.data.
-from tensorflow.python.data.ops import structured_function
 
 # cancellation: ends what waits in a call of a function.
 from tensorflow.python.eager import cancellation
@@ -36,11 +30,10 @@ from tensorflow.python.eager.context import FunctionCallOptions
 # execute_with_cancellation: calls a function so that it can be ended.
 from tensorflow.python.eager.execute import execute_with_cancellation
 
-# WhileBodyFuncGraph: the graph of the body of a loop.
-from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
-
-from replica_engine._tf.graphs import function
-from replica_engine._tf.hook import FIRST, Hook
+from replica_engine._tf import variables
+from replica_engine._tf.graphs import control_flow, function
+from replica_engine._tf.graphs.kept import kept_on
+from replica_engine._tf.hook import FIRST, Hook, StandIn
 
 MAKE_CALLED = Hook(
     "tensorflow.python.eager.polymorphic_function.atomic_function",
@@ -111,31 +104,23 @@ def choose(graph: Any, level: str | None, run: Any, supervise: Callable[[Any, Se
             the function from eager code.
     """
     note_replicas(graph)
-    while isinstance(graph, tf.__internal__.FuncGraph):
+    for each in variables.function_graphs(graph):
         if level is not None:
-            setattr(graph, _LEVEL, max(level, getattr(graph, _LEVEL, OFF), key=LEVELS.index))
-        if not hasattr(graph, _RUNS):
-            setattr(graph, _RUNS, (supervise, []))
-        getattr(graph, _RUNS)[1].append(run)
-        graph = graph.outer_graph
+            setattr(each, _LEVEL, max(level, getattr(each, _LEVEL, OFF), key=LEVELS.index))
+        kept_on(each, _RUNS, lambda: (supervise, []))[1].append(run)
 
 
 def is_in_loop(graph: Any) -> bool:
     """Whether a graph that is being traced is in a loop, or in a function of tf.data, which is a loop too."""
-    while isinstance(graph, tf.__internal__.FuncGraph):
-        if isinstance(graph, WhileBodyFuncGraph):
-            return True
-        graph = graph.outer_graph
-    return _in_data_function()
+    return any(map(variables.is_loop_body, variables.function_graphs(graph))) or control_flow.in_dataset()
 
 
 def note_replicas(graph: Any) -> None:
     """Notes that replicas run in the function that is being traced into a graph, and so in those around it."""
     global notes
     notes += 1
-    while isinstance(graph, tf.__internal__.FuncGraph):
-        setattr(graph, _REPLICAS, True)
-        graph = graph.outer_graph
+    for each in variables.function_graphs(graph):
+        setattr(each, _REPLICAS, True)
 
 
 def has_replicas(fn: Any) -> bool:
@@ -146,22 +131,12 @@ def has_replicas(fn: Any) -> bool:
         return False
 
 
-def _in_data_function() -> bool:
-    """Whether a function of tf.data is being traced, such as the body of a `for` over a dataset: that is a loop too."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == structured_function.__file__:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def manager() -> Any:
     """What can end a call; None if the user's code has said what ends calls now (`CancellationManagerContext`)."""
     return cancellation.CancellationManager() if cancellation.context() is None else None
 
 
-class _Context:
+class _Context(StandIn):
     """TensorFlow's context, for the calls of one function: with other options for Grappler, and supervised.
 
     Args:
@@ -171,14 +146,11 @@ class _Context:
     """
 
     def __init__(self, own: Any, level: str, supervise: Supervise):
-        self._own = own
+        super().__init__(own)
         self._level = level
         self._supervise = supervise
         self._given: tuple[Any, Any] | None = None
         self._changed = FunctionCallOptions()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
 
     def __repr__(self) -> str:
         return repr(self._own)

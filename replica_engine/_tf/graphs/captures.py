@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from replica_engine._tf import variables
+from replica_engine._tf.graphs.kept import kept_on
 from replica_engine._tf.hook import OUTSIDE, REPLICATED, Hook
 
 CALL_FLAT = Hook(
@@ -39,10 +40,7 @@ def marked(function: Any, mark: str) -> Iterator[tuple[Any, Callable[[], bool]]]
 
 
 def _may_write(graph: Any, index: int) -> bool:
-    known = getattr(graph, _WRITES, None)  # a graph that has been traced does not change
-    if known is None:
-        known = {}
-        setattr(graph, _WRITES, known)
+    known: dict[int, bool] = kept_on(graph, _WRITES, dict)  # a graph that has been traced does not change
     if index not in known:
         known[index] = variables.may_write(graph.inputs[index], set())
     return known[index]

@@ -285,7 +285,7 @@ def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:
 
 
 def in_dataset() -> bool:
-    """Whether the calling code is in a function of tf.data, which is being traced."""
+    """Whether a function of tf.data is being traced around this call, such as the body of a `for` over a dataset."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == _structured_function.__file__:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.attributes import XLA_COMPILE as _XLA_COMPILE
 
 from replica_engine._tf.hook import FIRST, OUTSIDE, Hook
+from replica_engine.process import scoped
 
 TRACE = Hook(
     "tensorflow.python.eager.polymorphic_function.tracing_compilation",
@@ -99,19 +100,14 @@ _tracing = threading.local()  # its `options` are those of the functions that th
 _inlining = threading.local()
 
 
-@contextlib.contextmanager
-def inlined() -> Iterator[None]:
+def inlined() -> contextlib.AbstractContextManager[bool]:
     """Inside, on this thread, a call of a `tf.function` runs its Python function, and leaves no trace of its own.
 
     Tensors of a graph that is thrown away must not get into traces, which outlive it.
     """
-    before, _inlining.on = is_inlining(), True
-    try:
-        yield
-    finally:
-        _inlining.on = before
+    return scoped.attribute(_inlining, "on", True)
 
 
 def is_inlining() -> bool:
     """Whether the calling thread is in a block of `inlined`."""
-    return getattr(_inlining, "on", False)
+    return bool(getattr(_inlining, "on", False))

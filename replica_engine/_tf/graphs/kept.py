@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import tensorflow as tf
+from replica_engine._tf import variables
+
+T = TypeVar("T")
 
 _KEPT = "_replica_engine_kept"  # attribute of a graph
+
+
+def kept_on(graph: Any, name: str, make: Callable[[], T]) -> T:
+    """An object that lives as long as a graph does, its attribute of that name; made at the first request."""
+    kept = getattr(graph, name, None)
+    if kept is None:
+        kept = make()
+        setattr(graph, name, kept)
+    return kept
 
 
 def keep(graph: Any, what: Any) -> bool:
@@ -15,10 +27,7 @@ def keep(graph: Any, what: Any) -> bool:
     Returns:
         Whether that is the graph of a function; otherwise nothing is done.
     """
-    is_function = isinstance(graph, tf.__internal__.FuncGraph)
-    while isinstance(graph, tf.__internal__.FuncGraph):
-        if not hasattr(graph, _KEPT):
-            setattr(graph, _KEPT, [])
-        getattr(graph, _KEPT).append(what)
-        graph = graph.outer_graph
-    return is_function
+    graphs = list(variables.function_graphs(graph))
+    for each in graphs:
+        kept_on(each, _KEPT, list).append(what)
+    return bool(graphs)

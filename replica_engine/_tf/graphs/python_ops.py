@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import versions
+from replica_engine._tf import variables, versions
 from replica_engine._tf.graphs.kept import keep
 from replica_engine.errors import ReplicaEngineError
 
@@ -40,9 +40,7 @@ def python_op(fn: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any
     graph = tf.compat.v1.get_default_graph()
     called = noted.ag_dnc_wrapper__  # type: ignore[attr-defined]  # what TensorFlow has registered for `fn`
     if keep(graph, called) and _BY_OUTERMOST:
-        while isinstance(graph, tf.__internal__.FuncGraph):
-            graph = graph.outer_graph
-        graph._py_funcs_used_in_graph.remove(called)
+        variables.outermost_graph(graph).outer_graph._py_funcs_used_in_graph.remove(called)
     return results
 
 

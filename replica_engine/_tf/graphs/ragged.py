@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import subgraphs
+from replica_engine._tf.graphs.kept import kept_on
 
 _VALUES = "_replica_engine_values_of_splits"
 
@@ -20,9 +21,7 @@ def note_values(ragged: tf.RaggedTensor) -> None:
     """Notes which values the splits of a new ragged tensor divide, for `rows_of_values`."""
     splits = ragged.row_splits
     if tf.is_symbolic_tensor(splits):
-        if not hasattr(splits.graph, _VALUES):
-            setattr(splits.graph, _VALUES, {})
-        getattr(splits.graph, _VALUES)[splits.name] = ragged.values
+        kept_on(splits.graph, _VALUES, dict)[splits.name] = ragged.values
 
 
 def rows_of_values(lengths: Any) -> tf.Tensor | None:

@@ -21,6 +21,7 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import op_callbacks as _op_callbacks
 
 from replica_engine._tf.graphs import gradients
+from replica_engine._tf.graphs.kept import kept_on
 from replica_engine._tf.hook import FIRST_THREADS, Hook
 
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
@@ -53,14 +54,13 @@ def original(tensor: tf.Tensor) -> tf.Tensor | None:
 
 
 def _set_aside(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
-    setattr(graph, _ASIDE, {*getattr(graph, _ASIDE, ()), op.name})
+    kept_on(graph, _ASIDE, set).add(op.name)
     _note_originals(graph, op, results)
 
 
 def _note_originals(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
-    if not hasattr(graph, _ORIGINALS):
-        setattr(graph, _ORIGINALS, {})
-    getattr(graph, _ORIGINALS).update((new.name, old) for new, old in zip(results, op.outputs, strict=True))
+    originals = kept_on(graph, _ORIGINALS, dict)
+    originals.update((new.name, old) for new, old in zip(results, op.outputs, strict=True))
 
 
 def seeding() -> tuple[Any, int | None]:

@@ -20,6 +20,7 @@ from tensorflow.python.eager import context as _context
 from tensorflow.python.eager.polymorphic_function import atomic_function as _atomic_function
 
 from replica_engine._tf import variables
+from replica_engine._tf.hook import StandIn
 
 T = TypeVar("T")
 
@@ -184,25 +185,27 @@ def run(
     Returns:
         The values of `outputs`.
     """
-    part = _Part(graph, operations, inputs, outputs)
+    part = Part(graph, operations, inputs, outputs)
     with tf.init_scope(), tf.device("CPU:0"):
         function = _atomic_function.from_func_graph(f"replica_engine_part_{next(_numbers)}", part, {})
         return list(function.call_flat(*values))
 
 
-class _Part:
+class Part(StandIn):
     """Some ops of a function graph, with the attributes that `from_func_graph` reads from a graph."""
 
-    def __init__(self, graph: Any, operations: Iterable[tf.Operation], inputs: Sequence[Any], outputs: Sequence[Any]):
-        self._graph = graph
+    def __init__(
+        self,
+        graph: Any,
+        operations: Iterable[tf.Operation],
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        control_outputs: Sequence[tf.Operation] = (),
+    ):
+        super().__init__(graph)
         self._operations = list(operations)
-        self.inputs = list(inputs)
-        self.outputs = list(outputs)
-        self.control_outputs: list[tf.Operation] = []
+        self.inputs, self.outputs, self.control_outputs = list(inputs), list(outputs), list(control_outputs)
 
     def get_operations(self) -> list[tf.Operation]:
         """The ops of the part."""
         return self._operations
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._graph, name)

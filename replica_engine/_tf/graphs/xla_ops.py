@@ -145,9 +145,13 @@ def leave_collections(graph: Any, variables: Sequence[Any]) -> None:
 def register(name: str, graph: Any) -> Any:
     """Registers the ops that a function graph's results and effects need as a function under a new name.
 
-    The name stays registered as long as the return value lives.
+    The name stays registered as long as the return value lives. XLA would compile all other ops, or fail to.
     """
-    return _atomic_function.from_func_graph(name, _Needed(graph), {})
+    aside, wanted = replaced_ops.set_aside(graph), needed(graph, graph.inputs)
+    operations = [op for op in graph.get_operations() if op.name in wanted]
+    effects = [op for op in graph.control_outputs if op.name not in aside]
+    part = subgraphs.Part(graph, operations, graph.inputs, graph.outputs, effects)
+    return _atomic_function.from_func_graph(name, part, {})
 
 
 def needed(graph: Any, also: Sequence[tf.Tensor] = ()) -> dict[str, tf.Operation]:
@@ -159,23 +163,6 @@ def needed(graph: Any, also: Sequence[tf.Tensor] = ()) -> dict[str, tf.Operation
 
     ends = [*graph.control_outputs, *(tensor.op for tensor in (*graph.outputs, *also))]
     return {op.name: op for op in subgraphs.reached(ends, before, lambda op: op.name) if op.name not in aside}
-
-
-class _Needed:
-    """A function graph without the ops that nothing needs: XLA would compile them, or fail to compile them."""
-
-    def __init__(self, graph: Any):
-        self._graph = graph
-        aside = replaced_ops.set_aside(graph)
-        self.control_outputs = [op for op in graph.control_outputs if op.name not in aside]
-        self._needed = needed(graph, graph.inputs)
-
-    def get_operations(self) -> list[tf.Operation]:
-        """The needed ops, in the order of the graph."""
-        return [op for op in self._graph.get_operations() if op.name in self._needed]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._graph, name)
 
 
 def stablehlo(function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[tf.Tensor]) -> str:

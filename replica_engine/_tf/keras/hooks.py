@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine._tf.hook import FIRST_SCOPE, REPLICATED, Hook
+from replica_engine._tf.hook import FIRST_SCOPE, REPLICATED, Hook, StandIn
 from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras.trainer import (
     BASE,
@@ -355,7 +355,7 @@ def extend_losses(
     MEAN.around(weighted)
 
 
-class _Backend:
+class _Backend(StandIn):
     """Keras' backend for its losses, which has no distribution in a shard: what is scaled for one stays as it is.
 
     Args:
@@ -364,10 +364,8 @@ class _Backend:
     """
 
     def __init__(self, own: Any, in_shard: Callable[[], bool]):
-        self._own, self._in_shard = own, in_shard
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        super().__init__(own)
+        self._in_shard = in_shard
 
     def backend(self) -> str:
         """The name of the backend, by which losses know whether TensorFlow distributes them."""

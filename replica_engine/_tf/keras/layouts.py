@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import distribute, variables, versions
-from replica_engine._tf.hook import Hook
+from replica_engine._tf.hook import Hook, StandIn
 from replica_engine._tf.keras import accumulation as names
 
 _OPS = "keras.src.backend.tensorflow.ops" if versions.keras_renamed() else "keras.src.backend.tensorflow"
@@ -144,25 +144,22 @@ def _divide(own: Callable[..., Any], x1: Any, x2: Any) -> Any:
     return tf.IndexedSlices(own(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
 
 
-class _Outputs:
+class _Outputs(StandIn):
     """Takes the place of Keras' distribution: `Layer.__call__` asks it for the layout of its outputs.
 
     Args:
-        given: the distribution itself.
+        own: the distribution itself.
         layout_of: returns the layout for the path of a layer and "/output", or None.
         constrain: divides a tensor, given the path, as a layout says.
     """
 
     def __init__(
-        self, given: Any, layout_of: Callable[[str], Any], constrain: Callable[[str, tf.Tensor, Any], tf.Tensor]
+        self, own: Any, layout_of: Callable[[str], Any], constrain: Callable[[str, tf.Tensor, Any], tf.Tensor]
     ):
-        self.given = given
+        super().__init__(own)
         self.constrain = constrain
         self.path = ""
         self._layout_of = layout_of
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.given, name)
 
     def get_tensor_layout(self, path: str) -> Any:
         """Called by Keras."""
@@ -209,7 +206,7 @@ def current_distribution() -> Any:
     """What `keras.distribution.set_distribution` has set in this thread; None if it has set nothing."""
     state: Any = sys.modules.get(_GLOBAL_STATE)
     found = None if state is None else state.get_global_attribute(_ATTRIBUTE)
-    return found.given if isinstance(found, _Outputs) else found
+    return found._own if isinstance(found, _Outputs) else found
 
 
 def layout_map_of(distribution: Any) -> Any:

@@ -18,21 +18,19 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf import variables
 from replica_engine._tf.graphs import subgraphs, xla_ops
+from replica_engine._tf.graphs.kept import kept_on
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CaptureError, HostAccessError
 from replica_engine.errors.base import at
 from replica_engine.xla.body import host_call_site, in_body
 from replica_engine.xla.state.device_value import DeviceValue
-
-T = TypeVar("T")
 
 
 class Use:
@@ -91,7 +89,7 @@ class HostProgram:
 
 def host_program() -> HostProgram:
     """The host program that is being traced."""
-    return _kept_on(variables.outermost_graph(variables.graph()), "_replica_engine_program", HostProgram)
+    return kept_on(variables.outermost_graph(variables.graph()), "_replica_engine_program", HostProgram)
 
 
 def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.Tensor:
@@ -106,7 +104,7 @@ def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.
     raw = device_value.handles[replica]
     if function is None or variables.is_saving():
         return raw
-    uses: dict[Any, Use] = _kept_on(function, "_replica_engine_uses", dict)
+    uses: dict[Any, Use] = kept_on(function, "_replica_engine_uses", dict)
     use = uses.get((device_value, replica))
     if use is None:
         at_call = _VariableAtCall(raw, host_program(), device_value, replica)
@@ -132,7 +130,7 @@ def token() -> tf.Tensor:
     raw = variables.raw_handle(_token())
     if function is None:
         return raw
-    return _kept_on(
+    return kept_on(
         function,
         "_replica_engine_token",
         lambda: variables.capture_at_call(function, raw, _AtCall(raw, host_program())),
@@ -225,13 +223,4 @@ def _token() -> tf.Variable:
 
 
 def _runs(graph: Any) -> set[str]:
-    return _kept_on(graph, "_replica_engine_runs", set)
-
-
-def _kept_on(graph: Any, name: str, make: Callable[[], T]) -> T:
-    """An object that lives as long as a graph does; made at the first request."""
-    kept = getattr(graph, name, None)
-    if kept is None:
-        kept = make()
-        setattr(graph, name, kept)
-    return kept
+    return kept_on(graph, "_replica_engine_runs", set)
