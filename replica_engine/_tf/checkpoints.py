@@ -228,14 +228,11 @@ def _written(saves: Saves, original: Callable[..., Any], self: Any, file_prefix:
 
     def finish(writes: bool) -> None:
         is_moved = saves.absolute(path) != place  # the program's folder, while the checkpoint was written
-        tokens = _leaves.set(not writes), _folder.set(place.removesuffix(path) if is_moved else None)
-        try:
+        folder = place.removesuffix(path) if is_moved else None
+        with scoped.variable(_leaves, not writes), scoped.variable(_folder, folder):
             for callback in callbacks or ():
                 lists = callback.__module__ in _LISTS  # paths relative to the list's, both as they were given
                 _checkpoint._execute_callbacks([callback], path if lists or not is_moved else place)
-        finally:
-            _leaves.reset(tokens[0])
-            _folder.reset(tokens[1])
 
     if asynchronous:
         self._async_checkpointer()  # so that `sync` waits for it
@@ -336,14 +333,18 @@ def _exported(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    worker = worker_of(obj)
+    return saved_by("a SavedModel", worker_of(obj), export_dir, lambda path: original(obj, path, *args, **kwargs))
+
+
+def saved_by(what: str, worker: Worker | None, path: Any, save: Callable[[Any], Any]) -> Any:
+    """What `save(path)` returns; a worker that is not to write there saves into a folder that is deleted at once."""
     if worker is None:
-        return original(obj, export_dir, *args, **kwargs)
-    with worker.saving("a SavedModel", export_dir) as writes:
+        return save(path)
+    with worker.saving(what, path) as writes:
         if writes:
-            return original(obj, export_dir, *args, **kwargs)
-        with folder() as own:
-            return original(obj, own, *args, **kwargs)
+            return save(path)
+        with tempfile.TemporaryDirectory() as folder:
+            return save(os.path.join(folder, os.path.basename(path)))
 
 
 def _in_folder(path: Any) -> Any:
@@ -357,10 +358,3 @@ _leaves: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_l
 
 _folder: contextvars.ContextVar[str | None] = contextvars.ContextVar("replica_engine_folder_of_call", default=None)
 """The folder in which a checkpoint was saved that is complete now; None if it is the current one."""
-
-
-@contextlib.contextmanager
-def folder() -> Iterator[str]:
-    """A folder for the files of a worker that is not the chief; it is deleted at the end of the block."""
-    with tempfile.TemporaryDirectory() as path:
-        yield path

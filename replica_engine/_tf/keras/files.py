@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from replica_engine._tf.checkpoints import Worker, folder
+from replica_engine._tf.checkpoints import Worker, saved_by
 from replica_engine._tf.hook import FIRST_WORKERS_SCOPE, Hook
-from replica_engine._tf.keras.trainer import strategy_of
 
 _SAVING, _CHIEF_WRITES = "keras.src.saving.saving_api", "the chief writes files for all workers"
 _OTHERS = "passes on to Keras for models of other strategies"
@@ -44,7 +42,7 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
 
 def built_under(model: Any) -> Any:
     """The strategy that a model was built under; None for anything else."""
-    return getattr(model, "_distribute_strategy", None) and strategy_of(model)
+    return getattr(model, "_distribute_strategy", None)
 
 
 def _save(
@@ -55,14 +53,7 @@ def _save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    worker = worker_of(model)
-    if worker is None:
-        return own(model, filepath, *args, **kwargs)
-    with worker.saving("a model", filepath) as writes:
-        if writes:
-            return own(model, filepath, *args, **kwargs)
-        with folder() as other:
-            return own(model, pathlib.Path(other) / os.path.basename(filepath), *args, **kwargs)
+    return saved_by("a model", worker_of(model), filepath, lambda path: own(model, path, *args, **kwargs))
 
 
 def _make_folder(own: Callable[..., Any], path: Any) -> None:
