@@ -21,7 +21,7 @@ import os
 import re
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -219,9 +219,8 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
 def _written(saves: Saves, original: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
     if not tf.executing_eagerly() or not saves.concerns(self):
         return original(self, file_prefix, options)
-    options = copy.copy(options or tf.train.CheckpointOptions())
-    asynchronous = options.experimental_enable_async_checkpoint or _asynchronously.get()
-    options.experimental_enable_async_checkpoint = False
+    asynchronous = (options is not None and options.experimental_enable_async_checkpoint) or _asynchronously.get()
+    options = _synchronous(options)
     callbacks, options.experimental_write_callbacks = options.experimental_write_callbacks, None
     path = os.fspath(file_prefix)
     place = saves.absolute(path)
@@ -257,11 +256,8 @@ class _Helper:
         self._saves, self._checkpoint = saves, weakref.ref(checkpoint)
 
     def save(self, file_prefix: Any, options: Any) -> Any:
-        token = _asynchronously.set(True)
-        try:
+        with scoped.variable(_asynchronously, True):
             return self._synchronous().save(file_prefix, _synchronous(options))
-        finally:
-            _asynchronously.reset(token)
 
     def read(self, save_path: Any, options: Any) -> Any:
         return self._synchronous().read(save_path, _synchronous(options))

@@ -66,7 +66,8 @@ from tensorflow.python.framework import ops as _ops
 # _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
 
-from replica_engine._tf.thread_state import set_creators, variable_creators, variable_scope_store
+from replica_engine._tf.thread_state import enter_creators, set_creators, variable_creators, variable_scope_store
+from replica_engine.process import scoped
 
 __all__ = [
     "DistributedValues",
@@ -235,11 +236,9 @@ def outside_scopes() -> Iterator[None]:
     """
     with no_strategy():
         graph = _ops.get_default_graph()
-        before = set_creators(graph, [each for each in variable_creators(graph) if not _is_of_scope(each[1])])
-        try:
+        others = [each for each in variable_creators(graph) if not _is_of_scope(each[1])]
+        with enter_creators(graph, others):
             yield
-        finally:
-            set_creators(graph, before)
 
 
 def _is_of_scope(creator: Any) -> bool:
@@ -252,17 +251,12 @@ def default_strategy() -> tf.distribute.Strategy:
     return _distribute_lib._get_default_strategy()
 
 
-@contextlib.contextmanager
-def merged() -> Iterator[None]:
+def merged() -> contextlib.AbstractContextManager[bool]:
     """Code inside the block, in cross-replica context, makes no merge calls.
 
     An optimizer expects replica context and makes a merge call, unless the strategy says that none is needed.
     """
-    token = _merged.set(True)
-    try:
-        yield
-    finally:
-        _merged.reset(token)
+    return scoped.variable(_merged, True)
 
 
 def is_merged() -> bool:

@@ -105,14 +105,9 @@ def _other_graph_and_mode(graph: tf.Graph, eager: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def enter_creators(graph: tf.Graph, creators: list) -> Iterator[None]:
+def enter_creators(graph: tf.Graph, creators: list) -> contextlib.AbstractContextManager[list]:
     """Sets this thread's stack of variable creators inside the block."""
-    before = set_creators(graph, creators)
-    try:
-        yield
-    finally:
-        set_creators(graph, before)
+    return scoped.attribute(graph, "_variable_creator_stack", creators)
 
 
 def creators_with(creators: list, creator: Any) -> list:
@@ -120,11 +115,9 @@ def creators_with(creators: list, creator: Any) -> list:
     return sorted([*creators, (_PRIORITY, creator)], key=operator.itemgetter(0))
 
 
-def set_creators(graph: tf.Graph, creators: list) -> list:
-    """Sets this thread's stack of variable creators; returns the previous stack."""
-    before = graph._variable_creator_stack
+def set_creators(graph: tf.Graph, creators: list) -> None:
+    """Sets this thread's stack of variable creators."""
     graph._variable_creator_stack = creators
-    return before
 
 
 def variable_creators(graph: tf.Graph) -> list:

@@ -31,6 +31,7 @@ from replica_engine._tf.keras.trainer import (
     strategy_of,
 )
 from replica_engine.errors import InputsError
+from replica_engine.process import scoped
 
 _OTHERS = "passes on to Keras for models of other strategies"
 _SHARDS = "passes on to Keras outside the steps of a replicated model"
@@ -243,11 +244,8 @@ _begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit
 
 
 def _fit(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    token = _begun.set(model)
-    try:
+    with scoped.variable(_begun, model):
         return own(model, *args, **kwargs)
-    finally:
-        _begun.reset(token)
 
 
 def combine_logs(strategies: type) -> None:
@@ -335,21 +333,16 @@ def extend_losses(
         around_call: returns what is around the call of a loss in a shard.
     """
 
-    def reduced(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return reduce(own, *args, **kwargs) if in_shard() else own(*args, **kwargs)
-
     def weighted(own: Callable[..., Any], values: Any, weight: Any, reduce_fn: Any, dtype: Any) -> Any:
         if in_shard() and reduce_fn is sys.modules["keras"].ops.mean:
             weight = sample_weight(values, weight)
         return own(values, weight, reduce_fn=reduce_fn, dtype=dtype)
 
     def called(own: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
-        if not in_shard():
-            return own(loss, *args, **kwargs)
-        with around_call(loss):
+        with around_call(loss) if in_shard() else contextlib.nullcontext():
             return own(loss, *args, **kwargs)
 
-    REDUCE_LOSSES.around(reduced)
+    REDUCE_LOSSES.around(functools.partial(_in_shards, reduce, in_shard))
     LOSS.around(called)
     BACKEND.put(lambda own: own if isinstance(own, _Backend) else _Backend(own, in_shard))
     MEAN.around(weighted)
@@ -382,11 +375,11 @@ def extend_averages(
         regularization: takes those of the second.
         in_shard: whether a shard is being computed.
     """
-    AVERAGE_LOSS.around(functools.partial(_scaled, average, in_shard))
-    REGULARIZATION.around(functools.partial(_scaled, regularization, in_shard))
+    AVERAGE_LOSS.around(functools.partial(_in_shards, average, in_shard))
+    REGULARIZATION.around(functools.partial(_in_shards, regularization, in_shard))
 
 
-def _scaled(
+def _in_shards(
     other: Callable[..., Any], in_shard: Callable[[], bool], own: Callable[..., Any], *args: Any, **kw: Any
 ) -> Any:
     return other(own, *args, **kw) if in_shard() else own(*args, **kw)

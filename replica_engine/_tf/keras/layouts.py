@@ -19,6 +19,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute, variables, versions
 from replica_engine._tf.hook import Hook, StandIn
 from replica_engine._tf.keras import accumulation as names
+from replica_engine.process import scoped
 
 _OPS = "keras.src.backend.tensorflow.ops" if versions.keras_renamed() else "keras.src.backend.tensorflow"
 _INITIALIZERS = "keras.src.initializers"
@@ -93,14 +94,9 @@ def being_made() -> Making:
     return _making.get()
 
 
-@contextlib.contextmanager
-def making(variable: Any, reference: Any = None, initializer: Any = None) -> Iterator[None]:
+def making(variable: Any, reference: Any = None, initializer: Any = None) -> contextlib.AbstractContextManager[Making]:
     """Inside, TensorFlow variables are made for a Keras variable."""
-    token = _making.set(Making(variable, reference, initializer))
-    try:
-        yield
-    finally:
-        _making.reset(token)
+    return scoped.variable(_making, Making(variable, reference, initializer))
 
 
 def _initialized(own: Callable[..., Any], variable: Any, value: Any) -> Any:
@@ -121,14 +117,9 @@ def _added(own: Callable[..., Any], optimizer: Any, reference_variable: Any, *ar
         return own(optimizer, reference_variable, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def in_parts() -> Iterator[None]:
+def in_parts() -> contextlib.AbstractContextManager[bool]:
     """Inside, a step is traced whose values XLA divides over several devices."""
-    token = _in_parts.set(True)
-    try:
-        yield
-    finally:
-        _in_parts.reset(token)
+    return scoped.variable(_in_parts, True)
 
 
 def _divide(own: Callable[..., Any], x1: Any, x2: Any) -> Any:
