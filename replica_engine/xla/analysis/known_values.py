@@ -231,25 +231,13 @@ def _only_passes(op: tf.Operation) -> bool:
 def _inputs_behind(graph: Any, tensor: tf.Tensor) -> set[int]:
     """Which inputs of a function graph one of its tensors depends on."""
     numbers = {id(inside): index for index, inside in enumerate(graph.inputs)}
-    pending, seen = [tensor], set()
-    while pending:
-        each = pending.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            pending += _inputs(each)
-    return {numbers[each] for each in seen & numbers.keys()}
+    return {numbers[id(each)] for each in subgraphs.reached([tensor], _inputs) if id(each) in numbers}
 
 
 def _carried(condition: Any, body: Any, wanted: frozenset[int]) -> set[int]:
     """The indices of a loop's values that its condition and the wanted values depend on."""
-    needed: set[int] = set()
-    pending = {*wanted, *_inputs_behind(condition, condition.outputs[0])}
-    while pending:
-        index = pending.pop()
-        if index not in needed:
-            needed.add(index)
-            pending |= _inputs_behind(body, body.outputs[index])
-    return needed
+    start = wanted | _inputs_behind(condition, condition.outputs[0])
+    return set(subgraphs.reached(start, lambda index: _inputs_behind(body, body.outputs[index]), int))
 
 
 def _outside(inside: tf.Tensor) -> Value:

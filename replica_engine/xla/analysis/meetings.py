@@ -74,10 +74,10 @@ def check(
         CollectiveError: not all replicas reach a collective.
     """
     inner = _Collectives(host_ops.made_ops)
-    if size == 1 or not any(inner.of(op) for op in inner.in_control_flow(graph)):
+    if size == 1 or not inner.in_control_flow(graph):
         return []
     causes = Differences(graph, of_input, host_ops.made_ops).conditions
-    suspects = [op for op in inner.everywhere(graph) if causes.get(id(op)) and inner.of(op)]
+    suspects = [op for op in inner.everywhere(graph) if causes.get(id(op))]
     if not suspects:
         return []
     needed = _Collectives(host_ops.needed_ops)
@@ -162,12 +162,6 @@ class _At(NamedTuple):
 
     place: Place
     op: tf.Operation
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _At) and other.op is self.op and other.place == self.place
-
-    def __hash__(self) -> int:
-        return hash((self.place, id(self.op)))
 
 
 class _Decisions:
