@@ -62,10 +62,9 @@ def is_for_host(op: tf.Operation) -> bool:
     key = (op.type, *[tensor.dtype for tensor in op.inputs], *[tensor.dtype for tensor in op.outputs])
     if tf.variant in key or tf.resource in key:  # not cached: the contents of a list or variable are in attributes
         return _is_for_host(op)
-    known = _known.get(key)
-    if known is None:
-        known = _known[key] = _is_for_host(op)
-    return known
+    if key not in _known:
+        _known[key] = _is_for_host(op)
+    return _known[key]
 
 
 def _is_for_host(op: tf.Operation) -> bool:
@@ -185,9 +184,8 @@ def is_left_on_host(component: tf.Tensor) -> bool:
 
 def calls_host(op: tf.Operation) -> bool:
     """Whether an op is a host call that the user wrote, or runs a function with such a call in it."""
-    if op.type == "XlaCustomCallV2":
-        return op.get_attr("call_target_name").decode() == HOST_CALL
-    return any(map(calls_host, _ops_of_functions(op)))
+    inner = (each for graph in subgraphs.functions_of(op) for each in xla_ops.needed(graph).values())
+    return xla_ops.marker_name(op) == HOST_CALL or any(map(calls_host, inner))
 
 
 def needs_host(graph: Any) -> bool:
@@ -235,7 +233,3 @@ def _is_of_run(tensor: tf.Tensor) -> bool:
         return False
     outside = subgraphs.captured(tensor)
     return outside is None or outside.dtype == tf.resource
-
-
-def _ops_of_functions(op: tf.Operation) -> list[tf.Operation]:
-    return [inner for graph in subgraphs.functions_of(op) for inner in xla_ops.needed(graph).values()]

@@ -88,9 +88,8 @@ class Pending:
                     value.source = Source("stored", self.calls.new_number())
                     stores.append((value.source.what, registers[value]))
         specs = [(registers[value], tf.TensorSpec(value.shape, value.dtype)) for value in results]
-        for value, tensor in zip(
-            results, self._emit(ops, sources, len(registers), specs, stores, operands), strict=True
-        ):
+        piece = Piece(self.calls, ops, sources, len(registers), specs, stores, self.in_loop)
+        for value, tensor in zip(results, self._emit(piece, operands), strict=True):
             value.tensor = tensor
 
     def hold(self, result: tf.Tensor) -> tf.Tensor:
@@ -101,16 +100,10 @@ class Pending:
         """
         if not self._emitted:
             return result
-        return self._emit([], {0: Source("operand", 0)}, 1, [(0, tf.TensorSpec([], result.dtype))], [], [result])[0]
+        specs = [(0, tf.TensorSpec([], result.dtype))]
+        piece = Piece(self.calls, [], {0: Source("operand", 0)}, 1, specs, [], self.in_loop)
+        return self._emit(piece, [result])[0]
 
-    def _emit(
-        self,
-        ops: list[HostOp],
-        sources: dict[int, Source],
-        registers: int,
-        results: list[tuple[int, tf.TensorSpec]],
-        stores: list[tuple[int, int]],
-        operands: list[tf.Tensor],
-    ) -> list[tf.Tensor]:
+    def _emit(self, piece: Piece, operands: list[tf.Tensor]) -> list[tf.Tensor]:
         self._emitted = True
-        return self.calls.emit(Piece(self.calls, ops, sources, registers, results, stores, self.in_loop), operands)[1]
+        return self.calls.emit(piece, operands)[1]

@@ -19,7 +19,7 @@ from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import HostResultError
 from replica_engine.errors.base import at
 from replica_engine.xla.host_calls.call import HostCall, HostCalls
-from replica_engine.xla.host_calls.session import Kept
+from replica_engine.xla.host_calls.session import Kept, Session
 
 
 class HostOp(NamedTuple):
@@ -100,10 +100,11 @@ class Piece(HostCall):
     def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Runs the ops."""
         values: list[Any] = [None] * self._registers
-        assert self.calls.run is not None, "set before the launch"
-        replica = position % self.calls.run.size
+        run = self.calls.run
+        assert run is not None, "set before the launch"
+        replica = position % run.size
         for register, (kind, what) in self._sources.items():
-            values[register] = self._value(kind, what, kept, replica, tensors)
+            values[register] = _value(kind, what, run, replica, tensors)
         with tf.device("CPU:0"):
             for op in self.ops:
                 outputs = op.run([values[register] for register in op.inputs], kept, replica)
@@ -113,25 +114,24 @@ class Piece(HostCall):
             kept.on_host[number] = values[register]
         return [values[register] for register in self._taken]
 
-    def _value(self, kind: str, what: Any, kept: Kept, replica: int, tensors: list[tf.Tensor]) -> Any:
-        if kind == "operand":
-            return tensors[what]
-        if kind == "stored":
-            return kept.on_host[what]
-        if kind == "argument":
-            run = self.calls.run
-            assert run is not None, "set before the launch"
-            return tf.constant(run.argument(what, replica))
-        if kind == "variable":
-            assert self.calls.run is not None, "set before the launch"
-            return self.calls.run.host_variables.handle(what, replica)
-        return thread_state.summary_state()[0] if kind == "writer" else what
-
     def unlike(self, result: int, given: str, wanted: str) -> HostResultError:
         """The error for a result that is not as the body was compiled for."""
         register = self._taken[result]
         made_by = next((f"{op.kind}{at(op.where)}" for op in self.ops if register in op.outputs), "A host op")
         return HostResultError(f"{made_by} returned {given}, where the body declares {wanted}.")
+
+
+def _value(kind: str, what: Any, run: Session, replica: int, tensors: list[tf.Tensor]) -> Any:
+    """The value of a register before the first op runs; see `Source`."""
+    if kind == "operand":
+        return tensors[what]
+    if kind == "stored":
+        return run.kept[replica].on_host[what]
+    if kind == "argument":
+        return tf.constant(run.argument(what, replica))
+    if kind == "variable":
+        return run.host_variables.handle(what, replica)
+    return thread_state.summary_state()[0] if kind == "writer" else what
 
 
 def in_words(ops: Sequence[HostOp]) -> str:

@@ -17,7 +17,8 @@ A body is rewritten for the shapes that it is lowered for, so a host op may have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -298,16 +299,13 @@ class Frame:
         return frame
 
     def _branches(self, op: tf.Operation, functions: list[Any], inputs: list[Value]) -> None:
-        def branch(graph: Any) -> Callable[[], list[tf.Tensor]]:
-            def build() -> list[tf.Tensor]:
-                pending = Pending(self._rewriter.calls, self._pending.in_loop)
-                results = self._inner(graph, inputs[1:], pending)._results(range(len(graph.outputs)))
-                pending.flush()
-                return results
+        def branch(graph: Any) -> list[tf.Tensor]:
+            pending = Pending(self._rewriter.calls, self._pending.in_loop)
+            results = self._inner(graph, inputs[1:], pending)._results(range(len(graph.outputs)))
+            pending.flush()
+            return results
 
-            return build
-
-        branches = [branch(graph) for graph in functions]
+        branches = [functools.partial(branch, graph) for graph in functions]
         if inputs[0].stays_on_host:
             raise self._stays(op, inputs[0])
         chosen = self.on_devices(inputs[0])

@@ -12,6 +12,7 @@ Any other result stays on the host. What a host op returns is compared with the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,42 +24,31 @@ from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.piece import Source
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Value:
     """The counterpart, in the copy, of a tensor of the original graph.
 
-    Args:
+    Attributes:
         dtype: its dtype.
         shape: its shape, as far as it is known.
         tensor: the tensor in the copy; None if the devices do not have it.
         source: where a host call finds it; None if the program must pass it.
         maker: the op of the original graph that makes it; None for an input.
-
-    Attributes:
         inputs: the inputs of that op.
         outputs: all its outputs.
         from_host: whether a host op made it, or made a value that it depends on. XLA cannot know such a value.
         by_data: whether the devices have it, in a shape that depends on data.
     """
 
-    __slots__ = ("by_data", "dtype", "from_host", "inputs", "maker", "outputs", "shape", "source", "tensor")
-
-    def __init__(
-        self,
-        dtype: tf.DType,
-        shape: tf.TensorShape,
-        tensor: tf.Tensor | None = None,
-        source: Source | None = None,
-        maker: tf.Operation | None = None,
-    ):
-        self.dtype = dtype
-        self.shape = shape
-        self.tensor = tensor
-        self.source = source
-        self.maker = maker
-        self.inputs: Sequence[Value] = ()
-        self.outputs: Sequence[Value] = ()
-        self.from_host = False
-        self.by_data = False
+    dtype: tf.DType
+    shape: tf.TensorShape
+    tensor: tf.Tensor | None = None
+    source: Source | None = None
+    maker: tf.Operation | None = None
+    inputs: Sequence[Value] = ()
+    outputs: Sequence[Value] = ()
+    from_host: bool = False
+    by_data: bool = False
 
     @classmethod
     def of(cls, tensor: tf.Tensor, maker: tf.Operation | None = None) -> Value:
