@@ -174,28 +174,16 @@ class _Iterable:
     _spec: type[Any]
 
     def __iter__(self: Any) -> _HostIterator:
-        workers = self._input_workers
-        (worker,), devices = workers.worker_devices, workers.compute_devices_for_worker(0)
-
         def made() -> Any:
-            with tf.device(worker):
+            with tf.device(self._input_workers.worker_devices[0]):
                 return iter(self._read_ahead())
 
         # TensorFlow asks Python for shapes here. If the handler of a signal raises then, it writes beyond an array.
         own = held_off_once().around(made) if tf.executing_eagerly() else made()
-        turns = _Turns(own, worker, devices, _agreement(self._strategy, self._cardinality))
+        iterator = _iterator_of(self, own)
         if tf.executing_eagerly():
+            (turns,) = iterator._iterators
             turns.end = _ends.after(turns)
-        iterator = _HostIterator(
-            workers,
-            [turns],
-            self._strategy,
-            cardinality=self._cardinality,
-            enable_get_next_as_optional=self._enable_get_next_as_optional,
-            options=self._options,
-            replica_order=self._replica_order,
-        )
-        iterator._element_spec = self._element_spec
         return iterator
 
     def _read_ahead(self: Any) -> tf.data.Dataset:
@@ -223,10 +211,22 @@ class _Iterable:
         )
 
 
-def _agreement(strategy: Any, cardinality: int) -> Callable[[Any], Any] | None:
-    """How the workers of a strategy agree whether there is a batch; None where they need not."""
-    have_batches = getattr(strategy.extended, "have_batches", None)
-    return None if have_batches is None or cardinality == tf.data.INFINITE_CARDINALITY else have_batches()
+def _iterator_of(dataset: Any, iterator: Any) -> _HostIterator:
+    """The distributed iterator that takes from a plain one; `dataset` may also be the type of such an iterator."""
+    workers, cardinality = dataset._input_workers, dataset._cardinality
+    have_batches = getattr(dataset._strategy.extended, "have_batches", None)  # see `HostDatasets`
+    agree = None if have_batches is None or cardinality == tf.data.INFINITE_CARDINALITY else have_batches()
+    turns = _Turns(iterator, workers.worker_devices[0], workers.compute_devices_for_worker(0), agree)
+    return _HostIterator(
+        workers,
+        components=[turns],
+        element_spec=dataset._element_spec,
+        strategy=dataset._strategy,
+        cardinality=cardinality,
+        enable_get_next_as_optional=dataset._enable_get_next_as_optional,
+        options=dataset._options,
+        replica_order=dataset._replica_order,
+    )
 
 
 def _ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None, replicas: int) -> tf.data.Dataset:
@@ -475,38 +475,28 @@ class _HostIteratorSpec(DistributedIteratorSpec):
         return [turns.iterator for turns in value._iterators]
 
     def _from_components(self, components: Any) -> _HostIterator:
-        (worker,), devices = self._input_workers.worker_devices, self._input_workers.compute_devices_for_worker(0)
-        return _HostIterator(
-            self._input_workers,
-            components=[
-                _Turns(iterator, worker, devices, _agreement(self._strategy, self._cardinality))
-                for iterator in components
-            ],
-            element_spec=self._element_spec,
-            strategy=self._strategy,
-            cardinality=self._cardinality,
-            enable_get_next_as_optional=self._enable_get_next_as_optional,
-            options=self._options,
-            replica_order=self._replica_order,
-        )
+        (iterator,) = components
+        return _iterator_of(self, iterator)
 
 
-class _DatasetSpec(DistributedDatasetSpec):
+class _Spec:
+    """The type of a dataset of this module. Put it before a class of TensorFlow."""
+
     @property
     def value_type(self) -> type:
-        return _HostDataset
+        """The class of the dataset."""
+        return _CLASSES[super().value_type]  # type: ignore[misc]
 
     def _from_components(self, components: Any) -> Any:
-        return _on_host(super()._from_components(components))
+        return _on_host(super()._from_components(components))  # type: ignore[misc]
 
 
-class _FromFunctionSpec(DistributedDatasetsFromFunctionSpec):
-    @property
-    def value_type(self) -> type:
-        return _FromFunction
+class _DatasetSpec(_Spec, DistributedDatasetSpec):
+    """Of `_HostDataset`."""
 
-    def _from_components(self, components: Any) -> Any:
-        return _on_host(super()._from_components(components))
+
+class _FromFunctionSpec(_Spec, DistributedDatasetsFromFunctionSpec):
+    """Of `_FromFunction`."""
 
 
 class _HostDataset(_Iterable, DistributedDataset):

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -33,6 +33,7 @@ _COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
 _OF_LAST = ("Maximum", "Minimum", "Max", "Min", "Mean")  # what one of these made is not a sum over the last batch
 _ASSIGNING = ("AssignVariableOp", "ResourceScatter")
 
+T = TypeVar("T")
 
 _thread = threading.local()
 
@@ -83,26 +84,10 @@ def adds_over_samples(
     The update is tried on numbers, since its ops do not show it: a sum, divided by the samples and multiplied by them
     again, is a sum. False too if that cannot be tried. Takes the arguments of `updates_of`, as that function does.
     """
-    kept = [(each, dict(vars(each))) for each in _with_inner(metric)]
-    found: list[bool] = []
-
-    def look() -> None:
-        try:
-            found.append(contextvars.copy_context().run(_adds_in_parts, metric, update_state, args, kwargs))
-        finally:
-            for each, attributes in kept:
-                vars(each).clear()
-                vars(each).update(attributes)
-
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(look,), name="replica_engine: metric")
-    thread.start()
-    thread.join()
-    return found == [True]
+    return bool(_looked_at(metric, _adds_in_parts, update_state, args, kwargs))
 
 
 def _adds_in_parts(metric: Any, update_state: Any, args: Any, kwargs: Any) -> bool:
-    _thread.is_looking = True  # the thread ends with this function
     leaves = tf.nest.flatten((args, kwargs))
     if any(getattr(each, "_keras_mask", None) is not None for each in leaves):
         return False
@@ -123,16 +108,19 @@ def _adds_in_parts(metric: Any, update_state: Any, args: Any, kwargs: Any) -> bo
     if len(captured) < len(graph.captures) or any(op.type.startswith(_ASSIGNING) for op in ops):
         return False
     inputs += [inside for _, inside in captured]
-    state, outside = [np.zeros(each.shape, each.dtype.as_numpy_dtype) for each in own], [each for each, _ in captured]
+    state = [np.zeros(each.shape, each.dtype.as_numpy_dtype) for each in own]
+    outside = [each for each, _ in captured]
     inner = [op for op in ops if op.type != "Placeholder"]
     random = np.random.default_rng(0)
     parts = [[_numbers_like(each, rows, random) for each in given if tf.is_tensor(each)] for rows in (3, 2)]
     whole = [np.concatenate(both) if both[0].ndim else both[0] for both in zip(*parts, strict=True)]
+
+    def after(part: list[Any]) -> list[Any]:
+        values = [tf.convert_to_tensor(each) for each in [*part, *state]] + outside
+        return [each.numpy() for each in subgraphs.run(graph, inner, inputs, values, new)]
+
     try:
-        one, two, both = (
-            [each.numpy() for each in subgraphs.run(graph, inner, inputs, _tensors([*part, *state], outside), new)]
-            for part in (*parts, whole)
-        )
+        one, two, both = map(after, (*parts, whole))
     except Exception:  # it takes other numbers only
         return False
     added = zip(one, two, both, strict=True)
@@ -149,10 +137,6 @@ def _numbers_like(tensor: Any, rows: int, random: Any) -> Any:
     shape = [rows, *(each or 2 for each in tensor.shape[1:])] if tensor.shape.rank else []
     numbers = random.uniform(0.1, 0.9, shape) if tensor.dtype.is_floating else random.integers(0, 2, shape)
     return np.asarray(numbers, tensor.dtype.as_numpy_dtype)
-
-
-def _tensors(values: list[Any], outside: list[Any]) -> list[Any]:
-    return [tf.convert_to_tensor(each) for each in values] + outside
 
 
 def updates_of(
@@ -173,34 +157,31 @@ def updates_of(
         kwargs: the keyword arguments of the call.
         place: returns the user's line that is running.
     """
-    found: list[Update] = []
-    context = contextvars.copy_context()
-    kept = [(each, dict(vars(each))) for each in _with_inner(metric)]
+    return _looked_at(metric, _updates, update_state, args, kwargs, place) or []
 
-    def look() -> None:
+
+def _looked_at(metric: Any, look: Callable[..., T], *args: Any) -> T | None:
+    """What `look(metric, *args)` returns on a thread of its own; None if it fails. The metric is as before then."""
+    found: list[T] = []
+    context = contextvars.copy_context()
+    kept = [(each, dict(vars(each))) for each in subgraphs.reached([metric], lambda each: each._metrics)]
+
+    def looking() -> None:
+        _thread.is_looking = True  # the thread ends with this function
         try:
-            found.extend(context.run(_updates, metric, update_state, args, kwargs, place))
+            found.append(context.run(look, metric, *args))
         finally:  # an update may keep tensors; those of the graph that is thrown away must not stay
             for each, attributes in kept:
                 vars(each).clear()
                 vars(each).update(attributes)
 
-    thread = threading.Thread(target=look, name="replica_engine: metric")
+    thread = threading.Thread(target=looking, name="replica_engine: metric")
     thread.start()
     thread.join()
-    return found
-
-
-def _with_inner(metric: Any) -> list[Any]:
-    """A metric and those inside it."""
-    found = [metric]
-    for each in found:
-        found += [inner for inner in each._metrics if not any(inner is other for other in found)]
-    return found
+    return found[0] if found else None
 
 
 def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any) -> list[Update]:
-    _thread.is_looking = True  # the thread ends with this function
     variables: list[Any] = metric.variables
     graph = tf.__internal__.FuncGraph("metric")
     try:
@@ -213,11 +194,16 @@ def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any)
         return [Update(each.name, UNKNOWN, "") for each in variables]
     is_hidden = any(op.type.startswith(_ASSIGNING) for op in graph.get_operations())
     outside = {id(inner): outer for outer, inner in graph.captures}
-    dependence = _Dependence(old)
+    roots = {each.op for each in old}
+
+    def depends(tensor: tf.Tensor) -> bool:
+        behind = subgraphs.reached([tensor.op], lambda op: [each.op for each in op.inputs])
+        return not roots.isdisjoint(behind)
+
     found = []
     for variable, value, own in zip(variables, new, old, strict=True):
         is_known = not is_hidden and variable.aggregation == "sum"
-        kind = _kind(value, own, dependence, outside) if is_known else UNKNOWN
+        kind = _kind(value, own, depends, outside) if is_known else UNKNOWN
         found.append(Update(variable.name, kind, scope.places.get(id(variable), "")))
     if is_hidden and not found:  # its only variables are plain ones, which Keras does not list
         found.append(Update("", UNKNOWN, ""))
@@ -241,40 +227,30 @@ class _Watching(keras.StatelessScope):
         super().add_update(update)
 
 
-class _Dependence:
-    """Which tensors of a graph depend on some of its tensors."""
-
-    def __init__(self, roots: Iterable[tf.Tensor]):
-        self._roots = {root.op for root in roots}
-
-    def of(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor depends on one of the roots."""
-        behind = subgraphs.reached([tensor.op], lambda op: [each.op for each in op.inputs])
-        return not self._roots.isdisjoint(behind)
-
-
-def _kind(new: tf.Tensor, own: tf.Tensor, old: _Dependence, outside: Mapping[int, tf.Tensor]) -> str:
-    """Whether a new value is the old one and something more; see `Update.kind`."""
+def _kind(
+    new: tf.Tensor, own: tf.Tensor, depends: Callable[[tf.Tensor], bool], outside: Mapping[int, tf.Tensor]
+) -> str:
+    """Whether a new value is the old one and something more, by what depends on old values; see `Update.kind`."""
     while new is not own:
         op, inputs = new.op, list(new.op.inputs)
-        if not old.of(new):
+        if not depends(new):
             return _kind_of_last(new, outside)
         if op.type in _SAME:
             new = inputs[0]
-        elif op.type in _ADDING and sum(map(old.of, inputs)) == 1:
-            if any(_original(each).op.type in _NO_SUMS for each in inputs if not old.of(each)):
+        elif op.type in _ADDING and sum(map(depends, inputs)) == 1:
+            if any(_original(each).op.type in _NO_SUMS for each in inputs if not depends(each)):
                 return UNKNOWN
-            new = next(each for each in inputs if old.of(each))
-        elif op.type in _FIRST and not any(map(old.of, inputs[1:])):
+            new = next(filter(depends, inputs))
+        elif op.type in _FIRST and not any(map(depends, inputs[1:])):
             new = inputs[0]
-        elif op.type in ("Select", "SelectV2") and not old.of(inputs[0]):
-            return SUM if all(_kind(each, own, old, outside) == SUM for each in inputs[1:]) else UNKNOWN
+        elif op.type in ("Select", "SelectV2") and not depends(inputs[0]):
+            return SUM if all(_kind(each, own, depends, outside) == SUM for each in inputs[1:]) else UNKNOWN
         else:
-            return OTHER if _is_choice(op, old) else UNKNOWN
+            return OTHER if _is_choice(op, depends) else UNKNOWN
     return SUM
 
 
-def _is_choice(op: tf.Operation, old: _Dependence) -> bool:
+def _is_choice(op: tf.Operation, depends: Callable[[tf.Tensor], bool]) -> bool:
     """Whether an op takes the old value or a value of the batch, whichever is larger or smaller.
 
     Not if it compares with a constant: a sum that ends at a limit is a sum below that.
@@ -291,8 +267,8 @@ def _is_choice(op: tf.Operation, old: _Dependence) -> bool:
         compared = list(op.inputs[0].op.inputs)
     elif op.type not in ("Maximum", "Minimum"):
         return False
-    of_batch = [each for each in compared if not old.of(each) and _original(each).op.type != "Const"]
-    return bool(of_batch) and any(map(old.of, compared))
+    of_batch = [each for each in compared if not depends(each) and _original(each).op.type != "Const"]
+    return bool(of_batch) and any(map(depends, compared))
 
 
 def _original(tensor: tf.Tensor) -> tf.Tensor:

@@ -119,18 +119,17 @@ class HostCalls:
         Returns:
             The position of the next call, by which the gradient of this call refers to it; and the call's results.
         """
-        handle = self._order.handles[0]
         graph = variables.graph()
         in_condition = variables.is_in_loop_condition(graph)
         position = getattr(graph, _LATEST, None) if in_condition else None
         if position is None:
-            position = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int64)
+            position = tf.raw_ops.ReadVariableOp(resource=self.order, dtype=tf.int64)
         following, results = self.emit_anywhere(call, position, operands)
         if in_condition:
             # XLA does not let a loop condition write variables. It has no gradient, and later ops follow it anyway.
             setattr(graph, _LATEST, following)
         else:
-            tf.raw_ops.AssignVariableOp(resource=handle, value=following)
+            tf.raw_ops.AssignVariableOp(resource=self.order, value=following)
         return following, results
 
     @staticmethod

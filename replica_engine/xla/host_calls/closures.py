@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -89,7 +90,7 @@ class Closure:
     def _open(self, value: Any, depth: int) -> Build | None:
         """How to rebuild a value; None if it holds no tensor of the graph."""
         if tf.is_symbolic_tensor(value) and any(value.graph is graph for graph in self._graphs):
-            return self._place(value)
+            return self._place(value, None if id(value) in self._places else value)
         if isinstance(value, tf.Tensor):  # eager, or left over from another trace
             return None
         check_known(value)
@@ -110,25 +111,19 @@ class Closure:
         finally:
             self._entered.discard(id(value))
 
-    def _place(self, tensor: tf.Tensor) -> Build:
-        index = self._places.setdefault(id(tensor), len(self.tensors))
-        if index == len(self.tensors):
+    def _place(self, value: Any, tensor: tf.Tensor | None) -> Build | None:
+        """The place of a value, which is new if a tensor is given that stands for it; None if there is none."""
+        if tensor is not None:
+            self._places[id(value)] = len(self.tensors)
             self.tensors.append(tensor)
-        return lambda tensors: tensors[index]
+        index = self._places.get(id(value))
+        return None if index is None else itemgetter(index)
 
     def _open_variable(self, value: Any) -> Build | None:
         """How to rebuild a variable among the arguments: its value if it is on the devices; otherwise None."""
         if self._read is None:
             return None
-        key = id(value)
-        if key not in self._places:
-            read = self._read(value)
-            if read is None:
-                return None
-            self._places[key] = len(self.tensors)
-            self.tensors.append(read)
-        index = self._places[key]
-        return lambda tensors: tensors[index]
+        return self._place(value, None if id(value) in self._places else self._read(value))
 
     def _open_composite(self, value: Any) -> Build | None:
         parts = tf.nest.flatten(value, expand_composites=True)

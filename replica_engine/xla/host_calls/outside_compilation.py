@@ -12,7 +12,7 @@ recording in it. So the tape knows the derivatives of every order, and no functi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import tensorflow as tf
 
@@ -101,14 +101,6 @@ def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwar
     return found if isinstance(found, UnknownResults) else found.rebuild(tensors)
 
 
-class _Taped(NamedTuple):
-    """A call that ran under a tape, with the data that its gradient needs."""
-
-    tape: tf.GradientTape
-    inputs: list[tf.Tensor]
-    outputs: list[tf.Tensor]
-
-
 class _Cluster(HostCall):
     """A call of the user's function."""
 
@@ -130,7 +122,7 @@ class _Cluster(HostCall):
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch([tensor for tensor in tensors if _has_gradient(tensor)])
             outputs = self._call(tensors)
-        kept[token] = _Taped(tape, tensors, outputs)
+        kept[token] = tape, tensors, outputs  # what the gradient needs
         return outputs
 
     def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -184,7 +176,7 @@ class _ClusterGradient(HostCall):
         with tape:
             tape.watch(tensors)
             results = _dense(tape.gradient(targets, sources, tensors, zero))
-        kept[token] = _Taped(tape, [*inputs, *tensors], results)
+        kept[token] = tape, [*inputs, *tensors], results
         return results
 
 

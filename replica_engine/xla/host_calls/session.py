@@ -56,7 +56,7 @@ class _Failure:
     times: int
 
 
-class Kept:
+class Kept(dict[int, Any]):
     """The data that the calls of one replica keep for their gradients, by token.
 
     Attributes:
@@ -67,20 +67,15 @@ class Kept:
     """
 
     def __init__(self, manager: Any) -> None:
+        super().__init__()
         self.manager = manager
-        self._values: dict[int, Any] = {}
         self.on_host: dict[int, Any] = {}
         self.tapes: dict[str, list[Any]] = {}
 
-    def __setitem__(self, token: int, value: Any) -> None:
-        self._values[token] = value
-
-    def __getitem__(self, token: int) -> Any:
-        return self._values[token]
-
     def clear(self) -> None:
         """Called when the run is over."""
-        self._values, self.on_host, self.tapes = {}, {}, {}
+        super().clear()
+        self.on_host, self.tapes = {}, {}
 
 
 class Session:
