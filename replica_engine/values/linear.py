@@ -54,12 +54,8 @@ _CHOICES = frozenset({"Select", "SelectV2"})
 _LENGTHS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _OF_SHAPES = _LENGTHS | {"ZerosLike", "OnesLike"}
 _ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp"})
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-_BRANCHES = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
-_LOOPS = frozenset({"While", "StatelessWhile"})
-
-_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 _WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+_ENTERED = frozenset({*subgraphs.CALLS, *subgraphs.BRANCHES})
 
 _FEW = 8
 """Elements of a short constant."""
@@ -114,7 +110,7 @@ class Ways:
         for handle in (inside[id(each)] for each in handles if id(each) in inside):
             found = self._written(handle, {})
             if found >= LINEAR and self.bent is None:
-                self.bent = next(op for op in handle.consumers() if op.type in _WRITES | _CALLS | _BRANCHES)
+                self.bent = next(op for op in handle.consumers() if op.type in _WRITES | _ENTERED)
             worst = max(worst, found)
         return worst
 
@@ -165,7 +161,7 @@ class Ways:
             if found is not None:
                 return found
         worst = max(inputs, default=APART)
-        if op.type in _READS and self._followed == GRADIENTS:
+        if op.type in subgraphs.READS and self._followed == GRADIENTS:
             return [max(worst, self._of_variable(op.inputs[0]))] * count
         if op.type in _OF_SHAPES:
             # Ones like the samples are as many as these, and their sum is the number of samples. Those like a gradient
@@ -197,8 +193,8 @@ class Ways:
         for op in handle.consumers():
             if op.type in _WRITES:
                 found = max(found, *self._to([op.inputs[1]], known, given))
-            elif op.type in _CALLS | _BRANCHES:
-                outer = op.inputs if op.type in _CALLS else op.inputs[1:]
+            elif op.type in _ENTERED:
+                outer = op.inputs if op.type in subgraphs.CALLS else op.inputs[1:]
                 place = next(place for place, each in enumerate(outer) if each is handle)
                 for graph in subgraphs.functions_of(op):
                     # A function that was differentiated may have got more inputs since an op called it.
@@ -249,16 +245,14 @@ class Ways:
         graphs = subgraphs.functions_of(op)
         if not graphs:
             return None
-        if op.type in _CALLS:
+        if op.type in subgraphs.CALLS:
             return self._through(graphs[0], inputs)
-        if op.type in _BRANCHES:
+        if op.type in subgraphs.BRANCHES:
             branches = [self._through(graph, inputs[1:]) for graph in graphs]
             found = [max(kinds) for kinds in zip(*branches, strict=True)]
             if inputs[0] != APART and max(found, default=APART) >= LINEAR:
                 return [self._bends(op)] * len(found)
             return [max(each, inputs[0]) for each in found]
-        if op.type not in _LOOPS:
-            return None
         condition, body = graphs
         while (after := [max(both) for both in zip(inputs, self._through(body, inputs), strict=True)]) != inputs:
             inputs = after

@@ -31,7 +31,6 @@ import tensorflow as tf
 from replica_engine._tf import distribute, reduction, variables
 from replica_engine._tf.graphs import subgraphs
 
-_OF_VARIABLE = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 _UNKNOWN = ("Stateless", "Xla", "PyFunc", "EagerPyFunc")
 """How the types of stateless ops begin that may give each replica another value: random numbers, host calls, ids."""
 
@@ -352,7 +351,7 @@ def _only_computes(op: tf.Operation) -> bool:
     """Whether an op gives all replicas the same result for the same inputs."""
     if subgraphs.runs_functions(op) or op.type.startswith(_UNKNOWN):
         return False
-    return op.type in _OF_VARIABLE or not subgraphs.is_stateful(op)
+    return op.type in subgraphs.READS or not subgraphs.is_stateful(op)
 
 
 def _numbers(op: tf.Operation) -> set[int]:

@@ -46,6 +46,7 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 # variable_accessed: tells tapes that a variable was read.
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
 
+from replica_engine._tf.graphs import subgraphs
 from replica_engine._tf.graphs.kept import keep
 from replica_engine._tf.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, OUTSIDE, Hook
 
@@ -122,7 +123,7 @@ TAPE_GRADIENT = _hook(
 )
 """What replica threads need; idle outside a replica."""
 
-_TYPES = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
+_TYPES = (*subgraphs.BRANCHES, *subgraphs.LOOPS)
 _ORIGINAL = "_replica_engine_original"
 
 

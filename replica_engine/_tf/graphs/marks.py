@@ -26,7 +26,7 @@ from replica_engine._tf.variables import no_tape
 _WRITES = "Assign", "Resource", "Scatter"
 """How the types of ops that write variables begin, if their first input is a variable."""
 
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+
 _ALL = "all"  # the gate of all devices
 _numbers = itertools.count()
 _free: dict[tuple[str, Any], list[str]] = {}  # names without a graph, by device and dtype
@@ -108,7 +108,9 @@ def count(device: str, after: Iterable[Any]) -> Mark:
 def of_graph(graph: Any, found: Iterable[Any]) -> list[Any]:
     """The ops and tensors among some values that are of a graph."""
     leaves = tf.nest.flatten(list(found), expand_composites=True)
-    return [each for each in leaves if isinstance(each, (tf.Tensor, tf.Operation)) and _graph_of(each) is graph]
+    return [
+        each for each in leaves if isinstance(each, (tf.Tensor, tf.Operation)) and getattr(each, "graph", None) is graph
+    ]
 
 
 def effects_in(graph: Any, begin: int, end: int | None = None) -> list[tf.Operation]:
@@ -122,7 +124,7 @@ def writes(op: tf.Operation) -> bool:
         return False
     if op.type in subgraphs.FUNCTION_ATTRIBUTES:
         return any(writes(each) for graph in subgraphs.functions_of(op) for each in graph.get_operations())
-    return op.type.startswith(_WRITES) and op.type not in _READS and op.inputs[0].dtype == tf.resource
+    return op.type.startswith(_WRITES) and op.type not in subgraphs.READS and op.inputs[0].dtype == tf.resource
 
 
 def hold_back(ops: Sequence[tf.Operation], marks: Sequence[Mark], gates: dict[str, tf.Operation]) -> None:
@@ -147,12 +149,8 @@ def hold_back(ops: Sequence[tf.Operation], marks: Sequence[Mark], gates: dict[st
 
 
 def _has_effect(op: tf.Operation) -> bool:
-    is_effect = subgraphs.is_stateful(op) and op.type not in (*_READS, "VarHandleOp", "Placeholder")
+    is_effect = subgraphs.is_stateful(op) and op.type not in (*subgraphs.READS, "VarHandleOp", "Placeholder")
     return is_effect and op._get_control_flow_context() is None
-
-
-def _graph_of(found: Any) -> Any:
-    return getattr(found, "graph", None)
 
 
 def _variable(name: str, dtype: Any) -> tf.Tensor:

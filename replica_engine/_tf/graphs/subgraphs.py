@@ -26,17 +26,22 @@ T = TypeVar("T")
 
 _numbers = itertools.count()
 
+BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+"""The types of the ops that run one of their functions, which their first input chooses."""
+
+LOOPS = ("While", "StatelessWhile")
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+
 FUNCTION_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "If": ("then_branch", "else_branch"),
-    "StatelessIf": ("then_branch", "else_branch"),
-    "Case": ("branches",),
-    "StatelessCase": ("branches",),
-    "While": ("cond", "body"),
-    "StatelessWhile": ("cond", "body"),
-    "PartitionedCall": ("f",),
-    "StatefulPartitionedCall": ("f",),
+    **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+    **dict.fromkeys(("Case", "StatelessCase"), ("branches",)),
+    **dict.fromkeys(LOOPS, ("cond", "body")),
+    **dict.fromkeys(CALLS, ("f",)),
 }
 """The attributes that name functions, of each type of op that runs some."""
+
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+"""The types of the ops that read a variable, or rows of one."""
 
 ADDING = ("AssignAddVariableOp", "AssignSubVariableOp")
 """The types of the ops that add something to a variable."""

@@ -37,7 +37,7 @@ _CALLER = _script_ops.FuncRegistry.__call__.__code__
 
 def may_take_long(op: tf.Operation) -> bool:
     """Whether an op may wait for something outside, calls Python or other functions, or has much to compute."""
-    return op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES or any(each in op.type for each in _HEAVY)
+    return op.type in _WAITS or subgraphs.runs_functions(op) or any(each in op.type for each in _HEAVY)
 
 
 def can_be_ended(op: tf.Operation) -> bool:
@@ -47,7 +47,7 @@ def can_be_ended(op: tf.Operation) -> bool:
     """
     if op.type in PYTHON or "Iterator" in op.type:
         return False
-    return op.type in _WAITS or op.type in subgraphs.FUNCTION_ATTRIBUTES
+    return op.type in _WAITS or subgraphs.runs_functions(op)
 
 
 def python_ops(graph: Any) -> dict[str, tf.Operation]:
@@ -58,7 +58,7 @@ def python_ops(graph: Any) -> dict[str, tf.Operation]:
 def calls_python(graph: Any) -> bool:
     """Whether a graph, or a function that it runs, calls Python."""
     for op in graph.get_operations():
-        if op.type in PYTHON or (op.type in subgraphs.FUNCTION_ATTRIBUTES and not _only_tensorflow(op)):
+        if op.type in PYTHON or (subgraphs.runs_functions(op) and not _only_tensorflow(op)):
             return True
     return False
 

@@ -46,8 +46,6 @@ _NO_WORK = re.compile(
     r"^(Const|Placeholder|Identity|NoOp|Encode(Png|Jpeg|Wav))$|^TensorList|^(Stateless)?(If|Case|While)$"
 )
 
-BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-"""Ops that run one of their functions, which their first input chooses."""
 
 _COUNTING = ("Bincount", "DenseBincount")
 """Ops that XLA compiles if it knows how many places to count in: the second input."""

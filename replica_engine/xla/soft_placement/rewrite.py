@@ -155,7 +155,7 @@ class Frame:
             return
         inputs = [self.value(tensor) for tensor in op.inputs]
         functions = subgraphs.functions_of(op)
-        if op.type in kinds.BRANCHES:
+        if op.type in subgraphs.BRANCHES:
             _be_scalar(inputs[0])
         stuck = next((value for value in inputs if value.stays_on_host), None)
         if functions:

@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, subgraphs, xla_ops
 from replica_engine.xla.corrected_ops import bounds
-from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.piece import Source
 
 
@@ -123,7 +122,7 @@ def _merged(shape: tf.TensorShape, other: tf.TensorShape) -> tf.TensorShape:
 
 def _declared(output: tf.Tensor) -> tf.TensorShape:
     """The shape of a result that the body declares."""
-    if any(op.type in kinds.BRANCHES and op.inputs[0] is output for op in output.consumers()):
+    if any(op.type in subgraphs.BRANCHES and op.inputs[0] is output for op in output.consumers()):
         return tf.TensorShape([])
     ensured = (op.outputs[0].shape for op in output.consumers() if op.type == "EnsureShape")
     return next((shape for shape in (output.shape, *ensured) if shape.is_fully_defined()), output.shape)
