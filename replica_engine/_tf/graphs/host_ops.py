@@ -6,6 +6,7 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import functools
+import graphlib
 import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +26,6 @@ from tensorflow.python.ops import script_ops as _script_ops
 from replica_engine._tf.graphs import replaced_ops, subgraphs, waiting, xla_ops
 
 _XLA_DEVICE = "XLA_CPU_JIT"  # bodies are lowered for this device, for every platform
-_PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
 
 def needed_ops(graph: Any) -> list[tf.Operation]:
@@ -35,23 +35,19 @@ def needed_ops(graph: Any) -> list[tf.Operation]:
     """
     ops = xla_ops.needed(graph)
     order = {op.name: index for index, op in enumerate(graph.get_operations())}
-    waits: dict[str, int] = {}
-    users: dict[str, list[str]] = {}
+    sorter = graphlib.TopologicalSorter[str]()
     for name, op in ops.items():
-        before = {each.name for each in (*op.control_inputs, *(tensor.op for tensor in op.inputs))} & ops.keys()
-        waits[name] = len(before)
-        for each in before:
-            users.setdefault(each, []).append(name)
-    ready = [(order[name], name) for name, count in waits.items() if not count]
-    heapq.heapify(ready)
+        before = {each.name for each in (*op.control_inputs, *(tensor.op for tensor in op.inputs))}
+        sorter.add(name, *(before & ops.keys()))
+    sorter.prepare()
+    ready: list[tuple[int, str]] = []
     sorted_ops = []
-    while ready:
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, (order[name], name))
         _, name = heapq.heappop(ready)
         sorted_ops.append(ops[name])
-        for user in users.get(name, ()):
-            waits[user] -= 1
-            if not waits[user]:
-                heapq.heappush(ready, (order[user], user))
+        sorter.done(name)
     return sorted_ops
 
 
@@ -211,7 +207,7 @@ class PythonFunction:
     @staticmethod
     def is_of(op: tf.Operation) -> bool:
         """Whether an op calls a Python function."""
-        return op.type in _PYTHON_OPS
+        return op.type in waiting.PYTHON
 
 
 def _result(value: Any, dtype: tf.DType) -> tf.Tensor:
