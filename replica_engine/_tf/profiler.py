@@ -18,5 +18,3 @@ def _read_flag() -> bool:
 
 is_running = _trace.enabled if callable(_trace.enabled) else _read_flag
 """Whether a profile is being taken."""
-
-__all__ = ["Trace", "is_running"]

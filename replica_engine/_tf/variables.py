@@ -30,15 +30,13 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 from tensorflow.python.ops.control_flow_v2_func_graphs import WhileCondFuncGraph as _WhileCondFuncGraph
 
 # ResourceVariable: the class of a plain tf.Variable. default_variable_creator_v2: the last variable creator.
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable as ResourceVariable
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2 as _default_creator
 
 # in_save_context: whether a SavedModel is being written.
 from tensorflow.python.saved_model import save_context as _save_context
 
 from replica_engine._tf.thread_state import unobserved
-
-__all__ = ["ResourceVariable"]
 
 _EMPTY = np.empty(0, np.uint8)
 

@@ -109,7 +109,8 @@ def _check_strategy(strategy: Any) -> None:
 
 def _number(name: str, value: Any) -> Any:
     """Checks a number of rows: an int, an integer of NumPy or TensorFlow, or an integer tensor of a graph."""
-    if value is None or _is_symbolic_number(value):
+    is_symbolic = isinstance(value, tf.Tensor) and not isinstance(value, tf.__internal__.EagerTensor)
+    if value is None or (is_symbolic and value.dtype.is_integer and value.shape.rank in (0, None)):
         return value
     try:
         number = operator.index(value)
@@ -118,8 +119,3 @@ def _number(name: str, value: Any) -> Any:
     if isinstance(value, bool) or number < 0:
         raise ReplicaValueError.bad_rows(name, value)
     return number
-
-
-def _is_symbolic_number(value: Any) -> bool:
-    is_symbolic = isinstance(value, tf.Tensor) and not isinstance(value, tf.__internal__.EagerTensor)
-    return is_symbolic and value.dtype.is_integer and value.shape.rank in (0, None)

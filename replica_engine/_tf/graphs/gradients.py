@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import types
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -87,14 +88,6 @@ def differentiable(
     return known[: len(results)]
 
 
-class _InPlaceOf:
-    """An op as functions that compute gradients see it, with other results than its own."""
-
-    def __init__(self, op: tf.Operation, results: Sequence[tf.Tensor]):
-        self.type, self.inputs, self.get_attr = op.type, op.inputs, op.get_attr
-        self.outputs = list(results)
-
-
 def in_place_of(op: tf.Operation, results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Tensors equal to `results` with the gradient that TensorFlow gives the results of an op.
 
@@ -106,7 +99,9 @@ def in_place_of(op: tf.Operation, results: Sequence[tf.Tensor]) -> list[tf.Tenso
         compute = None
     if compute is None:
         return list(results)
-    return differentiable(results, op.inputs, functools.partial(compute, _InPlaceOf(op, results)))
+    # The op as functions that compute gradients see it, with other results than its own.
+    seen = types.SimpleNamespace(type=op.type, inputs=op.inputs, get_attr=op.get_attr, outputs=list(results))
+    return differentiable(results, op.inputs, functools.partial(compute, seen))
 
 
 def _passed_on(results: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], registered: str) -> list[tf.Tensor]:

@@ -219,7 +219,7 @@ def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     return (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or optimizer.gradient_accumulation_steps is not None  # of an optimizer that was made outside of the scope
-        or any(getattr(optimizer, name, None) is not None for name in ("clipnorm", "clipvalue", "global_clipnorm"))
+        or keras_accumulation.clips(optimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
     )
 

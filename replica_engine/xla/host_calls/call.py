@@ -15,6 +15,7 @@ calls that can fail does not donate its variables.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import CodeType
 from typing import Any
@@ -193,7 +194,7 @@ class HostCall:
         self.where = where
         self.results = list(results)
         self.index = len(calls.calls)
-        self._zeros: list[np.ndarray] | None = None
+
         calls.calls.append(self)
 
     def __call__(self, position: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -224,12 +225,10 @@ class HostCall:
         """The call in words, with the user's line, for messages."""
         return f"outside_compilation {self.name!r}{at(self.where)}"
 
-    @property
+    @functools.cached_property
     def zeros(self) -> list[np.ndarray]:
         """Results that nothing uses: zeros of the declared shapes and dtypes."""
-        if self._zeros is None:
-            self._zeros = [np.zeros(spec.shape, spec.dtype.as_numpy_dtype) for spec in self.results]
-        return self._zeros
+        return [np.zeros(spec.shape, spec.dtype.as_numpy_dtype) for spec in self.results]
 
     def _on_host(
         self, run: Session, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
