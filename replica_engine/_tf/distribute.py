@@ -173,9 +173,8 @@ def uses_merge_call(strategy: tf.distribute.Strategy) -> bool:
     return bool(strategy.extended._use_merge_call())
 
 
-def check_cross_replica(extended: Any) -> None:
-    """Raises RuntimeError in replica context, and in the scope of a strategy other than the one of `extended`."""
-    _distribute_lib._require_cross_replica_or_default_context_extended(extended)
+check_cross_replica = _distribute_lib._require_cross_replica_or_default_context_extended
+"""Raises RuntimeError in replica context, and in the scope of a strategy other than that of the given extended half."""
 
 
 def is_outside_scopes() -> bool:
@@ -183,9 +182,8 @@ def is_outside_scopes() -> bool:
     return _distribute_lib._get_per_thread_mode() is _distribute_lib._get_default_replica_mode()
 
 
-def check_in_replica(context: tf.distribute.ReplicaContext) -> None:
-    """Raises RuntimeError unless `context` is the current replica context."""
-    _distribute_lib.require_replica_context(context)
+check_in_replica = _distribute_lib.require_replica_context
+"""Raises RuntimeError unless the given one is the current replica context."""
 
 
 def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
@@ -246,9 +244,8 @@ def _is_of_scope(creator: Any) -> bool:
     return getattr(creator, "__module__", "") == _distribute_lib.__name__
 
 
-def default_strategy() -> tf.distribute.Strategy:
-    """The strategy that is current outside all scopes."""
-    return _distribute_lib._get_default_strategy()
+default_strategy = _distribute_lib._get_default_strategy
+"""The strategy that is current outside all scopes."""
 
 
 def merged() -> contextlib.AbstractContextManager[bool]:

@@ -67,9 +67,8 @@ def started() -> bool:
     return context is not None and context._context_handle is not None
 
 
-def default_graph() -> tf.Graph:
-    """The default graph of this thread, which may be a function graph."""
-    return _ops.get_default_graph()
+default_graph = _ops.get_default_graph
+"""The default graph of this thread, which may be a function graph."""
 
 
 def make_stacks_thread_local(graph: tf.Graph) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,9 +118,8 @@ def is_initialized(handle: tf.Tensor) -> bool:
         return bool(tf.raw_ops.VarIsInitializedOp(resource=handle))
 
 
-def graph() -> Any:
-    """The graph that new ops are added to."""
-    return tf.compat.v1.get_default_graph()
+graph = tf.compat.v1.get_default_graph
+"""The graph that new ops are added to."""
 
 
 def function_graph(inner: Any) -> Any | None:
@@ -191,9 +189,8 @@ def is_of_dataset(graph: Any) -> bool:
     return graph.name.startswith("Dataset_") or graph.name.startswith("Dataset.")
 
 
-def is_saving() -> bool:
-    """Whether a function is being traced for a SavedModel."""
-    return _save_context.in_save_context()
+is_saving = _save_context.in_save_context
+"""Whether a function is being traced for a SavedModel."""
 
 
 def may_write(handle: tf.Tensor, besides: set[str]) -> bool:
@@ -210,9 +207,8 @@ def mark_as_writing(op: tf.Operation) -> None:
     op._clear_attr(_control_deps.READ_ONLY_RESOURCE_INPUTS_ATTR)
 
 
-def no_tape() -> contextlib.AbstractContextManager[None]:
-    """Stops all gradient tapes from recording inside the block."""
-    return _record.stop_recording()
+no_tape = _record.stop_recording
+"""Stops all gradient tapes from recording inside the block."""
 
 
 def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:

@@ -374,7 +374,7 @@ def _marker(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor
 
 def _emit(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
     _check_static(name, x)
-    return xla_ops.marker(_PREFIX + name, x, json.dumps(parameters), shape)
+    return xla_ops.marker(_PREFIX + name, [x], json.dumps(parameters), [x.dtype], [shape])[0]
 
 
 def _axis(name: str, x: tf.Tensor, axis: int) -> int:

@@ -59,7 +59,7 @@ def _set_aside(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> No
 
 
 def _note_originals(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
-    originals = kept_on(graph, _ORIGINALS, dict)
+    originals: dict[str, tf.Tensor] = kept_on(graph, _ORIGINALS, dict)
     originals.update((new.name, old) for new, old in zip(results, op.outputs, strict=True))
 
 

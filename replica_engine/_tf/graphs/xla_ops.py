@@ -58,9 +58,8 @@ def xla_context() -> Iterator[None]:
         context.Exit()
 
 
-def replica_id() -> tf.Tensor:
-    """The id of the replica that runs this op."""
-    return _ops.xla_replica_id()
+replica_id = _ops.xla_replica_id
+"""The id of the replica that runs this op."""
 
 
 def takes_all_reduce(dtype: tf.DType) -> bool:
@@ -73,17 +72,28 @@ def all_reduce(x: tf.Tensor, groups: Sequence[Sequence[int]], op: str) -> tf.Ten
     return _ops.xla_all_reduce(x, group_assignment=groups, reduce_op=op, mode="CrossReplica")
 
 
-def marker(name: str, x: tf.Tensor, parameters: str, shape: Any) -> tf.Tensor:
-    """A custom call that stands for another operation with one operand and one result."""
-    (result,) = _ops.xla_custom_call_v2(
-        operands=[x],
-        call_target_name=name,
-        backend_config=parameters,
-        has_side_effect=False,
-        result_dtypes=[x.dtype],
-        result_shapes=[shape],
+def marker(
+    name: str,
+    operands: Sequence[tf.Tensor],
+    parameters: str,
+    dtypes: Sequence[tf.DType],
+    shapes: Sequence[Any],
+    has_effect: bool = False,
+) -> list[tf.Tensor]:
+    """A custom call that stands for another operation, or for work on the host.
+
+    One that has an effect runs each time, even if its results are not used.
+    """
+    return list(
+        _ops.xla_custom_call_v2(
+            operands=list(operands),
+            call_target_name=name,
+            backend_config=parameters,
+            has_side_effect=has_effect,
+            result_dtypes=list(dtypes),
+            result_shapes=list(shapes),
+        )
     )
-    return result
 
 
 def same_shape_marker(x: tf.Tensor, parameters: str) -> tf.Tensor:
@@ -104,25 +114,8 @@ def marker_parameters(op: tf.Operation) -> str:
     return op.get_attr("backend_config").decode()
 
 
-def update_slice(into: tf.Tensor, part: tf.Tensor, begin: tf.Tensor) -> tf.Tensor:
-    """A tensor with a part in the place of what is there, which begins at some indices."""
-    return _ops.xla_dynamic_update_slice(into, part, begin)
-
-
-def host_marker(
-    name: str, operands: Sequence[tf.Tensor], parameters: str, dtypes: Sequence[tf.DType], shapes: Sequence[Any]
-) -> list[tf.Tensor]:
-    """A custom call that stands for work on the host; it runs each time, even if its results are not used."""
-    return list(
-        _ops.xla_custom_call_v2(
-            operands=list(operands),
-            call_target_name=name,
-            backend_config=parameters,
-            has_side_effect=True,
-            result_dtypes=list(dtypes),
-            result_shapes=list(shapes),
-        )
-    )
+update_slice = _ops.xla_dynamic_update_slice
+"""A tensor with a part in the place of what is there, which begins at some indices: of the tensor, the part, these."""
 
 
 def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:
@@ -209,9 +202,8 @@ def digest(function: Any) -> str:
     return found.hexdigest()
 
 
-def eager_context() -> Any:
-    """The context in which eager ops run."""
-    return _context.context()
+eager_context = _context.context
+"""The context in which eager ops run."""
 
 
 def variable_dtype_and_shape(handle: tf.Tensor) -> tuple[tf.DType, tf.TensorShape] | None:

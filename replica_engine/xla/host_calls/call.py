@@ -138,12 +138,13 @@ class HostCalls:
         call: HostCall, position: tf.Tensor, operands: Sequence[tf.Tensor]
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds a call to the graph. It happens after the call that `position` comes from."""
-        following, *results = xla_ops.host_marker(
+        following, *results = xla_ops.marker(
             HOST_CALL,
             [position, *operands],
             host_call_parameters(call.index, call.name),
             [tf.int64, *(spec.dtype for spec in call.results)],
             [[], *(spec.shape for spec in call.results)],
+            has_effect=True,
         )
         return following, results
 
