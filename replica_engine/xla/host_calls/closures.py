@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, variables
 from replica_engine._tf.graphs import function
+from replica_engine.process import scoped
 from replica_engine.values.structure import open_level
 from replica_engine.xla.host_calls.originals import original_of
 from replica_engine.xla.signature.function_spec import assigns
@@ -76,9 +77,8 @@ class Closure:
 
     def _opened(self) -> Build:
         fn, args, kwargs = self._value
-        read, self._read = self._read, None
-        of_fn = self._open(fn, _DEPTH)
-        self._read = read
+        with scoped.attribute(self, "_read", None):
+            of_fn = self._open(fn, _DEPTH)
         of_args, of_kwargs = self._open(args, _DEPTH), self._open(kwargs, _DEPTH)
 
         def build(tensors: Sequence[Any]) -> Any:
@@ -99,10 +99,8 @@ class Closure:
         self._entered.add(id(value))
         try:
             if isinstance(value, (FunctionType, MethodType, functools.partial)) or function.is_tf_function(value):
-                read, self._read = self._read, None
-                found = self._open_function(value, depth - 1) if depth else None
-                self._read = read
-                return found
+                with scoped.attribute(self, "_read", None):
+                    return self._open_function(value, depth - 1) if depth else None
             if isinstance(value, (tf.Variable, distribute.DistributedValues)):
                 return self._open_variable(value)
             if isinstance(value, tf.__internal__.CompositeTensor):
@@ -155,13 +153,11 @@ class Closure:
 
     def _open_plain_function(self, fn: FunctionType, converted: FunctionType, depth: int) -> Build | None:
         cells = fn.__closure__ or ()
-        contents = [
-            self._cells.setdefault(id(cell), (cell, _contents(cell), assigns(fn.__code__, name)))[1]
-            for name, cell in zip(fn.__code__.co_freevars, cells, strict=True)
-        ]
+        contents = []
         for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
-            if assigns(fn.__code__, name):
-                self._cells[id(cell)] = (*self._cells[id(cell)][:2], True)
+            _, content, assigned = self._cells.get(id(cell), (cell, _contents(cell), False))
+            self._cells[id(cell)] = cell, content, assigned or assigns(fn.__code__, name)
+            contents.append(content)
         settings = (fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None))
         of_cells = [
             self._open(content, depth) or (_constantly(content) if id(cell) in self._rebound else None)
