@@ -34,7 +34,7 @@ OF_PYTHON = ("_gradient_op_type", _NUMBER)
 """Attributes of ops that name a gradient in Python. What they say belongs to this process, and no program needs it."""
 
 
-class _Gradient:
+def _gradient(results: int, compute: Callable[..., Any]) -> Callable[..., list[Any]]:
     """The gradient of an op whose outputs are some results, followed by the inputs of these.
 
     Args:
@@ -42,17 +42,15 @@ class _Gradient:
         compute: takes the upstream gradient of each result, and returns the gradient of each input.
     """
 
-    def __init__(self, results: int, compute: Callable[..., Any]):
-        self._results = results
-        self._compute = compute
+    def gradient(*upstream: Any) -> list[Any]:
+        found = compute(*upstream[:results])
+        return [None] * results + (list(found) if isinstance(found, (list, tuple)) else [found])
 
-    def __call__(self, *upstream: Any) -> list[Any]:
-        gradients = self._compute(*upstream[: self._results])
-        return [None] * self._results + (list(gradients) if isinstance(gradients, (list, tuple)) else [gradients])
+    return gradient
 
 
 _registering = threading.Lock()
-_gradients: weakref.WeakValueDictionary[int, _Gradient] = weakref.WeakValueDictionary()  # by number
+_gradients: weakref.WeakValueDictionary[int, Callable[..., list[Any]]] = weakref.WeakValueDictionary()  # by number
 
 
 @functools.cache
@@ -78,7 +76,7 @@ def differentiable(
         gradient: takes the upstream gradient of each result, and returns the gradient of each input: a sequence, or a
             tensor if there is one input. The graph keeps it.
     """
-    found = _Gradient(len(results), gradient)
+    found = _gradient(len(results), gradient)
     number = next(_numbers)
     known = _passed_on(results, inputs, _registered())
     known[0].op._set_attr(_NUMBER, tf.compat.v1.AttrValue(i=number))
@@ -132,6 +130,6 @@ def with_gradient(
         in_order: adds tokens to the outputs, inputs and gradient that tapes see; see `ReplicaContext.in_order`.
     """
     known = _passed_on(results, inputs, registered)
-    of_tape = _Gradient(len(results), gradient)
+    of_tape = _gradient(len(results), gradient)
     _record.record_operation(registered, *in_order(known, [*results, *inputs], of_tape))
     return known[: len(results)]

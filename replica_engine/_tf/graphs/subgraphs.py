@@ -118,12 +118,15 @@ def functions_of(op: tf.Operation) -> list[Any]:
 
     For a branch they are in the order of the branches; for a loop they are its condition and its body.
     """
-    names: list[str] = []
-    for attribute in FUNCTION_ATTRIBUTES.get(op.type, ()):
-        value = op.get_attr(attribute)
-        names += [each.name for each in (value if isinstance(value, list) else [value])]
-    graphs = [getattr(op.graph._get_function(name), "graph", None) for name in names]
+    graphs = [getattr(function, "graph", None) for function in _registered(op)]
     return graphs if all(graph is not None for graph in graphs) else []
+
+
+def _registered(op: tf.Operation) -> list[Any]:
+    """The functions that a branch, loop or call runs, as its graph knows them."""
+    values = [op.get_attr(attribute) for attribute in FUNCTION_ATTRIBUTES.get(op.type, ())]
+    names = [each.name for value in values for each in (value if isinstance(value, list) else [value])]
+    return [op.graph._get_function(name) for name in names]
 
 
 def runs_functions(op: tf.Operation) -> bool:
@@ -151,10 +154,8 @@ def apply_op(
 ) -> tf.Operation:
     """Copies an op into the current graph, with inputs that may have other shapes."""
     graph = variables.graph()
-    for attribute in FUNCTION_ATTRIBUTES.get(op.type, ()):
-        value = op.get_attr(attribute)
-        for each in value if isinstance(value, list) else [value]:
-            graph._add_function_recursive(op.graph._get_function(each.name))
+    for function in _registered(op):
+        graph._add_function_recursive(function)
     # Colocation ("_class") refers to ops of the original graph, which do not exist in this one.
     attributes = {name: value for name, value in op.node_def.attr.items() if name != "_class"}
     with tf.control_dependencies(list(control_inputs)), tf.name_scope(""):

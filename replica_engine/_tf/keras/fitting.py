@@ -16,6 +16,7 @@ import tensorflow as tf
 # OwnedIterator: the iterator of a tf.data.Dataset in eager mode, whose state TensorFlow can save.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
 
+from replica_engine._tf.graphs import subgraphs
 from replica_engine._tf.hook import Hook
 from replica_engine._tf.keras.trainer import MODULE, TRAINER
 
@@ -109,10 +110,8 @@ def set_shuffled_epoch(epoch_iterator: Any, epoch: int | None) -> None:
 
 def writes_variables(epoch_iterator: Any) -> bool:
     """Whether a function of a dataset of tf.data writes variables, as one that draws from a generator does."""
-    left = [epoch_iterator.data_adapter.get_tf_dataset()] if is_of_dataset(epoch_iterator) else []
-    while left:
-        dataset = left.pop()
-        left.extend(getattr(dataset, "_inputs", tuple)())
+    given = [epoch_iterator.data_adapter.get_tf_dataset()] if is_of_dataset(epoch_iterator) else []
+    for dataset in subgraphs.reached(given, lambda each: getattr(each, "_inputs", tuple)()):
         for function in getattr(dataset, "_functions", tuple)():
             graph = function.function.graph.as_graph_def()
             inner = (node for each in graph.library.function for node in each.node_def)

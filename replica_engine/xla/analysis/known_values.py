@@ -40,11 +40,14 @@ class Evaluation:
 
     Args:
         replica: the id of the replica.
+
+    Attributes:
+        left: how many steps are left.
     """
 
     def __init__(self, replica: int):
         self._replica = tf.constant(replica)
-        self._left = _STEPS
+        self.left = _STEPS
         self._runner = functools.cache(host_ops.runner)
         self._computes = functools.cache(_only_computes)
         self._constant = functools.cache(_constant)
@@ -57,11 +60,7 @@ class Evaluation:
     @property
     def has_given_up(self) -> bool:
         """Whether the limit is reached. All further values are unknown."""
-        return self._left <= 0
-
-    def spend(self, steps: int) -> None:
-        """Counts steps."""
-        self._left -= steps
+        return self.left <= 0
 
     def outputs(self, op: tf.Operation, inputs: Sequence[Value]) -> Sequence[Value]:
         """The outputs of an op without functions, from the values of `_inputs`."""
@@ -76,7 +75,7 @@ class Evaluation:
                     return [each]
         if any(value is None for value in inputs) or not self._computes(op):
             return [None] * len(op.outputs)
-        self.spend(_RUN)
+        self.left -= _RUN
         try:
             return self._runner(op)(list(inputs))
         except tf.errors.OpError:  # on a device the op may have a result all the same
@@ -107,7 +106,7 @@ class GraphExecution:
         try:
             return self._value(tensor)
         except RecursionError:  # hundreds of branches, each of which needs the result of the one before
-            self._evaluation.spend(_STEPS)
+            self._evaluation.left = 0
             return None
 
     def _value(self, tensor: tf.Tensor) -> Value:
@@ -117,7 +116,7 @@ class GraphExecution:
             if id(each) in self._values:
                 pending.pop()
                 continue
-            self._evaluation.spend(1)
+            self._evaluation.left -= 1
             if self._evaluation.has_given_up:
                 return None
             if id(each) in self._numbers:
