@@ -31,6 +31,8 @@ from tensorflow.python.data.ops.dataset_ops import _VariantDataset
 # OwnedIterator: the iterator of a tf.data.Dataset in eager mode.
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedIterator
 
+from replica_engine._tf.graphs import subgraphs
+
 Columns = Sequence[Sequence[np.ndarray] | np.ndarray]
 """For each component, the arrays of some elements: one after the other, or stacked."""
 
@@ -221,9 +223,7 @@ def bytes_of(spec: Any) -> int | None:
 
 def looks_as_if_it_calls_python(dataset: Any, without: tuple[type, ...] = ()) -> bool:
     """Like `may_call_python`, but looks each time, and not at datasets of the classes `without` and their inputs."""
-    pending = [dataset]
-    while pending:
-        each = pending.pop()
+    for each in subgraphs.reached([dataset], lambda each: [] if isinstance(each, without) else each._inputs()):
         if isinstance(each, without):
             continue
         if isinstance(each, _VariantDataset):
@@ -234,5 +234,4 @@ def looks_as_if_it_calls_python(dataset: Any, without: tuple[type, ...] = ()) ->
                 return True  # another dataset or iterator inside
             if b"PyFunc" in graph.as_graph_def().SerializeToString():
                 return True
-        pending += each._inputs()
     return False

@@ -169,15 +169,13 @@ def is_host_resource(handle: tf.Tensor) -> bool:
 
 def is_left_on_host(component: tf.Tensor) -> bool:
     """Whether only sparse ops and host ops use a component of a sparse argument."""
-    pending, used = [component], False
-    while pending:
-        for op in pending.pop().consumers():
-            if op.type == "Identity":
-                pending.append(op.outputs[0])
-            elif not (op.type.startswith("Sparse") and may_move(op)) and not is_for_host(op):
-                return False
-            used = True
-    return used
+
+    def passed_on(each: tf.Tensor) -> list[tf.Tensor]:
+        return [op.outputs[0] for op in each.consumers() if op.type == "Identity"]
+
+    users = [op for each in subgraphs.reached([component], passed_on) for op in each.consumers()]
+    work = [op for op in users if op.type != "Identity"]
+    return bool(users) and all((op.type.startswith("Sparse") and may_move(op)) or is_for_host(op) for op in work)
 
 
 def calls_host(op: tf.Operation) -> bool:
