@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -287,12 +288,8 @@ def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:
 
 def in_dataset() -> bool:
     """Whether a function of tf.data is being traced around this call, such as the body of a `for` over a dataset."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename == _structured_function.__file__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return any(frame.f_code.co_filename == _structured_function.__file__ for frame in frames)
 
 
 def runs_eagerly(fn: Any) -> bool:

@@ -6,8 +6,8 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -72,13 +72,10 @@ def threads_in(tokens: Iterable[str]) -> dict[str, list[int]]:
     """The threads that run Python functions of graphs now: their idents, by the token of the function."""
     wanted, found = set(tokens), dict[str, list[int]]()
     for ident, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code is _CALLER:
-                token = frame.f_locals.get("token")
-                if token in wanted:
-                    found.setdefault(token, []).append(ident)
-            frame = frame.f_back
+        for frame, _ in traceback.walk_stack(innermost):
+            token = frame.f_locals.get("token") if frame.f_code is _CALLER else None
+            if token in wanted:
+                found.setdefault(token, []).append(ident)
     return found
 
 
