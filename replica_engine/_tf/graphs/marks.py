@@ -26,7 +26,6 @@ from replica_engine._tf.variables import no_tape
 _WRITES = "Assign", "Resource", "Scatter"
 """How the types of ops that write variables begin, if their first input is a variable."""
 
-
 _ALL = "all"  # the gate of all devices
 _numbers = itertools.count()
 _free: dict[tuple[str, Any], list[str]] = {}  # names without a graph, by device and dtype
@@ -108,9 +107,8 @@ def count(device: str, after: Iterable[Any]) -> Mark:
 def of_graph(graph: Any, found: Iterable[Any]) -> list[Any]:
     """The ops and tensors among some values that are of a graph."""
     leaves = tf.nest.flatten(list(found), expand_composites=True)
-    return [
-        each for each in leaves if isinstance(each, (tf.Tensor, tf.Operation)) and getattr(each, "graph", None) is graph
-    ]
+    nodes = (each for each in leaves if isinstance(each, (tf.Tensor, tf.Operation)))
+    return [each for each in nodes if getattr(each, "graph", None) is graph]  # an eager tensor has none
 
 
 def effects_in(graph: Any, begin: int, end: int | None = None) -> list[tf.Operation]:

@@ -8,9 +8,8 @@ up early: at large tensors, at ops with effects, and after a number of steps.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -28,15 +27,8 @@ _STEPS = 1_000_000  # a few seconds; an iteration of a loop counts as about 100 
 _RUN = 10  # steps that running an op counts as
 
 
-@contextlib.contextmanager
-def on_host() -> Iterator[None]:
-    """All evaluation happens inside: eagerly, on the host."""
-    with tf.init_scope(), tf.device("CPU:0"):
-        yield
-
-
 class Evaluation:
-    """What is known of a body on one replica, and the limit of looking for it.
+    """What is known of a body on one replica, and the limit of looking for it; used in eager mode, on the host.
 
     Args:
         replica: the id of the replica.

@@ -23,7 +23,7 @@ from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import at
 from replica_engine.xla.analysis.differences import CollectiveOp, Differences, Reason
-from replica_engine.xla.analysis.known_values import Evaluation, GraphExecution, Place, on_host
+from replica_engine.xla.analysis.known_values import Evaluation, GraphExecution, Place
 
 
 class Apart(NamedTuple):
@@ -181,7 +181,7 @@ class _Decisions:
 
     def of(self, graph: Any) -> dict[_At, int | None]:
         """For each suspect, and each place where it is executed: the branch or the number of iterations."""
-        with on_host():
+        with tf.init_scope(), tf.device("CPU:0"):  # where known values are computed
             self._visit(Evaluation(self._replica).of(graph))
         return self._found
 
