@@ -43,7 +43,7 @@ from replica_engine.threads.function_record import record_of
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint import hooks as joint_hooks
 from replica_engine.threads.joint.attempt import Attempts, Decision
-from replica_engine.threads.joint.operator import Part
+from replica_engine.threads.joint.operator import JointOperator, Part
 from replica_engine.threads.marks import StepMarks
 from replica_engine.threads.random_numbers import Draws
 from replica_engine.threads.variables import SharedVariables
@@ -336,8 +336,9 @@ def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
     """Builds an operator that all replicas enter together, where replica 0 stands."""
     first = requests[0]
     with first.continued(requests):
+        operator = JointOperator(run, [request.args for request in requests])
         try:
-            return first.merge_fn(run, [request.args for request in requests])
+            return first.merge_fn(operator)
         except ErrandsFailed as failed:
             return list(failed.outcomes)
         except Exception as error:
@@ -345,6 +346,8 @@ def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
             for replica in run.replicas:
                 if replica.error is error:  # so that its note goes to the exception that leaves the run
                     replica.error = failure
+        finally:
+            operator.close()
     raise failure
 
 

@@ -203,8 +203,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
         Args:
             kind: the name of the operator, such as "tf.cond".
-            build: builds it for all replicas, on the coordinator; takes the run and the `Part` of each replica, and
-                returns what `recorded` takes for each.
+            build: builds it for all replicas, on the coordinator; takes a `JointOperator`, and returns what `recorded`
+                takes for each replica.
             payload: what `build` needs of this replica.
             of: what is differentiated; replicas meet only in the gradient of the same operator.
 

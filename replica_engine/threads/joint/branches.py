@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import thread_state
-from replica_engine.engine import Replica, Run
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.threads.joint.gradients import Backward
 from replica_engine.threads.joint.graphs import Notes
-from replica_engine.threads.joint.operator import Built, JointOperator, Part, check_equal, flat_tensors
+from replica_engine.threads.joint.operator import Built, JointOperator, flat_tensors
 
 
 class Branches(NamedTuple):
@@ -54,35 +53,28 @@ class Loop(NamedTuple):
     make: Callable[..., Any]
 
 
-def build_branches(run: Run, parts: Sequence[Part]) -> list[Built]:
+def build_branches(operator: JointOperator) -> list[Built]:
     """Builds one If or Case op."""
-    operator = JointOperator(run, parts)
     payloads: list[Branches] = operator.payloads
     first = payloads[0]
-    check_equal([f"{len(each.functions)} branches" for each in payloads], operator.kind, operator.where, "branch_fns")
-    selectors = [each.selector for each in payloads]
-    selector = _agreed(selectors, first.kind, operator.where, run.replicas)
+    operator.check_equal([f"{len(each.functions)} branches" for each in payloads], "branch_fns")
+    selector = _agreed(operator, [each.selector for each in payloads], first.kind)
 
     def branch(number: int) -> Callable[[], list[Any]]:
         return lambda: operator.trace([each.functions[number] for each in payloads])
 
-    try:
-        return _built(operator, first.make(selector, [branch(number) for number in range(len(first.functions))]))
-    finally:
-        operator.close()
+    return _built(operator, first.make(selector, [branch(number) for number in range(len(first.functions))]))
 
 
-def build_loop(run: Run, parts: Sequence[Part]) -> list[Built]:
+def build_loop(operator: JointOperator) -> list[Built]:
     """Builds one While op. Its loop variables are a list with the loop variables of each replica."""
-    operator = JointOperator(run, parts)
     payloads: list[Loop] = operator.payloads
     first = payloads[0]
     options = first.options | {"return_same_structure": True}
     most = [each.options.get("maximum_iterations") for each in payloads]
-    given = ["None" if each is None else "a number" for each in most]
-    check_equal(given, operator.kind, operator.where, "maximum_iterations")
+    operator.check_equal(["None" if each is None else "a number" for each in most], "maximum_iterations")
     if most[0] is not None:
-        options["maximum_iterations"] = _agreed(most, "maximum_iterations", operator.where, run.replicas)
+        options["maximum_iterations"] = _agreed(operator, most, "maximum_iterations")
     if options.get("shape_invariants") is not None:
         options["shape_invariants"] = [each.options["shape_invariants"] for each in payloads]
     variables = [each.variables for each in payloads]
@@ -95,28 +87,21 @@ def build_loop(run: Run, parts: Sequence[Part]) -> list[Built]:
 
     def condition(*own: Any) -> Any:
         values = operator.trace(calls([each.condition for each in payloads], own))
-        return _agreed(values, "tf.while_loop", operator.where, run.replicas)
+        return _agreed(operator, values, "tf.while_loop")
 
     def body(*own: Any) -> list[Any]:
         outs = operator.trace(calls([each.body for each in payloads], own))
         return [out if tf.nest.is_nested(out) else [out] for out in outs]
 
-    try:
-        outs = first.make(condition, body, variables, **options)
-        return _built(operator, outs, [flat_tensors(each) for each in variables])
-    finally:
-        operator.close()
+    outs = first.make(condition, body, variables, **options)
+    return _built(operator, outs, [flat_tensors(each) for each in variables])
 
 
-def build_trial(run: Run, parts: Sequence[Part]) -> list[Built]:
+def build_trial(operator: JointOperator) -> list[Built]:
     """AutoGraph's trial of a loop's body, in a graph that is thrown away."""
-    operator = JointOperator(run, parts)
-    try:
-        with tf.__internal__.FuncGraph("trial").as_default():
-            operator.trace(operator.payloads)
-        return [Built(None)] * len(parts)
-    finally:
-        operator.close()
+    with tf.__internal__.FuncGraph("trial").as_default():
+        operator.trace(operator.payloads)
+    return [Built(None)] * len(operator.parts)
 
 
 def _built(
@@ -128,17 +113,16 @@ def _built(
     return [Built(out, backward, of) for out, of in zip(outs, inputs, strict=True)]
 
 
-def _agreed(values: Sequence[Any], what: str, where: str, replicas: Sequence[Replica]) -> Any:
+def _agreed(operator: JointOperator, values: Sequence[Any], what: str) -> Any:
     """Returns one value for all replicas: replica 0's, after a check that the others are equal.
 
     Equal by construction, such as one tensor or equal constants, costs nothing. Otherwise an op compares the values
     when the graph runs.
 
     Args:
+        operator: the operator.
         values: the condition, branch index or number of iterations of each replica.
-        what: the operator, such as "tf.cond".
-        where: the user's line.
-        replicas: the replicas.
+        what: the operator or the argument, such as "tf.cond".
 
     Raises:
         ReplicaMismatchError: constants that differ. Values that differ when the graph runs raise
@@ -149,17 +133,17 @@ def _agreed(values: Sequence[Any], what: str, where: str, replicas: Sequence[Rep
     tensors = [tf.convert_to_tensor(value) for value in values]
     static = [tf.get_static_value(tensor) for tensor in tensors]
     if any(value is None for value in static):
-        return _compared(tensors, what, where, replicas)
+        return _compared(operator, tensors, what)
     if any(value != static[0] for value in static):
-        rows = list(zip(map(str, replicas), map(str, static), strict=True))
-        raise ReplicaMismatchError.of_conditions(what, where, rows)
+        rows = list(zip(map(str, operator.run.replicas), map(str, static), strict=True))
+        raise ReplicaMismatchError.of_conditions(what, operator.where, rows)
     return tensors[0]
 
 
-def _compared(tensors: Sequence[tf.Tensor], what: str, where: str, replicas: Sequence[Replica]) -> tf.Tensor:
+def _compared(operator: JointOperator, tensors: Sequence[tf.Tensor], what: str) -> tf.Tensor:
     """Replica 0's value. When the graph runs, it waits for ops that compare the values."""
-    rows = [(str(replica), "") for replica in replicas]
-    head, *lines, tail = str(ReplicaMismatchError.of_conditions(what, where, rows)).split("\n")
+    rows = [(str(replica), "") for replica in operator.run.replicas]
+    head, *lines, tail = str(ReplicaMismatchError.of_conditions(what, operator.where, rows)).split("\n")
     with tf.device("CPU:0"):
         scalars = [tf.reshape(tensor, []) for tensor in tensors]
         data: list[Any] = [head]

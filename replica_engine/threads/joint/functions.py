@@ -17,12 +17,11 @@ import tensorflow as tf
 
 from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import autograph, control_flow, function
-from replica_engine.engine import Run
 from replica_engine.errors import MergeCallGraphError
 from replica_engine.threads.function_record import record_of
 from replica_engine.threads.joint.gradients import Backward, recording
 from replica_engine.threads.joint.graphs import Notes, notes_of
-from replica_engine.threads.joint.operator import Built, JointOperator, Part, flat_tensors, is_differentiable
+from replica_engine.threads.joint.operator import Built, JointOperator, flat_tensors, is_differentiable
 from replica_engine.values.regroup import parts as parts_of
 from replica_engine.values.regroup import regroup
 
@@ -50,10 +49,10 @@ def own_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str,
     return tf.nest.map_structure(own, (args, kwargs))
 
 
-def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
+def build_call(operator: JointOperator) -> list[Built]:
     """Calls a `tf.function` that goes around all replicas, in eager mode."""
-    operator = JointOperator(run, parts)
     payloads: list[FunctionCall] = operator.payloads
+    parts = operator.parts
     strategy, size = parts[0].context.strategy, len(parts)
     known = record_of(payloads[0].function).joint
     fns = [each.function for each in payloads]
@@ -89,7 +88,6 @@ def build_call(run: Run, parts: Sequence[Part]) -> list[Built]:
             values = parts_of(around(*args, **kwargs), size, "result")
     finally:
         _calling.operator = None
-        operator.close()
     variables = tapes[0].watched_variables()
     for replica, handle in notes.resources:
         if any(variable.handle is handle for variable in variables):

@@ -27,17 +27,9 @@ import tensorflow as tf
 
 from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import control_flow
-from replica_engine.engine import Run
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
 from replica_engine.threads.joint.graphs import Notes, notes_of, owner_inside
-from replica_engine.threads.joint.operator import (
-    Built,
-    JointOperator,
-    Part,
-    flat_tensors,
-    is_differentiable,
-    now_building,
-)
+from replica_engine.threads.joint.operator import Built, JointOperator, flat_tensors, is_differentiable, now_building
 
 
 class Backward:
@@ -118,9 +110,8 @@ def recorded(context: Any, built: Built) -> Any:
     return built.value
 
 
-def build_backward(run: Run, parts: Sequence[Part]) -> list[Built]:
+def build_backward(operator: JointOperator) -> list[Built]:
     """Differentiates an operator once for all replicas, because their tapes were asked."""
-    operator = JointOperator(run, parts)
     payloads: list[Asked] = operator.payloads
     backward = payloads[0].backward
     pairs = [
@@ -130,11 +121,8 @@ def build_backward(run: Run, parts: Sequence[Part]) -> list[Built]:
         if upstream is not None
     ]
     inputs = list({id(each): each for of in backward.inputs for each in of}.values())
-    try:
-        with operator.building():
-            found = _gradients(backward, pairs, inputs)
-    finally:
-        operator.close()
+    with operator.building():
+        found = _gradients(backward, pairs, inputs)
     of_input = {id(each): gradient for each, gradient in zip(inputs, found, strict=True)}
     own = _own if not backward.tapes else lambda gradient: gradient  # an identity that no tape records ends the path
     results = [[own(of_input[id(each)]) for each in of] for of in backward.inputs]
@@ -170,25 +158,21 @@ def _own(gradient: Any) -> Any:
     return tf.identity(gradient) if isinstance(gradient, tf.Tensor) else gradient
 
 
-def build_operator(run: Run, parts: Sequence[Part]) -> list[Built]:
+def build_operator(operator: JointOperator) -> list[Built]:
     """Calls TensorFlow's gradient of an If, Case or While op once for all replicas, which visit it."""
-    operator = JointOperator(run, parts)
     payloads: list[Visited] = operator.payloads
     op = payloads[0].op
     upstream = []
     for position in range(len(payloads[0].upstream)):
         owner = owner_inside(op, "outputs", position)
         upstream.append(None if owner is None else payloads[owner].upstream[position])
-    try:
-        with operator.building():
-            found = payloads[0].gradient(op, *upstream)
-    finally:
-        operator.close()
+    with operator.building():
+        found = payloads[0].gradient(op, *upstream)
     first = 0 if "While" in op.type else 1  # the branches do not get the condition
     owners = [owner_inside(op, "inputs", position - first) or 0 for position in range(len(found))]
     return [
         Built([each if owner == replica else None for each, owner in zip(found, owners, strict=True)])
-        for replica in range(len(parts))
+        for replica in range(len(operator.parts))
     ]
 
 

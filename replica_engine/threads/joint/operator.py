@@ -74,6 +74,18 @@ class JointOperator:
         """What `build` needs of each replica."""
         return [part.payload for part in self.parts]
 
+    def check_equal(self, described: Sequence[str], name: str) -> None:
+        """Raises StructureMismatchError if the replicas gave different kinds of an argument.
+
+        Args:
+            described: the argument of each replica, in words.
+            name: the argument.
+        """
+        for replica, each in enumerate(described):
+            if each != described[0]:
+                what = f"The arguments of {self.kind} ({self.where})"
+                raise StructureMismatchError.between(what, name, (0, replica), (described[0], each))
+
     def trace(
         self, calls: Sequence[Callable[[], Any]], aliases: bool = True, creators: list | None = None
     ) -> list[Any]:
@@ -119,21 +131,6 @@ class JointOperator:
     def close(self) -> None:
         """Lets go of the run and of the graphs."""
         self._captures.unwatch()
-
-
-def check_equal(described: Sequence[str], kind: str, where: str, name: str) -> None:
-    """Raises StructureMismatchError if the replicas gave an operator different kinds of an argument.
-
-    Args:
-        described: the argument of each replica, in words.
-        kind: the operator, such as "tf.cond".
-        where: the user's line.
-        name: the argument.
-    """
-    for replica, each in enumerate(described):
-        if each != described[0]:
-            what = f"The arguments of {kind} ({where})"
-            raise StructureMismatchError.between(what, name, (0, replica), (described[0], each))
 
 
 _building = threading.local()
