@@ -14,6 +14,7 @@ from replica_engine._tf.graphs import control_flow, function
 from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
+from replica_engine.process import scoped
 from replica_engine.threads.context import ReplicaContext
 from replica_engine.threads.function_record import record_of
 from replica_engine.threads.joint import functions, gradients
@@ -56,39 +57,30 @@ def _place(context: ReplicaContext) -> tuple[str, int, str]:
 
 
 def _cond(original: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, name: str = "cond") -> Any:
-    context = _context()
-    if context is None:
-        return original(pred, true_fn, false_fn, name)
-    ends = context.attempts.ends_branch
-
-    def plain() -> Any:
-        return original(pred, _ending(true_fn, ends), _ending(false_fn, ends), name)
-
     def make(selector: Any, branches: Sequence[Callable[[], Any]]) -> Any:
         return original(selector, *branches, name)
 
-    def joint() -> Any:
-        payload = Branches("tf.cond", _as_value(pred), [true_fn, false_fn], make)
-        return context.enter_operator("tf.cond", build_branches, payload)
-
-    return context.attempts.enter(_place(context), plain, joint)
+    return _branched("tf.cond", make, pred, [true_fn, false_fn])
 
 
 def _switch_case(original: Callable[..., Any], branch_index: Any, branch_fns: Any, *args: Any, **options: Any) -> Any:
-    context = _context()
-    if context is None:
-        return original(branch_index, branch_fns, *args, **options)
-    ends = context.attempts.ends_branch
-
-    def plain() -> Any:
-        return original(branch_index, [_ending(each, ends) for each in branch_fns], *args, **options)
-
     def make(selector: Any, branches: Sequence[Callable[[], Any]]) -> Any:
         return original(selector, branches, *args, **options)
 
+    return _branched("tf.switch_case", make, branch_index, branch_fns)
+
+
+def _branched(kind: str, make: Callable[..., Any], selector: Any, functions: Any) -> Any:
+    context = _context()
+    if context is None:
+        return make(selector, functions)
+
+    def plain() -> Any:
+        return make(selector, [_ending(each, context.attempts.ends_branch) for each in functions])
+
     def joint() -> Any:
-        payload = Branches("tf.switch_case", _as_value(branch_index), list(branch_fns), make)
-        return context.enter_operator("tf.switch_case", build_branches, payload)
+        payload = Branches(kind, _as_value(selector), list(functions), make)
+        return context.enter_operator(kind, build_branches, payload)
 
     return context.attempts.enter(_place(context), plain, joint)
 
@@ -207,11 +199,8 @@ def _vectorize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = _context()
     if context is None:
         return original(*args, **kwargs)
-    before, context.attempts.vectorizing = context.attempts.vectorizing, True
-    try:
+    with scoped.attribute(context.attempts, "vectorizing", True):
         return original(*args, **kwargs)
-    finally:
-        context.attempts.vectorizing = before
 
 
 def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -219,17 +208,14 @@ def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args:
     context = _context()
     if context is None:
         return original(fn, args, kwargs)
-    if not context.attempts.active or not control_flow.has_tape():
-        results = original(fn, args, kwargs)
-        control_flow.keep_by_graph(results)
-        return results
 
     def tried(*values: Any) -> Any:
         result, gradient = fn(*values)
         control_flow.try_gradient(gradient, tf.nest.flatten(result))
         return result, gradient
 
-    results = original(tried, args, kwargs)
+    tries = context.attempts.active and control_flow.has_tape()
+    results = original(tried if tries else fn, args, kwargs)
     control_flow.keep_by_graph(results)
     return results
 
