@@ -6,61 +6,14 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from replica_engine._tf.graphs import waiting
+from replica_engine.diagnostics.marked_step import MarkedStep, Place
 from replica_engine.diagnostics.op_lines import user_line
-from replica_engine.engine import SyncPoint
 from replica_engine.errors import CoordinatorRow, ReplicaRow
 from replica_engine.errors.timeouts import FINISHED, IN_FUNCTION, NOT_STARTED
 from replica_engine.telemetry.stacks import stack_of
-
-
-class Updates(NamedTuple):
-    """The merges of a step that write variables, in words with their lines: those made, under way, and to come.
-
-    `own` are the ops by which replicas write variables without a merge.
-    """
-
-    made: list[str]
-    under_way: list[str]
-    to_come: list[str]
-    own: list[Any]
-
-
-class Marks(Protocol):
-    """The marks of one traced run, as `threads.marks.StepMarks` has them."""
-
-    names: Sequence[str]
-    group: str
-    loops: bool
-
-    def meetings(self) -> list[SyncPoint]:
-        """The sync points that have marks, in the order in which they were traced."""
-
-    def times(self) -> list[list[float]]:
-        """The last times of each replica, in the order of its step, in seconds since the epoch.
-
-        They are: begin; for each sync point arrival and departure; end. 0.0 stands for what was not reached.
-        """
-
-    def places(self, since: float) -> Sequence[Any]:
-        """Where each replica is in a call that began at `since`, in seconds since the epoch."""
-
-    def iterations(self) -> list[int]:
-        """How often each replica has begun so far, in a loop."""
-
-    def rows(self, places: Sequence[Any], counted: Sequence[int]) -> list[ReplicaRow]:
-        """The rows of a table."""
-
-    def passed(self, since: float) -> list[Any]:
-        """The ops of the marks that were reached in the current step of such a call."""
-
-    def device_of(self, op: Any) -> int | None:
-        """The replica on whose device an op is."""
-
-    def updates(self, since: float) -> Updates:
-        """Which merges have written variables in the current step of a call that began at `since`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +30,7 @@ class TracedRun:
 
     timeout: float | None
     warn_after: float | None
-    marks: Marks | None
+    marks: MarkedStep | None
     loops: bool
     launches: bool = False
 
@@ -129,7 +82,9 @@ class Whereabouts:
         rows = [row for marks, counted in self._runs for row in marks.rows(marks.places(self._began), counted)]
         return "; ".join(map(str, rows))
 
-    def _with_ops(self, graph: Any, marks: Marks, places: Sequence[Any], rows: list[ReplicaRow]) -> list[ReplicaRow]:
+    def _with_ops(
+        self, graph: Any, marks: MarkedStep, places: Sequence[Place], rows: list[ReplicaRow]
+    ) -> list[ReplicaRow]:
         """Adds to each row the Python function that runs for the replica, or the ops in which it may wait."""
         python = waiting.python_ops(graph)
         for token, idents in waiting.threads_in(python).items():

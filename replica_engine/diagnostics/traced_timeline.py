@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from replica_engine.diagnostics.traced_places import Marks
+from replica_engine.diagnostics.marked_step import MarkedStep
 from replica_engine.telemetry import timeline
 
 
-def draw(marks: Marks, since: float) -> None:
+def draw(marks: MarkedStep, since: float) -> None:
     """Draws a step, and the call of the function on the track of the thread that called it.
 
     Args:
@@ -50,7 +50,7 @@ def draw(marks: Marks, since: float) -> None:
 
 
 def _step(times: Sequence[float], since: float) -> list[float]:
-    """The times of a replica in a call that began at `since`, in the order of `Marks.times`; 0.0 if not reached."""
+    """The times of a replica in a call that began at `since`, as `MarkedStep.times` has them; 0.0 if not reached."""
     begun = times[0] if times[0] >= since else math.inf
     step = [each if each >= begun else 0.0 for each in times]
     for at in range(1, len(step) - 1, 2):  # no departure waits for the mark of an arrival, so that may be late

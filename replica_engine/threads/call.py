@@ -45,7 +45,7 @@ from replica_engine.threads.joint import hooks as joint_hooks
 from replica_engine.threads.joint.attempt import Attempts, Decision
 from replica_engine.threads.joint.operator import JointOperator, Part
 from replica_engine.threads.marks import StepMarks
-from replica_engine.threads.random_numbers import Draws
+from replica_engine.threads.random_numbers import Draws, Seeds
 from replica_engine.threads.variables import SharedVariables
 from replica_engine.values.regroup import parts, regroup, spread
 from replica_engine.values.structure import flatten
@@ -121,7 +121,7 @@ def call_for_each_replica(
             name, thread = getattr(fn, "__name__", "a function"), threading.current_thread()
             track = timeline.Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
             with timeline.span(track, name, "launch"):
-                return _lift(strategy, fn, call_for_each_replica)(*args, **kwargs)
+                return _lift(strategy, fn)(*args, **kwargs)
         if not tf.executing_eagerly():
             fn = autograph.convert(fn)
         return _run(strategy, fn, tuple(args), kwargs)
@@ -188,7 +188,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         context = options.context_class(strategy, replica_id)
         creator = variables.creator(replica, run.replicas[0])
         attempts = Attempts(decisions, index == 0)
-        context.attach(replica, state, devices[index], attempts, creator, draws.of_replica(replica_id))
+        context.attach(replica, state, devices[index], attempts, creator, Seeds(draws, replica_id))
         try:
             with state.entered(index, context, devices[index], creator):
                 own_args, own_kwargs = of_replicas[index]
@@ -416,7 +416,7 @@ def _place() -> own_attributes.Place | None:
     return None if replica is None else own_attributes.Place(*replica.run, replica.index)
 
 
-def _lift(strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+def _lift(strategy: tf.distribute.Strategy, fn: Any) -> Callable[..., Any]:
     """Lifts a `tf.function`: returns one like it that runs its Python function on all replicas.
 
     Each replica could not trace its own copy. A trace holds the function's lock, so the first replica that pauses at a
@@ -429,22 +429,21 @@ def _lift(strategy: tf.distribute.Strategy, fn: Any, run: Callable[..., Any]) ->
     Args:
         strategy: the strategy whose replicas run the function.
         fn: a `tf.function`.
-        run: `call_for_each_replica`.
     """
     with _lift_lock:
         lifted = record_of(fn).lifted
         if strategy not in lifted:
-            lifted[strategy] = function.clone(fn, _around(strategy, fn.python_function, run))
+            lifted[strategy] = function.clone(fn, _around(strategy, fn.python_function))
         return lifted[strategy]
 
 
-def _around(strategy: tf.distribute.Strategy, inner: Callable, run: Callable) -> Callable[..., Any]:
+def _around(strategy: tf.distribute.Strategy, inner: Callable[..., Any]) -> Callable[..., Any]:
     strategy_ref = weakref.ref(strategy)
 
     @autograph.artifact
     def on_all_replicas(*args: Any, **kwargs: Any) -> Any:
         alive = strategy_ref()
         assert alive is not None, "called by `run`, a method of the strategy"
-        return run(alive, inner, args=args, kwargs=kwargs)
+        return call_for_each_replica(alive, inner, args=args, kwargs=kwargs)
 
     return on_all_replicas

@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import marks, subgraphs, waiting
 from replica_engine._tf.graphs.marks import Mark
+from replica_engine.diagnostics.marked_step import MarkedPoint, MarkedStep
 from replica_engine.engine import SyncPoint
-from replica_engine.threads.marked_step import MarkedPoint, MarkedStep
 from replica_engine.values.structure import flatten
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -40,10 +40,6 @@ class Draws:
         self._drawn: dict[Any, list[int | None]] = {}
         self._lock = threading.Lock()  # replicas may run at the same time
 
-    def of_replica(self, replica: int) -> OfReplica:
-        """The draws of one replica, by its id among the replicas of all workers."""
-        return OfReplica(self, replica)
-
     def place(self) -> Any:
         """Where a random op is made: eagerly, in the graph of the run or a joint one, or in one of the replica's own.
 
@@ -67,15 +63,8 @@ class Draws:
             return drawn[number]
 
 
-class Seeds(Protocol):
-    """The seeds of the random ops of one replica."""
-
-    def seed(self, draw: Callable[[], int | None]) -> int | None:
-        """The seed of the next random op; see `OfReplica.seed`."""
-
-
-class OfReplica:
-    """The draws of one replica in one run.
+class Seeds:
+    """The seeds of the random ops of one replica in one run.
 
     Args:
         draws: those of the run.

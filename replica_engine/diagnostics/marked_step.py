@@ -1,4 +1,4 @@
-"""A traced step whose graph has marks: where its replicas are while TensorFlow runs it. `marks` adds the marks."""
+"""A traced step with marks in its graph: where its replicas are while TensorFlow runs it. `threads.marks` adds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs.marks import Mark
 from replica_engine.diagnostics.flight_record import Executed
-from replica_engine.diagnostics.traced_places import Updates
 from replica_engine.engine import SyncPoint
 from replica_engine.engine.sync_point import State
 from replica_engine.errors import ReplicaRow
@@ -62,6 +61,18 @@ class Place(NamedTuple):
     def is_waiting(self) -> bool:
         """Whether it waits for the other replicas."""
         return self.state is State.PAUSED
+
+
+class Updates(NamedTuple):
+    """The merges of a step that write variables, in words with their lines: those made, under way, and to come.
+
+    `own` are the ops by which replicas write variables without a merge.
+    """
+
+    made: list[str]
+    under_way: list[str]
+    to_come: list[str]
+    own: list[Any]
 
 
 class MarkedStep:
@@ -132,7 +143,10 @@ class MarkedStep:
         return [marked.points[0] for marked in self.points]
 
     def times(self) -> list[list[float]]:
-        """The last times of each replica in the order of its step, in seconds since the epoch: begin, arrivals, end."""
+        """The last times of each replica, in the order of its step, in seconds since the epoch.
+
+        They are: begin; for each sync point arrival and departure; end. 0.0 stands for what was not reached.
+        """
         times = [[mark.read()] for mark in self._begun]
         for marked in self.points:
             arrived = [mark.read() for mark in marked.arrived]
