@@ -42,7 +42,7 @@ from replica_engine.threads.context import MergeRequest, ReplicaContext
 from replica_engine.threads.function_record import record_of
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint import hooks as joint_hooks
-from replica_engine.threads.joint.attempt import Attempts, Decision
+from replica_engine.threads.joint.attempt import Attempts
 from replica_engine.threads.joint.operator import JointOperator, Part
 from replica_engine.threads.marks import StepMarks
 from replica_engine.threads.random_numbers import Draws, Seeds
@@ -178,7 +178,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
     known = record.creates_nothing if concurrent else set()
-    decisions: dict[int, Decision] = {}
+    decisions: dict[int, Any] = {}
     draws = Draws(state.graph)
 
     def body(replica: Replica) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -44,18 +44,11 @@ class MergeNeeded(BaseException):
     """Goes from a merge call in an attempt up to the operator. Not an Exception, because users catch those."""
 
 
-class Decision(NamedTuple):
-    """Whether the operator that replicas enter at a place is joint."""
-
-    place: Any
-    joint: bool
-
-
 class Attempts:
     """The attempts of one replica.
 
     Args:
-        decisions: what replica 0 has decided in the run, by the number of the operator.
+        decisions: the places of the operators that replica 0 has found to be joint in the run, by their numbers.
         leads: whether this is replica 0.
 
     Attributes:
@@ -65,7 +58,7 @@ class Attempts:
         asked_for: the sources for which a tape on the replica's thread is being asked.
     """
 
-    def __init__(self, decisions: dict[int, Decision], leads: bool):
+    def __init__(self, decisions: dict[int, Any], leads: bool):
         self.active = self.vectorizing = False
         self._decisions, self._leads = decisions, leads
         self.asked_for: list[Any] = []
@@ -85,12 +78,11 @@ class Attempts:
         if self.active:  # The operator around it is the one that the coordinator can see.
             return plain()
         self._number += 1
-        decision = self._decisions.get(self._number)
-        if decision is not None and decision.joint and decision.place == place:
+        if self._decisions.get(self._number) == place:
             return joint()
         done, result = self._attempt(plain)
-        if self._leads:
-            self._decisions[self._number] = Decision(place, not done)
+        if self._leads and not done:
+            self._decisions[self._number] = place
         return result if done else joint()
 
     def enter_joint(self, joint: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ from replica_engine._tf import thread_state
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.threads.joint.gradients import Backward
 from replica_engine.threads.joint.graphs import Notes
-from replica_engine.threads.joint.operator import Built, JointOperator, flat_tensors
+from replica_engine.threads.joint.operator import Built, JointOperator, differentiable, flat_tensors
 
 
 class Branches(NamedTuple):
@@ -109,7 +109,7 @@ def _built(
 ) -> list[Built]:
     """The results of all replicas, after the op was made."""
     inputs = operator.inputs(more)
-    backward = Backward(operator.outer, [flat_tensors(out) for out in outs], inputs, operator.shared)
+    backward = Backward(operator.outer, [differentiable(out) for out in outs], inputs, operator.shared)
     return [Built(out, backward, of) for out, of in zip(outs, inputs, strict=True)]
 
 

@@ -21,7 +21,7 @@ from replica_engine.errors import MergeCallGraphError
 from replica_engine.threads.function_record import record_of
 from replica_engine.threads.joint.gradients import Backward, recording
 from replica_engine.threads.joint.graphs import Notes, notes_of
-from replica_engine.threads.joint.operator import Built, JointOperator, flat_tensors, is_differentiable
+from replica_engine.threads.joint.operator import Built, JointOperator, differentiable, flat_tensors, is_differentiable
 from replica_engine.values.regroup import parts as parts_of
 from replica_engine.values.regroup import regroup
 
@@ -76,7 +76,7 @@ def build_call(operator: JointOperator) -> list[Built]:
         if not is_taped:
             return [Built(value) for value in parts_of(around(*args, **kwargs), size, "result")]
         notes = notes_of(around.get_concrete_function(*args, **kwargs).graph) or Notes()
-        used = [[*filter(is_differentiable, flat_tensors([each.args, each.kwargs]))] for each in payloads]
+        used = [differentiable([each.args, each.kwargs]) for each in payloads]
         captured = [list(of) for of in used]
         for replica, tensor, alias in notes.closures:
             if is_differentiable(tensor):
@@ -93,7 +93,7 @@ def build_call(operator: JointOperator) -> list[Built]:
         if any(variable.handle is handle for variable in variables):
             used[replica].append(handle)
             captured[replica].append(handle)
-    backward = Backward(None, [flat_tensors(value) for value in values], captured, notes.shared, tapes, variables)
+    backward = Backward(None, [differentiable(value) for value in values], captured, notes.shared, tapes, variables)
     return [Built(value, backward, of) for value, of in zip(values, used, strict=True)]
 
 

@@ -29,33 +29,27 @@ from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import control_flow
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError
 from replica_engine.threads.joint.graphs import Notes, notes_of, owner_inside
-from replica_engine.threads.joint.operator import Built, JointOperator, flat_tensors, is_differentiable, now_building
+from replica_engine.threads.joint.operator import Built, JointOperator, differentiable, flat_tensors, now_building
 
 
-class Backward:
+class Backward(NamedTuple):
     """What it takes to differentiate a joint operator.
 
-    Args:
+    Attributes:
         graph: the graph in which the operator stands.
-        outputs: the outputs of each replica.
+        outputs: the outputs of each replica that can have a gradient.
         inputs: for each replica, the tensors on which its outputs can depend.
         shared: the handles of variables that several replicas use in the operator.
         tapes: in eager mode, the tapes that recorded the operator, one for each order of gradients.
         variables: in eager mode, the variables that the operator read.
     """
 
-    def __init__(
-        self,
-        graph: Any,
-        outputs: Sequence[Sequence[tf.Tensor]],
-        inputs: Sequence[Sequence[tf.Tensor]],
-        shared: Sequence[tf.Tensor] = (),
-        tapes: Sequence[tf.GradientTape] = (),
-        variables: Sequence[Any] = (),
-    ):
-        self.graph, self.tapes, self.variables = graph, tapes, variables
-        self.outputs = [[each for each in of if is_differentiable(each)] for of in outputs]
-        self.inputs, self.shared = inputs, shared
+    graph: Any
+    outputs: Sequence[Sequence[tf.Tensor]]
+    inputs: Sequence[Sequence[tf.Tensor]]
+    shared: Sequence[tf.Tensor] = ()
+    tapes: Sequence[tf.GradientTape] = ()
+    variables: Sequence[Any] = ()
 
 
 class Asked(NamedTuple):
@@ -130,7 +124,7 @@ def build_backward(operator: JointOperator) -> list[Built]:
     sources = [[each for each in of if isinstance(each, tf.Tensor)] for of in sources]
     if backward.tapes and not backward.tapes[1:]:
         return [Built(of) for of in results]
-    again = Backward(operator.outer, [flat_tensors(of) for of in results], sources, tapes=backward.tapes[1:])
+    again = Backward(operator.outer, [differentiable(of) for of in results], sources, tapes=backward.tapes[1:])
     return [Built(of, again, source) for of, source in zip(results, sources, strict=True)]
 
 

@@ -155,6 +155,11 @@ def is_differentiable(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype == tf.variant
 
 
+def differentiable(structure: Any) -> list[tf.Tensor]:
+    """The tensors of a structure that can have a gradient."""
+    return [each for each in flat_tensors(structure) if is_differentiable(each)]
+
+
 def note_constants(graph: Any, results: Any) -> None:
     """Notes in a joint graph which results of a merge the coordinator made: no gradient goes through these."""
     notes = notes_of(graph)
