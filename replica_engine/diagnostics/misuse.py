@@ -68,18 +68,16 @@ def check_outside_replicas(method: str) -> None:
     Raises:
         ScopeError: it is.
     """
-    if _is_in_replica():
+    if is_in_replica():
         raise ScopeError.in_replica(method, here())
 
 
 def of_plain_variable(variable: tf.Variable) -> ScopeError:
     """The error of a plain variable that is updated here, and of its optimizer, if that is of no strategy either."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         owner: Any = frame.f_locals.get("self")
         if _is_optimizer(owner) and _is_default(owner._distribution_strategy):
             return ScopeError.model_and_optimizer(_name(variable), owner.name, type(owner).__name__, here())
-        frame = frame.f_back
     return ScopeError.variable(_name(variable), here())
 
 
@@ -102,7 +100,7 @@ def _meaning(error: Exception) -> Exception | None:
         return ReplicaValueError.bad_reduction(text.removesuffix(_NO_REDUCTION).strip("'"))
     if text.startswith(_MIXED if type(error) is RuntimeError else _COLOCATED):
         return _foreign(error)
-    if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and _is_in_replica():
+    if type(error) is RuntimeError and text.startswith(_IN_REPLICA) and is_in_replica():
         return ScopeError.in_replica("run", here())
     if type(error) is ValueError and text.startswith(_NEXT):
         return InputsError(
@@ -138,11 +136,7 @@ def _note_no_value(error: Exception) -> None:
 
 def _foreign(error: Exception) -> ScopeError | None:
     """Finds the optimizer or variable that does not belong to the strategy in use."""
-    frames: list[FrameType] = []
-    step = error.__traceback__
-    while step is not None:
-        frames.append(step.tb_frame)
-        step = step.tb_next
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     owners = [frame.f_locals.get("self") for frame in frames]
     for owner in owners:  # the outermost first: an optimizer, rather than the variables that it updates
         if _is_optimizer(owner):
@@ -193,6 +187,7 @@ def _name(variable: Any) -> str:
     return str(variable.name).removesuffix(":0")
 
 
-def _is_in_replica() -> bool:
+def is_in_replica() -> bool:
+    """Whether the calling code runs in a replica of a strategy, other than TensorFlow's default one."""
     context = tf.distribute.get_replica_context()
     return context is not None and not _is_default(context.strategy)

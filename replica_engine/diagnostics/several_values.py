@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, value_methods
 from replica_engine._tf.eager import EagerTensor
+from replica_engine.diagnostics.misuse import is_in_replica
 from replica_engine.errors import NoValueError, ReplicaValueError
 
 _UNARY = {
@@ -97,7 +98,7 @@ def _truth(self: Any) -> bool:
 def _attribute(self: Any, name: str) -> Any:
     """The error of an attribute that only one tensor or array has; `hasattr` is False as before."""
     if not name.startswith("_") and (hasattr(EagerTensor, name) or hasattr(np.ndarray, name)):
-        raise NoValueError.several(name, _is_in_replica())
+        raise NoValueError.several(name, is_in_replica())
     raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=self)
 
 
@@ -106,15 +107,10 @@ def _as_tensor(value: Any, dtype: Any = None, name: Any = None, as_ref: bool = F
 
     But it asks the whole value for its dtype, so `tensor + x` failed there where `tf.identity(x)` works.
     """
-    if not _is_in_replica():
+    if not is_in_replica():
         raise _error(value, "A function of TensorFlow")
     return NotImplemented if dtype is None else tf.convert_to_tensor(distribute.own_value(value), dtype)
 
 
 def _error(value: Any, asked: str) -> ReplicaValueError:
-    return ReplicaValueError.several(asked, len(value.values), _is_in_replica())
-
-
-def _is_in_replica() -> bool:
-    context = tf.distribute.get_replica_context()
-    return context is not None and context.strategy is not distribute.default_strategy()
+    return ReplicaValueError.several(asked, len(value.values), is_in_replica())

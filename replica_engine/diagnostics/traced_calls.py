@@ -20,6 +20,7 @@ What must never happen:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -60,19 +61,16 @@ class _Function:
         self.timeout = min((run.timeout for run in runs if run.timeout is not None), default=None)
         self.warn_after = min((run.warn_after for run in runs if run.warn_after is not None), default=None)
         self._graph = weakref.ref(graph)
-        self._may_stay: bool | None = None
 
     @property
     def graph(self) -> Any:
         return self._graph()
 
-    @property
+    @functools.cached_property
     def may_stay(self) -> bool:
         """Whether a call may stay in Python code, which TensorFlow cannot end."""
-        if self._may_stay is None:
-            draws = self.timeout is not None and waiting.draws(self.graph)
-            self._may_stay = draws or waiting.calls_python(self.graph)
-        return self._may_stay
+        draws = self.timeout is not None and waiting.draws(self.graph)
+        return draws or waiting.calls_python(self.graph)
 
     def __call__(self, execute: calls.Execute) -> Any:
         return _Call(self)(execute)
@@ -139,7 +137,8 @@ class _Call:
         try:
             if self._manager is None:
                 return execute(None)
-            with signals.heard_at_once(self._interrupt):
+            # On Ctrl-C, while the main thread is inside TensorFlow, it is called on another thread.
+            with signals.heard_at_once(self._cancel_between_updates):
                 return execute(self._manager)
         except BaseException as error:
             self._is_over = True
@@ -212,11 +211,7 @@ class _Call:
 
     # Ending the call.
 
-    def _interrupt(self) -> None:
-        """Ctrl-C, while the main thread is inside TensorFlow. Called on another thread."""
-        self._cancel_between_updates(None)
-
-    def _cancel_between_updates(self, done: threading.Event | None) -> None:
+    def _cancel_between_updates(self, done: threading.Event | None = None) -> None:
         begin = time.monotonic()
         while not (self._is_over or (done is not None and done.is_set())):
             waited = time.monotonic() - begin

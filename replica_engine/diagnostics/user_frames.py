@@ -68,14 +68,14 @@ def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple, va
     name = name.replace("<locals>.", "").removeprefix(_CONVERTED)
     kind = detail[0] if detail and isinstance(detail[0], str) else "merge_call"
     how = detail[1] if kind == "all_reduce" else f"axis={detail[1]}" if kind == "all_gather" else ""
-    place = _place(replica, frame, thread)
+    place = _place(frame, (thread, replica.coordinator.ident or thread))
     return SyncPoint(name, *place, (identity(merge_fn), detail), kind, how, traced=not eager, values=values)
 
 
 def user_location(replica: Replica) -> tuple[str, int, str]:
     """The file, line and function of the innermost frame that belongs to the user."""
     frame, _, thread = _user_frame(replica)
-    return _place(replica, frame, thread)
+    return _place(frame, (thread, replica.coordinator.ident or thread))
 
 
 def calling_location() -> tuple[str, int, str]:
@@ -87,9 +87,7 @@ def calling_location() -> tuple[str, int, str]:
         frame = frame.f_back
     frame = frame or here
     assert frame is not None
-    return _shown(
-        autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, (thread,))
-    )
+    return _place(frame, (thread,))
 
 
 def shown_file(file: str) -> str:
@@ -122,13 +120,10 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
     return here, "", threading.get_ident()
 
 
-def _place(replica: Replica, frame: FrameType, thread: int) -> tuple[str, int, str]:
-    threads = (thread, replica.coordinator.ident or thread)
-    return _shown(autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads))
-
-
-def _shown(place: tuple[str, int, str]) -> tuple[str, int, str]:
-    return shown_file(place[0]), place[1], place[2]
+def _place(frame: FrameType, threads: tuple[int, ...]) -> tuple[str, int, str]:
+    code = frame.f_code
+    file, line, function = autograph.original_location(code.co_filename, frame.f_lineno, code.co_name, threads)
+    return shown_file(file), line, function
 
 
 def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:

@@ -24,6 +24,8 @@ FOR_BATCH = "waiting for the next batch"
 FOR_BATCH_OF_WORKER = "waiting for the next batch of another worker"
 """The states of a coordinator between two launches of a device loop."""
 
+_FOR_ANY_BATCH = (FOR_BATCH, FOR_BATCH_OF_WORKER)
+
 
 @dataclass(frozen=True)
 class ReplicaRow:
@@ -123,14 +125,15 @@ class ReplicaTimeoutError(ReplicaEngineError, TimeoutError):
         """
         stand = table(rows, coordinator, stacks=True)
         compiled = {row.points for row in rows} == {"host call"}
-        advice = f"Pass a longer timeout= if the {'iterator' if _waits_for_batch(coordinator) else 'step'} needs it."
+        state = "" if coordinator is None else coordinator.state
+        advice = f"Pass a longer timeout= if the {'iterator' if state in _FOR_ANY_BATCH else 'step'} needs it."
         kept = (
             f"variables keep the values from before the run. {_together(meetings, advice)}"
             if compiled
             else f"updates of the steps that ran stay in the variables. {advice}"
-            if _waits_for_batch(coordinator)
+            if state in _FOR_ANY_BATCH
             else f"a note says which updates were made. {advice}"
-            if coordinator is not None and coordinator.state == IN_FUNCTION
+            if state == IN_FUNCTION
             else f"updates that were merged before stay in the variables. {advice}"
         )
         error = cls(f"{_what(rows, coordinator)} in {timeout:g} s (timeout=):\n{stand}\nThe run was given up; {kept}")
@@ -154,12 +157,9 @@ def slow_replicas(
 
     `limit` is `timeout=`.
     """
-    then = "with timeout= of the strategy such a wait raises an error"
-    if limit is not None:
-        then = f"after {limit:g} s (timeout=) the wait raises an error"
     return (
         f"{_what(rows, coordinator)} in {seconds:.3g} s:\n{table(rows, coordinator, stacks=True)}\n"
-        f"The run continues to wait. Ctrl-C ends it; {then}."
+        f"The run continues to wait. Ctrl-C ends it; {_raises_later(limit)}."
     )
 
 
@@ -226,18 +226,14 @@ def slow_function(
         said = f"The tf.function `{name}` has made no progress for {seconds:.3g} s"
     else:
         said = f"The tf.function `{name}` has not returned for {seconds:.3g} s"
-    then = "with timeout= of the strategy such a wait raises an error"
-    if limit is not None:
-        then = f"after {limit:g} s (timeout=) the wait raises an error"
+    then = f"Ctrl-C ends the step; {_raises_later(limit)}"
     if not rows:
-        then = f"The graph has no marks (marks=), so its replicas cannot be shown. Ctrl-C ends the step; {then}"
+        then = f"The graph has no marks (marks=), so its replicas cannot be shown. {then}"
     elif all(row.state == NOT_STARTED for row in rows):
         then = (
             "No replica has begun: TensorFlow optimizes the graph in the first call, or the graph waits for a batch or "
             "for what is computed before the run"
         )
-    else:
-        then = f"Ctrl-C ends the step; {then}"
     still = "".join(f"\n{each} was given up earlier, still runs, and holds a thread of TensorFlow." for each in earlier)
     return f"{said}:\n{table(rows, coordinator, stacks=True)}\n{then}.{still}"
 
@@ -259,21 +255,24 @@ def table(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None = None,
 
 def _what(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None) -> str:
     """The beginning of a sentence that says what did not return."""
-    if coordinator is not None and coordinator.state.startswith(IN_MERGE):
-        return f"The merge function {coordinator.state.removeprefix(IN_MERGE)} did not return"
-    if coordinator is not None and coordinator.state in (FOR_ITS_TURN, FOR_GIVEN_UP):
+    state = "" if coordinator is None else coordinator.state
+    if state.startswith(IN_MERGE):
+        return f"The merge function {state.removeprefix(IN_MERGE)} did not return"
+    if state in (FOR_ITS_TURN, FOR_GIVEN_UP):
         return "The devices did not become free, and the program on them showed no progress,"
-    if _waits_for_batch(coordinator):
-        of_worker = coordinator is not None and coordinator.state == FOR_BATCH_OF_WORKER
-        return f"The iterator of a device loop gave no next batch{' on another worker' if of_worker else ''}"
-    points = {row.points for row in rows}
-    if points == {"host call"}:
+    if state in _FOR_ANY_BATCH:
+        of_worker = " on another worker" if state == FOR_BATCH_OF_WORKER else ""
+        return f"The iterator of a device loop gave no next batch{of_worker}"
+    if {row.points for row in rows} == {"host call"}:
         return "The compiled program did not end, and no host call was made or returned,"
     return "No replica reached its next sync point"
 
 
-def _waits_for_batch(coordinator: CoordinatorRow | None) -> bool:
-    return coordinator is not None and coordinator.state in (FOR_BATCH, FOR_BATCH_OF_WORKER)
+def _raises_later(limit: float | None) -> str:
+    """What becomes of a wait that goes on."""
+    if limit is None:
+        return "with timeout= of the strategy such a wait raises an error"
+    return f"after {limit:g} s (timeout=) the wait raises an error"
 
 
 def count_of(number: int, what: str) -> str:

@@ -21,9 +21,11 @@ variable came from the same calls.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,9 +120,5 @@ def _plain_name(name: str | None) -> str:
 
 def _calls() -> tuple:
     """The calls on this thread that led here, each as code object and line."""
-    calls = []
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "execute":
-        calls.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(calls)
+    calls = ((frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe(2)))
+    return tuple(itertools.takewhile(lambda call: call[0].co_name != "execute", calls))
