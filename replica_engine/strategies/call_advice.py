@@ -8,12 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replica_engine.errors.base import add_note
-
-_ONLY_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY
-_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_ONLY_KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_REST = inspect.Parameter.VAR_POSITIONAL
-_ANY_KEYWORDS = inspect.Parameter.VAR_KEYWORD
+from replica_engine.strategies.validation import keywords_of
 
 
 def note_arguments(error: BaseException, fn: Any, args: Any, kwargs: Any) -> None:
@@ -73,15 +68,15 @@ def _call(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str,
     by_position, by_name = [], []
     given = 0 if named and not args else None  # who gives all by name gives the missing ones by name as well
     for index, each in enumerate(signature.parameters.values()):
-        if each.kind is _REST:
+        if each.kind is each.VAR_POSITIONAL:
             by_position += [f"*{each.name}"] if len(args) > index else []
-        elif each.kind is _ANY_KEYWORDS:
-            by_name += [name for name in named if _is_of_rest(signature, name)]
-        elif each.kind is _ONLY_KEYWORD:
+        elif each.kind is each.VAR_KEYWORD:
+            by_name += [name for name in named if name not in keywords_of(signature)]
+        elif each.kind is each.KEYWORD_ONLY:
             by_name += [each.name] if each.name in named or each.default is each.empty else []
-        elif index < len(args) or (each.kind is _ONLY_POSITIONAL and each.default is each.empty):
+        elif index < len(args) or (each.kind is each.POSITIONAL_ONLY and each.default is each.empty):
             by_position.append(each.name)
-        elif each.name in named and each.kind is _EITHER:
+        elif each.name in named and each.kind is each.POSITIONAL_OR_KEYWORD:
             by_name.append(each.name)
             given = index
         elif each.default is not each.empty:
@@ -98,22 +93,17 @@ def _call(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str,
 def _of_names(signature: inspect.Signature, named: Mapping[str, Any]) -> str:
     """Says which of the keywords the function does not take, with the nearest that it does."""
     parameters = signature.parameters
-    if any(each.kind is _ANY_KEYWORDS for each in parameters.values()):
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return ""
-    free = [each.name for each in parameters.values() if each.kind in (_EITHER, _ONLY_KEYWORD)]
+    free = keywords_of(signature)
     said = ""
     for name in (name for name in named if name not in free):
         near = difflib.get_close_matches(name, [each for each in free if each not in named], n=1)
-        if name in parameters and parameters[name].kind is _ONLY_POSITIONAL:
+        if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY:
             said += f"It takes {name} in args only. "
         else:
             said += f"It has no argument {name}" + (f"; did you mean {near[0]}? " if near else ". ")
     return said
-
-
-def _is_of_rest(signature: inspect.Signature, name: str) -> bool:
-    """Whether a keyword comes to the function in its mapping of all others."""
-    return name not in signature.parameters or signature.parameters[name].kind not in (_EITHER, _ONLY_KEYWORD)
 
 
 def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

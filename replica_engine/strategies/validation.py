@@ -86,7 +86,7 @@ def refuse(strategy: type, arguments: Mapping[str, object]) -> None:
     """
     for name in arguments:
         if name not in _OF_TPU_STRATEGY:
-            raise misspelt(strategy.__name__, name, [*_names_of(inspect.signature(strategy)), *_OF_TPU_STRATEGY])
+            raise misspelt(strategy.__name__, name, [*keywords_of(inspect.signature(strategy)), *_OF_TPU_STRATEGY])
         raise ReplicaValueError(
             f"{strategy.__name__} takes no {name}=: each device is a replica and has all variables. Write "
             f"replica_engine.TPUStrategy({name}=...), which runs on CPUs, GPUs and TPUs."
@@ -131,7 +131,7 @@ def names_keywords(
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        names = _names_of(inspect.signature(fn))
+        names = keywords_of(inspect.signature(fn))
 
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -147,8 +147,13 @@ def names_keywords(
     return decorate
 
 
-def _names_of(signature: inspect.Signature) -> list[str]:
-    """The keyword arguments of a function or of a strategy's constructor."""
+def keywords_of(signature: inspect.Signature) -> list[str]:
+    """The names of the arguments that a function, or a strategy's constructor, takes by name.
+
+    Example:
+        >>> keywords_of(inspect.signature(lambda x, /, y, *z, w: None))
+        ['y', 'w']
+    """
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return [each.name for each in signature.parameters.values() if each.kind in kinds]
 

@@ -149,20 +149,16 @@ class OverWorkers:
     @property
     def experimental_should_init(self) -> bool:
         """Whether this worker is the chief."""
-        return self._is_chief
+        return self.device_group.is_chiefs
 
     @property
     def should_checkpoint(self) -> bool:
         """Whether this worker writes checkpoints: the chief does."""
-        return self._is_chief
+        return self.device_group.is_chiefs
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this worker writes summaries: the chief does."""
-        return self._is_chief
-
-    @property
-    def _is_chief(self) -> bool:
         return self.device_group.is_chiefs
 
 
