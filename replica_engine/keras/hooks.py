@@ -67,6 +67,7 @@ from replica_engine.keras.sums import (
     summed,
 )
 from replica_engine.process.interrupts import held_off_once
+from replica_engine.strategies.reductions import changed
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _NOTHING = object()
@@ -215,6 +216,10 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], 
         if share is None:
             own(grads, trainable_variables)
             return
+
+        def weighted(values: Any) -> Any:
+            return values * share.weight(values.dtype)
+
         grads = list(grads)
         check_gradients(grads, share)
         if not has_weighted(optimizer):
@@ -222,7 +227,7 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], 
             if trainable_variables is None and len(grads) > len(known):
                 own(grads)  # Keras says how many there are
             grads = [
-                grad if keras_model.is_overwritten(variable) else _weighted(grad, share)
+                grad if keras_model.is_overwritten(variable) else changed(grad, weighted)
                 for grad, variable in zip(grads, known, strict=False)
             ]
         if share.whole:
@@ -298,14 +303,6 @@ def _compiled_loss(compiled: Any) -> Callable[..., Any]:
     return call
 
 
-def _weighted(grad: Any, share: Any) -> Any:
-    if grad is None:
-        return None
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_weighted(grad.values, share), grad.indices, grad.dense_shape)
-    return grad * share.weight(grad.dtype)
-
-
 def _looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
     """The `update_state` of a metric of the user's own; it gives up a step of a shard whose values do not add up."""
     own = metric.update_state
@@ -314,7 +311,7 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
         share = current_shard()
         for each in tf.nest.flatten((args, kwargs)):
             check_sum(each, share)
-        with in_metric(metric) as update:
+        with in_metric() as update:
             result = own(*args, **kwargs)  # the first call may make variables
             if share is None or share.whole or share.replicas == 1 or sums.is_looking():
                 return result

@@ -59,7 +59,7 @@ def build_for(model: keras.Model, batch: Any) -> None:
 def _class_of(kind: Any) -> type:
     members: dict[str, Any] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}
     members.update({name: _running(kind, name) for name in _RUN})
-    members.update({f"make_{name}_function": _make(name) for name in ("train", "test", "predict")})
+    members.update({f"make_{name}_function": _make_nothing for name in ("train", "test", "predict")})
     members.update({f"{name}_function": _function(name) for name in ("train", "test", "predict")})
     members["reset_metrics"] = _resetting(kind)
     members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()  # which names the class
@@ -124,11 +124,8 @@ def _resetting(kind: Any) -> Callable[..., None]:
     return reset_metrics
 
 
-def _make(name: str) -> Callable[..., None]:
-    def make(self: Any, force: bool = False) -> None:
-        """Replaces the method of Keras and makes nothing; `Replicas` makes its own functions."""
-
-    return make
+def _make_nothing(self: Any, force: bool = False) -> None:
+    """Replaces a method of Keras; `Replicas` makes its own functions."""
 
 
 def _function(name: str) -> property:

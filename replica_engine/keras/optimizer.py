@@ -31,6 +31,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.errors import OptimizerError
+from replica_engine.strategies.reductions import changed
 from replica_engine.values import linear
 
 REDUCTIONS = ("mean", "sum")
@@ -68,15 +69,13 @@ def apply_across_replicas(
     if any(map(keras_accumulation.accumulates, keras_model.with_inner_optimizers(optimizer))):
         if not optimizer.built:
             context.merge_call(merge.build)
-        share = 1 if reduction == "sum" else context.num_replicas_in_sync
+        size = 1 if reduction == "sum" else context.num_replicas_in_sync
         known = variables or keras_model.trained_by(optimizer)
-        apply(
-            [
-                grad if keras_model.is_overwritten(variable) else _divided(grad, share)
-                for grad, variable in zip(grads, known, strict=True)
-            ],
-            variables,
-        )
+        grads = [  # the sum over replicas of what is divided is their mean
+            grad if size == 1 or keras_model.is_overwritten(variable) else changed(grad, lambda values: values / size)
+            for grad, variable in zip(grads, known, strict=True)
+        ]
+        apply(grads, variables)
         return
     context.merge_call(merge.run, args=(list(grads),))
 
@@ -193,12 +192,3 @@ def _if(condition: Any, value: tf.Tensor) -> tf.Tensor:
 
 def _column(flags: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tf.reshape(flags, [-1] + [1] * (values.shape.rank - 1))
-
-
-def _divided(grad: Any, share: int) -> Any:
-    """A gradient divided by the number of replicas, so that the sum over replicas is their mean."""
-    if grad is None or share == 1:
-        return grad
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(grad.values / share, grad.indices, grad.dense_shape)
-    return grad / share

@@ -61,7 +61,9 @@ def replicate_model(
         (10, 1)
     """
     _check(model)
-    count = _number(replicas)
+    count = positive_int(replicas)
+    if count is None and replicas is not None:
+        raise ReplicateError(f"replicas must be a positive int, or None for all devices; got {shown(replicas)}.")
     if strategy is None:
         strategy, reason = choose(model, count)
         chosen = f"replicate_model: {model.name!r} on {strategy!r}: {reason}"
@@ -128,12 +130,3 @@ def _check_inputs(model: keras.Model, replicas: int) -> None:
             f"would get {-(-size // replicas)} samples. Build the model with keras.Input(shape), without a "
             "batch size."
         )
-
-
-def _number(replicas: Any) -> int | None:
-    if replicas is None:
-        return None
-    count = positive_int(replicas)
-    if count is None:
-        raise ReplicateError(f"replicas must be a positive int, or None for all devices; got {shown(replicas)}.")
-    return count

@@ -71,10 +71,10 @@ def called(loss: Any) -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def in_metric(metric: Any) -> Iterator[_InMetric]:
+def in_metric() -> Iterator[_InMetric]:
     """Notes that a metric of the user's own is being updated."""
-    found = _InMetric(metric)
-    with scoped.variable(_calls, (*_calls.get(), found)):
+    found = _InMetric()
+    with called(found):
         yield found
 
 
@@ -85,9 +85,7 @@ class _InMetric:
         has_sum: whether it has called a loss that is a sum.
     """
 
-    def __init__(self, metric: Any):
-        self.metric = metric
-        self.has_sum = False
+    has_sum = False
 
 
 def metric_of_sums() -> Any:
@@ -152,14 +150,15 @@ def note_gradients(targets: Any, sources: Any, gradients: Any) -> None:
             _check_gradient(each, share, "the gradient of a loss that depends on gradients of the weights is taken", "")
         return
     of_inputs = linear.Ways(linear.GRADIENTS)
+    leaves = tf.nest.flatten(gradients)  # rows of a table are one
     found = [
         gradient
-        for source, gradient in zip(_leaves(sources), _leaves(gradients), strict=False)
+        for source, gradient in zip(tf.nest.flatten(sources), leaves, strict=False)
         if gradient is not None and of_inputs.to(source) == linear.APART  # else that of samples: each has its own
     ]
     linear.mark(found, linear.GRADIENTS)
     if tf.executing_eagerly():
-        share.gradients += _leaves(gradients)
+        share.gradients += leaves
 
 
 def check_gradients(gradients: Sequence[Any], share: Shard) -> None:
@@ -249,8 +248,3 @@ def _is_of_all(size: Any, share: Shard) -> bool:
 def regularization(own: Any, regularization_loss: Any) -> Any:
     """What `tf.nn.scale_regularization_loss` is in a shard: the weight of the shard divides it already."""
     return tf.reduce_sum(regularization_loss)
-
-
-def _leaves(structure: Any) -> list[Any]:
-    """The leaves of a structure of sources or gradients; rows of a table are one."""
-    return list(tf.nest.flatten(structure))

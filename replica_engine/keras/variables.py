@@ -282,7 +282,8 @@ class _Shared:
         """Combines the values of the replicas in the plain variable."""
         if self.on_read and len(self._components) > 1:
             values = [component.read_value() for component in self._components]
-            self.plain.assign(_AGGREGATED.get(self._distributed.aggregation, _first)(values))
+            aggregated = _AGGREGATED.get(self._distributed.aggregation)
+            self.plain.assign(values[0] if aggregated is None else aggregated(values))
         elif self._is_seed and self._ids[0]:  # the first replica of another worker than the chief
             self.plain.assign(_seed(self._components[0].read_value(), -self._ids[0]))
         elif not self._is_component:
@@ -381,10 +382,6 @@ def _seed(value: tf.Tensor, replica: int) -> tf.Tensor:
     """The state of a seed generator on one replica, by its id among the replicas of all workers."""
     own = seed_of(replica, tf.cast(value[:1], tf.int64))
     return tf.concat([tf.cast(own, value.dtype), value[1:]], 0)
-
-
-def _first(values: list[tf.Tensor]) -> tf.Tensor:
-    return values[0]
 
 
 def _mean(values: list[tf.Tensor]) -> tf.Tensor:

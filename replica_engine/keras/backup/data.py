@@ -43,12 +43,13 @@ class Place:
         say: prints a line for the user.
 
     Attributes:
+        source: Keras' epoch iterator; None before the first.
         why_not: why the state of the iterator cannot be saved; "" if it can, or if that was not tried yet.
     """
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
-        self._source: Any = None  # Keras' epoch iterator
+        self.source: Any = None
         self._iterator: Any = None
         self._made = 0  # iterators
         self._taken = 0  # batches of the last one
@@ -56,21 +57,11 @@ class Place:
         self._begun: Any = None  # random numbers when the epoch began, until its iterator is made
         self.why_not = ""
 
-    @property
-    def batches(self) -> int | None:
-        """The number of batches of an epoch; None if it is not known yet."""
-        return self._source.num_batches
-
-    @property
-    def source(self) -> Any:
-        """Keras' epoch iterator."""
-        return self._source
-
     def follow(self, source: Any) -> None:
         """Follows an epoch iterator from now on."""
-        if source is self._source:
+        if source is self.source:
             return
-        self._source, make = source, source._get_iterator
+        self.source, make = source, source._get_iterator
 
         def made() -> Any:
             self._made, self._taken, self._random = self._made + 1, 0, self._begun or random_state.captured()
@@ -93,7 +84,7 @@ class Place:
             path: the beginning of the names of files to write; None to write none.
             batch: how many batches of the epoch were trained; 0 at its beginning.
         """
-        source = self._source
+        source = self.source
         current = self._iterator if batch else source._current_iterator
         is_saved = current is not None and source.steps_per_epoch is None and path and not self.why_not
         iterator = fitting.saveable(current) if is_saved else None
@@ -119,7 +110,7 @@ class Place:
     def lost(self) -> list[str]:
         """What of the data a restart does not bring back, in words; to be asked after `save`."""
         found = []
-        source = self._source
+        source = self.source
         is_repeated = source.steps_per_epoch is not None
         is_skipped = bool(self.why_not) or is_repeated or not fitting.is_of_dataset(source)
         if fitting.is_made_by_python(source):
@@ -138,11 +129,11 @@ class Place:
     def drawn(self) -> list[str]:
         """What nobody can draw again, in words: it is lost for data that is read from its beginning too."""
         found = []
-        if fitting.shuffles_on_threads(self._source):
+        if fitting.shuffles_on_threads(self.source):
             found.append(
                 "the order of a PyDataset with workers= and shuffle=True: a thread of Keras draws it at any moment"
             )
-        if fitting.writes_variables(self._source):
+        if fitting.writes_variables(self.source):
             found.append(
                 "the variables that functions of the dataset write, such as a tf.random.Generator. Draw with "
                 "tf.random.stateless_uniform, and seeds from tf.data.Dataset.random(seed)"
@@ -159,7 +150,7 @@ class Place:
             is_same_size: whether there are as many workers and replicas as there were. The state of an iterator is that
                 of the part of one worker, so batches are skipped otherwise.
         """
-        source, batch = self._source, saved["batch"]
+        source, batch = self.source, saved["batch"]
         per = source.steps_per_execution
         if batch:
             batch = self._checked(saved)
@@ -200,7 +191,7 @@ class Place:
         Raises:
             BackupError: the epoch has no such batch now, or would end at another one than the epochs after it.
         """
-        source, batch = self._source, saved["batch"]
+        source, batch = self.source, saved["batch"]
         total, per = source.num_batches, source.steps_per_execution
         if total is None:
             return batch
@@ -217,7 +208,7 @@ class Place:
 
     def _warn_of_other_batches(self, saved: dict[str, Any], has_file: bool) -> None:
         """Warns if the place in batches is another place in the data than it was; the state of an iterator is none."""
-        source, batch, had = self._source, saved["batch"], saved.get("rows")
+        source, batch, had = self.source, saved["batch"], saved.get("rows")
         rows, total = fitting.rows_of(source), source.data_adapter.num_batches
         if rows is not None and had is not None:
             if rows > had or (rows < had and not has_file):

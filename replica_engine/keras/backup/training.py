@@ -177,7 +177,7 @@ class Training:
         own(batch, logs)
         self._since += batch + 1 - self._batch
         self._batch, self._logs = batch + 1, logs
-        total = self._place.batches
+        total = self._place.source.num_batches  # None if it is not known yet
         is_last = total is not None and self._batch >= total  # then the epoch ends, and is saved with its history
         if not is_last:
             self._save_if(isinstance(self._save_freq, int) and self._since >= self._save_freq)

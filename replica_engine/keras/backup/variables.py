@@ -6,6 +6,7 @@ Their names are kept beside them for messages.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,9 +131,9 @@ class Variables:
         if described["random"] and keras_state.global_seeds() is None and described["random"][-1][0] == _GLOBAL:
             keras_state.global_seeds(make=True)
         groups = {name: group for name, group in self._groups().items() if metrics or name != METRICS}
-        for name, group in groups.items():
-            now = [[path, list(variable.shape), variable.dtype.name] for path, variable in group]
-            _check(folder, name, described.get(name, []), now)
+        here = self.describe()
+        for name in groups:
+            _check(folder, name, described.get(name, []), here[name])
         _checkpoint(groups).read(str(folder / _PREFIX)).expect_partial()
 
     def seeds(self) -> list[np.ndarray]:
@@ -203,14 +204,14 @@ class Variables:
             METRICS: group(model.metrics_variables),
         }
         parts = tf.train.TrackableView(model).descendants()
-        groups["random"] = [("tf.random.Generator", each.state) for each in parts if isinstance(each, _GENERATOR)]
+        generators = [each for each in parts if isinstance(each, tf.random.Generator)]
+        groups["random"] = [("tf.random.Generator", each.state) for each in generators]
         seeds = keras_state.global_seeds()
         if seeds is not None:
             groups["random"].append((_GLOBAL, keras_model.underlying(seeds.state)))
         return groups
 
 
-_GENERATOR = tf.random.Generator
 _GLOBAL = "Keras' global seed generator"
 
 
@@ -225,9 +226,7 @@ def _checkpoint(groups: dict[str, list[tuple[str, tf.Variable]]]) -> tf.train.Ch
 
 def _check(folder: Path, group: str, there: list[list[Any]], here: list[list[Any]]) -> None:
     """Raises an error if the variables of a backup are not those of the model."""
-    for number in range(max(len(there), len(here))):
-        one = there[number] if number < len(there) else None
-        other = here[number] if number < len(here) else None
+    for one, other in itertools.zip_longest(there, here):
         if one is None or other is None or one[1:] != other[1:]:
             words = [f"{each[0]} {each[2]}{each[1]}" if each is not None else "no variable" for each in (one, other)]
             raise BackupError(

@@ -11,13 +11,14 @@ depend on how many replicas a worker has, and on the order of the workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.reduction import added, is_narrow
+from replica_engine.strategies.reductions import changed
 
 PIECE = 8 << 20
 """Bytes of a piece, and of a pack of small values, unless the user's options say otherwise."""
@@ -65,7 +66,7 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
             parts = [[distribute.first_values(next(sums)) for _ in each] for each in pieces]
             totals = [_joined(part, value) for part, value in zip(parts, own, strict=True)]
             if reduce_op == tf.distribute.ReduceOp.MEAN:
-                totals = [_changed(total, lambda values: values / self._replicas) for total in totals]
+                totals = [changed(total, lambda values: values / self._replicas) for total in totals]
             firsts = [value.values[0] for value, _ in value_destination_pairs]
             totals = [
                 tf.cast(total, first.dtype) if is_narrow(first) else total
@@ -108,10 +109,3 @@ def _pieces(value: Any, size: int) -> list[Any]:
 def _joined(parts: list[Any], like: Any) -> Any:
     """The tensor that was in pieces."""
     return parts[0] if len(parts) == 1 else tf.reshape(tf.concat(parts, 0), like.shape)
-
-
-def _changed(total: Any, change: Callable[[Any], Any]) -> Any:
-    """A dense or sparse tensor with other values."""
-    if isinstance(total, tf.IndexedSlices):
-        return tf.IndexedSlices(change(total.values), total.indices, total.dense_shape)
-    return change(total)
