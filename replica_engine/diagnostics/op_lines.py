@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -48,9 +49,9 @@ def here() -> str:
     """
     own, replica = threading.get_ident(), current_replica()
     line = _users_line(sys._getframe(1), (own,))
-    if line or replica is None or replica.coordinator.ident in (None, own):
+    if line or replica is None or replica.run.coordinator.ident in (None, own):
         return line
-    coordinator = replica.coordinator.ident
+    coordinator = replica.run.coordinator.ident
     return _users_line(sys._current_frames().get(coordinator), (coordinator,))
 
 
@@ -98,7 +99,7 @@ def _with_whole_paths(frames: Sequence[tuple[str, Any, str]]) -> list[tuple[str,
     them, so this is a folder above those.
     """
     files = [file for file, _, _ in frames]
-    folders = ["", *_folders_above(os.path.dirname(tf.__file__)), *_folders_above(os.path.dirname(__file__))]
+    folders = ["", *map(str, Path(tf.__file__).parents[1:]), *map(str, Path(__file__).parents[1:])]
     found = [sum(_is_whole(os.path.join(folder, file)) for file in files) for folder in folders]
     folder = folders[found.index(max(found))]
     # A cell of a notebook, "<ipython-input-1>", is not a file.
@@ -107,12 +108,6 @@ def _with_whole_paths(frames: Sequence[tuple[str, Any, str]]) -> list[tuple[str,
 
 def _is_whole(path: str) -> bool:
     return os.path.isabs(path) and os.path.exists(path)
-
-
-def _folders_above(folder: str) -> Iterator[str]:
-    while folder != os.path.dirname(folder):
-        folder = os.path.dirname(folder)
-        yield folder
 
 
 def is_scope_of(scope: str, name: str) -> bool:

@@ -68,14 +68,14 @@ def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple, va
     name = name.replace("<locals>.", "").removeprefix(_CONVERTED)
     kind = detail[0] if detail and isinstance(detail[0], str) else "merge_call"
     how = detail[1] if kind == "all_reduce" else f"axis={detail[1]}" if kind == "all_gather" else ""
-    place = _place(frame, (thread, replica.coordinator.ident or thread))
+    place = _place(frame, (thread, replica.run.coordinator.ident or thread))
     return SyncPoint(name, *place, (identity(merge_fn), detail), kind, how, traced=not eager, values=values)
 
 
 def user_location(replica: Replica) -> tuple[str, int, str]:
     """The file, line and function of the innermost frame that belongs to the user."""
     frame, _, thread = _user_frame(replica)
-    return _place(frame, (thread, replica.coordinator.ident or thread))
+    return _place(frame, (thread, replica.run.coordinator.ident or thread))
 
 
 def calling_location() -> tuple[str, int, str]:
@@ -105,7 +105,7 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
     thread that called `run`.
     """
     here = sys._getframe(1)
-    coordinator = replica.coordinator.ident or 0
+    coordinator = replica.run.coordinator.ident or 0
     for thread, innermost in (
         (threading.get_ident(), lambda: here),
         (coordinator, lambda: sys._current_frames().get(coordinator)),

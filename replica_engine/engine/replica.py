@@ -30,7 +30,7 @@ class Round(Protocol):
         name: the name under which timelines show the run, such as the name of the strategy.
         number: the number of the run.
         observer: draws the run on a timeline; None if no timeline is being recorded.
-        record: the record of sync points.
+        record: the record of sync points, which all runs of a strategy have in common.
         replicas: all replicas of the run, in order.
     """
 
@@ -72,6 +72,7 @@ class Replica:
     read `state` at any time, for reports.
 
     Attributes:
+        run: the run.
         index: 0-based index of the replica in the run.
         device: its device, in the short form "CPU:1".
         state: what the replica is doing.
@@ -98,7 +99,7 @@ class Replica:
         self.value: Any = None
         self.error: BaseException | None = None
         self._result: Any = None
-        self._run = run
+        self.run = run
 
     def pause(self, point: SyncPoint, request: Any) -> Any:
         """Waits at a sync point until the coordinator has merged. Called on the replica's own thread.
@@ -113,7 +114,7 @@ class Replica:
         Raises:
             ReplicaUnwound: the run was given up.
         """
-        run = self._run
+        run = self.run
         if run.given_up:
             self._unwind()
         self.merge_calls += 1
@@ -145,12 +146,12 @@ class Replica:
 
     def _run_errand(self, errand: Errand) -> Any:
         """Runs an errand, reports its outcome to the coordinator, and returns what the coordinator answers."""
-        observer = self._run.observer
+        observer = self.run.observer
         self.state, self.since = State.RUNNING, time.perf_counter()
         try:
             outcome = Outcome(value=errand.call())  # it may pause at further sync points
         except Exception as error:
-            if self._run.given_up:  # raised by a `finally` while the replica unwinds: nobody takes an outcome any more
+            if self.run.given_up:  # raised by a `finally` while the replica unwinds: nobody takes an outcome any more
                 raise
             outcome = Outcome(error=error)
         if observer is not None:
@@ -162,7 +163,7 @@ class Replica:
 
     def _wait(self) -> None:
         """Passes the baton on, and waits until it comes back."""
-        run = self._run
+        run = self.run
         run.hand_over(self)
         while True:
             woken = self.thread.should_run.wait(COORDINATOR_CHECK)
@@ -186,7 +187,7 @@ class Replica:
 
     def execute(self, body: Callable[[Replica], Any]) -> None:
         """Runs the replica's body and keeps its value or exception. The job of the replica's thread; never raises."""
-        run = self._run
+        run = self.run
         if run.given_up:
             self.state = State.UNWOUND
         else:
@@ -219,45 +220,27 @@ class Replica:
     @functools.cached_property
     def track(self) -> Track:
         """The track that shows the replica in timelines."""
-        return Track(self._run.name, self.thread.name, self.thread.ident or 0, self.index + 1)
+        return Track(self.run.name, self.thread.name, self.thread.ident or 0, self.index + 1)
 
     def forget(self) -> None:
         """Drops the references to values and exceptions, after the coordinator has taken them."""
         self.value = self.request = self.error = self.meets = self._result = None
 
     @property
-    def coordinator(self) -> threading.Thread:
-        """The thread that called `run`."""
-        return self._run.coordinator
-
-    @property
-    def run(self) -> tuple[SyncRecord, int]:
-        """The run: the record that all runs of a strategy have in common, and the number of this one among them."""
-        return self._run.record, self._run.number
-
-    @property
-    def given_up(self) -> bool:
-        """Whether the run was given up, so that waiting is useless."""
-        return self._run.given_up
-
-    @property
     def over(self) -> bool:
         """Whether the body has ended: with a value, with an exception, or unwound."""
         return self.state in OVER
 
-    def row(self) -> ReplicaRow:
-        """The replica's row in the table of an error."""
-        return self._row(self.state)
-
-    def _row(self, state: State) -> ReplicaRow:
-        last = self.last
+    def row(self, state: State | None = None) -> ReplicaRow:
+        """The replica's row in the table of an error; `state` is its state if that was read already."""
+        last, words = self.last, (state or self.state).value
         where = "" if last is None else str(last)
-        return ReplicaRow(self.index, len(self._run.replicas), self.device, state.value, self.merge_calls, where)
+        return ReplicaRow(self.index, len(self.run.replicas), self.device, words, self.merge_calls, where)
 
     def timed_row(self) -> ReplicaRow:
         """The same row, with the seconds in the state, and with the stack of the thread if the replica runs."""
         state = self.state  # read once: the replica may go on meanwhile, and all of the row is about one state
-        row = self._row(state)
+        row = self.row(state)
         if state in OVER or state is State.IDLE:
             return row
         runs = state in (State.RUNNING, State.UNWINDING)
@@ -265,7 +248,7 @@ class Replica:
         return replace(row, seconds=max(0.0, time.perf_counter() - self.since), stack=stack)
 
     def __str__(self) -> str:
-        return f"replica {self.index} of {len(self._run.replicas)} ({self.device})"
+        return f"replica {self.index} of {len(self.run.replicas)} ({self.device})"
 
 
 def current_replica() -> Replica | None:

@@ -358,10 +358,12 @@ class Run:
     def _check_meeting(self) -> None:
         """Raises MergeCallMismatchError unless all replicas, which have paused or finished, met at one sync point."""
         if any(replica.state in (State.FINISHED, State.BACK) for replica in self.replicas):
-            raise _different_counts(self._rows())
+            rows = self._rows()
+            raise errors.MergeCallMismatchError.about(rows, _different_counts(rows))
         first, *others = self.replicas
         if any(replica.meets != first.meets for replica in others):
-            raise _different_points(self._rows(), self.sync_point())
+            rows = self._rows()
+            raise errors.MergeCallMismatchError.about(rows, _different_points(rows, self.sync_point()))
 
     def _give_up(self, error: BaseException) -> None:
         """Unwinds every replica that has not ended, and adds notes about the failure to `error`."""
@@ -404,44 +406,40 @@ class Run:
         return points
 
 
-def _different_counts(rows: Sequence[errors.ReplicaRow]) -> errors.MergeCallMismatchError:
-    return errors.MergeCallMismatchError.about(
-        rows,
+def _different_counts(rows: Sequence[errors.ReplicaRow]) -> str:
+    return (
         "Some replicas made a different number of merge_call() calls:\n"
         f"{table(rows)}\n"
         "Every replica must make the same merge calls in the same order; all_reduce, all_gather, "
         "optimizer.apply_gradients and assignments to aggregated variables are merge calls too. Move the call out of "
         "the branch that only some replicas take, or let every replica make it (with zeros, for example, if it has "
         "nothing to add). If the branch depends on each replica's own values, reduce the condition first, so that it "
-        'is equal on all: context.all_reduce("SUM", value).',
+        'is equal on all: context.all_reduce("SUM", value).'
     )
 
 
-def _different_points(rows: Sequence[errors.ReplicaRow], points: Sequence[SyncPoint]) -> errors.MergeCallMismatchError:
+def _different_points(rows: Sequence[errors.ReplicaRow], points: Sequence[SyncPoint]) -> str:
     kinds = {point.kind for point in points}
     if len(kinds) == 1 < len({point.how for point in points}):
         calls = (f"{point.kind}({point.how}) at {point.where}" for point in points)
         lines = "\n".join(f"  {row.name}: {call}" for row, call in zip(rows, calls, strict=True))
-        return errors.MergeCallMismatchError.about(
-            rows,
+        return (
             f"The replicas met in different operations:\n{lines}\n"
             "One result is computed for all replicas, so every replica must ask for the same one. Choose the operation "
             "or the axis in the same way on all replicas, not by the replica id; or reduce twice, and let each replica "
-            "take the result that it needs.",
+            "take the result that it needs."
         )
     if kinds <= {"all_reduce", "all_gather"}:
-        return errors.MergeCallMismatchError.about(
-            rows,
+        return (
             "The replicas met in different collectives:\n"
             f"{table(rows)}\n"
             "One result is computed for all replicas. Make these calls in the same order on every replica. If only "
-            "some replicas need one of them, let every replica make it, outside the branch on the replica id.",
+            "some replicas need one of them, let every replica make it, outside the branch on the replica id."
         )
-    return errors.MergeCallMismatchError.about(
-        rows,
+    return (
         "The replicas met in different merge functions:\n"
         f"{table(rows)}\n"
         "A merge call runs one function for all replicas, so every replica must pass the same function. Choose the "
         "function before the branch on the replica id, or pass the value that differs as an argument: "
-        "merge_call(merge_fn, args=(value,)).",
+        "merge_call(merge_fn, args=(value,))."
     )

@@ -87,30 +87,19 @@ def choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Stra
     return MirroredStrategy(mirrored[:replicas]), reason
 
 
-def compiled_strategy(replicas: int | None) -> tf.distribute.Strategy:
+def compiled_strategy(devices: int | None, distribution: Any = None) -> tf.distribute.Strategy:
     """A TPUStrategy on so many devices.
+
+    Args:
+        devices: how many; None takes all, or those of the mesh that `distribution` has.
+        distribution: what `TPUStrategy(distribution=...)` takes, for one replica of all these devices.
 
     Raises:
         BackendMissingError: jax is not installed.
     """
     from replica_engine.strategies.tpu import TPUStrategy  # not at module level: it needs jax
 
-    return TPUStrategy(num_cores=replicas)
-
-
-def divided_strategy(distribution: Any, devices: int) -> tf.distribute.Strategy:
-    """A TPUStrategy of one replica that has several devices.
-
-    Args:
-        distribution: what `TPUStrategy(distribution=...)` takes.
-        devices: how many, if it has no mesh that says so.
-
-    Raises:
-        BackendMissingError: jax is not installed.
-    """
-    from replica_engine.strategies.tpu import TPUStrategy
-
-    return TPUStrategy(num_cores=devices if isinstance(distribution, str) else None, distribution=distribution)
+    return TPUStrategy(num_cores=devices, distribution=distribution)
 
 
 def is_divided(strategy: tf.distribute.Strategy) -> bool:

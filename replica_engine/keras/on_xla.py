@@ -299,7 +299,8 @@ class _Branch:
             raise CollectiveError.apart("A second update of weights")
         if soft_placement.string_work(tf.compat.v1.get_default_graph().get_operations()) is not None:
             raise CollectiveError.apart("Work with strings or a lookup table")
-        if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in self._gradients()):
+        grads = [grad for _, of_update, _ in self._updates for grad in of_update]
+        if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in grads):
             # Text lookup: both branches must return equally many rows, but the number is unknown while tracing.
             raise CollectiveError.apart("A gradient of an unknown number of rows of a table")
         self._updates = [(apply, [_parts(grad) for grad in grads], weights) for apply, grads, weights in self._updates]
@@ -310,9 +311,6 @@ class _Branch:
             ]
         gradients = [[_tensors(grad) for grad in grads if grad is not None] for _, grads, _ in self._updates]
         return self._logs.values, gradients
-
-    def _gradients(self) -> list[Any]:
-        return [grad for _, grads, _ in self._updates for grad in grads]
 
     def finish(self, outputs: tuple[Any, Any], smaller: _Branch) -> Logs:
         """Applies the updates with the gradients of the branch that ran; returns the logs."""

@@ -80,7 +80,10 @@ class MultiStepContext:
             def merge_fn(strategy: tf.distribute.Strategy, value: Any) -> Any:
                 return tf.nest.map_structure(lambda leaf: reduce(strategy, leaf), value)
 
-            tensors = _in_cross_replica_context(merge_fn, tensors)
+            if tf.distribute.in_cross_replica_context():
+                tensors = merge_fn(tf.distribute.get_strategy(), tensors)
+            else:
+                tensors = tf.distribute.get_replica_context().merge_call(merge_fn, args=(tensors,))
             self._check_known(name, tensors)  # the reduction is an op of the branch, even if the tensor is not
         self.last_step_outputs[name] = tensors
 
@@ -150,10 +153,3 @@ class _Rest:
     def __init__(self, reduced: dict[str, bool], non_tensor_outputs: dict[str, Any]):
         self.reduced = reduced
         self.non_tensor_outputs = non_tensor_outputs
-
-
-def _in_cross_replica_context(fn: Any, value: Any) -> Any:
-    """Runs `fn(strategy, value)` in cross-replica context, from replica context or from cross-replica context."""
-    if tf.distribute.in_cross_replica_context():
-        return fn(tf.distribute.get_strategy(), value)
-    return tf.distribute.get_replica_context().merge_call(fn, args=(value,))

@@ -32,7 +32,7 @@ from replica_engine._tf.keras.trainer import has_keras_step
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
-from replica_engine.keras.choice import compiled_strategy, divided_strategy, is_divided
+from replica_engine.keras.choice import compiled_strategy, is_divided
 from replica_engine.keras.model import original_of
 from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy
@@ -274,7 +274,8 @@ def _strategies(given: Any, replicas: int, distribution: Any, left_out: dict[str
                 raise
             left_out[name] = str(error)
     if distribution is not None:
-        made[f"TPUStrategy({distribution!r})"] = divided_strategy(distribution, replicas)
+        devices = replicas if isinstance(distribution, str) else None  # a mesh says how many
+        made[f"TPUStrategy({distribution!r})"] = compiled_strategy(devices, distribution)
     return made
 
 

@@ -413,7 +413,7 @@ def keep_attributes() -> None:
 def _place() -> own_attributes.Place | None:
     """Where this thread is, if it runs a replica."""
     replica = current_replica()
-    return None if replica is None else own_attributes.Place(*replica.run, replica.index)
+    return None if replica is None else own_attributes.Place(replica.run.record, replica.run.number, replica.index)
 
 
 def _lift(strategy: tf.distribute.Strategy, fn: Any) -> Callable[..., Any]:

@@ -79,6 +79,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         strategy: the strategy whose replica this is.
         replica_id_in_sync_group: the index of the replica, from 0.
 
+    Attributes:
+        device: the full name of the replica's device.
+
     Example:
         >>> import tensorflow as tf, replica_engine
         >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
@@ -92,7 +95,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     _replica: Replica | None = None
     _graph: tf.Graph | None = None
     _scope_store: Any = None
-    _device: str | None = None
+    device: str | None = None
     _detail: tuple = ()
     _creator: Callable[..., Any] | None = None
     _tokens: dict[int, Any] = {}  # noqa: RUF012  # the last token of each graph; replaced, never changed here
@@ -124,7 +127,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
         self._replica = replica
         self._graph, self._scope_store = state.graph, state.scope_store
-        self._device = device
+        self.device = device
         self.attempts, self._creator, self.draws = attempts, creator, draws
         self._tokens = {}
 
@@ -174,11 +177,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """The index of the replica that runs in this context."""
         return self.replica.index
 
-    @property
-    def device(self) -> str | None:
-        """The full name of the replica's device."""
-        return self._device
-
     def here(self) -> str:
         """The user's line, as "file:line in function"."""
         filename, lineno, function = user_location(self.replica)
@@ -189,7 +187,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         before = self._graph, self._scope_store
         index, creator = self.index, self._creator
         scope = tf.name_scope(f"replica_{index}/" if index else "")
-        with thread_state.in_graph_of_others(graph), tf.device(self._device), scope:
+        with thread_state.in_graph_of_others(graph), tf.device(self.device), scope:
             if creators is not None and creator is not None:
                 thread_state.set_creators(graph, thread_state.creators_with(creators, creator))
             try:
@@ -491,14 +489,14 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             shape = shape if shape is None else tf.convert_to_tensor(shape)
             return tf.IndexedSlices(self._own(value.values), tf.convert_to_tensor(value.indices), shape)
         tensor = as_tensor(value, "A value of all_reduce")
-        if tensor.device == self._device and (tf.executing_eagerly() or not eager.is_eager(tensor)):
+        if tensor.device == self.device and (tf.executing_eagerly() or not eager.is_eager(tensor)):
             return tensor  # Only this replica runs on this device, so no other replica has this tensor.
         return tf.identity(tensor)
 
     @property
     def devices(self) -> list:
         """The device of this replica, in a list inside a list, as `tf.distribute` has it."""
-        return super().devices if self._device is None else [[self._device]]
+        return super().devices if self.device is None else [[self.device]]
 
 
 class _detailed:

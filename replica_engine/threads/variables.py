@@ -107,7 +107,7 @@ class SharedVariables:
                 for index in same_name:
                     if self._created[index].calls == calls:
                         return index
-                if first.given_up:
+                if first.run.given_up:
                     raise ReplicaUnwound
                 if no_more:
                     return same_name[0] if same_name else None

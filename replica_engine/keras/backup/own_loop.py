@@ -95,11 +95,10 @@ class TrainingState(tf.train.experimental.PythonState):
             Each batch; `batch` counts it. At the end, `epoch` counts the epoch, and `batch` is 0.
         """
         restored, self._restored = self._restored, None
-        before, self._batches = self._batches, _batches_of(dataset)
-        if restored is not None and self.batch and None not in (before, self._batches) and before != self._batches:
-            assert before is not None
-            assert self._batches is not None
-            _logger.warning(warn_other_batches(self.batch, before, self._batches, None))
+        before, now = self._batches, _batches_of(dataset)
+        self._batches = now
+        if restored is not None and self.batch and before is not None and now is not None and before != now:
+            _logger.warning(warn_other_batches(self.batch, before, now, None))
         if restored is not None:
             for _ in range(restored["made"] - bool(self.batch) - self._made):
                 iter(dataset)  # each iterator gets another order of `shuffle`
