@@ -57,11 +57,6 @@ class Place(NamedTuple):
     last: SyncPoint | None = None
     next: Mark | None = None
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it waits for the other replicas."""
-        return self.state is State.PAUSED
-
 
 class Updates(NamedTuple):
     """The merges of a step that write variables, in words with their lines: those made, under way, and to come.

@@ -60,17 +60,13 @@ class _Function:
         self.runs = runs
         self.timeout = min((run.timeout for run in runs if run.timeout is not None), default=None)
         self.warn_after = min((run.warn_after for run in runs if run.warn_after is not None), default=None)
-        self._graph = weakref.ref(graph)
-
-    @property
-    def graph(self) -> Any:
-        return self._graph()
+        self.graph = weakref.ref(graph)
 
     @functools.cached_property
     def may_stay(self) -> bool:
         """Whether a call may stay in Python code, which TensorFlow cannot end."""
-        draws = self.timeout is not None and waiting.draws(self.graph)
-        return draws or waiting.calls_python(self.graph)
+        draws = self.timeout is not None and waiting.draws(self.graph())
+        return draws or waiting.calls_python(self.graph())
 
     def __call__(self, execute: calls.Execute) -> Any:
         return _Call(self)(execute)
@@ -201,7 +197,7 @@ class _Call:
         if done.wait(UNWIND_GRACE):
             _idle.append(worker)
         else:
-            stuck = [row for row in self._places.stand(self._function.graph)[0] if row.stack or row.state != FINISHED]
+            stuck = [row for row in self._places.stand(self._function.graph())[0] if row.stack or row.state != FINISHED]
             note_abandoned(error, [row for row in stuck if row.stack] or stuck)
             _abandoned[:] = [each for each in _abandoned if not each[1].is_set()]
             _abandoned.append((self._function.name, done))
@@ -231,7 +227,7 @@ class _Call:
         """The time has run out. Called by the watchdog."""
         if self._late is not None:
             return
-        rows, coordinator = self._places.stand(self._function.graph)
+        rows, coordinator = self._places.stand(self._function.graph())
         if rows and all(row.state == NOT_STARTED for row in rows):
             return  # the first call optimizes the graph; and waiting for a batch is not part of a step
         self._late = ReplicaTimeoutError.after(self._function.timeout or 0.0, rows, coordinator)
@@ -243,7 +239,7 @@ class _Call:
 
     def _interrupt_python(self) -> None:
         """Ends Python functions of the step that run Python code; one that sleeps goes on until it wakes up."""
-        graph = self._function.graph
+        graph = self._function.graph()
         if graph is not None:
             for idents in waiting.threads_in(waiting.python_ops(graph)).values():
                 for ident in idents:
@@ -251,7 +247,7 @@ class _Call:
 
     def _describe(self, waited: float) -> str:
         function = self._function
-        rows, coordinator = self._places.stand(function.graph)
+        rows, coordinator = self._places.stand(function.graph())
         earlier = [f"The tf.function `{name}`" for name, done in _abandoned if not done.is_set()]
         return slow_function(function.name, waited, rows, coordinator, function.timeout, earlier)
 

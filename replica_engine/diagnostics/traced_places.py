@@ -11,8 +11,9 @@ from typing import Any
 from replica_engine._tf.graphs import waiting
 from replica_engine.diagnostics.marked_step import MarkedStep, Place
 from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.engine import State
 from replica_engine.errors import CoordinatorRow, ReplicaRow
-from replica_engine.errors.timeouts import FINISHED, IN_FUNCTION, NOT_STARTED
+from replica_engine.errors.timeouts import IN_FUNCTION
 from replica_engine.telemetry.stacks import stack_of
 
 
@@ -95,7 +96,7 @@ class Whereabouts:
                 rows[replica] = dataclasses.replace(rows[replica], stack=stack_of(idents[0]), waits=waits)
         passed = marks.passed(self._began)
         for replica, (row, place) in enumerate(zip(rows, places, strict=True)):
-            if row.stack or place.next is None or place.is_waiting:
+            if row.stack or place.next is None or place.state is State.PAUSED:
                 continue
             found = waiting.before(place.next.op, passed)
             lines = dict.fromkeys(f"{op.type} at {user_line(op) or op.name}" for op in found)
@@ -112,7 +113,7 @@ class Whereabouts:
 
     def _moved(self, between_counts: bool) -> float:
         places = [place for marks, _ in self._runs for place in marks.places(self._began)]
-        between = all(place.state.value in (NOT_STARTED, FINISHED) for place in places)
+        between = all(place.state in (State.IDLE, State.FINISHED) for place in places)
         if places and between and between_counts and self.marked:
             return time.perf_counter()
         last: float = max((place.since for place in places), default=0.0)

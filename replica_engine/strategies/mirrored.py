@@ -21,13 +21,7 @@ from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
 from replica_engine.strategies.devices import listed, resolve_devices
 from replica_engine.strategies.reductions import Reductions, by_dtype
 from replica_engine.strategies.updates import Updates
-from replica_engine.strategies.validation import (
-    check_choice,
-    check_flags,
-    check_seconds,
-    check_updated,
-    refuse,
-)
+from replica_engine.strategies.validation import check_choice, check_flags, check_seconds, check_updated, refuse
 from replica_engine.threads.call import short_name
 from replica_engine.threads.cpu_reduction import CpuReduction
 from replica_engine.values.rows import reduces_rows

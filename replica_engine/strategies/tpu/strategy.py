@@ -35,13 +35,7 @@ from replica_engine.strategies.tpu.distribution import Distribution, assigned, r
 from replica_engine.strategies.tpu.planning import Planning
 from replica_engine.strategies.tpu.variable_table import VariableTable
 from replica_engine.strategies.tpu.workers import ModelsOverWorkers, OverWorkers, explain_failures, saving_on
-from replica_engine.strategies.validation import (
-    check_call,
-    check_flags,
-    check_seconds,
-    check_updated,
-    names_keywords,
-)
+from replica_engine.strategies.validation import check_call, check_flags, check_seconds, check_updated, names_keywords
 from replica_engine.values.regroup import spread
 from replica_engine.xla import own_values, shared_sums
 from replica_engine.xla.analysis.differences import is_equal_everywhere

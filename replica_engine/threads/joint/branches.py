@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import thread_state
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.threads.joint.gradients import Backward
-from replica_engine.threads.joint.graphs import Notes
 from replica_engine.threads.joint.operator import Built, JointOperator, differentiable, flat_tensors
 
 
@@ -79,18 +77,13 @@ def build_loop(operator: JointOperator) -> list[Built]:
         options["shape_invariants"] = [each.options["shape_invariants"] for each in payloads]
     variables = [each.variables for each in payloads]
 
-    def calls(functions: Sequence[Callable[..., Any]], own: Sequence[Any]) -> list[Callable[[], Any]]:
-        graph = thread_state.default_graph()
-        for replica, each in enumerate(own):
-            Notes.on(graph).give(replica, flat_tensors(each))
-        return [functools.partial(function, *each) for function, each in zip(functions, own, strict=True)]
-
     def condition(*own: Any) -> Any:
-        values = operator.trace(calls([each.condition for each in payloads], own))
-        return _agreed(operator, values, "tf.while_loop")
+        calls = [functools.partial(payload.condition, *each) for payload, each in zip(payloads, own, strict=True)]
+        return _agreed(operator, operator.trace(calls, own), "tf.while_loop")
 
     def body(*own: Any) -> list[Any]:
-        outs = operator.trace(calls([each.body for each in payloads], own))
+        calls = [functools.partial(payload.body, *each) for payload, each in zip(payloads, own, strict=True)]
+        outs = operator.trace(calls, own)
         return [out if tf.nest.is_nested(out) else [out] for out in outs]
 
     outs = first.make(condition, body, variables, **options)

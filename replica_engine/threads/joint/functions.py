@@ -21,7 +21,7 @@ from replica_engine.errors import MergeCallGraphError
 from replica_engine.threads.function_record import record_of
 from replica_engine.threads.joint.gradients import Backward, recording
 from replica_engine.threads.joint.graphs import Notes, notes_of
-from replica_engine.threads.joint.operator import Built, JointOperator, differentiable, flat_tensors, is_differentiable
+from replica_engine.threads.joint.operator import Built, JointOperator, differentiable, is_differentiable
 from replica_engine.values.regroup import parts as parts_of
 from replica_engine.values.regroup import regroup
 
@@ -107,13 +107,11 @@ def _around(size: int) -> Callable[..., Any]:
         operator: JointOperator = _calling.operator
         own = list(zip(parts_of(args, size, "args"), parts_of(kwargs, size, "kwargs"), strict=True))
         graph = thread_state.default_graph()
-        for replica, each in enumerate(own):
-            Notes.on(graph).give(replica, flat_tensors(each))
         calls = [
             functools.partial(_plain(payload.function), *each_args, **each_kwargs)
             for payload, (each_args, each_kwargs) in zip(operator.payloads, own, strict=True)
         ]
-        results = operator.trace(calls, creators=thread_state.variable_creators(graph))
+        results = operator.trace(calls, own, creators=thread_state.variable_creators(graph))
         Notes.on(graph).shared = list(operator.shared)
         return regroup(results)
 

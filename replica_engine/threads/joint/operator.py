@@ -14,7 +14,7 @@ from replica_engine._tf import thread_state
 from replica_engine.engine import Run
 from replica_engine.errors import StructureMismatchError
 from replica_engine.process import scoped
-from replica_engine.threads.joint.graphs import Captures, notes_of
+from replica_engine.threads.joint.graphs import Captures, Notes, notes_of
 from replica_engine.values.regroup import regroup
 
 
@@ -59,6 +59,7 @@ class JointOperator:
         run: the run.
         kind: the name of the operator, such as "tf.cond".
         where: the user's line.
+        shared: the handles of variables that several replicas use in the operator.
     """
 
     def __init__(self, run: Run, parts: Sequence[Part]):
@@ -68,6 +69,7 @@ class JointOperator:
         self.kind, self.where = point.kind, point.where
         devices = [part.context.device for part in parts]
         self._captures = Captures(self.outer, run.replicas, devices)
+        self.shared = self._captures.shared
 
     @property
     def payloads(self) -> list[Any]:
@@ -87,12 +89,17 @@ class JointOperator:
                 raise StructureMismatchError.between(what, name, (0, replica), (described[0], each))
 
     def trace(
-        self, calls: Sequence[Callable[[], Any]], aliases: bool = True, creators: list | None = None
+        self,
+        calls: Sequence[Callable[[], Any]],
+        own: Sequence[Any] = (),
+        aliases: bool = True,
+        creators: list | None = None,
     ) -> list[Any]:
         """Calls a function on each replica's thread in the default graph, one after another; they may merge.
 
         Args:
             calls: the function of each replica.
+            own: what the coordinator's ops in the graph, such as loop variables, have for each replica.
             aliases: whether each replica gets aliases of the tensors outside that others use as well.
             creators: the stack of variable creators of the graph; None leaves it empty.
 
@@ -101,6 +108,8 @@ class JointOperator:
         """
         graph = thread_state.default_graph()
         thread_state.make_stacks_thread_local(graph)
+        for replica, each in enumerate(own):
+            Notes.on(graph).give(replica, flat_tensors(each))
         self._captures.watch(graph, aliases)
         results = self.run.errands(
             [
@@ -122,11 +131,6 @@ class JointOperator:
             tensors = {id(each): each for each in [*(more[replica] if more else ()), *captured]}
             found.append([each for each in tensors.values() if is_differentiable(each) or each.dtype == tf.resource])
         return found
-
-    @property
-    def shared(self) -> list[tf.Tensor]:
-        """The handles of variables that several replicas use in the operator."""
-        return self._captures.shared
 
     def close(self) -> None:
         """Lets go of the run and of the graphs."""
