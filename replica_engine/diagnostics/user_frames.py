@@ -78,16 +78,15 @@ def user_location(replica: Replica) -> tuple[str, int, str]:
     return _place(frame, (thread, replica.run.coordinator.ident or thread))
 
 
-def calling_location() -> tuple[str, int, str]:
-    """The file, line and function of the innermost frame of the user on this thread, which runs no replica."""
+def calling_line() -> tuple[str, str]:
+    """The user's line on this thread, which runs no replica, as workers compare it: "train.py:12", and its function."""
     thread = threading.get_ident()
-    here: FrameType | None = sys._getframe(1)
-    frame = here
+    here = sys._getframe(1)
+    frame: FrameType | None = here
     while frame is not None and not is_users(frame, (thread,)):
         frame = frame.f_back
-    frame = frame or here
-    assert frame is not None
-    return _place(frame, (thread,))
+    file, line, function = _place(frame or here, (thread,))
+    return f"{os.path.basename(file)}:{line}", function
 
 
 def shown_file(file: str) -> str:

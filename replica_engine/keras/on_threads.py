@@ -13,7 +13,7 @@ import tensorflow as tf
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.keras.compiling import compiling
-from replica_engine.keras.hooks import has_own_metrics, needs_whole_batches, overwrites_in_own_step
+from replica_engine.keras.hooks import has_own_metrics
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Undivided, joined, run_step
 from replica_engine.keras.sums import NotASum
@@ -37,7 +37,6 @@ class OnThreads:
         self._functions: dict[Any, Any] = {}
         self._traced: set[Any] = set()
         self._is_undivided = False
-        self._is_whole = overwrites_in_own_step(model)
         self._whole_steps = Undivided(model)
         self._tried: set[str] = set()
 
@@ -48,7 +47,8 @@ class OnThreads:
         return logs
 
     def _step(self, name: str, batch: Any) -> Any:
-        is_whole = name in self._whole_steps or self._needs_whole_batches()
+        # An eager step cannot be given up when one of its metrics turns out not to be a sum.
+        is_whole = name in self._whole_steps or (self._model.run_eagerly and has_own_metrics(self._model))
         if samples.count(batch) >= self._size and not is_whole:
             with self._whole_steps.noted(name), self._undone_if_given_up(name):
                 return self._call(self._shared, name, batch)
@@ -64,11 +64,6 @@ class OnThreads:
         if is_known or not self._model.run_eagerly:
             return contextlib.nullcontext()
         return kept_if(NotASum, self._model)
-
-    def _needs_whole_batches(self) -> bool:
-        # An eager step cannot be given up when one of its metrics turns out not to be a sum.
-        is_eager = self._model.run_eagerly
-        return self._is_whole or needs_whole_batches(self._model) or (is_eager and has_own_metrics(self._model))
 
     def predict(self, batch: Any) -> Any:
         """The outputs for a batch of at least one sample, in the order of the samples."""

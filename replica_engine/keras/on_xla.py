@@ -27,7 +27,6 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import warning
 from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
-from replica_engine.keras.hooks import needs_whole_batches, overwrites_in_own_step
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.steps import Logs, Undivided, across_replicas, follow, joined, run_step
 from replica_engine.strategies.tpu.device_loops import LoopSettings
@@ -64,7 +63,6 @@ class OnXla:
         # not wait for each other, but they do where XLA divides a replica over devices.
         several = self._size > 1 and strategy.extended.device_group.mesh is not None
         self._undivided = {"train_step", "test_step"} if several else set()
-        self._is_whole = overwrites_in_own_step(model)
         self._whole = Undivided(model)
         self._predicted: set[Any] = set()
         self._gives: dict[str, bool] = {}
@@ -87,7 +85,7 @@ class OnXla:
         logs: Any = None
         for total, same in itertools.groupby(batches, samples.count):
             data = list(same)
-            if len(data) > 1 and total % self._size == 0 and not self._needs_whole_batches(name):
+            if len(data) > 1 and total % self._size == 0 and name not in self._whole:
                 with self._whole.noted(name):
                     logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
                     continue
@@ -96,13 +94,10 @@ class OnXla:
         return logs
 
     def _single(self, name: str, data: Any, total: int) -> Any:
-        if not self._needs_whole_batches(name):
+        if name not in self._whole:
             with self._whole.noted(name):
                 return self._divided(name, data, total)
         return self._run(self._step_of_whole_batch, name, data, total)
-
-    def _needs_whole_batches(self, name: str) -> bool:
-        return self._is_whole or name in self._whole or needs_whole_batches(self._model)
 
     def _divided(self, name: str, data: Any, total: int) -> Any:
         if total % self._size == 0:

@@ -16,6 +16,7 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LogError
 from replica_engine.errors.models import warn_whole_steps
+from replica_engine.keras.hooks import needs_whole_batches, overwrites_in_own_step
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.sums import NotASum, check_sum, check_weights
 from replica_engine.values import late_weights, linear, rows, samples
@@ -59,7 +60,7 @@ def follow(model: keras.Model, name: str, data: Any, share: Shard) -> None:
 
 
 class Undivided:
-    """The steps of a model that turned out to be of the whole batch, by their names.
+    """The steps of a model that are of the whole batch, by their names: all, as the model shows, or those found to be.
 
     Args:
         model: the model.
@@ -67,10 +68,11 @@ class Undivided:
 
     def __init__(self, model: keras.Model):
         self._model = model
+        self._overwrites = overwrites_in_own_step(model)
         self._names: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return self._overwrites or name in self._names or needs_whole_batches(self._model)
 
     @contextlib.contextmanager
     def noted(self, name: str) -> Iterator[None]:

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from replica_engine import hosts
 from replica_engine._tf import collectives
-from replica_engine.diagnostics.user_frames import calling_location
+from replica_engine.diagnostics.user_frames import calling_line
 from replica_engine.engine import SyncPoint
 from replica_engine.errors import GraphModeError
 
@@ -84,8 +84,7 @@ class Launches:
         elif name is not None:
             self._what = f"{what} of {name}", "", ""
         else:
-            filename, lineno, function = calling_location()
-            line = f"{os.path.basename(filename)}:{lineno}"
+            line, function = calling_line()
             self._what = what, f"{line} in {function}", line
         try:
             yield
@@ -167,9 +166,8 @@ class Launches:
 
 def of_batches(rows: int) -> hosts.Program:
     """The distribution of a dataset, as workers compare it: they would train on unequal shares without an error."""
-    filename, lineno, _ = calling_location()
     what = f"a dataset in batches of {rows} rows"
-    return hosts.Program(_digest(what), what, f"{os.path.basename(filename)}:{lineno}")
+    return hosts.Program(_digest(what), what, calling_line()[0])
 
 
 def check_mode() -> None:

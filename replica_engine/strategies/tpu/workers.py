@@ -18,7 +18,7 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf import collectives, distribute, variables
 from replica_engine._tf.graphs import xla_ops
-from replica_engine.diagnostics.user_frames import calling_location
+from replica_engine.diagnostics.user_frames import calling_line
 from replica_engine.hosts import Member
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
@@ -73,8 +73,7 @@ class OverWorkers:
             value: a distributed value or an ON_READ variable.
         """
         of_this: Any = self
-        filename, lineno, _ = calling_location()
-        reducer = _reducer(reduction, f"{os.path.basename(filename)}:{lineno}")
+        reducer = _reducer(reduction, calling_line()[0])
         programs = of_this.__dict__.setdefault("_reductions", of_this._programs.beside())  # each shape is a trace
         if isinstance(value, distribute.DistributedVariable):
             value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
