@@ -340,7 +340,7 @@ def saved_by(what: str, worker: Worker | None, path: Any, save: Callable[[Any], 
         if writes:
             return save(path)
         with tempfile.TemporaryDirectory() as folder:
-            return save(os.path.join(folder, os.path.basename(path)))
+            return save(os.path.join(folder, os.path.basename(os.fsdecode(path))))
 
 
 def _in_folder(path: Any) -> Any:

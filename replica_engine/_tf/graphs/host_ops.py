@@ -6,7 +6,6 @@ Checked on TensorFlow 2.21.0.
 from __future__ import annotations
 
 import functools
-import graphlib
 import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,19 +34,23 @@ def needed_ops(graph: Any) -> list[tf.Operation]:
     """
     ops = xla_ops.needed(graph)
     order = {op.name: index for index, op in enumerate(graph.get_operations())}
-    sorter = graphlib.TopologicalSorter[str]()
+    waits: dict[str, int] = {}
+    users: dict[str, list[str]] = {}
     for name, op in ops.items():
-        before = {each.name for each in (*op.control_inputs, *(tensor.op for tensor in op.inputs))}
-        sorter.add(name, *(before & ops.keys()))
-    sorter.prepare()
-    ready: list[tuple[int, str]] = []
+        before = {each.name for each in (*op.control_inputs, *(tensor.op for tensor in op.inputs))} & ops.keys()
+        waits[name] = len(before)
+        for each in before:
+            users.setdefault(each, []).append(name)
+    ready = [(order[name], name) for name, count in waits.items() if not count]
+    heapq.heapify(ready)
     sorted_ops = []
-    while sorter.is_active():
-        for name in sorter.get_ready():
-            heapq.heappush(ready, (order[name], name))
+    while ready:
         _, name = heapq.heappop(ready)
         sorted_ops.append(ops[name])
-        sorter.done(name)
+        for user in users.get(name, ()):
+            waits[user] -= 1
+            if not waits[user]:
+                heapq.heappush(ready, (order[user], user))
     return sorted_ops
 
 

@@ -61,13 +61,13 @@ def reached(start: Iterable[T], further: Callable[[T], Iterable[T]], key: Callab
             pending += further(each)
 
 
-def everywhere(graph: Any) -> Iterator[tf.Operation]:
-    """The ops of a graph, and of the functions that it runs, each function once."""
+def everywhere(*graphs: Any) -> Iterator[tf.Operation]:
+    """The ops of graphs, and of the functions that these run: each function once, in the order of the program."""
 
-    def inside(each: Any) -> list[Any]:
-        return [inner for op in each.get_operations() if runs_functions(op) for inner in functions_of(op)]
+    def inside(graph: Any) -> list[Any]:
+        return [inner for op in graph.get_operations() if runs_functions(op) for inner in functions_of(op)][::-1]
 
-    return (op for each in reached([graph], inside) for op in each.get_operations())
+    return (op for graph in reached(graphs[::-1], inside) for op in graph.get_operations())
 
 
 def captured(inside: tf.Tensor) -> Any | None:

@@ -94,7 +94,7 @@ def _needed(op: tf.Operation) -> list[tf.Operation]:
 
 
 def _inside(op: tf.Operation) -> Iterator[tf.Operation]:
-    return (inner for graph in subgraphs.functions_of(op) for inner in subgraphs.everywhere(graph))
+    return subgraphs.everywhere(*subgraphs.functions_of(op))
 
 
 def _only_tensorflow(op: tf.Operation) -> bool:

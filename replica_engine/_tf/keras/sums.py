@@ -194,11 +194,10 @@ def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any)
         return [Update(each.name, UNKNOWN, "") for each in variables]
     is_hidden = any(op.type.startswith(_ASSIGNING) for op in graph.get_operations())
     outside = {id(inner): outer for outer, inner in graph.captures}
-    roots = {each.op for each in old}
+    dependent = {*subgraphs.reached([each.op for each in old], _users)}
 
     def depends(tensor: tf.Tensor) -> bool:
-        behind = subgraphs.reached([tensor.op], lambda op: [each.op for each in op.inputs])
-        return not roots.isdisjoint(behind)
+        return tensor.op in dependent
 
     found = []
     for variable, value, own in zip(variables, new, old, strict=True):
@@ -208,6 +207,10 @@ def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any)
     if is_hidden and not found:  # its only variables are plain ones, which Keras does not list
         found.append(Update("", UNKNOWN, ""))
     return found
+
+
+def _users(op: tf.Operation) -> list[tf.Operation]:
+    return [user for output in op.outputs for user in output.consumers()]
 
 
 class _Watching(keras.StatelessScope):

@@ -195,7 +195,6 @@ class HostCall:
         self.where = where
         self.results = list(results)
         self.index = len(calls.calls)
-
         calls.calls.append(self)
 
     def __call__(self, position: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -104,7 +104,7 @@ class Piece(HostCall):
         assert run is not None, "set before the launch"
         replica = position % run.size
         for register, (kind, what) in self._sources.items():
-            values[register] = _value(kind, what, run, replica, tensors)
+            values[register] = _value(kind, what, run, kept, replica, tensors)
         with tf.device("CPU:0"):
             for op in self.ops:
                 outputs = op.run([values[register] for register in op.inputs], kept, replica)
@@ -121,12 +121,12 @@ class Piece(HostCall):
         return HostResultError(f"{made_by} returned {given}, where the body declares {wanted}.")
 
 
-def _value(kind: str, what: Any, run: Session, replica: int, tensors: list[tf.Tensor]) -> Any:
+def _value(kind: str, what: Any, run: Session, kept: Kept, replica: int, tensors: list[tf.Tensor]) -> Any:
     """The value of a register before the first op runs; see `Source`."""
     if kind == "operand":
         return tensors[what]
     if kind == "stored":
-        return run.kept[replica].on_host[what]
+        return kept.on_host[what]
     if kind == "argument":
         return tf.constant(run.argument(what, replica))
     if kind == "variable":

@@ -23,7 +23,7 @@ from replica_engine.xla.corrected_ops import bounds
 from replica_engine.xla.soft_placement.piece import Source
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True)  # its own would be of all that it is made of
 class Value:
     """The counterpart, in the copy, of a tensor of the original graph.
 
