@@ -6,7 +6,7 @@ notebooks show. Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -38,6 +38,15 @@ def total(values: Sequence[Any], divisor: int = 1) -> tf.Tensor:
     if divisor != 1:
         result = result / divisor
     return tf.cast(result, values[0].dtype) if is_narrow(values[0]) else result
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tensor, or rows of a table, with other values; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(change(value.values), value.indices, value.dense_shape)
+    return change(value)
 
 
 def adds_on_one_device(value: Any, destinations: Any) -> bool:

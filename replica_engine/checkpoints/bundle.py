@@ -25,6 +25,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf import checkpoints
+from replica_engine.process import folders
 
 TEMPORARY = "_replica_engine_temp"
 """What the name of the folder has behind the prefix. What is there is deleted, so it is a name that no user gives."""
@@ -86,12 +87,12 @@ def commit(bundles: Sequence[str], path: str) -> None:
         )
     data = checkpoints.matching(merged + checkpoints.DATA)
     for file in [*data, merged + ".index"]:
-        to_disk(file)
+        folders.to_disk(file)
     for file in data:
         tf.io.gfile.rename(file, path + file[len(merged) :], overwrite=True)
-    to_disk(os.path.dirname(path))  # the data files before the index that needs them
+    folders.to_disk(os.path.dirname(path))  # the data files before the index that needs them
     tf.io.gfile.rename(merged + ".index", path + ".index", overwrite=True)
-    to_disk(os.path.dirname(path))
+    folders.to_disk(os.path.dirname(path))
     for file in checkpoints.matching(path + checkpoints.DATA):
         if _number(file) != len(data):
             tf.io.gfile.remove(file)
@@ -122,14 +123,3 @@ def _number(file: str) -> int:
     found = _NUMBER.search(file)
     assert found is not None, "the pattern of the files is narrower"
     return int(found[1])
-
-
-def to_disk(path: str) -> None:
-    """Waits until a file, or the names in a folder, would survive a loss of power. Object stores need no such call."""
-    if "://" in path:
-        return
-    descriptor = os.open(path or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

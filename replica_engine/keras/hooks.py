@@ -51,6 +51,7 @@ from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import sums as sums
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine._tf.reduction import changed
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import apply_across_replicas, of_whole_batch
 from replica_engine.keras.shard import Shard, current_shard
@@ -67,7 +68,6 @@ from replica_engine.keras.sums import (
     summed,
 )
 from replica_engine.process.interrupts import held_off_once
-from replica_engine.strategies.reductions import changed
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _NOTHING = object()

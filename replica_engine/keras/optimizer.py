@@ -30,8 +30,8 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.reduction import changed
 from replica_engine.errors import OptimizerError
-from replica_engine.strategies.reductions import changed
 from replica_engine.values import linear
 
 REDUCTIONS = ("mean", "sum")

@@ -205,6 +205,10 @@ class PartitionedGroup(DeviceGroup):
                 return False
         return True
 
+    def fetch_all(self, array: Array, shape: tuple[int, ...] | None = None) -> list[np.ndarray]:
+        """All replicas' values, on the host."""
+        return [self.fetch(array, replica, shape) for replica in range(self.size)]
+
 
 def group_of(
     platform: str,

@@ -26,4 +26,15 @@ def of_environment(path: str) -> str:
     return path if not path or "://" in path else os.path.join(_BEGAN_IN, path)
 
 
+def to_disk(path: str) -> None:
+    """Waits until a file, or the names in a folder, would survive a loss of power. Object stores need no such call."""
+    if "://" in path:
+        return
+    descriptor = os.open(path or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 _BEGAN_IN = absolute("")

@@ -98,15 +98,6 @@ def _is_narrow(value: Any) -> bool:
     return reduction.is_narrow(value.values[0])
 
 
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A tensor, or rows of a table, with other values; None stays None."""
-    if value is None:
-        return None
-    if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(change(value.values), value.indices, value.dense_shape)
-    return change(value)
-
-
 def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
     """Reduces pairs of a value and its destination, those of each dtype in a call of its own.
 

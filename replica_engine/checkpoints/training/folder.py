@@ -14,8 +14,7 @@ import re
 import shutil
 from pathlib import Path
 
-from replica_engine.checkpoints.bundle import to_disk
-from replica_engine.process.folders import absolute
+from replica_engine.process import folders
 
 _NAME = re.compile(r"backup-(\d+)-(\d+)")
 _HALF = ".half"
@@ -35,7 +34,7 @@ class BackupFolder:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int):
         self.given = os.fspath(directory)
-        self.path = Path(absolute(self.given))
+        self.path = Path(folders.absolute(self.given))
         self._keep = keep
 
     def last(self) -> Path | None:
@@ -56,13 +55,13 @@ class BackupFolder:
         complete = half.with_suffix("")
         with contextlib.suppress(FileNotFoundError):  # another worker was here first
             for file in half.iterdir():
-                to_disk(str(file))
+                folders.to_disk(str(file))
             if complete.exists():
                 shutil.rmtree(half)
             else:
                 half.rename(complete)
         with contextlib.suppress(FileNotFoundError):  # another worker has cleared the folder
-            to_disk(str(self.path))
+            folders.to_disk(str(self.path))
         older = [path for path in self._half() if path.name <= half.name]
         for path in [*self._complete()[self._keep :], *older]:
             shutil.rmtree(path, ignore_errors=True)

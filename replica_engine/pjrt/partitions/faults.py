@@ -208,7 +208,7 @@ def _divided_along(name: str, dimensions: Callable[[Any], Sequence[Any]], on_two
 
     def holds(operation: Any, divided: Propagated, devices: Devices) -> bool:
         *operands, result = dimensions(operation)
-        pairs = [*zip(divided.operands, operands, strict=False), (divided.results[0], result)]
+        pairs = [*zip(divided.operands[: len(operands)], operands, strict=True), (divided.results[0], result)]
         return (_has_two_axes(devices) or not on_two_axes) and any(
             value[each] for value, places in pairs for each in places
         )

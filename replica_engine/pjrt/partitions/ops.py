@@ -39,7 +39,8 @@ def convert(module: Any, layout: Layout, channels: Iterator[int]) -> None:
                 each.results[0].replace_all_uses_with(constrained(each.operands[0], axes))
             each.erase()
             continue
-        is_host_call, call = target(each) in HOST_CALL_TARGETS.values(), _without_tuple(each)
+        is_host_call = target(each) in HOST_CALL_TARGETS.values()
+        call = _without_tuple(each)
         if is_host_call and layout.rows:
             _call_by_first(call, layout, channels)
         elif is_host_call:
@@ -74,10 +75,13 @@ def _without_tuple(call: Any) -> Any:
 
 def wrap(operation: Any, layout: Layout) -> None:
     """Puts an operation into a manual computation over the axes of a replica, where each device has whole values."""
-    kinds, results = ([each.type for each in values] for values in (operation.operands, operation.results))
-    inputs, outputs = ([((),) * ir.RankedTensorType(each).rank for each in types] for types in (kinds, results))
+
+    def whole(types: list[Any]) -> list[Any]:
+        return [((),) * ir.RankedTensorType(each).rank for each in types]
+
+    kinds, results = [each.type for each in operation.operands], [each.type for each in operation.results]
     with ir.InsertionPoint(operation), operation.location:
-        outer, block = manual_computation(layout, operation.operands, inputs, kinds, results, outputs)
+        outer, block = manual_computation(layout, operation.operands, whole(kinds), kinds, results, whole(results))
     for old, new in zip(operation.results, outer.results, strict=True):
         old.replace_all_uses_with(new)
     with ir.InsertionPoint(block), operation.location:

@@ -51,7 +51,7 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
         devices = absent_gpus(request["library"], request["target"], request["topology"])
     devices = devices[: replicas * parts]
     ids = np.array([device.id for device in devices])
-    options = compile_options(ids.reshape((-1, 1) if parts == 1 else (1, -1)), parts > 1)
+    options = compile_options(ids.reshape((replicas, 1) if parts == 1 else (1, replicas * parts)), parts > 1)
     program, on = (folder / "program.mlir").read_text(), DeviceList(tuple(devices))
 
     def compiled(extra: list[tuple[str, Any]]) -> Any:

@@ -17,8 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine._tf.reduction import added, is_narrow
-from replica_engine.strategies.reductions import changed
+from replica_engine._tf.reduction import added, changed, is_narrow
 
 PIECE = 8 << 20
 """Bytes of a piece, and of a pack of small values, unless the user's options say otherwise."""

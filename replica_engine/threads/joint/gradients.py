@@ -19,6 +19,7 @@ A tape outside the replicas sees all of them at once: it differentiates through 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ from replica_engine.threads.joint.graphs import Notes, notes_of, owner_inside
 from replica_engine.threads.joint.operator import Built, JointOperator, differentiable, flat_tensors, now_building
 
 
-class Backward(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Backward:
     """What it takes to differentiate a joint operator.
 
     Attributes:
