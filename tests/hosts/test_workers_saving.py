@@ -59,7 +59,7 @@ class Module(tf.Module):
         return x * self.w
 
 
-tf.saved_model.save(Module(), f"{folder}/module")
+tf.saved_model.save(Module(), f"{folder}/module".encode())  # TensorFlow takes bytes, too
 module = tf.saved_model.load(f"{folder}/module")
 found["module"] = float(module(tf.constant(3.0)))
 tf.train.Checkpoint(plain=tf.Variable(1.0)).write(f"{folder}/of worker {me}")  # of no strategy: each writes its own
