@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import pathlib
 import signal
@@ -178,6 +179,11 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "graphs: replicas run in graphs alone, so for strategies that differ from the others in those"
     )
+
+
+def pytest_unconfigure():
+    """What libraries log as the process ends, of threads that they join, is not about a test."""
+    logging.disable(logging.INFO)
 
 
 def pytest_collectstart(collector):
