@@ -9,6 +9,7 @@ functions.
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -16,11 +17,11 @@ import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir, program_context
-from replica_engine.pjrt.mlir import functions, operations, reduced, splat
+from replica_engine.pjrt.mlir import compared, functions, operations, reduced, splat
 
 PREFIX = "replica_engine."
 
-VERSION = 4
+VERSION = 5
 """Part of what a compiled program depends on. Raise it when a marker becomes another operation than before."""
 
 HOST_CALL = f"{PREFIX}host_call"
@@ -55,7 +56,8 @@ def expand_markers(program: str, platform: str) -> Any:
     """The module of a program, with each marker replaced by the operation it stands for.
 
     On CPU devices, sums over replicas of 16-bit floats are added in float32 and rounded once. XLA would round after
-    each addition.
+    each addition. For TPUs, reductions over groups of different sizes are one over all replicas, to which each brings
+    its value in the place of its group: libtpu refuses such groups.
 
     Args:
         program: the text of the module.
@@ -72,7 +74,7 @@ def expand_markers(program: str, platform: str) -> Any:
             elif target(marker) == HOST_CALL:
                 _replace_host_call(marker, platform)
             else:
-                _replace(marker, platform)
+                _replace(marker, platform, LAYOUT in module.operation.attributes)
         return module
 
 
@@ -140,9 +142,13 @@ def _replace_host_call(marker: Any, platform: str) -> None:
     marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI
 
 
-def _replace(marker: Any, platform: str) -> None:
+def _replace(marker: Any, platform: str, is_divided: bool) -> None:
     name = target(marker).removeprefix(PREFIX)
     parameters = parameters_of(marker)
+    groups = parameters.get("groups", [])
+    in_places = platform == "tpu" and name == "all_reduce" and len({*map(len, groups)}) > 1 and not is_divided
+    if in_places:
+        parameters["groups"] = [sorted(replica for group in groups for replica in group)]
     attributes = {key: ir.Attribute.parse(text) for key, text in COLLECTIVES[name].attributes(parameters).items()}
     (operand,), (result,) = marker.operands, marker.results
     kind = ir.RankedTensorType(result.type)
@@ -152,9 +158,12 @@ def _replace(marker: Any, platform: str) -> None:
             kind = ir.RankedTensorType.get(kind.shape, ir.F32Type.get())
             wide = ir.RankedTensorType.get(ir.RankedTensorType(operand.type).shape, kind.element_type)
             operand = hlo.convert(wide, operand)
+        if in_places:
+            place = _place_of_group(groups)
+            operand = _at(operand, place, len(groups), parameters["op"])
         operation = ir.Operation.create(
             f"stablehlo.{name}",
-            results=[kind],
+            results=[operand.type if in_places else kind],
             operands=[operand],
             attributes=attributes,
             regions=1 if "op" in parameters else 0,
@@ -162,9 +171,40 @@ def _replace(marker: Any, platform: str) -> None:
         if "op" in parameters:
             reduced(operation, _REDUCTIONS[parameters["op"]])
         new = operation.result
+        if in_places:
+            places = [place, *[splat(0, ir.RankedTensorType(place.type))] * kind.rank]
+            new = hlo.reshape(kind, hlo.dynamic_slice(new, places, [1, *kind.shape]))
         if (divisor := parameters.get("divide_by", 1)) != 1:
             new = hlo.divide(new, splat(divisor, kind))
         if is_wide:
             new = hlo.convert(result.type, new)
     result.replace_all_uses_with(new)
     marker.erase()
+
+
+def _place_of_group(groups: list[list[int]]) -> Any:
+    """The position, among all groups, of the group of the replica that runs this."""
+    of_replica = {replica: place for place, group in enumerate(groups) for replica in group}
+    of_replica = {replica: place for place, group in enumerate(groups) for replica in group}
+    table: Any = np.array([of_replica[replica] for replica in range(len(of_replica))], np.int32)
+    number = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))
+    found = hlo.dynamic_slice(hlo.constant(ir.DenseElementsAttr.get(table)), [hlo.replica_id()], [1])
+    return hlo.reshape(number, found)
+
+
+def _at(value: Any, place: Any, count: int, op: str) -> Any:
+    """A value at its place of `count` along a new first dimension, between numbers that change no result."""
+    kind = ir.RankedTensorType(value.type)
+    shape = [count, *kind.shape]
+    places, wide = (ir.RankedTensorType.get(shape, each) for each in (place.type.element_type, kind.element_type))
+    is_here = compared(hlo.iota(places, 0), hlo.broadcast_in_dim(places, place, []), "EQ")
+    own = hlo.broadcast_in_dim(wide, value, range(1, len(shape)))
+    return hlo.select(is_here, own, splat(_nothing(kind.element_type, op), wide))
+
+
+def _nothing(kind: Any, op: str) -> float:
+    """The number that changes no result of a reduction."""
+    if not isinstance(kind, ir.IntegerType):
+        return {"Add": -0.0, "Min": math.inf, "Max": -math.inf}[op]  # 0.0 would make another sum of -0.0
+    first, last = (0, 2**kind.width - 1) if kind.is_unsigned else (-(2 ** (kind.width - 1)), 2 ** (kind.width - 1) - 1)
+    return {"Add": 0, "Min": last, "Max": first}[op]

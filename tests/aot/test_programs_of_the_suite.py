@@ -25,7 +25,6 @@ CHIP = "v5e:2x4"
 PARTS = 16  # all programs in one test took longer than a test may on a busy machine
 REFUSED = {
     r"Supported lowering only of Sum (all reduce|reduce-scatter).*\b[sufc]64\[": "MIN, MAX, reduce_scatter of 64 bits",
-    r"Supported only case with replica groups all of the same sizes.*\bf64\[": "sums of float64 in unequal groups",
     r"Unsupported CVT .* to c128\[": "casts to complex128",
     r"16 replicas need 16 devices": "16 replicas on 8 chips",
     r"i4> cannot be sent to the host": "host calls with int4",
