@@ -336,9 +336,9 @@ def of_all_outputs(history):
 
     3.16 takes each for the mean of a batch of the size that it was traced for, 3.10 in `train_on_batch` after `fit`.
     """
-    return (
-        history if (3, 11) <= KERAS < (3, 16) else {key: history[key] for key in history if key in ("loss", "val_loss")}
-    )
+    if (3, 11) <= KERAS < (3, 16):
+        return history
+    return {key: value for key, value in history.items() if key in ("loss", "val_loss")}
 
 
 @pytest.mark.parametrize("name", LOSSES)
