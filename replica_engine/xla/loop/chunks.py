@@ -17,6 +17,7 @@ that any of them can make. What a worker took for more is the first of its next 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -139,15 +140,16 @@ class ChunkBody:
         return spec.rebuild([next(found) if tf.is_tensor(each) else each for each in leaves])
 
 
-def arguments_like(specs: Sequence[tf.TensorSpec], most: int, size: int, calls_host: bool) -> tuple:
+@functools.lru_cache(maxsize=8)  # for a launch of few steps, most of the time would go into zeros that nobody reads
+def arguments_like(specs: tuple[tf.TensorSpec, ...], most: int, size: int, calls_host: bool) -> tuple:
     """Arguments of the shapes and dtypes that the body takes, for its trace. Each replica has values of its own."""
 
     def values(spec: tf.TensorSpec) -> Any:
-        empty = "" if spec.dtype == tf.string else 0
-        shape = spec.shape if calls_host else [most, *spec.shape]
-        return distribute.PerReplica([np.full(shape, empty, spec.dtype.as_numpy_dtype) for _ in range(size)])
+        shape = tuple(spec.shape) if calls_host else (most, *spec.shape)
+        with tf.device("CPU:0"):
+            return distribute.PerReplica([tf.zeros(shape, spec.dtype) for _ in range(size)])
 
-    return (*(() if calls_host else (np.int32(0),)), *map(values, specs))
+    return (*(() if calls_host else (tf.constant(0),)), *map(values, specs))
 
 
 class Chunks:

@@ -80,7 +80,7 @@ def run_loop(
     devices = programs.devices
     arguments = Arguments(first, {}, devices.size, numbers=True)
     shapes = [_shape(slot, source.name, programs.body.moves_ops) for slot in arguments.slots]
-    specs = [tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True)]
+    specs = tuple(tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True))
     reader = BatchReader(first, arguments, source.name, pulls)
     key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes))
     # With a limit nothing shows that a launch makes progress, and a single step may be as slow as the limit allows.
