@@ -66,7 +66,7 @@ from replica_engine.engine.sync_point import State, SyncPoint
 from replica_engine.engine.thread import Event
 from replica_engine.errors.threads import note_abandoned, note_failure
 from replica_engine.errors.timeouts import IN_MERGE, slow_replicas, table
-from replica_engine.process.interrupts import break_off, take_back, wait_for_ever
+from replica_engine.process.interrupts import MISSED, break_off, take_back
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.watchdog import Watch
@@ -168,7 +168,17 @@ class Run:
         """
         try:
             with self._watch:
-                results = self._rounds()
+                for replica, body in zip(self.replicas, self._bodies, strict=True):
+                    replica.thread.assign(functools.partial(replica.execute, body))
+                self._has_begun = True
+                self._round()
+                while not all(replica.state is State.FINISHED for replica in self.replicas):
+                    self._check_meeting()
+                    self._meet()
+                    self._round()
+                if self.observer is not None:
+                    self.observer.ended([(replica.track, replica.since) for replica in self.replicas])
+                results = [replica.value for replica in self.replicas]
             if self._watch.expired:
                 self._settle()
             return results
@@ -187,20 +197,6 @@ class Run:
                 replica.forget()
             del self._bodies, self._merge
             self._builds = None  # Not deleted: an abandoned replica may still call `hand_over`, which reads it.
-
-    def _rounds(self) -> list[Any]:
-        """Runs all rounds, and returns the values of the bodies."""
-        for replica, body in zip(self.replicas, self._bodies, strict=True):
-            replica.thread.assign(functools.partial(replica.execute, body))
-        self._has_begun = True
-        while True:
-            self._round()
-            if all(replica.state is State.FINISHED for replica in self.replicas):
-                if self.observer is not None:
-                    self.observer.ended([(replica.track, replica.since) for replica in self.replicas])
-                return [replica.value for replica in self.replicas]
-            self._check_meeting()
-            self._meet()
 
     def _meet(self) -> None:
         """Merges at a sync point where all replicas have paused, and stores each replica's part of the result."""
@@ -303,7 +299,8 @@ class Run:
 
     def _wait(self, event: Event) -> None:
         """Waits for the event; raises ReplicaTimeoutError if the time ran out first."""
-        wait_for_ever(event.wait)
+        while not event.wait(MISSED):  # see `wait_for_ever`
+            pass
         if self._watch.expired:
             raise self._timed_out()
 
@@ -384,7 +381,7 @@ class Run:
             replica.thread.should_run.set()
             while not replica.over and time.monotonic() < deadline:
                 # Each replica that unwinds sets this event. It may be another replica, so check again.
-                self._has_paused.wait(deadline - time.monotonic())
+                self._has_paused.wait(max(0.0, deadline - time.monotonic()))
         abandoned = [replica for replica in self.replicas if not replica.over and self._has_begun]
         stuck = [replica.timed_row() for replica in abandoned]
         if not no_patience:  # otherwise they were interrupted above, and each interrupt costs part of the second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import functools
 import threading
 from collections.abc import Callable
 
@@ -28,12 +29,12 @@ class ReplicaThread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.should_run = Event()
         self.replica: object | None = None
-        self._job: Callable[[], None] | None = None
+        self._jobs: list[Callable[[], None]] = []  # the next one, until the thread takes it
         self._closed = False
 
     def assign(self, job: Callable[[], None]) -> None:
         """Stores the next job. The thread must be parked."""
-        self._job = job
+        self._jobs = [job]
 
     def close(self) -> None:
         """Tells the thread to end as soon as it has no job."""
@@ -49,24 +50,18 @@ class ReplicaThread(threading.Thread):
             raise_in(self.ident, ReplicaUnwound)
 
     def run(self) -> None:
-        """The thread's loop; started by `start()`."""
+        """The thread's loop; started by `start()`.
+
+        Some tools read the local variables of every frame of a thread, and CPython then keeps the values with
+        the frame. If the job were a local variable here, a parked thread would keep the last run alive.
+        """
         try:
             while not self._closed:
                 self.should_run.wait()
-                if not self._closed:  # The thread was woken to end, not to run a job.
-                    self._run_job()
+                if self._jobs and not self._closed:  # The thread may have been woken to end, not to run a job.
+                    self._jobs.pop()()
         except ReplicaUnwound:
             return  # The interrupt arrived after the job had ended. The thread will be closed anyway.
-
-    def _run_job(self) -> None:
-        """Runs the job, if there is one, in a frame that ends with the job.
-
-        Some tools read the local variables of every frame of a thread, and CPython then keeps the values with
-        the frame. If the job were a local variable of `run`, a parked thread would keep the last run alive.
-        """
-        job, self._job = self._job, None
-        if job is not None:
-            job()
 
 
 class Event:
@@ -77,6 +72,12 @@ class Event:
     needs a condition variable, a second lock and a separate `clear` for the same purpose; a hand-over through
     this class costs a third of that. Any thread may set the event. Setting it twice counts as once.
 
+    Attributes:
+        wait: waits until the event is set, and clears it; takes the longest wait in seconds, at least 0, or waits for
+            ever. Returns True if the event was set, False if the time ran out. In the main thread a signal interrupts
+            the wait, so Ctrl-C raises KeyboardInterrupt out of it. It is the method of the lock, without a call of
+            Python's around it, since replicas wait at each hand-over.
+
     Example:
         >>> event = Event()
         >>> event.set()
@@ -84,11 +85,12 @@ class Event:
         (True, False)
     """
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_lock", "wait")
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
         self._lock.acquire()
+        self.wait: Callable[..., bool] = functools.partial(self._lock.acquire, True)
 
     def set(self) -> None:
         """Wakes the waiting thread, now or as soon as a thread waits."""
@@ -96,16 +98,3 @@ class Event:
             self._lock.release()
         except RuntimeError:
             return  # The event is already set, by this thread or by another one.
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the event is set, and clears it.
-
-        In the main thread a signal interrupts the wait, so Ctrl-C raises KeyboardInterrupt out of it.
-
-        Args:
-            timeout: the longest wait, in seconds; None waits for ever.
-
-        Returns:
-            True if the event was set, False if the time ran out.
-        """
-        return self._lock.acquire(True, -1 if timeout is None else max(0.0, timeout))

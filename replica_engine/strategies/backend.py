@@ -175,16 +175,32 @@ class OnBackend:
         for name in others:
             raise misspelt("strategy.run", name, ["fn", "args", "kwargs", "options"])
         try:
-            return self._run(fn, args, kwargs, options)
+            extended = self.extended
+            compiles = extended.compiles
+            if compiles and (kwargs is None or (type(kwargs) is dict and not kwargs)):
+                results = extended.run_again(fn, args)
+                if results is not None:
+                    return results[0]
+            check_call(fn, args, kwargs)
+            if not compiles and current_replica() is not None:
+                raise ScopeError.in_replica("run", here())
+            check_inputs(self, args, kwargs, len(extended.worker_devices), compiles)
+            if compiles:
+                return extended.call_for_each_replica(fn, args, kwargs or {})
+            if not autograph.is_out_of_play():
+                return super().run(fn, args, kwargs, options)  # type: ignore[misc]
+            before = distribute.scopes()
+            try:
+                with distribute.in_scope(self):  # once here, instead of again in each call on the way
+                    return extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
+            except BaseException:
+                distribute.set_scopes(before)
+                raise
         except Exception as error:
             note_arguments(error, fn, args, kwargs)
             raise shortened(explained(error))
         except KeyboardInterrupt as interrupt:
             raise shortened(as_raised(interrupt))
-
-    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
-        """Checks the arguments of `run`, and runs."""
-        raise NotImplementedError
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models of several workers leave their files to the chief.
@@ -264,21 +280,6 @@ class OnReplicaThreads(OnBackend):
 
     def __repr__(self) -> str:
         return described(self, [*map(short_name, self.extended.worker_devices)])
-
-    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
-        check_call(fn, args, kwargs)
-        if current_replica() is not None:
-            raise ScopeError.in_replica("run", here())
-        check_inputs(self, args, kwargs, len(self.extended.worker_devices), False)
-        if not autograph.is_out_of_play():
-            return super(OnBackend, self).run(fn, args, kwargs, options)  # type: ignore[misc]
-        before = distribute.scopes()
-        try:
-            with distribute.in_scope(self):  # once here, instead of again in each call on the way
-                return self.extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
-        except BaseException:
-            distribute.set_scopes(before)
-            raise
 
     @property
     def run_steps(self) -> NoReturn:

@@ -200,13 +200,10 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         finally:
             context.detach()
 
-    def in_own_copy_of_context(replica: Replica) -> Any:
-        return state.context.copy().run(body, replica)
-
     with shutdown.running(), record.pool.lease() as group:
         run = Run(
             group,
-            [in_own_copy_of_context] * len(devices),
+            [functools.partial(state.context.copy().run, body) for _ in devices],
             lambda requests: _merge(strategy, requests, run, step_marks),
             concurrent=concurrent,
             builds=None if source in known else lambda: variables.any,

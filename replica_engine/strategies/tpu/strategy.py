@@ -16,7 +16,6 @@ from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.reduction import QuietReduction
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import explained
-from replica_engine.diagnostics.suspicions import check_inputs
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.group import DeviceGroup
@@ -35,7 +34,7 @@ from replica_engine.strategies.tpu.distribution import Distribution, assigned, r
 from replica_engine.strategies.tpu.planning import Planning
 from replica_engine.strategies.tpu.variable_table import VariableTable
 from replica_engine.strategies.tpu.workers import ModelsOverWorkers, OverWorkers, explain_failures, saving_on
-from replica_engine.strategies.validation import check_call, check_flags, check_seconds, check_updated, names_keywords
+from replica_engine.strategies.validation import check_flags, check_seconds, check_updated, names_keywords
 from replica_engine.values.regroup import spread
 from replica_engine.xla import own_values, shared_sums
 from replica_engine.xla.analysis.differences import is_equal_everywhere
@@ -422,16 +421,6 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
         keras_hooks.extend_trainer(keras_steps.device_loop)
         return super().scope()
-
-    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
-        extended = self.extended
-        if kwargs is None or (type(kwargs) is dict and not kwargs):
-            results = extended.run_again(fn, args)
-            if results is not None:
-                return results[0]
-        check_call(fn, args, kwargs)
-        check_inputs(self, args, kwargs, extended.device_group.size, True)
-        return extended.call_for_each_replica(fn, args, kwargs or {})
 
     @autograph.artifact
     @names_keywords("strategy.run_steps")
