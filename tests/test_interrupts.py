@@ -121,8 +121,9 @@ class _Launch:
 
     def __init__(self, order: ProgramOrder, limit: float | None):
         body = SimpleNamespace(limits=LaunchLimits(timeout=limit, warn_after=1e6))
-        program = SimpleNamespace(body=body, host_calls=SimpleNamespace(calls=[]))
-        self.turn = order.turn(Launch(program, SimpleNamespace(in_flight=order))._take_turn)  # type: ignore
+        devices = SimpleNamespace(in_flight=order)
+        compiled = SimpleNamespace(program=SimpleNamespace(body=body), devices=devices)
+        self.turn = order.turn(Launch(compiled)._take_turn)  # type: ignore
 
     def __enter__(self) -> None:
         self.turn.__enter__()

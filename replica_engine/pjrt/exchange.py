@@ -17,8 +17,8 @@ import numpy as np
 from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.threads import note_workers
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.group import Array, DeviceGroup, held_off
+from replica_engine.pjrt.executable import Executable, Flight
+from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.partitions import Axes
 from replica_engine.telemetry.watchdog import Watch, workers
@@ -115,9 +115,7 @@ def _run(devices: DeviceGroup, value: np.ndarray, of_chief: bool, limits: Limits
         _wait_for_turn(executable, group)
         try:
             with Watch(lambda _: None, timeout=timeout, expire=lambda _: left.set()):
-                with held_off():
-                    (result,) = executable.launch([devices.put([value])])
-                    devices.running_name = what
+                (result,) = Flight(executable, devices, what).start([devices.put([value])])
                 executable.wait(left)
             if devices.interrupted:  # the wait was left
                 raise late()
@@ -186,12 +184,11 @@ def whole(
     with devices.in_flight:
         member.meet(f"reading {what}", *limits)
         executable = _gather(devices, part, np.dtype(array.dtype), along, width, limits)
+        flight = Flight(executable, flat, what)
         _wait_for_turn(executable, devices)
         try:
             for begin in (min(each, size - width) for each in range(0, size, width)):
-                with held_off():
-                    (result,) = executable.launch([parts, flat.put([np.array(begin, np.int32)])])
-                    flat.running_name = what
+                (result,) = flight.start([parts, flat.put([np.array(begin, np.int32)])])
                 executable.wait()
                 for place, piece in zip(begins, flat.fetch(result, 0), strict=True):
                     at = [first + begin * (axis == along) for axis, first in enumerate(place)]

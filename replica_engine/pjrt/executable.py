@@ -21,14 +21,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from replica_engine._version import __version__
+from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.hosts import Program
 from replica_engine.pjrt import conversions, cpu_rewrites, folded_divisions, host_transfers
-from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.group import Array, DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import (
     APART,
     BY_TRANSFERS,
@@ -48,7 +49,9 @@ from replica_engine.pjrt.partitions import WHOLE, Axes, partition
 from replica_engine.pjrt.plans.compiled_text import exchanges_in_branches
 from replica_engine.pjrt.plans.plan import Memory, Plan, hlo_text, memory_of, plan_of
 from replica_engine.pjrt.workers import explain
+from replica_engine.process import threads
 from replica_engine.process.freed_memory import keep_freed_memory
+from replica_engine.process.interrupts import wait_for_ever
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
 _LATE = 0.02  # how late a check may notice the end, as a fraction of the time so far
@@ -66,10 +69,16 @@ class Stores:
 
     Args:
         writes: objects, and for each the index of the result that becomes its attribute `on_devices`, or `ALL`.
+        patience: the attribute.
+
+    Attributes:
+        objects: the objects.
+        patience: seconds that an interrupted launch waits for the program to end, so that it can call `launched`.
     """
 
-    def __init__(self, writes: Sequence[tuple[Any, int | slice]] = ()):
+    def __init__(self, writes: Sequence[tuple[Any, int | slice]] = (), patience: float = 0.0):
         self.objects = [each for each, _ in writes]
+        self.patience = patience
         indices = [index for _, index in writes]
         self.of_launch = operator.itemgetter(ALL, 0, *indices)  # all, the first one, and one for each object
         self._values = operator.itemgetter(*indices, slice(0))  # a slice too: the getter of one index makes no tuple
@@ -77,6 +86,16 @@ class Stores:
     def store(self, results: list[Array]) -> None:
         """Stores results that a launch with other `Stores` made: all or none, as a launch does."""
         deque(map(setattr, self.objects, itertools.repeat("on_devices"), self._values(results)), 0)
+
+    def launched(self) -> None:
+        """Completes on the host what new values of variables mean there. May be called again after an exception."""
+        for variable in self.objects:
+            variable.launched()
+
+    def invalidate(self) -> None:
+        """Marks the variables as lost: the program that was given their old values has failed."""
+        for variable in self.objects:
+            variable.invalidate()
 
 
 class _Launched:
@@ -88,7 +107,8 @@ class _Launched:
 
 _NAMES = ("results", "running")
 
-_NO_STORES = Stores()
+NO_STORES = Stores()
+"""Those of a program that is given no old values of variables."""
 
 
 class Executable:
@@ -212,7 +232,7 @@ class Executable:
         """The memory of `plan`, for devices with so many bytes of memory each, or None."""
         return memory_of(self._executable, chip)
 
-    def launch(self, arrays: list[Array], stores: Stores = _NO_STORES) -> list[Array]:
+    def launch(self, arrays: list[Array], stores: Stores = NO_STORES) -> list[Array]:
         """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.
 
         Arrays that the program donates are gone afterwards; the results replace them, ready or not. An exception that
@@ -223,20 +243,25 @@ class Executable:
         off signals: a launch that was told and not made would leave them alone in its collectives.
 
         Raises:
-            WorkerLostError or another failure of the job of several workers: the arrays may be gone.
+            WorkerLostError or another failure of the job of several workers: the arrays may be gone, so `stores` are
+                invalid.
         """
         devices, launched = self._devices, _Launched()
-        if devices.member is not None and self._compared is not None:
-            devices.member.launched(self._compared)
-        made = map(self._take, map(self._executable.execute_sharded, (arrays,)))
-        values = itertools.chain.from_iterable(map(stores.of_launch, made))
-        objects = itertools.chain((launched, devices), stores.objects)
-        names = itertools.chain(_NAMES, itertools.repeat("on_devices"))
-        devices.interrupted = True  # until `wait` has waited for it
         try:
-            deque(map(setattr, objects, names, values), 0)
-        except RUNTIME_ERRORS as error:
-            explain(devices.member, error)
+            if devices.member is not None and self._compared is not None:
+                devices.member.launched(self._compared)
+            made = map(self._take, map(self._executable.execute_sharded, (arrays,)))
+            values = itertools.chain.from_iterable(map(stores.of_launch, made))
+            objects = itertools.chain((launched, devices), stores.objects)
+            names = itertools.chain(_NAMES, itertools.repeat("on_devices"))
+            devices.interrupted = True  # until `wait` has waited for it
+            try:
+                deque(map(setattr, objects, names, values), 0)
+            except RUNTIME_ERRORS as error:
+                explain(devices.member, error)
+                raise
+        except JOB_FAILURES:
+            stores.invalidate()
             raise
         return launched.results[: self._results]
 
@@ -306,6 +331,96 @@ class Executable:
         waited = time.perf_counter() - began
         self._took = min(waited, 1.05 * self._took) if self._took else waited
         return True
+
+
+class Flies(Protocol):
+    """What a flight needs of an executable."""
+
+    def wait_for_turn(self) -> None:
+        """See `Executable.wait_for_turn`."""
+
+    def launch(self, arrays: list[Array], stores: Stores = NO_STORES) -> list[Array]:
+        """See `Executable.launch`."""
+
+    def wait(self, left: threading.Event | None = None) -> None:
+        """See `Executable.wait`."""
+
+
+class Flight:
+    """Launches of an executable by a caller that holds `DeviceGroup.in_flight`: start, wait, leave.
+
+    Args:
+        executable: what is launched.
+        devices: where it runs.
+        name: what messages call the program.
+
+    Attributes:
+        executable: what is launched; it also waits for the end.
+    """
+
+    __slots__ = ("_devices", "_name", "executable")
+
+    def __init__(self, executable: Flies, devices: DeviceGroup, name: str):
+        self.executable = executable
+        self._devices = devices
+        self._name = name
+
+    def start(self, arrays: list[Array], stores: Stores = NO_STORES, relied_on: bool = True) -> list[Array]:
+        """Waits until the program may start, which Ctrl-C ends, and starts it.
+
+        Args:
+            arrays: as for `Executable.launch`.
+            stores: as for `Executable.launch`.
+            relied_on: whether other workers, threads or host calls rely on the launch: then it holds off signals.
+
+        Returns:
+            The results, ready or not.
+        """
+        self.executable.wait_for_turn()
+        self._devices.running_name = self._name
+        if not relied_on:
+            return self.executable.launch(arrays, stores)
+        return held_off().around(functools.partial(self.executable.launch, arrays, stores))
+
+    def apart(
+        self, fly: Callable[[], list[Array]], woken: threading.Event, left: threading.Event
+    ) -> list[Array] | None:
+        """Starts the program and waits for it on another thread, which the calling one can leave at any point.
+
+        Args:
+            fly: starts the program, and waits for its end.
+            woken: ends the wait for the other thread, which sets it at its end.
+            left: is set if nobody needs what `fly` returns.
+
+        Returns:
+            What `fly` returned; None if `woken` was set before.
+        """
+        results: list[list[Array]] = []
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                results.append(fly())
+            except BaseException as error:
+                failures.append(error)
+            finally:
+                woken.set()
+
+        thread = threading.Thread(target=work, name=f"replica_engine: launch of {self._name}", daemon=True)
+        self._devices.leave_to(thread)
+        self._devices.running_name = self._name
+        try:
+            threads.start(thread)
+            wait_for_ever(woken.wait)
+        except BaseException:
+            left.set()
+            raise
+        if failures:
+            raise failures.pop()
+        if results:
+            return results.pop()
+        left.set()
+        return None
 
 
 def circumstances(devices: DeviceGroup) -> dict[str, str]:

@@ -49,6 +49,7 @@ from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
 from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.state import host_functions
@@ -190,7 +191,8 @@ def call(
     with shutdown.running():
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
-        columns = program.ready(arguments.numpy())()
+        slots = arguments.numpy()
+        columns = Launch(program.ready(slots))(slots).columns()
         if warms is not None:
             programs.keep_warm(source, warms, arguments, program)
     return program.traced.grouped_results(columns) if grouped else program.traced.replicas_results(columns)
@@ -209,7 +211,7 @@ def call_again(programs: ProgramCache, fn: Any, args: Sequence[Any]) -> tuple[An
         return None
     program, compiled, slots = recalled
     with shutdown.running():
-        columns = compiled.run(slots)
+        columns = Launch(compiled)(slots).columns()
     return (program.traced.grouped_results(columns),)
 
 
@@ -257,8 +259,9 @@ def _prepared(programs: ProgramCache, source: FunctionSpec, arguments: Arguments
     if tf.executing_eagerly():
         shapes = soft_placement.add_caller(arguments, shapes)
         program = programs.find(source, arguments, shapes)
-        launch = program.ready(arguments.numpy())
-        return lambda: program.traced.grouped_results(launch())
+        slots = arguments.numpy()
+        compiled = program.ready(slots)
+        return lambda: program.traced.grouped_results(Launch(compiled)(slots).columns())
     results = _in_graph(programs, source, arguments, shapes)
     return lambda: regroup(results, _RESULTS)
 
@@ -315,15 +318,15 @@ class _Step:
         for number in self._counts:
             slots.append(rest[:number])
             del rest[:number]
-        launch = self._program.ready(slots, rest, as_arrays=True)
+        launch = Launch(self._program.ready(slots, rest))
         with self.devices.in_flight:
             self._around.before_run(self.device_values)
             columns: Any  # arrays
             if self._locals is None:
-                columns = launch()
+                columns = launch(slots, rest).columns(as_arrays=True)
             else:
                 with thread_state.enter_locals(self._locals):
-                    columns = launch()
+                    columns = launch(slots, rest).columns(as_arrays=True)
             self._around.after_run(self.device_values)
         return [value for column in columns for value in column]
 

@@ -14,7 +14,7 @@ from replica_engine import xla
 from replica_engine.errors import ReplicaTimeoutError
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.xla.loop import chunks, device_loop, prefetch
-from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.launch import Launch
 
 SOON = 200  # seconds until a thread that should have gone on by then is stuck
 
@@ -59,13 +59,13 @@ def test_a_chunk_is_a_launch_and_the_numbers_are_the_same_for_each_size():
 @pytest.fixture
 def launched(monkeypatch):
     """How many steps each launch had."""
-    steps, original = [], Compiled.launch
+    steps, original = [], Launch.__call__
 
-    def launch(compiled, slots, captured=None, as_arrays=False, step=None):
+    def launch(each, slots, captured=None):
         steps.append(int(slots[0][0]))
-        return original(compiled, slots, captured, as_arrays, step)
+        return original(each, slots, captured)
 
-    monkeypatch.setattr(Compiled, "launch", launch)
+    monkeypatch.setattr(Launch, "__call__", launch)
     return steps
 
 
@@ -212,21 +212,21 @@ def test_no_more_batches_are_ahead_of_a_step_than_asked_for(monkeypatch, queue, 
             fetched.release()
             yield np.float32(number)
 
-    def launch(compiled, slots, captured=None, as_arrays=False, step=None):
+    def launch(each, slots, captured=None):
         """The program runs as late as it may: when its end is awaited."""
         seen.append(int(slots[0][0]))
 
-        def end():
+        def columns():
             if not more:  # now the first step runs
                 for _ in range(1 + ahead):
                     assert fetched.acquire(timeout=SOON)
                 more.append(fetched.acquire(timeout=0.2))
-            return at_once(compiled, slots, captured, as_arrays, step)()
+            return at_once(each, slots, captured).columns()
 
-        return end
+        return types.SimpleNamespace(columns=columns)
 
-    at_once = Compiled.launch
-    monkeypatch.setattr(Compiled, "launch", launch)
+    at_once = Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", launch)
     strategy = replica_engine.TPUStrategy(num_cores=2)
     context = strategy.run_steps(passes_on, batches(), 100, prefetch=ahead)
     assert more == [False]

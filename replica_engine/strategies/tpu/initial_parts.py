@@ -21,6 +21,7 @@ from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
 from replica_engine.process.freed_memory import freed_memory_returned
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.program_cache import ProgramCache
 from replica_engine.xla.state.philox import Pieces, in_pieces
 
@@ -68,4 +69,4 @@ def made(programs: ProgramCache, value: InitialValue) -> Array | None:
         return None  # the host makes it, or raises what the user should see
     # Returns when the program has run, on CPU devices.
     with freed_memory_returned() if programs.devices.platform == "cpu" else contextlib.nullcontext():
-        return compiled.arrays()[0]
+        return Launch(compiled)([]).arrays()[0]

@@ -228,12 +228,11 @@ class Session:
                     self._is_stuck = True
                     _thread.interrupt_main()
 
-    def end(self, wait: Callable[[Any], None], execution: Any) -> None:
+    def end(self, wait: Callable[[], None]) -> None:
         """Waits for the end of the program.
 
         Args:
             wait: waits for it.
-            execution: the argument of `wait`.
 
         Raises:
             Exception: the first exception that a call raised, with notes that say where it and others were raised;
@@ -244,7 +243,7 @@ class Session:
             if self.failures:
                 self._limit_wait()
         try:
-            wait(execution)
+            wait()
         except (Exception, KeyboardInterrupt) as error:
             # A call's exception comes first: it may be the reason why the program, or the wait for it, ended.
             if not self.failures or (isinstance(error, KeyboardInterrupt) and not self._is_stuck):
@@ -302,9 +301,9 @@ class NoCalls:
     """A launch of a program without host calls."""
 
     @staticmethod
-    def end(wait: Callable[[Any], None], execution: Any) -> None:
+    def end(wait: Callable[[], None]) -> None:
         """See `Session.end`."""
-        wait(execution)
+        wait()
 
     @staticmethod
     def place_of(replica: int) -> tuple[int, str, tuple[int, float] | None]:

@@ -45,6 +45,7 @@ from replica_engine.xla.signature import argument_names
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.launch import Launch, Pending
 from replica_engine.xla.stages.results import Column
 
 _FIRST = 16  # the most steps of a program's first launch
@@ -200,20 +201,20 @@ class Chunks:
             ReplicaTimeoutError: a launch, or the wait for a batch of this worker or of another, took longer than
                 `timeout`.
         """
-        running: deque[tuple[Callable[[], list[Column]], int]] = deque()
+        running: deque[tuple[Pending, int]] = deque()
         self._ended, begun = time.perf_counter(), 0
         while chunk := self._take():
-            running.append((self._compiled.launch(self._stacked(chunk), step=begun), len(chunk)))
+            running.append((Launch(self._compiled, begun)(self._stacked(chunk)), len(chunk)))
             begun += len(chunk)
             if len(running) == self._at_once:
                 self._end(*running.popleft())
         while running:
             self._end(*running.popleft())
 
-    def _end(self, launch: Callable[[], list[Column]], steps: int) -> None:
+    def _end(self, pending: Pending, steps: int) -> None:
         """Waits for the end of a launch of some steps."""
         devices, body = self._compiled.devices, self._compiled.program.body
-        self.columns = launch()
+        self.columns = pending.columns()
         self.made += steps
         body.steps += steps
         if devices.member is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import weakref
@@ -17,20 +16,20 @@ import tensorflow as tf
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.devices import chip_memory
-from replica_engine.pjrt.executable import Executable, Stores
+from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.plans.plan import Memory, Plan
 from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, difference
-from replica_engine.xla.stages.launch import Execution, Launch
+from replica_engine.xla.stages.launch import Launch, Launchable, Slots
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Column, column, count
-from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of, patience_of
+from replica_engine.xla.stages.results import Column, column
+from replica_engine.xla.state.device_value import Borrowed, DeviceValue
 
 _logger = logging.getLogger("replica_engine")
 
 
-class Compiled:
+class Compiled(Launchable):
     """A replica body, ready to run on N devices.
 
     Args:
@@ -46,15 +45,11 @@ class Compiled:
     step_seconds: float | None = None
 
     def __init__(self, program: BodyProgram, devices: DeviceGroup, executable: Executable):
-        self.program = program
-        self.devices = devices
+        super().__init__(program, devices, executable)
         self.executable = executable
-        self.variables = [device_value_of(handle, devices) for handle in program.traced.handles]
         if devices.mesh is not None and program.traced.is_users:
             _tell_of_whole(program, self.variables)
-        self._stores = Stores([(self.variables[variable], result) for variable, result in program.writes])
-        self._patience = patience_of(self._stores.objects) if program.donates else 0.0
-        self._myself = weakref.ref(self)
+        self.itself = weakref.ref(self)
         self._constants: list[Array] | None = None
         self._axes = program.axes
         returned, stay = program.results[: program.returned], not devices.has_queue and program.layout is None
@@ -72,60 +67,10 @@ class Compiled:
         """The `memory` of `plan`, without the rest, which takes longer."""
         return self.executable.memory(chip_memory(self.devices))
 
-    def run(
-        self,
-        slots: Sequence[Sequence[np.ndarray]],
-        captured: Sequence[np.ndarray] | None = None,
-        as_arrays: bool = False,
-    ) -> list[Column]:
-        """Runs the program on all replicas.
-
-        Args:
-            slots: for each slot, one value for all replicas or one value for each.
-            captured: values of the captured tensors; None if they are eager, and so the same at each launch.
-            as_arrays: whether the values of the replicas are wanted as arrays.
-
-        Returns:
-            For each tensor that the body returned, the values of the replicas, on the host, or what makes them.
-
-        Raises:
-            Exception: a host call raised it. Then all variables are as before.
-        """
-        return self.launch(slots, captured, as_arrays)()
-
-    def launch(
-        self,
-        slots: Sequence[Sequence[np.ndarray]],
-        captured: Sequence[np.ndarray] | None = None,
-        as_arrays: bool = False,
-        step: int | None = None,
-    ) -> Callable[[], list[Column]]:
-        """Like `run`, but devices with a queue may still work on the program when this returns.
-
-        Args:
-            slots: as for `run`.
-            captured: as for `run`.
-            as_arrays: as for `run`.
-            step: the first step of a device loop that it runs, from 0; None outside of a loop.
-
-        Returns:
-            A function that waits for the results, and returns what `run` does.
-        """
-        launch, results = self._launched(slots, captured, step)
-        return functools.partial(self._columns_of, launch, results, as_arrays)
-
-    def arrays(self) -> list[Array]:
-        """Runs a program without arguments. Returns its results where they are, on the devices."""
-        return self._launched([], None, None)[1]
-
-    def _launched(
-        self, slots: Sequence[Sequence[np.ndarray]], captured: Sequence[np.ndarray] | None, step: int | None
-    ) -> tuple[Launch, list[Array]]:
-        count("launches")
-        self.program.body.last_program = self._myself
-        program, put, on_host = self.program, self.devices.put, None
+    def prepared(self, slots: Slots, captured: Sequence[np.ndarray] | None) -> Callable[[], list[Array]]:
+        """See `Launchable.prepared`: puts the arguments on the devices."""
+        program, put = self.program, self.devices.put
         if program.host_slots:
-            on_host = {index: slots[index] for index in program.host_slots}
             slots = [values for index, values in enumerate(slots) if index not in program.host_slots]
         arguments = list(map(put, slots, self._axes))
         if captured is not None:
@@ -134,15 +79,10 @@ class Compiled:
             if self._constants is None:
                 self._constants = [put([program.traced.tensors[index].numpy()]) for index in program.captured]
             arguments += self._constants
+        return lambda: arguments + [variable.array() for variable in self.variables]
 
-        def prepare() -> Execution:
-            given = arguments + [variable.array() for variable in self.variables]
-            return Execution(self.executable, given, self._stores, program.donates, self._patience)
-
-        launch = Launch(program, self.devices, step, on_host)
-        return launch, launch(prepare)
-
-    def _columns_of(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
+    def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
+        """See `Pending.columns`."""
         program = self.program
         columns: list[Column]
         if self._columns is None or as_arrays:
@@ -162,7 +102,7 @@ class Compiled:
 
         Otherwise timing would decide between a stale value and an error.
         """
-        sets = [variable.loops for variable in self._stores.objects if isinstance(variable, DeviceValue)]
+        sets = [variable.loops for variable in self.stores.objects if isinstance(variable, DeviceValue)]
         this = object()
         try:
             deque(map(set.add, sets, itertools.repeat(this)), 0)
@@ -194,7 +134,7 @@ class Compiled:
                 f"`{program.name}` is compiled and runs in eager mode. In a tf.function, call xla.replicate(fn, "
                 "inputs)."
             )
-        return program.traced.replicas_results(self.run(arguments.numpy()))
+        return program.traced.replicas_results(Launch(self)(arguments.numpy()).columns())
 
 
 def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:

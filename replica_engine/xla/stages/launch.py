@@ -1,6 +1,6 @@
 """One launch of a program: watched, limited in time if the user set a limit, and drawn on timelines.
 
-The order of a launch, whose parts an `Execution` carries out:
+The order of a launch, whose lower half (2 and 3) is a `Flight`:
 
 1. The launch waits for its turn on the devices (`DeviceGroup.in_flight`). After that it may read values of variables.
 2. **wait for turn**: an interrupted program has ended, and before a first launch all workers of a job are there. Ctrl-C
@@ -9,10 +9,10 @@ The order of a launch, whose parts an `Execution` carries out:
    If the program donates, its variables have their new values in the same instruction (`Executable.launch`): the old
    ones are gone, and an exception may come at any instant.
 4. **wait** for the end. If the program fails and donates, **invalidate**: its variables no longer have a value.
-5. If the program does not donate, **commit** now, after it has ended well: all variables or none.
+5. If the program does not donate, **store** now, after it has ended well: all variables or none.
 6. **launched**: what is to be done on the host once variables have new values.
 
-Two things must never happen: a variable still refers to its value after that value was donated; a launch commits after
+Two things must never happen: a variable still refers to its value after that value was donated; a launch stores after
 a host call of it has failed.
 
 **An exception may come between any two instructions**, out of the handler of a signal, or from another thread. Then the
@@ -20,7 +20,7 @@ launch has been made with all that it stores, or not at all, and the devices go 
 launch (`_end`) may be called twice: an exception in it leads to the `except` that calls it again. It is not
 an `__exit__` method: such an exception could keep Python from calling that.
 
-Devices with a queue take the program, and the launch is over; `wait_for` waits where somebody wants results. With a
+Devices with a queue take the program, and the launch is over; `Pending` waits where somebody wants results. With a
 limit the launch waits for the end there too.
 
 Without a limit the calling thread launches and waits, and the watchdog only warns. With a limit the calling thread must
@@ -33,10 +33,13 @@ keeps its devices. The next launch waits for it for a while and then raises an e
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
@@ -51,98 +54,74 @@ from replica_engine.errors import (
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.executable import Executable, Stores
-from replica_engine.pjrt.group import Array, DeviceGroup, held_off
+from replica_engine.pjrt.executable import NO_STORES, Flies, Flight, Stores
+from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
-from replica_engine.process import interrupts, threads
-from replica_engine.process.interrupts import raise_in, wait_for_ever
+from replica_engine.process import interrupts
+from replica_engine.process.interrupts import raise_in
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.watchdog import Watch
 from replica_engine.xla.host_calls.session import Call, NoCalls, Session
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.stages.program import BodyProgram
+from replica_engine.xla.stages.results import Column, count
+from replica_engine.xla.state.device_value import device_value_of, patience_of
 
-Results = Any
-"""The results of a launch: arrays on the devices."""
+Slots = Sequence[Sequence[np.ndarray]]
+"""For each slot, one value for all replicas or one value for each."""
 
 _RUNNING = "waiting for the program"
 
 
-class Execution:
-    """The parts of one launch: here of one executable. `uneven` has the other kind.
+class Launchable:
+    """A compiled body, as a launch sees it: `Compiled`, or the programs of `uneven`.
 
     Args:
-        executable: the executable.
-        arguments: its arguments.
-        stores: the variables that the program writes.
-        donates: whether their old values are given to the program.
-        patience: the attribute.
+        program: the data of the lowered body.
+        devices: the devices; one replica runs on each.
+        executable: the program compiled for these devices.
 
     Attributes:
-        patience: seconds that an interrupted launch waits for the program to end, so that it can call `launched`.
-        wait_for_turn: waits until the program may start.
-        wait: waits for the end of the program, or until an event is set.
+        variables: the values of the captured variables on the devices.
+        flight: starts the program.
+        stores: the variables that it writes.
+        itself: what the body keeps as the reference to its last program.
     """
 
-    __slots__ = ("_arguments", "_donates", "_executable", "_stores", "patience", "wait", "wait_for_turn")
+    itself: Callable[[], object] | None = None
 
-    def __init__(self, executable: Executable, arguments: list[Array], stores: Stores, donates: bool, patience: float):
-        self._executable = executable
-        self._donates = donates
-        self._arguments = arguments
-        self._stores = stores
-        self.patience = patience
-        self.wait_for_turn = executable.wait_for_turn
-        self.wait = executable.wait
+    def __init__(self, program: BodyProgram, devices: DeviceGroup, executable: Flies):
+        self.program = program
+        self.devices = devices
+        self.flight = Flight(executable, devices, program.name)
+        self.variables = [device_value_of(handle, devices) for handle in program.traced.handles]
+        writes = [(self.variables[variable], result) for variable, result in program.writes]
+        self.stores = Stores(writes, patience_of([variable for variable, _ in writes]) if program.donates else 0.0)
 
-    def start(self) -> Results:
-        """Starts the program, and returns its results, ready or not."""
-        if not self._donates:
-            return self._executable.launch(self._arguments)
-        try:
-            return self._executable.launch(self._arguments, self._stores)
-        except JOB_FAILURES:
-            self.invalidate()
-            raise
+    def prepared(self, slots: Slots, captured: Sequence[np.ndarray] | None) -> Callable[[], list[Array]]:
+        """Takes the arguments; returns a function that adds the values of variables, once it is the launch's turn."""
+        raise NotImplementedError
 
-    def commit(self, results: Results) -> None:
-        """Gives the variables their new values, from the results of a program that does not donate."""
-        self._stores.store(results)
-
-    def launched(self) -> None:
-        """Completes on the host what new values of variables mean there. May be called again after an exception."""
-        for variable in self._stores.objects:
-            variable.launched()
-
-    def invalidate(self) -> None:
-        """Marks the variables as lost: the program that was given their old values has failed."""
-        for variable in self._stores.objects:
-            variable.invalidate()
+    def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
+        """See `Pending.columns`."""
+        raise NotImplementedError
 
 
 class Launch:
     """One launch, which waits for its turn on the devices.
 
     Args:
-        program: the program to launch.
-        devices: the devices it runs on.
+        compiled: what is launched.
         step: the first step of a device loop that it runs, from 0; None outside of a loop.
-        on_host: values of the arguments that no device can have, by the index of the argument.
     """
 
-    def __init__(
-        self,
-        program: BodyProgram,
-        devices: DeviceGroup,
-        step: int | None = None,
-        on_host: Mapping[int, Sequence[Any]] | None = None,
-    ):
-        self._program = program
+    def __init__(self, compiled: Launchable, step: int | None = None):
+        self.compiled = compiled
+        self._program = program = compiled.program
         self._body = program.body
-        self._devices = devices
+        self._devices = compiled.devices
         self._step = step
-        self._on_host = on_host or {}
         self._thread = threading.current_thread()
         timeout, warn_after = program.body.limits
         if timeout is not None:
@@ -158,29 +137,38 @@ class Launch:
     _nobody_waits: threading.Event | None = None
     _turn: Watch | None = None  # of the wait for the devices, if another launch had them
 
-    def __call__(self, prepare: Callable[[], Execution]) -> Results:
-        """Makes the launch, and waits for its end, within the limit.
+    def __call__(self, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Pending:
+        """Makes the launch, and waits for its end, within the limit; devices with a queue may still work on it then.
 
         Args:
-            prepare: reads the values of variables, once it is the launch's turn.
+            slots: the arguments.
+            captured: values of the captured tensors; None if they are eager, and so the same at each launch.
 
         Raises:
             ReplicaTimeoutError: the program did not end in time, and meanwhile no host call began or returned.
             ProgramError: the program failed while it ran.
-            Exception: a host call raised it. Then nothing was committed.
+            Exception: a host call raised it. Then no variable has a new value.
         """
-        execution = None
+        program, stores = self._program, self.compiled.stores
+        count("launches")
+        self._body.last_program = self.compiled.itself
+        prepare = self.compiled.prepared(slots, captured)
+        arrays = None
         with self._devices.in_flight.turn(self._take_turn):
             try:
-                self._begin()
-                execution = prepare()
-                results = self._within_limit(execution)
-                execution.launched()
+                self._begin(slots)
+                arrays = prepare()
+                self._watch.beat()
+                self._state = _RUNNING
+                results = self._fly(arrays) if self._woken is None else self._within_limit(arrays, self._woken)
+                if not program.donates:
+                    stores.store(results)
+                stores.launched()
                 self._end(None, None)
             except BaseException as error:
-                self._end(error, execution)
+                self._end(error, None if arrays is None else stores)
                 raise
-            return results
+        return Pending(self, results)
 
     def _take_turn(self, taken: list[bool]) -> None:
         limit = self._body.limits.timeout
@@ -199,22 +187,30 @@ class Launch:
             wait.__exit__(None, None, None)
             raise
 
-    def _begin(self) -> None:
+    def _begin(self, slots: Slots) -> None:
         self._watch.__enter__()
         if self._program.traced.host_calls.calls:
-            self._run = self._program.traced.host_calls.begin(self._devices, self._step)
+            run = self._run = self._program.traced.host_calls.begin(self._devices, self._step)
             self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
+            run.beat = self._beat
+            run.arguments = {index: slots[index] for index in self._program.host_slots}
+            self._stored = [kept.on_host for kept in run.kept]
+            if timeline.recording():
+                run.draw = self._draw_host_call
+            if not interrupts.reach_this_thread():
+                self._nobody_waits = threading.Event()  # the session has no other way to end the wait after a failure
+                run.wake = self._nobody_waits.set
 
-    def _end(self, error: BaseException | None, execution: Execution | None) -> None:
+    def _end(self, error: BaseException | None, stores: Stores | None) -> None:
         """Ends the launch, before the devices go to the next one. May be called again if an exception comes in it."""
         try:
             if error is not None:
                 abandoned.add(self._devices)
                 note_failed_run(error, self._records, None)
-                if execution is not None and self._devices.ends_within(execution.patience):
+                if stores is not None and self._devices.ends_within(stores.patience):
                     # An exception of a signal or a thread may have kept it from that; it is the one to raise.
                     with contextlib.suppress(ReplicaEngineError, *RUNTIME_ERRORS):
-                        execution.launched()
+                        stores.launched()
         finally:
             try:
                 if isinstance(self._run, Session):
@@ -225,58 +221,35 @@ class Launch:
     def _records(self) -> list[SyncPointRecord]:
         return launch_records(self._body.launches, self._devices.names, self._body.KEPT)
 
-    def _within_limit(self, execution: Execution) -> Results:
-        """Launches the program and waits for its end, within the limit; see `__call__`."""
-        self._watch.beat()
-        self._state = _RUNNING
-        if isinstance(self._run, Session):
-            self._run.beat = self._beat
-            self._run.arguments = self._on_host
-            self._stored = [kept.on_host for kept in self._run.kept]
-            if timeline.recording():
-                self._run.draw = self._draw_host_call
-            if not interrupts.reach_this_thread():
-                self._nobody_waits = threading.Event()  # the session has no other way to end the wait after a failure
-                self._run.wake = self._nobody_waits.set
-        if self._body.limits.timeout is None:
-            results = self._start_and_wait(execution)
-        else:
-            self._nobody_waits = threading.Event()
-            results = self._apart(execution, self._nobody_waits)
-        if not self._program.donates:
-            execution.commit(results)
-        return results
-
-    def _start_and_wait(self, execution: Execution) -> Results:
-        program, began = self._program, time.perf_counter()
+    def _fly(self, arrays: list[Array]) -> list[Array]:
+        """Starts the program and waits for its end."""
+        program, flight, run = self._program, self.compiled.flight, self._run
+        given = self.compiled.stores if program.donates else NO_STORES
+        relied_on = self._devices.member is not None or isinstance(run, Session)
+        began, launched = time.perf_counter(), 0.0
         if self._devices.member is not None:
             self._tell_progress()
         try:
-            execution.wait_for_turn()
             if timeline.recording():
                 with timeline.profiled(f"launch {program.name}"):
-                    results = self._start(execution)
+                    results = flight.start(arrays, given, relied_on)
                 launched = time.perf_counter()
                 with timeline.profiled(f"run {program.name}"):
-                    self._run.end(self._wait, execution)
+                    run.end(self._wait)
                 self._draw(began, launched, time.perf_counter())
             else:
-                results = self._start(execution)
-                self._run.end(self._wait, execution)
+                results = flight.start(arrays, given, relied_on)
+                launched = time.perf_counter()
+                run.end(self._wait)
+        except RUNTIME_ERRORS as error:
+            if launched:
+                raise  # a host call raised it
+            raise self._failed(error) from error
         finally:
             self._body.note_launch(program.traced.collectives, began, time.perf_counter())
             if program.traced.collectives and program.traced.is_users and self._step is None:
                 self._body.steps += 1
         return results
-
-    def _start(self, execution: Execution) -> Results:
-        self._devices.running_name = self._program.name
-        try:
-            if self._devices.member is None and not isinstance(self._run, Session):
-                return execution.start()
-            return held_off().around(execution.start)
-        except RUNTIME_ERRORS as error:
-            raise self._failed(error) from error
 
     def _tell_progress(self) -> None:
         """Tells the other workers how far this one is, for the message if it gets lost.
@@ -290,12 +263,12 @@ class Launch:
             step = self._body.steps + 1 if self._program.traced.is_users else None
             self._devices.member.progress(step, *points)
 
-    def _wait(self, execution: Execution) -> None:
+    def _wait(self) -> None:
         try:
-            execution.wait(self._nobody_waits)
+            self.compiled.flight.executable.wait(self._nobody_waits)
         except (*RUNTIME_ERRORS, *JOB_FAILURES) as error:
             if self._program.donates:
-                execution.invalidate()
+                self.compiled.stores.invalidate()
             if isinstance(error, RUNTIME_ERRORS):
                 raise self._failed(error) from error
             raise
@@ -317,44 +290,20 @@ class Launch:
         """The values that the replicas left on the host: for each replica, the one under its number."""
         return [view(values[number]) for values, number in zip(self._stored, numbers, strict=True)]
 
-    def _apart(self, execution: Execution, nobody_waits: threading.Event) -> Results:
-        """Starts and waits on another thread, which learns through `nobody_waits` that its result is not needed."""
-        run = self._run
-        woken = self._woken
-        assert woken is not None, "there is a limit"
-        results: list[Results] = []
-        failures: list[BaseException] = []
+    def _within_limit(self, arrays: list[Array], woken: threading.Event) -> list[Array]:
+        """Has another thread start the program and wait, and raises an error when time has run out."""
+        run, self._nobody_waits = self._run, threading.Event()
         if isinstance(run, Session):
             run.wake = woken.set
-
-        def work() -> None:
-            try:
-                results.append(self._start_and_wait(execution))
-            except BaseException as error:
-                failures.append(error)
-            finally:
-                woken.set()
-
-        thread = threading.Thread(target=work, name=f"replica_engine: launch of {self._program.name}", daemon=True)
         if self._devices.wait_for_interrupted():  # the limit is for this program alone
             self._watch.beat()
             self._watch.expired = 0
-        self._devices.leave_to(thread)
-        self._devices.running_name = self._program.name
-        try:
-            threads.start(thread)
-            wait_for_ever(woken.wait)
-        except BaseException:
-            nobody_waits.set()
-            raise
-        if failures:
-            raise failures.pop()
-        if results:
-            return results.pop()
-        nobody_waits.set()
-        if not self._watch.expired:
-            run.end(lambda _: None, execution)  # a host call failed, and the program did not end after that
+        results = self.compiled.flight.apart(functools.partial(self._fly, arrays), woken, self._nobody_waits)
+        if results is not None:
+            return results
         if isinstance(run, Session):
+            if not self._watch.expired:
+                run.end(lambda: None)  # a host call failed, and the program did not end after that
             run.give_up()
             for ident in run.threads_in_calls():
                 raise_in(ident, ReplicaUnwound)
@@ -425,3 +374,36 @@ class Launch:
         number, size = self._devices.first + replica, self._devices.replicas
         name = f"replica {number} of {size} ({self._devices.names[replica]})"
         return timeline.Track(self._body.name, name, id(self._devices), replica + 1)
+
+
+class Pending:
+    """The results of a launch, which devices with a queue may still be computing.
+
+    Args:
+        launch: the launch.
+        results: its results.
+    """
+
+    __slots__ = ("_launch", "_results")
+
+    def __init__(self, launch: Launch, results: list[Array]):
+        self._launch = launch
+        self._results = results
+
+    def arrays(self) -> list[Array]:
+        """The results where they are, on the devices."""
+        return self._results
+
+    def columns(self, as_arrays: bool = False) -> list[Column]:
+        """Waits for the results of the body.
+
+        Args:
+            as_arrays: whether the values of the replicas are wanted as arrays.
+
+        Returns:
+            For each tensor that the body returned, the values of the replicas, on the host, or what makes them.
+
+        Raises:
+            ProgramError: the program failed while it ran.
+        """
+        return self._launch.compiled.columns(self._launch, self._results, as_arrays)

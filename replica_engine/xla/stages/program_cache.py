@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import operator
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -32,10 +31,11 @@ from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts, used
 from replica_engine.xla.signature.warm import Warm, is_one
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.launch import Launchable, Slots
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.results import Column, Shape
+from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.stages.trace import Enter, Traced, trace
-from replica_engine.xla.stages.uneven import ready_uneven
+from replica_engine.xla.stages.uneven import Uneven
 from replica_engine.xla.state.random_numbers import RandomState
 
 _logger = logging.getLogger("replica_engine")
@@ -408,13 +408,8 @@ class TracedProgram:
         self._lowered: LastUsed = LastUsed(64)
         self._compiled: LastUsed = LastUsed(64)
 
-    def ready(
-        self,
-        slots: Sequence[Sequence[np.ndarray]],
-        captured: Sequence[np.ndarray] | None = None,
-        as_arrays: bool = False,
-    ) -> Callable[[], list[Column]]:
-        """Compiles what a run needs, and returns a function that does the rest; see `Compiled.run`.
+    def ready(self, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Launchable:
+        """Compiles what a `Launch` with these arguments needs, and returns it.
 
         Compiling takes locks that another thread may hold while it waits for a program to end. So this must never be
         called while programs are kept waiting (`DeviceGroup.in_flight`).
@@ -426,13 +421,12 @@ class TracedProgram:
             if index not in sparse
             for value in values[1:]
         ):
-            return ready_uneven(self.devices, self.traced, self.lowered, self.executable, slots, captured)
+            return Uneven(self.devices, self.traced, self.lowered, self.executable, slots, captured)
         shapes = [
             tuple(of_any_size(values[0].shape)) if index in sparse else values[0].shape
             for index, values in enumerate(slots)
         ]
-        compiled = self.find(shapes, None if captured is None else [value.shape for value in captured])
-        return functools.partial(compiled.run, slots, captured, as_arrays)
+        return self.find(shapes, None if captured is None else [value.shape for value in captured])
 
     def find(self, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""

@@ -8,7 +8,6 @@ training, replicas of different shapes are refused before anything runs.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,16 +16,15 @@ import numpy as np
 
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.errors.base import at
-from replica_engine.pjrt.executable import ALL, Executable, Stores
+from replica_engine.pjrt.executable import ALL, NO_STORES, Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import of_replica
 from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.launch import Execution, Launch
+from replica_engine.xla.stages.launch import Launch, Launchable, Slots
 from replica_engine.xla.stages.lower import Lowered
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Column, Shape, count
-from replica_engine.xla.state.device_value import device_value_of
+from replica_engine.xla.stages.results import Column, Shape
 
 Lower = Callable[[Sequence[Shape], Sequence[Shape] | None], Lowered]
 """Lowers the body for shapes of its slots and of its captured tensors, or finds it already lowered."""
@@ -35,15 +33,8 @@ Compile = Callable[[str, Lowered, DeviceGroup], Executable]
 """Compiles the text of a lowered program for devices, or finds it already compiled."""
 
 
-def ready_uneven(
-    devices: DeviceGroup,
-    traced: BodyGraph,
-    lower: Lower,
-    compile_: Compile,
-    slots: Sequence[Sequence[np.ndarray]],
-    captured: Sequence[np.ndarray] | None,
-) -> Callable[[], list[Column]]:
-    """Compiles a body for shares of different shapes.
+class Uneven(Launchable):
+    """A body compiled for shares of different shapes, for a `Launch`.
 
     Args:
         devices: the devices; one replica runs on each.
@@ -51,25 +42,69 @@ def ready_uneven(
         lower: lowers the body.
         compile_: compiles the lowered body.
         slots: for each slot, one value for all replicas or one value for each.
-        captured: values of the captured tensors; see `Compiled.run`.
-
-    Returns:
-        A function that runs the programs, and returns for each result the values of the replicas.
+        captured: values of the captured tensors; see `Launch`.
 
     Raises:
         ReplicaMismatchError: the body has cross-replica operations.
     """
-    constants = [tensor.numpy() for tensor in traced.tensors] if captured is None else list(captured)
-    shares = [[values[replica % len(values)] for values in slots] for replica in range(devices.size)]
-    captured_shapes = None if captured is None else [value.shape for value in captured]
-    parts = []
-    for replica, share in enumerate(shares):
-        lowered = lower([value.shape for value in share], captured_shapes)
-        if lowered.has_collectives:
-            raise _mismatch(traced, slots)
-        text = of_replica(lowered.as_text(), devices.first + replica)
-        parts.append((lowered.program, compile_(text, lowered, devices.alone(replica))))
-    return functools.partial(_run, devices, parts, shares, constants)
+
+    def __init__(
+        self,
+        devices: DeviceGroup,
+        traced: BodyGraph,
+        lower: Lower,
+        compile_: Compile,
+        slots: Slots,
+        captured: Sequence[np.ndarray] | None,
+    ):
+        captured_shapes = None if captured is None else [value.shape for value in captured]
+        self._programs: list[BodyProgram] = []
+        executables = []
+        for replica in range(devices.size):
+            lowered = lower([values[replica % len(values)].shape for values in slots], captured_shapes)
+            if lowered.has_collectives:
+                raise _mismatch(traced, slots)
+            text = of_replica(lowered.as_text(), devices.first + replica)
+            self._programs.append(lowered.program)
+            executables.append(compile_(text, lowered, devices.alone(replica)))
+        program = self._programs[0]  # the others differ in their shapes only
+        written = [index for _, index in program.writes]
+        super().__init__(program, devices, _Apart(devices, executables, written))
+
+    def prepared(self, slots: Slots, captured: Sequence[np.ndarray] | None) -> Callable[[], list[Array]]:
+        """See `Launchable.prepared`: the arguments of each replica's program."""
+        on_host = self.program.host_slots
+        constants = [tensor.numpy() for tensor in self.program.traced.tensors] if captured is None else captured
+
+        def arguments() -> list[Array]:
+            # All parts are taken before the first launch: it may donate its part, and then the whole array counts as
+            # gone.
+            states = [self.devices.parts(variable.array()) for variable in self.variables]
+            inputs = []
+            for replica, program in enumerate(self._programs):
+                put = self.devices.alone(replica).put
+                share = [values[replica % len(values)] for index, values in enumerate(slots) if index not in on_host]
+                values = [*share, *(constants[index] for index in program.captured)]
+                given = [put([value], each) for value, each in zip(values, program.axes, strict=False)]
+                inputs.append([*given, *(state[replica] for state in states)])
+            return inputs
+
+        return arguments
+
+    def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
+        """See `Pending.columns`: always arrays."""
+        returned = results[: self.program.returned]
+        launch.wait_for([array for arrays in returned for array in arrays])
+        columns: list[Column] = [
+            [
+                self.devices.alone(replica).fetch(array, 0, program.results[index][0])
+                for replica, (program, array) in enumerate(zip(self._programs, arrays, strict=True))
+            ]
+            for index, arrays in enumerate(returned)
+        ]
+        for index in sorted(self.program.host_results):  # each replica's program has its own numbers for them
+            columns.insert(index, launch.stored([program.host_results[index] for program in self._programs]))
+        return columns
 
 
 def _mismatch(traced: BodyGraph, slots: Sequence[Sequence[np.ndarray]]) -> ReplicaMismatchError:
@@ -85,46 +120,6 @@ def _mismatch(traced: BodyGraph, slots: Sequence[Sequence[np.ndarray]]) -> Repli
     return error
 
 
-def _run(
-    devices: DeviceGroup,
-    parts: list[tuple[BodyProgram, Executable]],
-    shares: list[list[np.ndarray]],
-    constants: list[np.ndarray],
-) -> list[Column]:
-    program = parts[0][0]  # the replicas' programs differ only in their shapes
-    variables = [device_value_of(handle, devices) for handle in program.traced.handles]
-    writes = [(variables[variable], index) for variable, index in program.writes]
-    count("launches")
-    program.body.last_program = None  # the replicas ran different ones
-    on_host = {index: [share[index] for share in shares] for index in program.host_slots}
-
-    def prepare() -> _UnevenExecution:
-        # All parts are taken before the first launch: it may donate its part, and then the whole array counts as gone.
-        states = [devices.parts(variable.array()) for variable in variables]
-        inputs = []
-        for replica, (share, (own, _)) in enumerate(zip(shares, parts, strict=True)):
-            put = devices.alone(replica).put
-            of_share = [value for index, value in enumerate(share) if index not in on_host]
-            values = [*of_share, *(constants[index] for index in own.captured)]
-            values = [put([value], each) for value, each in zip(values, own.axes, strict=False)]
-            inputs.append([*values, *(state[replica] for state in states)])
-        return _UnevenExecution(devices, [executable for _, executable in parts], inputs, writes, program.donates)
-
-    launch = Launch(program, devices, on_host=on_host)
-    results = launch(prepare)
-    launch.wait_for([array for result in results for array in result[: program.returned]])
-    columns: list[Column] = [
-        [
-            devices.alone(replica).fetch(result[index], 0, parts[replica][0].results[index][0])
-            for replica, result in enumerate(results)
-        ]
-        for index in range(program.returned)
-    ]
-    for index in sorted(program.host_results):  # each replica's program has its own numbers for them
-        columns.insert(index, launch.stored([own.host_results[index] for own, _ in parts]))
-    return columns
-
-
 class _Results:
     """The results of one replica's program; None until it is launched."""
 
@@ -133,52 +128,51 @@ class _Results:
         self.stores = Stores([(self, ALL)])
 
 
-class _UnevenExecution(Execution):
-    """One launch of an executable for each replica; they do not wait for each other."""
+class _Apart:
+    """The executables of one launch, one for each replica; they do not wait for each other.
 
-    def __init__(
-        self,
-        devices: DeviceGroup,
-        executables: list[Executable],
-        inputs: list[list[Array]],
-        writes: list[tuple[Any, int]],
-        donates: bool,
-    ):
-        self.patience = 0.0
+    Args:
+        devices: the devices.
+        executables: the executables.
+        written: which results are values of variables.
+    """
+
+    def __init__(self, devices: DeviceGroup, executables: list[Executable], written: list[int]):
         self._devices = devices
         self._executables = executables
-        self._inputs = inputs
-        self._written = [index for _, index in writes]
-        self._stores = Stores([(variable, number) for number, (variable, _) in enumerate(writes)])
-        self._donates = donates
+        self._written = written
         self._launched = [_Results() for _ in executables]
 
     def wait_for_turn(self) -> None:
         for executable in self._executables:
             executable.wait_for_turn()
 
-    def start(self) -> list[list[Array]]:
+    def launch(self, arrays: list[Array], stores: Stores = NO_STORES) -> list[Array]:
+        """Launches all programs, or none.
+
+        Returns:
+            For each result of the body the arrays of the replicas, and each variable's value, joined.
+        """
         try:
-            return self._start()
+            return self._launch(arrays, stores)
         except RUNTIME_ERRORS:
             raise
         except BaseException:  # of a signal or a thread: the programs that are not launched yet are launched too
-            if self._donates and any(each.on_devices for each in self._launched):
-                self._start()
+            if stores.objects and any(each.on_devices for each in self._launched):
+                self._launch(arrays, stores)
             raise
 
-    def _start(self) -> list[list[Array]]:
-        for launched, executable, given in zip(self._launched, self._executables, self._inputs, strict=True):
+    def _launch(self, arrays: list[Array], stores: Stores) -> list[Array]:
+        for launched, executable, given in zip(self._launched, self._executables, arrays, strict=True):
             if launched.on_devices is None:
                 executable.launch(given, launched.stores)
-        results: list[Any] = [each.on_devices for each in self._launched]
-        if self._donates:
-            self.commit(results)
+        of_each = [each.on_devices or [] for each in self._launched]
+        results: list[Any] = list(map(list, zip(*of_each, strict=True)))
+        for index in self._written:
+            results[index] = self._devices.join(results[index])
+        stores.store(results)
         return results
 
     def wait(self, left: threading.Event | None = None) -> None:
         for executable in self._executables:
             executable.wait(left)
-
-    def commit(self, results: list[list[Array]]) -> None:
-        self._stores.store([self._devices.join([result[index] for result in results]) for index in self._written])
