@@ -227,10 +227,11 @@ class ProgramError(ReplicaEngineError, RuntimeError):
     plan: Any = None
 
     @classmethod
-    def failed(cls, name: str, devices: Sequence[str], message: str) -> ProgramError:
-        """The runtime reports a failure."""
+    def failed(cls, name: str, devices: Sequence[str], message: str, where: str = "") -> ProgramError:
+        """The runtime reports a failure, perhaps after others were launched: `where` is the line of the program."""
         return cls(
-            f"The compiled program of `{name}` failed while it ran on {len(devices)} replicas ({', '.join(devices)}):\n"
+            f"The compiled program of `{name}`{at(where)} failed while it ran on {len(devices)} replicas "
+            f"({', '.join(devices)}):\n"
             f"{message}\n"
             "The variables that the program writes may be lost; reading a lost variable raises LostVariableError. "
             "Assign these variables, or load a checkpoint. If memory is the cause, use a smaller batch."

@@ -412,12 +412,15 @@ class DeviceGroup:
         """Whether a launch returns before the program has run: each device runs programs in the order of launches."""
         return self.platform != "cpu"
 
-    def wait_for(self, *arrays: Array, describe: Callable[[float], str] | None = None) -> None:
+    def wait_for(
+        self, *arrays: Array, describe: Callable[[float], str] | None = None, of: tuple[str, str] | None = None
+    ) -> None:
         """Waits for arrays that a program may still be computing. Afterwards fetching them takes no time.
 
         Args:
             arrays: the arrays, which no program was given to overwrite.
             describe: the warning of the watchdog, given the seconds so far.
+            of: the name of the program that computes them, and its line; None for the one launched last.
 
         Raises:
             StuckProgramError: an interrupted program computes them, and they are not ready in time.
@@ -434,7 +437,8 @@ class DeviceGroup:
             for array in arrays:
                 array.block_until_ready()
         except RUNTIME_ERRORS as error:
-            raise ProgramError.failed(self.running_name, self.names, str(error)) from error
+            name, where = of or (self.running_name, "")
+            raise ProgramError.failed(name, self.names, str(error), where) from error
         except BaseException:  # nothing waits for the program any more, but the next launch must
             self.running, self.interrupted = arrays[0], True
             raise

@@ -3,6 +3,8 @@
 CPU devices stand in for them. Where a program must still run, a stand-in for its results says when it has ended.
 """
 
+import itertools
+import re
 import threading
 
 import pytest
@@ -13,7 +15,7 @@ import replica_engine
 from replica_engine import xla
 from replica_engine.errors import LostVariableError, ProgramError, ReplicaTimeoutError
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.executable import NO_STORES, Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.telemetry import watchdog
@@ -150,7 +152,7 @@ def test_nothing_is_fetched_before_it_is_there(monkeypatch):
     """jaxlib would block, and neither Ctrl-C nor the watchdog could reach the thread."""
     waited, fetch_all, fetch = [], DeviceGroup.fetch_all, DeviceGroup.fetch
 
-    def wait_for(_, *arrays, describe=None):
+    def wait_for(_, *arrays, describe=None, of=None):
         waited.extend(map(id, arrays))
 
     def checked(fetch):
@@ -227,7 +229,7 @@ def test_a_program_that_fails_while_it_runs(monkeypatch):
     failed.is_deleted = lambda: False
     wait_for = DeviceGroup.wait_for
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceGroup, "wait_for", lambda devices, *_, describe=None: wait_for(devices, failed))
+        patch.setattr(DeviceGroup, "wait_for", lambda devices, *_, **options: wait_for(devices, failed, **options))
         with pytest.raises(ProgramError, match=r"(?s)step.*the core has halted") as caught:
             strategy.run(_step)
         assert "CPU:0" in str(caught.value)
@@ -237,6 +239,101 @@ def test_a_program_that_fails_while_it_runs(monkeypatch):
         total.numpy()
     total.assign(3.0)
     assert float(strategy.run(lambda: total + 1.0)) == 4.0
+
+
+def test_nobody_waits_for_a_result_that_nobody_reads(monkeypatch):
+    """Else the devices would idle while the host prepares the next step."""
+    waited, wait_for = [], DeviceGroup.wait_for
+    monkeypatch.setattr(
+        DeviceGroup, "wait_for", lambda devices, *arrays, **options: (waited.append(1), wait_for(devices, *arrays))[1]
+    )
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    for run in range(3):
+        result = strategy.run(lambda x: (x * 2.0, x + 1.0), args=(tf.constant(float(run)),))
+        assert not waited
+    assert [float(each) for each in strategy.experimental_local_results(result[0])] == [4.0, 4.0]
+    assert len(waited) == 1
+
+
+def lost_at(monkeypatch, number):
+    """Has the program that is launched as the `number`-th from now on fail, which shows when it is awaited."""
+    failed = Result(lambda: True, RUNTIME_ERRORS[0]("INTERNAL: the core has halted"))
+    failed.is_deleted = lambda: False
+    at_once, launched = Executable.launch, itertools.count(1)
+
+    def launch(executable, arrays, stores=NO_STORES):
+        results = at_once(executable, arrays, stores)
+        executable._devices.running.block_until_ready()
+        if next(launched) != number:
+            return results
+        for variable in stores.objects:
+            variable.on_devices = failed
+        return [failed for _ in results]
+
+    monkeypatch.setattr(Executable, "launch", launch)
+
+
+def test_a_failure_that_comes_late_names_its_own_step_and_loses_what_that_step_wrote(monkeypatch, tmp_path):
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+        other = tf.Variable(7.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def train(x):
+        total.assign_add(x)
+        return x + 1.0
+
+    def evaluate(x):
+        return x * other
+
+    lost_at(monkeypatch, 3)
+    steps = [train, train, train, evaluate, evaluate, evaluate]
+    results = [strategy.run(step, args=(tf.constant(float(number)),)) for number, step in enumerate(steps)]
+    assert [float(each.values[1]) for each in (results[1], *results[3:])] == [2.0, 21.0, 28.0, 35.0]
+    own = rf"`train` at .*test_devices_with_a_queue.py:{train.__code__.co_firstlineno} failed(?s:.*)the core has halted"
+    for _ in range(2):
+        with pytest.raises(ProgramError, match=own):
+            len(results[2].values)
+    with pytest.raises(LostVariableError, match="is lost") as caught:
+        tf.train.Checkpoint(total=total).save(tmp_path / "checkpoint")
+    assert re.search(own, str(caught.value.__context__))
+    with pytest.raises(LostVariableError):
+        total.numpy()
+    with pytest.raises(LostVariableError):
+        strategy.run(train, args=(tf.constant(1.0),))
+    assert other.numpy() == 7.0
+    total.assign(3.0)
+    strategy.run(train, args=(tf.constant(1.0),))
+    assert total.numpy() == 4.0
+
+
+def test_a_host_call_that_fails_in_the_third_of_six_steps_leaves_what_the_second_wrote():
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+    made = []
+
+    def host(x):
+        if float(x) == 3.0:
+            raise KeyError("the third")
+
+    def train(x):
+        total.assign_add(1.0)
+        xla.outside_compilation(host, x)
+        return x + 1.0
+
+    def six_steps():
+        for number in range(1, 7):
+            made.append(strategy.run(train, args=(tf.constant(float(number)),)))
+
+    with pytest.raises(KeyError, match="the third") as caught:
+        six_steps()
+    assert len(made) == 2
+    assert re.search(r"test_devices_with_a_queue.py:\d+", "\n".join(caught.value.__notes__))
+    assert total.numpy() == 2.0
+    assert [float(each) for each in made[1].values] == [3.0, 3.0]
+    strategy.run(train, args=(tf.constant(4.0),))
+    assert total.numpy() == 3.0
 
 
 def _step():

@@ -214,7 +214,7 @@ class Chunks:
     def _end(self, pending: Pending, steps: int) -> None:
         """Waits for the end of a launch of some steps."""
         devices, body = self._compiled.devices, self._compiled.program.body
-        self.columns = pending.columns()
+        self.columns = pending.columns(as_arrays=devices.has_queue)  # waits for them there
         self.made += steps
         body.steps += steps
         if devices.member is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import weakref
@@ -52,8 +53,12 @@ class Compiled(Launchable):
         self.itself = weakref.ref(self)
         self._constants: list[Array] | None = None
         self._axes = program.axes
-        returned, stay = program.results[: program.returned], not devices.has_queue and program.layout is None
-        self._columns = [column(*each) for each in returned] if stay else None
+        returned = program.results[: program.returned]
+        self._columns: list[Callable[[Array], Column]] | None = None  # None: they are fetched at once
+        if devices.has_queue and devices.size > 1:  # a replica alone returns tensors, which nothing can stand for
+            self._columns = [functools.partial(functools.partial, self.awaited.tensors, shape) for shape, _ in returned]
+        elif not devices.has_queue and program.layout is None:
+            self._columns = [column(*each) for each in returned]
 
     def plan(self) -> Plan:
         """What the compiler says of the program: memory and work on each device. Nothing runs.

@@ -37,9 +37,10 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
@@ -57,21 +58,61 @@ from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import NO_STORES, Flies, Flight, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
-from replica_engine.process import interrupts
+from replica_engine.process import interrupts, shutdown
 from replica_engine.process.interrupts import raise_in
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.watchdog import Watch
+from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.session import Call, NoCalls, Session
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Column, count
+from replica_engine.xla.stages.results import Column, Shape, count, tensors_of
 from replica_engine.xla.state.device_value import device_value_of, patience_of
 
 Slots = Sequence[Sequence[np.ndarray]]
 """For each slot, one value for all replicas or one value for each."""
 
 _RUNNING = "waiting for the program"
+
+
+class Awaited(NamedTuple):
+    """What those know of a program who wait for its results, when others may have been launched since.
+
+    Attributes:
+        body: the replicas it is for.
+        devices: the devices.
+        name: its name.
+        where: the file and the line of its function; "" if it has none.
+    """
+
+    body: Body
+    devices: DeviceGroup
+    name: str
+    where: str
+
+    def records(self) -> list[SyncPointRecord]:
+        """The collectives of the last launches."""
+        return launch_records(self.body.launches, self.devices.names, self.body.KEPT)
+
+    def wait_for(self, results: Sequence[Array], describe: Callable[[float], str] | None = None) -> None:
+        """Waits for results. Devices with a queue may have them later; with a limit, the launch has waited for them.
+
+        Raises:
+            ProgramError: the program failed while it ran.
+        """
+        try:
+            self.devices.wait_for(*results, describe=describe, of=(self.name, self.where))
+        except BaseException as error:
+            abandoned.add(self.devices)
+            note_failed_run(error, self.records, None)
+            raise
+
+    def tensors(self, shape: Shape, array: Array) -> list[tf.Tensor]:
+        """The values of the replicas of a result that somebody looks at."""
+        with shutdown.running():  # perhaps on a daemon thread
+            self.wait_for([array])
+            return tensors_of(self.devices.fetch_all(array, shape))
 
 
 class Launchable:
@@ -85,6 +126,7 @@ class Launchable:
     Attributes:
         variables: the values of the captured variables on the devices.
         flight: starts the program.
+        awaited: waits for its results.
         stores: the variables that it writes.
         itself: what the body keeps as the reference to its last program.
     """
@@ -95,6 +137,7 @@ class Launchable:
         self.program = program
         self.devices = devices
         self.flight = Flight(executable, devices, program.name)
+        self.awaited = Awaited(program.body, devices, program.name, program.traced.where)
         self.variables = [device_value_of(handle, devices) for handle in program.traced.handles]
         writes = [(self.variables[variable], result) for variable, result in program.writes]
         self.stores = Stores(writes, patience_of([variable for variable, _ in writes]) if program.donates else 0.0)
@@ -163,6 +206,9 @@ class Launch:
                 results = self._fly(arrays) if self._woken is None else self._within_limit(arrays, self._woken)
                 if not program.donates:
                     stores.store(results)
+                if self._devices.has_queue:
+                    for variable in stores.objects:
+                        variable.written_by = self.compiled.awaited[2:]
                 stores.launched()
                 self._end(None, None)
             except BaseException as error:
@@ -206,7 +252,7 @@ class Launch:
         try:
             if error is not None:
                 abandoned.add(self._devices)
-                note_failed_run(error, self._records, None)
+                note_failed_run(error, self.compiled.awaited.records, None)
                 if stores is not None and self._devices.ends_within(stores.patience):
                     # An exception of a signal or a thread may have kept it from that; it is the one to raise.
                     with contextlib.suppress(ReplicaEngineError, *RUNTIME_ERRORS):
@@ -217,9 +263,6 @@ class Launch:
                     self._program.traced.host_calls.end(self._run, self._devices, failed=error is not None)
             finally:
                 self._watch.__exit__(None, None, None)  # also if it was not entered
-
-    def _records(self) -> list[SyncPointRecord]:
-        return launch_records(self._body.launches, self._devices.names, self._body.KEPT)
 
     def _fly(self, arrays: list[Array]) -> list[Array]:
         """Starts the program and waits for its end."""
@@ -274,17 +317,8 @@ class Launch:
             raise
 
     def wait_for(self, results: Sequence[Array]) -> None:
-        """Waits for results. Devices with a queue may have them later; with a limit, the launch has waited for them.
-
-        Raises:
-            ProgramError: the program failed while it ran.
-        """
-        try:
-            self._devices.wait_for(*results, describe=self._describe)
-        except BaseException as error:
-            abandoned.add(self._devices)
-            note_failed_run(error, self._records, None)
-            raise
+        """See `Awaited.wait_for`; a warning says where the replicas are."""
+        self.compiled.awaited.wait_for(results, self._describe)
 
     def stored(self, numbers: Sequence[int]) -> list[Any]:
         """The values that the replicas left on the host: for each replica, the one under its number."""

@@ -68,6 +68,7 @@ class DeviceValue:
 
     Attributes:
         limits: seconds to wait for other workers when they read it together, and seconds until a warning.
+        written_by: on devices with a queue, the name and the line of the program that wrote it last; None if unknown.
         read_anywhere: whether the host's value may be read unnoticed, as functions of datasets do.
         loops: the device loops that write the variable and that run or are about to run. Their inputs must
             never see the variable, however early they read it: a read raises an error on their thread.
@@ -105,6 +106,7 @@ class DeviceValue:
         self._told = False
         self._steps = 0  # that have written it
         self.limits: tuple[float | None, float | None] = (None, None)
+        self.written_by: tuple[str, str] | None = None
         self.mark()
 
     @property
@@ -370,7 +372,7 @@ class DeviceValue:
             self.invalidate()
         self._check_there()
         try:
-            self._devices.wait_for(array)
+            self._devices.wait_for(array, of=self.written_by)
         except ProgramError:
             self.invalidate()
             self._check_there()
@@ -446,6 +448,7 @@ class Borrowed:
         self._dtype = described[0]
         self._shape = tuple(described[1]) if described[1].is_fully_defined() else None
         self.on_devices: Array | None = None  # what a body wrote, until `launched`
+        self.written_by: tuple[str, str] | None = None  # see `DeviceValue`
 
     def array(self) -> Array:
         """The value on these devices, sent for this launch; see `DeviceValue.array`."""
@@ -465,7 +468,7 @@ class Borrowed:
         if array is None:
             return
         if not array.is_deleted():  # by a program that failed after nothing waited for it any more
-            self._devices.wait_for(array)
+            self._devices.wait_for(array, of=self.written_by)
             value = np.array(self._devices.fetch(array, 0, self._shape))
             with contextlib.nullcontext() if self._home is None else self._home.host_writes():
                 variables.write(self._handle, value)
