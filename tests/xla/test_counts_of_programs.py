@@ -1,0 +1,473 @@
+"""How often programs are traced, lowered and compiled when they are called again, with equal and with other arguments.
+
+Each program is a list of calls. Next to it stand, for each call, how many traces, lowerings, compiles and launches it
+makes. Fewer are a gain, if the results stay right; more are a loss that no other test sees.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from replica_engine import TPUStrategy, xla
+from replica_engine.keras import replicate_model
+
+ONE, TWO, THREE = tf.constant(1.0), tf.constant([1.0, 2.0]), tf.constant([1.0, 2.0, 3.0])
+NEW, AGAIN, NOTHING = (1, 1, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0)
+TWICE = (2, 1, 1, 1)  # traced, and once more
+ANY_SIZE = (0, 1, 1, 1)  # traced before, for any shape
+SHARED = (1, 1, 0, 1)  # an executable of the same text is there
+COMPILED = (1, 1, 1, 0)
+
+PROGRAMS = {}
+
+
+def counts(*expected):
+    """Adds a program: a function that takes a strategy and returns the calls."""
+
+    def add(make):
+        PROGRAMS[make.__name__] = make, list(expected)
+        return make
+
+    return add
+
+
+def values(*parts):
+    return TPUStrategy(num_cores=2).experimental_distribute_values_from_function(
+        lambda context: parts[context.replica_id_in_sync_group]
+    )
+
+
+def calls_of(strategy, fn, *of_args, **kwargs):
+    """One call for each tuple of arguments."""
+    return [functools.partial(strategy.run, fn, args=args, kwargs=kwargs) for args in of_args]
+
+
+@counts(NEW, AGAIN, AGAIN)
+def tensors(strategy):
+    return calls_of(strategy, lambda x: x * 2.0, (TWO,), (TWO,), (TWO + 1.0,))
+
+
+@counts(NEW, NEW, AGAIN, AGAIN)
+def shapes(strategy):
+    return calls_of(strategy, lambda x: x * 2.0, (TWO,), (THREE,), (TWO,), (THREE,))
+
+
+@counts(NEW, NEW, NEW, AGAIN, AGAIN)
+def dtypes(strategy):
+    given = [tf.cast(TWO, dtype) for dtype in ("float32", "float64", "int32", "float64", "float32")]
+    return calls_of(strategy, lambda x: x + x, *((x,) for x in given))
+
+
+@counts(NEW, AGAIN, AGAIN)
+def arrays(strategy):
+    return calls_of(strategy, lambda x: x * 2.0, (np.ones(2),), (np.ones(2),), (tf.ones(2, tf.float64),))
+
+
+@counts(NEW, AGAIN, NEW, AGAIN)
+def integers(strategy):
+    return calls_of(strategy, lambda x, k: x * float(k), (ONE, 2), (ONE, 2), (ONE, 3), (ONE, 2))
+
+
+@counts(NEW, AGAIN, AGAIN)
+def floats(strategy):
+    return calls_of(strategy, lambda x, rate: x * rate, (ONE, 0.5), (ONE, 0.5), (ONE, 0.25))
+
+
+@counts(TWICE, AGAIN, NEW, AGAIN)
+def floats_that_must_be_numbers(strategy):
+    return calls_of(strategy, lambda x, rate: x * math.sqrt(rate), (ONE, 0.5), (ONE, 0.5), (ONE, 0.25), (ONE, 0.5))
+
+
+@counts(NEW, AGAIN, NEW, SHARED)
+def words(strategy):
+    return calls_of(strategy, lambda x, kind: x + len(str(kind)), (ONE, "sum"), (ONE, "sum"), (ONE, None), (ONE, True))
+
+
+@counts(NEW, AGAIN, SHARED, NEW)
+def keywords(strategy):
+    def body(*, x, power):
+        return x**power
+
+    return [
+        functools.partial(strategy.run, body, kwargs=each)
+        for each in (
+            {"x": TWO, "power": 2},
+            {"x": TWO, "power": 2},
+            {"power": 2, "x": TWO + 1.0},
+            {"x": TWO, "power": 3},
+        )
+    ]
+
+
+@counts(NEW, AGAIN, AGAIN, SHARED)
+def dictionaries(strategy):
+    made = [{"x": ONE, "y": [TWO]}, {"x": ONE, "y": [TWO]}, {"x": ONE + 1.0, "y": [TWO]}, {"x": ONE, "z": [TWO]}]
+    return calls_of(strategy, lambda d: sum(map(tf.reduce_sum, tf.nest.flatten(d))), *((each,) for each in made))
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@counts(NEW, AGAIN, SHARED)
+def named_tuples(strategy):
+    return calls_of(strategy, lambda p: p[0] + p[1], (Pair(ONE, ONE),), (Pair(ONE, TWO[0]),), ((ONE, ONE),))
+
+
+@dataclasses.dataclass
+class Point:
+    x: tf.Tensor
+    scale: float
+
+
+@counts(NEW, AGAIN, NEW)
+def data_classes(strategy):
+    return calls_of(strategy, lambda p: p.x * p.scale, (Point(ONE, 2.0),), (Point(ONE, 2.0),), (Point(ONE, 3.0),))
+
+
+@counts(NEW, AGAIN, AGAIN, NEW)
+def made_anew(strategy):
+    def call(scale):
+        return strategy.run(lambda x: x * scale, args=(ONE,))
+
+    return [functools.partial(call, scale) for scale in (2.0, 2.0, 2.0, 3.0)]
+
+
+@counts(NEW, AGAIN, AGAIN)
+def made_anew_around_a_function(strategy):
+    def inner(x):
+        return x + 1.0
+
+    def call():
+        def body(x):
+            return inner(x) * 2.0
+
+        return strategy.run(body, args=(ONE,))
+
+    return [call, call, call]
+
+
+@counts(NEW, SHARED, AGAIN)
+def closed_over_tensors(strategy):
+    def call(tensor):
+        return strategy.run(lambda: tensor + 1.0)
+
+    other = TWO + 1.0
+    return [functools.partial(call, tensor) for tensor in (TWO, other, TWO)]
+
+
+@counts(NEW, AGAIN, NEW)
+def partials(strategy):
+    def scaled(x, factor):
+        return x * factor
+
+    return [
+        functools.partial(strategy.run, functools.partial(scaled, factor=factor), args=(ONE,))
+        for factor in (2.0, 2.0, 3.0)
+    ]
+
+
+class Model:
+    def __init__(self, scale):
+        self.scale = scale
+        self.weight = None
+
+    def step(self, x):
+        return x * self.scale
+
+    def __call__(self, x):
+        return x * self.scale
+
+    def lazy(self, x):
+        if self.weight is None:
+            self.weight = tf.Variable(2.0)
+        return self.weight.assign_add(x)
+
+
+@counts(NEW, AGAIN, NEW)
+def methods(strategy):
+    one, other = Model(2.0), Model(3.0)
+    return [functools.partial(strategy.run, model.step, args=(ONE,)) for model in (one, one, other)]
+
+
+@counts(NEW, AGAIN, NEW)
+def objects(strategy):
+    one, other = Model(2.0), Model(3.0)
+    return [functools.partial(strategy.run, model, args=(ONE,)) for model in (one, one, other)]
+
+
+@counts(NEW, AGAIN, AGAIN, NEW)
+def functions(strategy):
+    return calls_of(strategy, tf.function(lambda x: x * 2.0), (TWO,), (TWO,), (TWO + 1.0,), (THREE,))
+
+
+@counts(NEW, NEW, ANY_SIZE, AGAIN, AGAIN)
+def reduced_retracing(strategy):
+    body = tf.function(lambda x: x * 2.0, reduce_retracing=True)
+    return calls_of(strategy, body, (ONE[None],), (TWO,), (THREE,), (TWO,), (THREE,))
+
+
+@counts(NEW, AGAIN, ANY_SIZE)
+def signatures(strategy):
+    body = tf.function(lambda x: x * 2.0, input_signature=[tf.TensorSpec([None], tf.float32)])
+    return calls_of(strategy, body, (TWO,), (TWO + 1.0,), (THREE,))
+
+
+def sparse(*places):
+    return tf.SparseTensor([[place, 0] for place in places], [1.0] * len(places), [4, 2])
+
+
+@counts(TWICE, AGAIN, AGAIN)
+def sparse_arguments(strategy):
+    body = tf.sparse.to_dense
+    return calls_of(strategy, lambda x: body(x) * 2.0, (sparse(0, 1),), (sparse(2, 3),), (sparse(0, 1, 2),))
+
+
+@counts(NEW, AGAIN, NEW)
+def ragged_arguments(strategy):
+    return calls_of(
+        strategy,
+        lambda x: tf.reduce_sum(x.values) * 2.0,
+        (tf.ragged.constant([[1.0], [2.0, 3.0]]),),
+        (tf.ragged.constant([[1.0, 4.0], [2.0]]),),
+        (tf.ragged.constant([[1.0], [2.0]]),),
+    )
+
+
+@counts(NEW, AGAIN, AGAIN)
+def strings(strategy):
+    return calls_of(
+        strategy, lambda x: tf.strings.length(x) + 1, (tf.constant("a"),), (tf.constant("a"),), (tf.constant("bb"),)
+    )
+
+
+@counts(NEW, AGAIN, AGAIN, AGAIN)
+def values_of_each_replica(strategy):
+    each = values(ONE, ONE + 1.0)
+    return calls_of(strategy, lambda x: x * 2.0, (ONE,), (each,), (ONE,), (each,))
+
+
+@counts((1, 2, 2, 1), AGAIN, NEW)
+def shares_of_different_sizes(strategy):
+    return calls_of(
+        strategy, lambda x: x * 2.0, (values(TWO, THREE),), (values(TWO + 1.0, THREE),), (values(TWO, TWO),)
+    )
+
+
+@counts(NEW, AGAIN, AGAIN, NEW)
+def collectives(strategy):
+    def body(x):
+        return tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+    return calls_of(strategy, body, (TWO,), (TWO,), (values(TWO, TWO + 1.0),), (THREE,))
+
+
+@xla.returns(None)
+def _note(x):
+    pass
+
+
+@counts(NEW, AGAIN, AGAIN)
+def host_calls(strategy):
+    def body(x):
+        xla.outside_compilation(_note, x)
+        return x * 2.0
+
+    return calls_of(strategy, body, (ONE,), (ONE,), (ONE + 1.0,))
+
+
+@counts(NEW, AGAIN, NEW, AGAIN)
+def host_calls_made_anew(strategy):
+    seen = []
+
+    def call(number):
+        @xla.returns(None)
+        def note(x):
+            seen.append((number, x))
+
+        def body(x):
+            xla.outside_compilation(note, x)
+            return x + 1.0
+
+        return strategy.run(body, args=(ONE,))
+
+    return [functools.partial(call, number) for number in (1, 1, 2, 1)]
+
+
+@counts(NEW, AGAIN, AGAIN)
+def python_on_the_host(strategy):
+    return calls_of(
+        strategy, lambda x: tf.numpy_function(lambda v: v + 1.0, [x], tf.float32) * 2.0, (ONE,), (ONE,), (ONE + 1.0,)
+    )
+
+
+@counts(NEW, AGAIN)
+def moved_ops(strategy):
+    def body(x):
+        tf.debugging.assert_positive(x)
+        return x * 2.0
+
+    return calls_of(strategy, body, (ONE,), (ONE + 1.0,))
+
+
+@counts(NEW, AGAIN, AGAIN)
+def gradients(strategy):
+    with strategy.scope():
+        weight = tf.Variable(TWO)
+
+    def body(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * x)
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+        return loss
+
+    return calls_of(strategy, body, (TWO,), (TWO,), (TWO + 1.0,))
+
+
+@counts(TWICE, AGAIN, AGAIN)
+def variables_created_in_the_body(strategy):
+    return calls_of(strategy, Model(1.0).lazy, (ONE,), (ONE,), (ONE + 1.0,))
+
+
+@counts(NEW, SHARED, AGAIN)
+def variables_as_arguments(strategy):
+    with strategy.scope():
+        one, other = tf.Variable(1.0), tf.Variable(2.0)
+    return calls_of(strategy, lambda v: v.assign_add(1.0), (one,), (other,), (one,))
+
+
+@counts(NEW, AGAIN, AGAIN)
+def random_numbers(strategy):
+    return calls_of(strategy, lambda: tf.random.uniform([2]), (), (), ())
+
+
+@counts(NEW, AGAIN, SHARED, AGAIN)
+def keras_layers(strategy):
+    with strategy.scope():
+        one, other = keras.layers.Dense(2), keras.layers.Dense(2)
+        one.build([1, 2]), other.build([1, 2])
+
+    def body(layer, x):
+        return layer(x[None])
+
+    return calls_of(strategy, body, (one, TWO), (one, TWO), (other, TWO), (one, TWO))
+
+
+@counts(COMPILED, AGAIN, AGAIN)
+def planned_before(strategy):
+    body = lambda x: x * 7.0  # noqa: E731
+    return [lambda: strategy.plan(body, args=(TWO,)), *calls_of(strategy, body, (TWO,), (TWO,))]
+
+
+@counts(NEW, AGAIN, NEW, AGAIN)
+def in_a_function(strategy):
+    step = tf.function(lambda x: strategy.run(lambda x: x * 2.0, args=(x,)))
+    return [functools.partial(step, x) for x in (TWO, TWO + 1.0, THREE, TWO)]
+
+
+@counts(NEW, ANY_SIZE, AGAIN)
+def in_a_function_of_any_size(strategy):
+    step = tf.function(
+        lambda x: strategy.run(lambda x: x * 2.0, args=(x,)), input_signature=[tf.TensorSpec([None], tf.float32)]
+    )
+    return [functools.partial(step, x) for x in (TWO, THREE, TWO)]
+
+
+@counts(NEW, AGAIN, AGAIN, NEW)
+def replicated(strategy):
+    def body(x):
+        return x * 1234.5
+
+    return [functools.partial(xla.replicate, body, [[x], [x]]) for x in (TWO, TWO, TWO + 1.0, THREE)]
+
+
+@counts(NEW, AGAIN)
+def replicated_in_a_function(strategy):
+    step = tf.function(lambda x: xla.replicate(lambda x: x * 5432.25, [[x], [x]]))
+    return [functools.partial(step, x) for x in (TWO, TWO + 1.0)]
+
+
+def loop(strategy, step, batch, times=2):
+    dataset = tf.data.Dataset.from_tensors(batch).repeat()
+    return lambda: strategy.run_steps(step, iter(dataset), iterations=times)
+
+
+@counts(NEW, AGAIN, NEW, AGAIN)
+def loops(strategy):
+    def step(context, x):
+        context.set_last_step_output("x", tf.reduce_sum(x))
+
+    return [loop(strategy, step, *each) for each in ((TWO,), (TWO, 3), (THREE,), (TWO,))]
+
+
+@counts((2, 1, 1, 2), (0, 0, 0, 2), (0, 0, 0, 3))
+def loops_that_call_the_host(strategy):
+    def step(context, x):
+        xla.outside_compilation(_note, x)
+        context.set_last_step_output("x", tf.reduce_sum(x))
+
+    return [loop(strategy, step, *each) for each in ((TWO,), (TWO,), (TWO, 3))]
+
+
+@counts((1, 1, 1, 2), (0, 0, 0, 2))
+def loops_of_strings(strategy):
+    def step(context, x):
+        context.set_last_step_output("x", tf.strings.length(x))
+
+    return [loop(strategy, step, tf.constant(word)) for word in ("a", "bb")]
+
+
+@counts(NEW, AGAIN, NEW, AGAIN)
+def models(strategy):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    replicated = replicate_model(model, strategy=strategy)
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    train = lambda: replicated.train_on_batch(x, y)  # noqa: E731
+    predict = lambda: replicated.predict_on_batch(x)  # noqa: E731
+    return [train, train, predict, predict]
+
+
+def _fails(call):
+    def attempt():
+        with contextlib.suppress(ValueError):
+            call()
+
+    return attempt
+
+
+@counts((1, 0, 0, 0), (1, 0, 0, 0), NEW, AGAIN)
+def bodies_that_fail(strategy):
+    fails = [True]
+
+    def body(x):
+        if fails:
+            raise ValueError("not now")
+        return x * 2.0
+
+    run = functools.partial(strategy.run, body, args=(ONE,))
+
+    def mended():
+        fails.clear()
+        return run()
+
+    return [_fails(run), _fails(run), mended, run]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_found_again(name):
+    make, expected = PROGRAMS[name]
+    made = []
+    for call in make(TPUStrategy(num_cores=2)):
+        before = xla.counts()
+        call()
+        used = xla.counts() - before
+        assert not used.cache_hits
+        made.append((used.traces, used.lowerings, used.compiles, used.launches))
+    assert made == expected
