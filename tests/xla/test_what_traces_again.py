@@ -264,6 +264,34 @@ def a_tape(strategy, monkeypatch, tmp_path):
         yield lambda: strategy.run(scaled, args=(ONE,))
 
 
+@case(again=True)
+def a_summary_writer(strategy, monkeypatch, tmp_path):
+    yield lambda: strategy.run(scaled, args=(ONE,))
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):
+        yield lambda: strategy.run(scaled, args=(ONE,))
+
+
+def summarized(x):
+    tf.summary.scalar("x", x)
+    return x * 2.0
+
+
+@case(again=False)
+def another_writer_and_step(strategy, monkeypatch, tmp_path):
+    with tf.summary.create_file_writer(str(tmp_path / "one")).as_default(step=1):
+        yield lambda: strategy.run(summarized, args=(ONE,))
+    with tf.summary.create_file_writer(str(tmp_path / "other")).as_default(step=2):
+        yield lambda: strategy.run(summarized, args=(ONE,))
+
+
+@case(again=True)
+def whether_summaries_are_recorded(strategy, monkeypatch, tmp_path):
+    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):
+        yield lambda: strategy.run(summarized, args=(ONE,))
+        with tf.summary.record_if(False):
+            yield lambda: strategy.run(summarized, args=(ONE,))
+
+
 @case(again=True, compiles=False)
 def soft_placement(strategy, monkeypatch, tmp_path):
     yield lambda: strategy.run(scaled, args=(ONE,))

@@ -31,7 +31,8 @@ def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:
     if writer is None:
         return shapes
     arguments.summary_writer = thread_state.callers_writer()
-    key: list[Any] = ["summaries", recording if isinstance(recording, bool) else ById(recording)]
+    is_plain = recording is None or isinstance(recording, bool)  # None before anybody has set it
+    key: list[Any] = ["summaries", recording if is_plain else ById(recording)]
     if tf.is_tensor(recording) and not tf.is_symbolic_tensor(recording) and not callable(recording):
         key[1] = bool(recording)
     if isinstance(step, (numbers.Integral, np.ndarray, tf.__internal__.EagerTensor)):
