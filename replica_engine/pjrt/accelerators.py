@@ -15,7 +15,6 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable
-from typing import Any
 
 from replica_engine.errors import DeviceError
 from replica_engine.errors.base import warning
@@ -39,7 +38,7 @@ _CAUSES = (
 )
 
 
-def local(platform: str) -> tuple[Any, ...]:
+def local(platform: str) -> tuple[jax.Device, ...]:
     """This process' devices of a platform, "tpu" or "gpu"; none if it has no such devices, or could not start them."""
     return _found(lambda: jax.local_devices(backend=platform))
 
@@ -77,7 +76,7 @@ def _may_have_tpus() -> bool:
     )
 
 
-def of_all_workers(platform: str) -> tuple[Any, ...]:
+def of_all_workers(platform: str) -> tuple[jax.Device, ...]:
     """Like `local`, in a job: the devices of all workers."""
     return _found(lambda: jax.devices(platform))
 
@@ -110,7 +109,7 @@ def warn_of_fallback(platform: str, instead: str) -> None:
         _logger.warning(warning("warn_not_started", text))
 
 
-def _found(devices: Callable[[], list[Any]]) -> tuple[Any, ...]:
+def _found(devices: Callable[[], list[jax.Device]]) -> tuple[jax.Device, ...]:
     try:
         return tuple(devices())
     except RuntimeError as error:  # raised by jax if it finds no such device, and if any plugin fails

@@ -13,7 +13,6 @@ Values whose sizes are not known are converted as XLA does it.
 from __future__ import annotations
 
 import platform as machine
-from typing import Any
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.mlir import compared, operations, splat
@@ -26,7 +25,7 @@ _BITS = {"i32": 32, "i64": 64}
 _IS_X86 = machine.machine().lower() in ("x86_64", "amd64")
 
 
-def as_by_kernels(module: Any, platform: str) -> None:
+def as_by_kernels(module: ir.Module, platform: str) -> None:
     """Rewrites the conversions of a module for a platform, in place."""
     with module.context:
         for operation in operations(module, "stablehlo.convert"):
@@ -43,7 +42,7 @@ def as_by_kernels(module: Any, platform: str) -> None:
                     _with_least(operation, value, kind, _BITS[to])
 
 
-def _with_least(operation: Any, value: Any, kind: Any, bits: int) -> None:
+def _with_least(operation: ir.Operation, value: ir.Value, kind: ir.RankedTensorType, bits: int) -> None:
     """Puts the least integer in the place of each number that is none of the integers of so many bits."""
     floats = ir.RankedTensorType(value.type)
     if str(floats.element_type) == "f16":  # its largest number is one of them

@@ -7,22 +7,20 @@ There, and when newer versions compile, XLA divides by 0 without an error, as `d
 
 from __future__ import annotations
 
-from typing import Any
-
-from replica_engine.pjrt.jaxlib import FOLDS_DIVISIONS, hlo, ir
-from replica_engine.pjrt.mlir import functions
+from replica_engine.pjrt.jaxlib import FOLDS_DIVISIONS, ir
+from replica_engine.pjrt.mlir import barrier, functions
 
 _NAMES = ("stablehlo.divide", "stablehlo.remainder")
 
 
-def keep(module: Any) -> None:
+def keep(module: ir.Module) -> None:
     """Puts a barrier before the divisors in a module that do not depend on its arguments, in place."""
     if FOLDS_DIVISIONS:
         return
     of_arguments = set(functions(module)["main"].regions[0].blocks[0].arguments)
-    found: list[Any] = []
+    found: list[ir.Operation] = []
 
-    def collect(operation: Any) -> Any:
+    def collect(operation: ir.Operation) -> ir.WalkResult:
         if any(each in of_arguments for each in operation.operands):
             of_arguments.update(operation.results)
         elif operation.name in _NAMES:
@@ -35,4 +33,4 @@ def keep(module: Any) -> None:
         module.operation.walk(collect, ir.WalkOrder.PRE_ORDER)
         for operation in found:
             with ir.InsertionPoint(operation), operation.location:
-                operation.operands[1] = hlo.optimization_barrier([operation.operands[1]])
+                operation.operands[1] = barrier(operation.operands[1])

@@ -73,7 +73,7 @@ class HostTransfers:
     receives: tuple[int, ...]
 
 
-def convert(module: Any) -> list[HostTransfers]:
+def convert(module: ir.Module) -> list[HostTransfers]:
     """Replaces the calls of Python functions in a module by transfers.
 
     Raises:
@@ -87,7 +87,7 @@ def convert(module: Any) -> list[HostTransfers]:
         return made
 
 
-def callback(client: Any, transfers: HostTransfers, call: Call) -> Any:
+def callback(client: Any, transfers: HostTransfers, call: Call) -> object:
     """What a client of jaxlib takes for the transfers of a call, when it loads the program."""
     empty = [np.zeros(*kind) if 0 in kind[0] else None for kind in transfers.operands]
     sent = [number for number, (shape, _) in enumerate(transfers.results) if 0 not in shape]
@@ -112,7 +112,7 @@ def _not_serialized(call: object) -> bytes:
     return b""
 
 
-def _split_functions(module: Any) -> None:
+def _split_functions(module: ir.Module) -> None:
     """Gives each call of a function that calls the host a copy of its own: a channel must stand in a program once."""
     functions = mlir.functions(module)
     concerned = {name for name, each in functions.items() if _host_calls(each)}
@@ -137,7 +137,7 @@ def _split_functions(module: Any) -> None:
             pending.append(function)
 
 
-def _replace(call: Any, channel: int) -> HostTransfers:
+def _replace(call: ir.Operation, channel: int) -> HostTransfers:
     """Replaces a call by transfers on channels from a number on."""
     index = ir.IntegerAttr(ir.DictAttr(call.attributes["backend_config"])["index"]).value
     types = [each.type for each in call.results]
@@ -168,7 +168,9 @@ def _replace(call: Any, channel: int) -> HostTransfers:
     return HostTransfers(index, operands, results, tuple(sends), tuple(receives))
 
 
-def _transfer(call: Any, name: str, results: list[Any], operands: list[Any], channel: int, kind: int) -> Any:
+def _transfer(
+    call: ir.Operation, name: str, results: list[ir.Type], operands: list[ir.Value], channel: int, kind: int
+) -> ir.OpResultList:
     attributes = {
         "channel_handle": f"#stablehlo.channel_handle<handle = {channel}, type = {kind}>",
         "is_host_transfer": "true",
@@ -181,7 +183,7 @@ def _transfer(call: Any, name: str, results: list[Any], operands: list[Any], cha
     return ir.Operation.create(f"stablehlo.{name}", results=results, operands=operands, attributes=parsed).results
 
 
-def _kind(type_: Any, index: int) -> Kind:
+def _kind(type_: ir.Type, index: int) -> Kind:
     tensor = ir.RankedTensorType(type_)
     dtype = _DTYPES.get(str(tensor.element_type))
     if dtype is None or not tensor.has_static_shape:
@@ -189,7 +191,7 @@ def _kind(type_: Any, index: int) -> Kind:
     return tuple(tensor.shape), np.dtype(dtype)
 
 
-def _host_calls(root: Any) -> list[Any]:
+def _host_calls(root: ir.Module | ir.Operation) -> list[ir.Operation]:
     """The calls of Python functions inside a module or a function."""
     calls = mlir.operations(root, "stablehlo.custom_call")
     return [each for each in calls if target(each) in HOST_CALL_TARGETS.values()]

@@ -13,7 +13,10 @@ import logging
 import operator
 import os
 import re
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from replica_engine.errors import BackendMissingError
 from replica_engine.errors.versions import untested_version
@@ -99,7 +102,7 @@ _FLAGS = {
 }
 
 
-def program_context() -> Any:
+def program_context() -> ir.Context:
     """An MLIR context for programs.
 
     It loads a dialect when a program has it. jax's own context loads all of them first, which takes 4 ms rather than
@@ -115,7 +118,7 @@ def program_context() -> Any:
     return context
 
 
-def compile_options(grid: Any, divided: bool) -> CompileOptions:
+def compile_options(grid: np.ndarray, divided: bool) -> CompileOptions:
     """The options with which a program is compiled.
 
     Args:
@@ -179,11 +182,11 @@ CPU_OPTIONS = (
 )
 """Options of XLA with which programs for CPU devices are compiled."""
 
-_WITHOUT_CHECKS: dict[str, Any] = {} if xla_client._version >= 489 else {"_skip_checks": True}
+_WITHOUT_CHECKS: dict[str, bool] = {} if xla_client._version >= 489 else {"_skip_checks": True}
 """From this extension version on, shortly before jaxlib 0.11.2, handlers of results never check."""
 
 
-def result_handler(aval: ShapedArray, sharding: NamedSharding) -> Any:
+def result_handler(aval: ShapedArray, sharding: NamedSharding) -> Callable[..., ArrayImpl]:
     """What makes an array of a program's result on all devices of `sharding`."""
     return array_result_handler(aval, sharding, committed=True, **_WITHOUT_CHECKS)
 
@@ -209,19 +212,19 @@ def cache_limit() -> int:
     return int(config.jax_compilation_cache_max_size)
 
 
-def cost_of_module(module: Any) -> Any:
+def cost_of_module(module: object) -> dict[str, float]:
     """The flops and bytes of a compiled module, as XLA counts them on every platform."""
     return _jax.hlo_module_cost_analysis(make_cpu_client(num_devices=1), module)
 
 
-def absent_tpus(topology: str, **options: str | list[int]) -> list[Any]:
+def absent_tpus(topology: str, **options: str | list[int]) -> list[jax.Device]:
     """Devices to compile for, which need not be there. libtpu, which compiles, may end the process."""
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(topology, platform="tpu", **options).devices)
 
 
-def absent_gpus(library: str, target: str, topology: str) -> list[Any]:
+def absent_gpus(library: str, target: str, topology: str) -> list[jax.Device]:
     """Like `absent_tpus`, for GPUs that a text describes.
 
     Args:

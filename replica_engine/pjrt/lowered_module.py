@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -94,7 +93,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             module = ir.Module.parse(text)
         except ir.MLIRError as error:
             raise _explained(text, str(error)) from None
-        found: dict[str, list[Any]] = {name: [] for name in (_CALL, *_COLLECTIVES, _COPY, _OTHER)}
+        found: dict[str, list[ir.Operation]] = {name: [] for name in (_CALL, *_COLLECTIVES, _COPY, _OTHER)}
         for each in operations(module, *found):
             found[each.name].append(each)
         for each in found[_COPY]:
@@ -140,7 +139,7 @@ def of_replica(text: str, replica: int) -> str:
         return str(module.operation.get_asm(enable_debug_info=False))
 
 
-def _number_functions(module: Any) -> None:
+def _number_functions(module: ir.Module) -> None:
     """Names all functions but the main one by their places in the module, and what refers to them."""
     names: dict[str, str] = {}
     for name, each in functions(module).items():
@@ -148,14 +147,14 @@ def _number_functions(module: Any) -> None:
             names[name] = f"function_{len(names)}"
             each.attributes["sym_name"] = ir.StringAttr.get(names[name])
 
-    def renamed(attribute: Any) -> Any:
+    def renamed(attribute: ir.Attribute) -> ir.Attribute:
         if isinstance(attribute, ir.FlatSymbolRefAttr):
             return ir.FlatSymbolRefAttr.get(names.get(attribute.value, attribute.value))
         if isinstance(attribute, ir.ArrayAttr):
             return ir.ArrayAttr.get([renamed(each) for each in attribute])
         return attribute
 
-    def rename(operation: Any) -> Any:
+    def rename(operation: ir.Operation) -> ir.WalkResult:
         for name in _REFERENCES:
             if name in operation.attributes:
                 operation.attributes[name] = renamed(operation.attributes[name])
@@ -188,7 +187,7 @@ def _listed(constant: re.Match[str]) -> str:
     return f"dense<{json.dumps(values.astype(bool).reshape(shape).tolist())}> : tensor<{constant[2]}i1>"
 
 
-def _reshaped(operation: Any) -> bool:
+def _reshaped(operation: ir.Operation) -> bool:
     """Replaces an unknown operation that is a reshape to scalar sizes. Returns False if it is another one."""
     value, *sizes = operation.operands
     (result,) = operation.results
@@ -203,7 +202,7 @@ def _reshaped(operation: Any) -> bool:
     return True
 
 
-def _results(module: Any) -> list[list[int | None]]:
+def _results(module: ir.Module) -> list[list[int | None]]:
     """The sizes of the results of the main function."""
     types = ir.FunctionType(ir.TypeAttr(functions(module)["main"].attributes["function_type"]).value).results
     tensors = list(map(ir.RankedTensorType, types))
@@ -213,7 +212,7 @@ def _results(module: Any) -> list[list[int | None]]:
     ]
 
 
-def _writes(attributes: Any) -> list[tuple[int, int]]:
+def _writes(attributes: ir.OpAttributeMap) -> list[tuple[int, int]]:
     if _ALIAS not in attributes:
         return []
     found = []
@@ -224,5 +223,5 @@ def _writes(attributes: Any) -> list[tuple[int, int]]:
     return found
 
 
-def _is_static(kind: Any) -> bool:
+def _is_static(kind: ir.Type) -> bool:
     return ir.RankedTensorType(kind).has_static_shape

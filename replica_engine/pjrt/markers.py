@@ -17,7 +17,7 @@ import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir, program_context
-from replica_engine.pjrt.mlir import compared, functions, operations, reduced, splat
+from replica_engine.pjrt.mlir import barrier, compared, functions, operations, reduced, splat
 
 PREFIX = "replica_engine."
 
@@ -52,7 +52,7 @@ WORK: tuple[tuple[int, ...], np.dtype] = ((), np.dtype(np.float32))
 _WORK_SIZE = 4096
 
 
-def expand_markers(program: str, platform: str) -> Any:
+def expand_markers(program: str, platform: str) -> ir.Module:
     """The module of a program, with each marker replaced by the operation it stands for.
 
     On CPU devices, sums over replicas of 16-bit floats are added in float32 and rounded once. XLA would round after
@@ -78,7 +78,7 @@ def expand_markers(program: str, platform: str) -> Any:
         return module
 
 
-def add_work(module: Any) -> None:
+def add_work(module: ir.Module) -> None:
     """Gives a program a last result that takes some work to compute.
 
     It is ready when the program has ended, so a program without results gets it. And XLA:CPU runs a program of fewer
@@ -92,7 +92,7 @@ def add_work(module: Any) -> None:
         number = ir.RankedTensorType.get([], ir.F32Type.get())
         vector = ir.RankedTensorType.get([_WORK_SIZE], ir.F32Type.get())
         with ir.InsertionPoint(end):
-            values: Any = hlo.optimization_barrier([hlo.iota(vector, 0)])
+            values = barrier(hlo.iota(vector, 0))
             ir.Operation.create("func.return", operands=[*end.operands, hlo.dot(number, values, values)])
         end.operation.erase()
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
@@ -111,17 +111,17 @@ _NARROW = ("f16", "bf16")
 _REDUCTIONS = {"Add": hlo.add, "Min": hlo.minimum, "Max": hlo.maximum}
 
 
-def target(operation: Any) -> str:
+def target(operation: ir.Operation) -> str:
     """The name that a custom call calls."""
     return ir.StringAttr(operation.attributes["call_target_name"]).value
 
 
-def parameters_of(marker: Any) -> dict[str, Any]:
+def parameters_of(marker: ir.Operation) -> dict[str, Any]:
     """The parameters of a marker, from its JSON."""
     return json.loads(ir.StringAttr(marker.attributes["backend_config"]).value)
 
 
-def restore_constraint(call: Any) -> None:
+def restore_constraint(call: ir.Operation) -> None:
     """Makes a marker of a custom call to `Sharding` that a constraint was lowered to; no other call changes.
 
     TensorFlow has one op with a name and parameters of our own, and it must know the shape of its result. Another one
@@ -136,13 +136,13 @@ def restore_constraint(call: Any) -> None:
     del call.attributes[_SHARDING_ATTRIBUTE]
 
 
-def _replace_host_call(marker: Any, platform: str) -> None:
+def _replace_host_call(marker: ir.Operation, platform: str) -> None:
     marker.attributes["call_target_name"] = ir.StringAttr.get(HOST_CALL_TARGETS[platform])
     marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {parameters_of(marker)['index']} : ui64}}")
     marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI
 
 
-def _replace(marker: Any, platform: str, is_divided: bool) -> None:
+def _replace(marker: ir.Operation, platform: str, is_divided: bool) -> None:
     name = target(marker).removeprefix(PREFIX)
     parameters = parameters_of(marker)
     groups = parameters.get("groups", [])
@@ -182,9 +182,8 @@ def _replace(marker: Any, platform: str, is_divided: bool) -> None:
     marker.erase()
 
 
-def _place_of_group(groups: list[list[int]]) -> Any:
+def _place_of_group(groups: list[list[int]]) -> ir.Value:
     """The position, among all groups, of the group of the replica that runs this."""
-    of_replica = {replica: place for place, group in enumerate(groups) for replica in group}
     of_replica = {replica: place for place, group in enumerate(groups) for replica in group}
     table: Any = np.array([of_replica[replica] for replica in range(len(of_replica))], np.int32)
     number = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))
@@ -192,7 +191,7 @@ def _place_of_group(groups: list[list[int]]) -> Any:
     return hlo.reshape(number, found)
 
 
-def _at(value: Any, place: Any, count: int, op: str) -> Any:
+def _at(value: ir.Value, place: ir.Value, count: int, op: str) -> ir.Value:
     """A value at its place of `count` along a new first dimension, between numbers that change no result."""
     kind = ir.RankedTensorType(value.type)
     shape = [count, *kind.shape]
@@ -202,7 +201,7 @@ def _at(value: Any, place: Any, count: int, op: str) -> Any:
     return hlo.select(is_here, own, splat(_nothing(kind.element_type, op), wide))
 
 
-def _nothing(kind: Any, op: str) -> float:
+def _nothing(kind: ir.Type, op: str) -> float:
     """The number that changes no result of a reduction."""
     if not isinstance(kind, ir.IntegerType):
         return {"Add": -0.0, "Min": math.inf, "Max": -math.inf}[op]  # 0.0 would make another sum of -0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -168,7 +167,7 @@ class PartitionedGroup(DeviceGroup):
             values.append(np.asarray(value[np.newaxis] if self.rows else value, order="C"))
         return self._put(aval_of(stored, dtype), sharding, values, devices)
 
-    def _parts_ready(self, shards: Sequence[Any], replica: int) -> bool:
+    def _parts_ready(self, shards: Sequence[Array], replica: int) -> bool:
         size = self.mesh.size
         return all(shard.is_ready() for shard in shards[replica * size : (replica + 1) * size])
 

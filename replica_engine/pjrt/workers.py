@@ -20,7 +20,7 @@ import contextlib
 import ctypes
 import importlib.metadata
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from replica_engine import hosts
@@ -97,7 +97,7 @@ class _Workers:
         found: dict[str, str] = self.member.get(_SERVICE)
         return found
 
-    def _find(self, place: dict[str, str], platform: str | None, count: int | None) -> tuple[str, Any]:
+    def _find(self, place: dict[str, str], platform: str | None, count: int | None) -> tuple[str, Sequence[jax.Device]]:
         """The platform, and its devices of all workers; waits inside jaxlib for the other workers."""
         client = get_distributed_runtime_client(
             place["address"],
@@ -112,7 +112,7 @@ class _Workers:
         found = () if platform == "cpu" else self._accelerators(client, platform)
         return (found[0].platform, found) if found else ("cpu", self._cpu_devices(client, count or cores()))
 
-    def _cpu_devices(self, client: Any, count: int) -> Any:
+    def _cpu_devices(self, client: object, count: int) -> list[jax.Device]:
         collectives = make_gloo_tcp_collectives(client, hostname=self._host)
         made: Any = make_cpu_client(
             distributed_client=client,
@@ -123,7 +123,7 @@ class _Workers:
         )
         return made.devices()
 
-    def _accelerators(self, client: Any, platform: str | None) -> tuple:
+    def _accelerators(self, client: object, platform: str | None) -> tuple:
         """The GPUs or TPUs of all workers.
 
         jax makes the clients for them, and takes from its global state that there are other processes.
@@ -248,6 +248,6 @@ def explain(member: hosts.Member | None, error: BaseException) -> None:
         member.explain(error)
 
 
-def _keep(thing: Any) -> None:
+def _keep(thing: object) -> None:
     """Keeps an object of jaxlib from being destroyed, at exit too."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -46,7 +46,7 @@ from replica_engine.pjrt.mlir import functions, operations
 VERSION = 6
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
 
-_RULES: dict[str, dict[str, Callable[[Any], Any]]] = {
+_RULES: dict[str, dict[str, Callable[[Any], ir.Value | None]]] = {
     "cpu": {
         "stablehlo.convolution": convolutions.rewritten,
         "stablehlo.select_and_scatter": pooling.rewritten,
@@ -77,7 +77,7 @@ def enabled() -> bool:
     return _chosen[0] if _chosen else os.environ.get("REPLICA_ENGINE_CPU_REWRITES", "1") != "0"
 
 
-def rewrite(module: Any, platform: str = "cpu") -> dict[str, int]:
+def rewrite(module: ir.Module, platform: str = "cpu") -> dict[str, int]:
     """Rewrites the operations of a module for a platform, in place. Returns how many of each kind were rewritten.
 
     An operation whose rule fails stays as it is, and is warned of once: a rewrite only saves time.
@@ -99,7 +99,7 @@ def rewrite(module: Any, platform: str = "cpu") -> dict[str, int]:
     return done
 
 
-def _arrays(loop: Any, functions: dict[str, Any]) -> int:
+def _arrays(loop: ir.Operation, functions: dict[str, ir.Operation]) -> int:
     """How many arrays of a loop were rewritten."""
     try:
         return loops.rewritten(loop, functions)
@@ -121,7 +121,7 @@ def _tell(name: str, error: Exception) -> None:
         _logger.warning(warning("not_rewritten", text))
 
 
-def _made(operation: Any, rule: Callable[[Any], Any]) -> Any:
+def _made(operation: ir.Operation, rule: Callable[[Any], ir.Value | None]) -> ir.Value | None:
     """What the rule of an operation makes in front of it; None if it makes nothing."""
     around = operation.block.operations
     before = len(around)

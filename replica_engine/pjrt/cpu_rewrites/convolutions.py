@@ -13,7 +13,6 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from replica_engine.pjrt.cpu_rewrites import ops
 from replica_engine.pjrt.cpu_rewrites.ops import Value
@@ -66,7 +65,7 @@ class Convolution:
     batch_groups: int
 
     @classmethod
-    def of(cls, operation: Any) -> Convolution:
+    def of(cls, operation: hlo.ConvolutionOp) -> Convolution:
         """Reads an operation."""
         numbers = hlo.ConvDimensionNumbers(operation.dimension_numbers)
         ones = [1] * len(numbers.input_spatial_dimensions)
@@ -123,7 +122,7 @@ class Convolution:
         return hlo.reverse(self.kernel, backwards) if backwards else self.kernel
 
 
-def rewritten(operation: Any) -> Value | None:
+def rewritten(operation: hlo.ConvolutionOp) -> Value | None:
     """The result of a convolution in a faster form; None if its own is the fastest."""
     if not ops.is_static_float(operation.lhs, operation.rhs, operation.result):
         return None

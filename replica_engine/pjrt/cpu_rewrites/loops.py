@@ -21,11 +21,11 @@ from replica_engine.pjrt.jaxlib import hlo, ir
 
 WHILE = "stablehlo.while"
 
-Functions = Mapping[str, Any]
+Functions = Mapping[str, ir.Operation]
 """The functions of a module, by name."""
 
 
-def rewritten(loop: Any, functions: Functions) -> int:
+def rewritten(loop: ir.Operation, functions: Functions) -> int:
     """Rewrites the arrays that a loop fills with one value. Returns how many there were.
 
     Args:
@@ -38,7 +38,7 @@ def rewritten(loop: Any, functions: Functions) -> int:
     for index in range(len(body.arguments) if steps else 0):
         value = _filled_with(loop, index, steps, functions)
         reads = None if value is None else _reads(loop.results[index], functions)
-        if reads:
+        if value is not None and reads:
             found.append((index, value, reads))
     for index, value, reads in found:
         for read in reads:
@@ -55,7 +55,7 @@ def rewritten(loop: Any, functions: Functions) -> int:
     return len(found)
 
 
-def _filled_with(loop: Any, index: int, steps: int, functions: Functions) -> Value | None:
+def _filled_with(loop: ir.Operation, index: int, steps: int, functions: Functions) -> Value | None:
     """The value, from outside a loop, that all rows of an array are after it; None if they are not one value.
 
     Args:
@@ -85,7 +85,7 @@ def _filled_with(loop: Any, index: int, steps: int, functions: Functions) -> Val
     return value if ops.shape(value) == ops.shape(array)[1:] else None
 
 
-def _reads(array: Value, functions: Functions) -> list[Any] | None:
+def _reads(array: Value, functions: Functions) -> list[ir.Operation] | None:
     """The operations that read a row of an array in the loops that get it; None if anything else is done with it."""
     reads = []
     for use in array.uses:
@@ -108,7 +108,7 @@ def _reads(array: Value, functions: Functions) -> list[Any] | None:
     return reads
 
 
-def _steps(loop: Any, functions: Functions) -> int:
+def _steps(loop: ir.Operation, functions: Functions) -> int:
     """The number of steps of a loop, if its condition compares counters with constants; else 0."""
     condition = loop.regions[0].blocks[0]
     limits = _limits(_end(condition).operands[0], condition, functions)
@@ -117,7 +117,7 @@ def _steps(loop: Any, functions: Functions) -> int:
     return max(0, min(limit for _, limit in limits))
 
 
-def _limits(value: Value, block: Any, functions: Functions) -> list[tuple[int, int]] | None:
+def _limits(value: Value, block: ir.Block, functions: Functions) -> list[tuple[int, int]] | None:
     """The comparisons, all of which must hold for a value to be true: which argument of its block is less than which
     constant.
 
@@ -133,7 +133,7 @@ def _limits(value: Value, block: Any, functions: Functions) -> list[tuple[int, i
         if callee is None:
             return None
         entry = callee.regions[0].blocks[0]
-        inner = _limits(_end(entry).operands[value.result_number], entry, functions)
+        inner = _limits(_end(entry).operands[ir.OpResult(value).result_number], entry, functions)
         outer = [(_place(block, owner.operands[place]), limit) for place, limit in inner or ()]
         return None if inner is None or any(place is None for place, _ in outer) else outer  # type: ignore[return-value]
     if _name(owner) != "stablehlo.compare" or "LT" not in str(owner.attributes["comparison_direction"]):
@@ -142,7 +142,7 @@ def _limits(value: Value, block: Any, functions: Functions) -> list[tuple[int, i
     return None if place is None or limit is None else [(place, limit)]
 
 
-def _counts(loop: Any, place: int | None) -> bool:
+def _counts(loop: ir.Operation, place: int | None) -> bool:
     """Whether a value of a loop counts its steps from 0."""
     if place is None or _integer(loop.operands[place]) != 0:
         return False
@@ -166,7 +166,7 @@ def _is_read(value: Value, functions: Functions) -> bool:
     return False
 
 
-def _place(block: Any, value: Value) -> int | None:
+def _place(block: ir.Block, value: Value) -> int | None:
     """Which argument of a block a value is; None if it is none of them."""
     value = _same(value)
     return next((place for place, each in enumerate(block.arguments) if each == value), None)
@@ -198,7 +198,7 @@ def _name(owner: Any) -> str:
     return str(getattr(owner, "name", ""))  # a block has no name
 
 
-def _end(block: Any) -> Any:
+def _end(block: ir.Block) -> ir.Operation:
     """The operation that ends a block. It is asked for each value of a loop, so no list of the operations is made."""
     operations = block.operations
     return operations[len(operations) - 1].operation

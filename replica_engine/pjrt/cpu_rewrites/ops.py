@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.mlir import reduced, splat
+from replica_engine.pjrt.mlir import made_by, reduced, splat
 
-Value = Any
+T = TypeVar("T")
+Value = ir.Value
 """A value of a program: a tensor of known shape."""
 
 
@@ -17,7 +18,7 @@ def shape(value: Value) -> list[int]:
     return list(ir.RankedTensorType(value.type).shape)
 
 
-def element_type(value: Value) -> Any:
+def element_type(value: Value) -> ir.Type:
     """The element type of a value."""
     return ir.RankedTensorType(value.type).element_type
 
@@ -30,7 +31,7 @@ def is_static_float(*values: Value) -> bool:
     } in ({"f32"}, {"f64"})
 
 
-def scalar(value: float, kind: Any) -> Value:
+def scalar(value: float, kind: ir.Type) -> Value:
     """A constant of rank 0."""
     return splat(value, ir.RankedTensorType.get([], kind))
 
@@ -74,7 +75,10 @@ def join(values: Sequence[Value], axis: int) -> Value:
 
 
 def product(
-    left: Value, right: Value, contract: tuple[Sequence[int], Sequence[int]], batch: tuple[Any, Any] = ((), ())
+    left: Value,
+    right: Value,
+    contract: tuple[Sequence[int], Sequence[int]],
+    batch: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> Value:
     """A matrix product. Its dimensions are the batch, then what is left of `left`, then what is left of `right`."""
     kept_left = [size for index, size in enumerate(shape(left)) if index not in (*contract[0], *batch[0])]
@@ -94,22 +98,23 @@ def total(value: Value, dimensions: Sequence[int]) -> Value:
 
 def is_zero(value: Value) -> bool:
     """Whether a value is the constant 0 (or -0) of a floating-point type."""
-    while getattr(value.owner, "name", "") in ("stablehlo.convert", "stablehlo.reshape"):
-        value = value.owner.operands[0]
-    if getattr(value.owner, "name", "") != "stablehlo.constant":
+    while (change := made_by(value, "stablehlo.convert", "stablehlo.reshape")) is not None:
+        value = change.operands[0]
+    constant = made_by(value, "stablehlo.constant")
+    if constant is None:
         return False
     if str(element_type(value)) not in ("f16", "bf16", "f32", "f64"):  # jaxlib cannot read all others: complex64
         return False
-    elements = ir.DenseElementsAttr(value.owner.attributes["value"])
+    elements = ir.DenseElementsAttr(constant.attributes["value"])
     return elements.is_splat and float(elements.get_splat_value().value) == 0.0  # type: ignore[attr-defined]
 
 
-def numbers(attribute: Any, default: list[Any]) -> list[Any]:
+def numbers(attribute: Any, default: list[T]) -> list[T]:
     """What an attribute has for each dimension; a default if an operation lacks it."""
     return list(default if attribute is None else attribute)
 
 
-def padding(operation: Any, rank: int) -> tuple[list[int], list[int]]:
+def padding(operation: hlo.ConvolutionOp | hlo.SelectAndScatterOp, rank: int) -> tuple[list[int], list[int]]:
     """The padding of an operation, before and after each dimension."""
     elements: Any = [0] * 2 * rank if operation.padding is None else ir.DenseIntElementsAttr(operation.padding)
     return list(elements)[0::2], list(elements)[1::2]

@@ -27,7 +27,7 @@ MOST_OVERLAP = 3.0
 """In how many windows an element may be. In more, adding up their gradients takes longer than XLA's loop."""
 
 
-def rewritten(operation: Any) -> Value | None:
+def rewritten(operation: hlo.SelectAndScatterOp) -> Value | None:
     """The result of a `select_and_scatter`; None if it is not the gradient of max-pooling, or the windows are large."""
     operand, source = operation.operand, operation.source
     if not ops.is_static_float(operand, source) or not _is_max_gradient(operation):
@@ -54,7 +54,9 @@ def rewritten(operation: Any) -> Value | None:
     return ops.cut(_scattered(source, chosen, offsets, ops.shape(padded), strides), low, sizes, ones)
 
 
-def _scattered(source: Value, chosen: Value, offsets: list[Any], sizes: list[int], strides: list[int]) -> Value:
+def _scattered(
+    source: Value, chosen: Value, offsets: list[tuple[int, ...]], sizes: list[int], strides: list[int]
+) -> Value:
     """The gradients at the places in the padded input that they were chosen from."""
     results, summed = ops.shape(source), None
     nothing = ops.broadcast(ops.scalar(0.0, ops.element_type(source)), results, [])
@@ -65,11 +67,17 @@ def _scattered(source: Value, chosen: Value, offsets: list[Any], sizes: list[int
         after = [size - end for size, end in zip(sizes, reach, strict=True)]
         spread = ops.pad(part, offset, after, [stride - 1 for stride in strides])
         summed = spread if summed is None else hlo.add(summed, spread)
+    assert summed is not None, "a window has elements"
     return summed
 
 
 def _inside(
-    sizes: list[int], low: list[int], high: list[int], offsets: list[Any], results: list[int], strides: list[int]
+    sizes: list[int],
+    low: list[int],
+    high: list[int],
+    offsets: list[tuple[int, ...]],
+    results: list[int],
+    strides: list[int],
 ) -> np.ndarray:
     """For each slice, which of its elements lie outside the padding; dimensions without padding have size 1."""
     table = np.ones((len(offsets), *([1] * len(sizes))), bool)
@@ -92,7 +100,7 @@ def _spread(table: np.ndarray, results: list[int]) -> Value:
     return ops.broadcast(constant, results, list(range(len(results))))
 
 
-def _is_max_gradient(operation: Any) -> bool:
+def _is_max_gradient(operation: hlo.SelectAndScatterOp) -> bool:
     """Whether it selects with >= and scatters with + onto zeros."""
     select, scatter = ([*region.blocks[0].operations] for region in operation.regions)
     if len(select) != 2 or len(scatter) != 2 or scatter[0].operation.name != "stablehlo.add":

@@ -6,14 +6,15 @@ them kept, and their sum. As one product over the batch too, XLA:CPU makes one c
 
 from __future__ import annotations
 
-from typing import Any
-
 from replica_engine.pjrt.cpu_rewrites import ops
 from replica_engine.pjrt.cpu_rewrites.ops import Value
-from replica_engine.pjrt.jaxlib import hlo
+from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.mlir import made_by
+
+_PRODUCT, _TRANSPOSE = "stablehlo.dot_general", "stablehlo.transpose"
 
 
-def rewritten(operation: Any) -> Value | None:
+def rewritten(operation: hlo.ReduceOp) -> Value | None:
     """The result of a sum of products; None if the operation is another."""
     reduce = operation.operation
     if len(reduce.results) != 1 or not ops.is_static_float(reduce.operands[0], reduce.results[0]):
@@ -40,20 +41,18 @@ def rewritten(operation: Any) -> Value | None:
     return ops.product(x, y, contract, ([left[index] for index in batch], [right[index] for index in batch]))
 
 
-def _product_of(value: Value) -> Any:
+def _product_of(value: Value) -> ir.Operation | None:
     """The product that a value is, perhaps under operations that change nothing; None if something else uses it."""
     while True:
-        owner = value.owner
-        name = getattr(owner, "name", "")  # a block has no name: the value is an argument
-        if not name or len(list(value.uses)) != 1:
+        owner = made_by(value, _PRODUCT, _TRANSPOSE, "stablehlo.convert")
+        if owner is None or len(list(value.uses)) != 1:
             return None
-        if name == "stablehlo.dot_general":
+        if owner.name == _PRODUCT:
             return owner
-        changes_order = name == "stablehlo.transpose" and list(owner.opview.permutation) != sorted(
-            owner.opview.permutation
-        )
-        if name not in ("stablehlo.transpose", "stablehlo.convert") or changes_order:
-            return None
+        if owner.name == _TRANSPOSE:
+            order = list(ir.DenseI64ArrayAttr(owner.attributes["permutation"]))
+            if order != sorted(order):
+                return None
         if owner.operands[0].type != owner.results[0].type:
             return None
         value = owner.operands[0]

@@ -8,38 +8,36 @@ barrier makes it a value of its own. (A decoder of two blocks, compiled for TPU 
 
 from __future__ import annotations
 
-from typing import Any
-
 from replica_engine.pjrt.cpu_rewrites import ops
 from replica_engine.pjrt.cpu_rewrites.ops import Value
 from replica_engine.pjrt.jaxlib import hlo
+from replica_engine.pjrt.mlir import barrier, made_by
 
+_CHANGES = ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "stablehlo.convert")
 _LEAST_RANK = 3
 """A softmax over classes, which has rank 2, is followed by products that are small beside it."""
 
 
-def rewritten(operation: Any) -> Value | None:
+def rewritten(operation: hlo.MulOp) -> Value | None:
     """The result of a multiplication behind a barrier; None if it isn't the last one of a softmax's gradient."""
     left, right = operation.operands
     if len(ops.shape(left)) < _LEAST_RANK or not (_ends(left, right) or _ends(right, left)):
         return None
-    return hlo.optimization_barrier([hlo.multiply(left, right)])
+    return barrier(hlo.multiply(left, right))
 
 
 def _ends(difference: Value, softmax: Value) -> bool:
     """Whether the first value is a gradient minus a sum of its products with the second."""
-    owner = difference.owner
-    if getattr(owner, "name", "") != "stablehlo.subtract":  # a block has no name: the value is an argument
+    subtraction = made_by(difference, "stablehlo.subtract")
+    if subtraction is None:
         return False
-    gradient, total = owner.operands
-    while getattr(total.owner, "name", "") in ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "stablehlo.convert"):
-        total = total.owner.operands[0]
-    if getattr(total.owner, "name", "") != "stablehlo.reduce":
+    gradient, total = subtraction.operands
+    while (change := made_by(total, *_CHANGES)) is not None:
+        total = change.operands[0]
+    reduction = made_by(total, "stablehlo.reduce")
+    if reduction is None:
         return False
-    summed = total.owner.operands[0]
-    if getattr(summed.owner, "name", "") == "stablehlo.convert":
-        summed = summed.owner.operands[0]
-    if getattr(summed.owner, "name", "") != "stablehlo.multiply":
-        return False
-    factors = list(summed.owner.operands)
-    return factors in ([gradient, softmax], [softmax, gradient])
+    summed = reduction.operands[0]
+    conversion = made_by(summed, "stablehlo.convert")
+    product = made_by(summed if conversion is None else conversion.operands[0], "stablehlo.multiply")
+    return product is not None and list(product.operands) in ([gradient, softmax], [softmax, gradient])

@@ -16,13 +16,14 @@ How values lie on the devices:
   devices at the same place of other replicas.
 """
 
-from replica_engine.pjrt.partitions.layout import REPLICAS, WHOLE, Axes, Layout, Part, ReplicaMesh, names
+from replica_engine.pjrt.partitions.layout import REPLICAS, WHOLE, Axes, Entry, Layout, Part, ReplicaMesh, names
 from replica_engine.pjrt.partitions.program import of_one_replica, partition, with_layout
 
 __all__ = [
     "REPLICAS",
     "WHOLE",
     "Axes",
+    "Entry",
     "Layout",
     "Part",
     "ReplicaMesh",

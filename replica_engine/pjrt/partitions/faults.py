@@ -9,7 +9,7 @@ layouts, and what is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from replica_engine.pjrt import mlir
 from replica_engine.pjrt.jaxlib import hlo, ir
@@ -23,6 +23,10 @@ _ROUNDS = 32
 """How often Shardy is asked again, at most: what one fault needs whole may divide another operation in another way."""
 
 
+Whole = Mapping[int, Sequence[int]]
+"""By the number of an operand or a result, the dimensions along which it is made whole."""
+
+
 class Fault(NamedTuple):
     """A fault of the partitioner.
 
@@ -33,11 +37,11 @@ class Fault(NamedTuple):
     """
 
     operations: tuple[str, ...]
-    holds: Callable[[Any, Propagated, Devices], bool]
-    mend: Callable[[Any, Propagated, Devices], None]
+    holds: Callable[[ir.Operation, Propagated, Devices], bool]
+    mend: Callable[[ir.Operation, Propagated, Devices], None]
 
 
-def avoid(module: Any, layout: Layout, channels: Iterator[int]) -> None:
+def avoid(module: ir.Module, layout: Layout, channels: Iterator[int]) -> None:
     """Replaces the operations of a module that the partitioner would divide wrongly.
 
     Args:
@@ -55,7 +59,7 @@ def avoid(module: Any, layout: Layout, channels: Iterator[int]) -> None:
             return
 
 
-def _mend(suspects: list[Any], found: list[Propagated], devices: Devices) -> bool:
+def _mend(suspects: list[ir.Operation], found: list[Propagated], devices: Devices) -> bool:
     """Mends what is divided wrongly among some operations; whether there was any."""
     mended = False
     for operation, divided in zip(suspects, found, strict=True):
@@ -73,7 +77,7 @@ def _has_two_axes(devices: Devices) -> bool:
     return sum(size > 1 for _, size in devices.layout.mesh.axes) > 1
 
 
-def _uneven(value: Any, divided: Divided, devices: Devices) -> list[int]:
+def _uneven(value: ir.Value, divided: Divided, devices: Devices) -> list[int]:
     """The dimensions that are divided into unequal parts; all if an axis is divided itself."""
     shape = ir.RankedTensorType(value.type).shape
     if not devices.is_whole_axes(divided):
@@ -81,7 +85,7 @@ def _uneven(value: Any, divided: Divided, devices: Devices) -> list[int]:
     return [each for each, (size, names) in enumerate(zip(shape, divided, strict=True)) if size % devices.count(names)]
 
 
-def _indexes_wrongly(operation: Any, divided: Propagated, devices: Devices) -> bool:
+def _indexes_wrongly(operation: ir.Operation, divided: Propagated, devices: Devices) -> bool:
     values = [
         *zip(operation.operands, divided.operands, strict=True),
         *zip(operation.results, divided.results, strict=True),
@@ -113,7 +117,7 @@ def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, indices: Divi
     return bool(along) and (_has_two_axes(devices) or (len(indexed.map) > 1 and not along <= of_batch))
 
 
-def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> None:
+def _index_locally(operation: ir.Operation, divided: Propagated, devices: Devices) -> None:
     if operation.name == "stablehlo.gather":
         gather = Gather(operation)
         if gather.is_of_rows(divided.operands[0]) and _is_plain(divided, devices):
@@ -127,21 +131,21 @@ def _index_locally(operation: Any, divided: Propagated, devices: Devices) -> Non
         else:
             count = len(operation.results)
             whole = dict.fromkeys(range(count), scatter.map)
-            updates: dict[int, Any] = {}
+            updates: dict[int, Sequence[int]] = {}
             if scatter.divides_updates_wrongly(divided):
                 updates = {count: scatter.batch, **dict.fromkeys(range(count + 1, 2 * count + 1), scatter.places)}
             _index_whole(operation, divided, devices, whole | updates, whole)
 
 
 def _index_whole(
-    operation: Any, divided: Propagated, devices: Devices, operands: dict[int, Any], results: dict[int, Any]
+    operation: ir.Operation, divided: Propagated, devices: Devices, operands: Whole, results: Whole
 ) -> None:
     """Makes what is indexed whole along the indexed dimensions, and all else along those of unequal parts.
 
     Beside other replicas all are whole.
     """
 
-    def together(value: Any, each: Divided, whole: Any) -> list[int]:
+    def together(value: ir.Value, each: Divided, whole: Sequence[int]) -> list[int]:
         rank = ir.RankedTensorType(value.type).rank
         return [*range(rank)] if _are_beside_others(devices) else [*_uneven(value, each, devices), *whole]
 
@@ -165,15 +169,15 @@ def _is_plain(divided: Propagated, devices: Devices) -> bool:
     return all(map(devices.is_whole_axes, (*divided.operands, *divided.results)))
 
 
-def _numbers(convolution: Any) -> Any:
+def _numbers(convolution: ir.Operation) -> hlo.ConvDimensionNumbers:
     return hlo.ConvDimensionNumbers(convolution.attributes["dimension_numbers"])
 
 
-def _sums_groups_of_batch(convolution: Any, divided: Propagated, devices: Devices) -> bool:
+def _sums_groups_of_batch(convolution: ir.Operation, divided: Propagated, devices: Devices) -> bool:
     return _has_two_axes(devices) and ir.IntegerAttr(convolution.attributes["batch_group_count"]).value > 1
 
 
-def _sum_of_parts(convolution: Any, divided: Propagated, devices: Devices) -> None:
+def _sum_of_parts(convolution: ir.Operation, divided: Propagated, devices: Devices) -> None:
     """Lets each device convolve a part of what the convolution sums over, and adds up the results.
 
     That is a dimension of each operand: the features of the input, which are the batch of the layer. The convolution is
@@ -190,14 +194,16 @@ def _sum_of_parts(convolution: Any, divided: Propagated, devices: Devices) -> No
         for kind, place in zip(kinds, summed, strict=True)
     ]
 
-    def build(parts: list[Any]) -> list[Any]:
+    def build(parts: list[ir.Value]) -> list[ir.Value]:
         made = _copy_with(convolution, parts, convolution.results[0].type)
         return [devices.added_up(made, axes) if axes else made]
 
     computed_locally(convolution, inputs, [((),) * kinds[0].rank], devices, build)
 
 
-def _divided_along(name: str, dimensions: Callable[[Any], Sequence[Any]], on_two_axes: bool) -> Fault:
+def _divided_along(
+    name: str, dimensions: Callable[[ir.Operation], Sequence[Sequence[int]]], on_two_axes: bool
+) -> Fault:
     """The fault of an operation that is right if its values are whole along some dimensions, and is made so.
 
     Args:
@@ -206,26 +212,26 @@ def _divided_along(name: str, dimensions: Callable[[Any], Sequence[Any]], on_two
         on_two_axes: whether it is right on a mesh of one axis in any case.
     """
 
-    def holds(operation: Any, divided: Propagated, devices: Devices) -> bool:
+    def holds(operation: ir.Operation, divided: Propagated, devices: Devices) -> bool:
         *operands, result = dimensions(operation)
         pairs = [*zip(divided.operands[: len(operands)], operands, strict=True), (divided.results[0], result)]
         return (_has_two_axes(devices) or not on_two_axes) and any(
             value[each] for value, places in pairs for each in places
         )
 
-    def mend(operation: Any, divided: Propagated, devices: Devices) -> None:
+    def mend(operation: ir.Operation, divided: Propagated, devices: Devices) -> None:
         *operands, result = dimensions(operation)
         _constrain(operation, divided, dict(enumerate(operands)), {0: result})
 
     return Fault((name,), holds, mend)
 
 
-def _spatial(convolution: Any) -> Sequence[Any]:
+def _spatial(convolution: ir.Operation) -> Sequence[Sequence[int]]:
     numbers = _numbers(convolution)
     return numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, numbers.output_spatial_dimensions
 
 
-def _cut_dimensions(operation: Any, divided: Propagated, devices: Devices) -> list[int]:
+def _cut_dimensions(operation: ir.Operation, divided: Propagated, devices: Devices) -> list[int]:
     """The dimensions of which a slice at a place of the data is part, and which are divided into unequal parts."""
     whole = ir.RankedTensorType(operation.operands[0].type).shape
     update = operation.name == "stablehlo.dynamic_update_slice"
@@ -238,26 +244,26 @@ def _cut_dimensions(operation: Any, divided: Propagated, devices: Devices) -> li
     ]
 
 
-def _cuts_uneven(operation: Any, divided: Propagated, devices: Devices) -> bool:
+def _cuts_uneven(operation: ir.Operation, divided: Propagated, devices: Devices) -> bool:
     return not _is_plain(divided, devices) or bool(_cut_dimensions(operation, divided, devices))
 
 
-def _cut_whole(operation: Any, divided: Propagated, devices: Devices) -> None:
+def _cut_whole(operation: ir.Operation, divided: Propagated, devices: Devices) -> None:
     rank = ir.RankedTensorType(operation.operands[0].type).rank
     places = _cut_dimensions(operation, divided, devices) if _is_plain(divided, devices) else range(rank)
-    operands: dict[int, Any] = {0: places}
+    operands: dict[int, Sequence[int]] = {0: places}
     if operation.name == "stablehlo.dynamic_update_slice":
         operands[1] = places
     _constrain(operation, divided, operands, {0: places})
 
 
-def _spread(pad: Any) -> Sequence[Any]:
+def _spread(pad: ir.Operation) -> Sequence[Sequence[int]]:
     """The dimensions in which a pad puts something between the elements, of what is padded and of the result."""
     counts = ir.DenseI64ArrayAttr(pad.attributes["interior_padding"])
     return [[each for each, count in enumerate(counts) if count]] * 2
 
 
-def _overlapping(pooled: Any) -> Sequence[Any]:
+def _overlapping(pooled: ir.Operation) -> Sequence[Sequence[int]]:
     """The dimensions in which windows of a gradient of max pooling share elements, of its operands and its result."""
     windows, strides = (
         list(ir.DenseI64ArrayAttr(pooled.attributes[f"window_{name}"])) for name in ("dimensions", "strides")
@@ -265,11 +271,11 @@ def _overlapping(pooled: Any) -> Sequence[Any]:
     return [[each for each, (size, stride) in enumerate(zip(windows, strides, strict=True)) if size > stride]] * 3
 
 
-def _transforms_divided(operation: Any, divided: Propagated, devices: Devices) -> bool:
+def _transforms_divided(operation: ir.Operation, divided: Propagated, devices: Devices) -> bool:
     return True
 
 
-def _transform_locally(operation: Any, divided: Propagated, devices: Devices) -> None:
+def _transform_locally(operation: ir.Operation, divided: Propagated, devices: Devices) -> None:
     """Lets each device transform its rows, each whole."""
     lengths = len(ir.DenseI64ArrayAttr(operation.attributes["fft_length"]))
     kind = ir.RankedTensorType(operation.operands[0].type)
@@ -279,7 +285,7 @@ def _transform_locally(operation: Any, divided: Propagated, devices: Devices) ->
     ]
     by = tuple(names if size % devices.count(names) == 0 else () for names, size in zip(rows, kind.shape, strict=True))
 
-    def build(parts: list[Any]) -> list[Any]:
+    def build(parts: list[ir.Value]) -> list[ir.Value]:
         whole = ir.RankedTensorType(operation.results[0].type)
         shape = [size // devices.count(names) for size, names in zip(whole.shape, by, strict=True)]
         return [_copy_with(operation, parts, ir.RankedTensorType.get(shape, whole.element_type))]
@@ -287,13 +293,13 @@ def _transform_locally(operation: Any, divided: Propagated, devices: Devices) ->
     computed_locally(operation, [by], [by], devices, build)
 
 
-def _copy_with(operation: Any, operands: list[Any], kind: Any) -> Any:
+def _copy_with(operation: ir.Operation, operands: list[ir.Value], kind: ir.Type) -> ir.Value:
     """The same operation of other operands, at the current place."""
     attributes = mlir.attributes(operation)
     return ir.Operation.create(operation.name, results=[kind], operands=operands, attributes=attributes).results[0]
 
 
-def _constrain(operation: Any, divided: Propagated, operands: Mapping[int, Any], results: Mapping[int, Any]) -> None:
+def _constrain(operation: ir.Operation, divided: Propagated, operands: Whole, results: Whole) -> None:
     """Makes values of an operation whole along some dimensions; the other dimensions stay as they are divided."""
     for index, whole in operands.items():
         with ir.InsertionPoint(operation), operation.location:
@@ -306,7 +312,7 @@ def _constrain(operation: Any, divided: Propagated, operands: Mapping[int, Any],
             use.owner.operands[use.operand_number] = made
 
 
-def _made_whole(value: Any, divided: Divided, whole: Any) -> Any:
+def _made_whole(value: ir.Value, divided: Divided, whole: Sequence[int]) -> ir.Value:
     return constrained(value, ([] if each in whole else names for each, names in enumerate(divided)))
 
 

@@ -6,10 +6,10 @@ their results up; all but one have nothing there.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.mlir import compared, reduced
+from replica_engine.pjrt.mlir import barrier, compared, reduced
 from replica_engine.pjrt.partitions.local import Devices, computed_locally, constant, integer, neutral
 from replica_engine.pjrt.partitions.propagation import Divided, Propagated
 
@@ -25,7 +25,7 @@ class Indexed:
         operand: the type of the operand.
     """
 
-    def __init__(self, operation: Any, indexed: Any):
+    def __init__(self, operation: ir.Operation, indexed: Iterable[int]):
         self.operation = operation
         self.map = list(indexed)
         self.operand = ir.RankedTensorType(operation.operands[0].type)
@@ -38,7 +38,7 @@ class Indexed:
 class Gather(Indexed):
     """What a gather does with the dimensions of its values."""
 
-    def __init__(self, operation: Any):
+    def __init__(self, operation: ir.Operation):
         numbers = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
         super().__init__(operation, numbers.start_index_map)
         self.offsets = list(numbers.offset_dims)
@@ -80,7 +80,7 @@ class Gather(Indexed):
             for each, size in enumerate(self.slices)
         ]
 
-        def build(parts: list[Any]) -> list[Any]:
+        def build(parts: list[ir.Value]) -> list[ir.Value]:
             table, numbers = parts
             ends = [self.operand.get_dim_size(each) - self.slices[each] for each in self.map]
             own = _Own(numbers, self.vector, {each: inputs[each] for each in self.map}, table, devices, ends)
@@ -99,7 +99,7 @@ class Gather(Indexed):
 class Scatter(Indexed):
     """What a scatter does with the dimensions of its values."""
 
-    def __init__(self, operation: Any):
+    def __init__(self, operation: ir.Operation):
         numbers = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
         super().__init__(operation, numbers.scattered_dims_to_operand_dims)
         self.windows = list(numbers.update_window_dims)
@@ -157,13 +157,13 @@ class Scatter(Indexed):
                 summed += names
                 used |= {*names}
 
-        def build(parts: list[Any]) -> list[Any]:
+        def build(parts: list[ir.Value]) -> list[ir.Value]:
             table, numbers, rows = parts
             own = _Own(numbers, self.vector, {each: inputs[each] for each in self.map}, table, devices)
             kind = ir.RankedTensorType(table.type)
             # XLA takes a slice of a slice for one, though an index outside of the second is moved into that: so it
             # must not see where the part comes from.
-            first: Any = constant(neutral(kind.element_type), kind) if summed else hlo.optimization_barrier([table])
+            first = constant(neutral(kind.element_type), kind) if summed else barrier(table)
             made = hlo.ScatterOp(
                 [kind], [first], own.indices, [rows], self.operation.attributes["scatter_dimension_numbers"]
             )
@@ -188,12 +188,12 @@ class _Own:
 
     def __init__(
         self,
-        given: Any,
+        given: ir.Value,
         vector: int,
         inputs: dict[int, tuple[str, ...]],
-        table: Any,
+        table: ir.Value,
         devices: Devices,
-        ends: Any = None,
+        ends: list[int] | None = None,
     ):
         """Takes the indices of the whole.
 
@@ -222,7 +222,7 @@ class _Own:
             starts.append(hlo.convert(self._scalar, start) if wide else start)
         self.indices = hlo.subtract(given, self._spread(starts))
 
-    def are_here(self) -> Any:
+    def are_here(self) -> ir.Value:
         """A truth value for each index, without the dimension of the entries."""
         inside = hlo.and_(
             compared(self.indices, self._counted([0] * len(self._sizes)), "GE"),
@@ -230,10 +230,10 @@ class _Own:
         )
         return inside if self._vector == self._kind.rank else _all(inside, self._vector)
 
-    def _counted(self, numbers: list[int]) -> Any:
+    def _counted(self, numbers: list[int]) -> ir.Value:
         return self._spread([constant(each, self._scalar) for each in numbers])
 
-    def _spread(self, numbers: list[Any]) -> Any:
+    def _spread(self, numbers: Sequence[ir.Value]) -> ir.Value:
         """A number for each indexed dimension, in the shape of the indices."""
         if self._vector == self._kind.rank:
             return hlo.broadcast_in_dim(self._kind, numbers[0], [])
@@ -243,7 +243,7 @@ class _Own:
         return hlo.broadcast_in_dim(self._kind, joined, [self._vector])
 
 
-def _all(truths: Any, dimension: int) -> Any:
+def _all(truths: ir.Value, dimension: int) -> ir.Value:
     """Whether all are true along a dimension."""
     kind = ir.RankedTensorType(truths.type)
     scalar = ir.RankedTensorType.get([], kind.element_type)

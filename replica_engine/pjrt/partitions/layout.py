@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Axes = tuple[Any, ...]
+Entry = str | Sequence[str] | None
+Axes = tuple[Entry, ...]
 """For each dimension of a value: the name of an axis of the mesh, several names, or None. The last ones may lack."""
 
 WHOLE: Axes = ()
@@ -105,12 +106,12 @@ class Layout(NamedTuple):
     results: tuple[Axes, ...]
 
 
-def names(entry: Any) -> tuple[str, ...]:
+def names(entry: Entry) -> tuple[str, ...]:
     """The names in one entry of `Axes`."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def dimensions(entries: Iterable[Any]) -> str:
+def dimensions(entries: Iterable[Entry]) -> str:
     """The axes of each dimension, as Shardy writes them. A part of an axis is "name:(before)size"."""
 
     def quoted(name: str) -> str:

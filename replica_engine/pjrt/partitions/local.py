@@ -10,7 +10,7 @@ import numpy as np
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.mlir import reduced
-from replica_engine.pjrt.partitions.layout import MESH, Layout, dimensions, zero_of
+from replica_engine.pjrt.partitions.layout import MESH, Entry, Layout, dimensions, zero_of
 from replica_engine.pjrt.partitions.propagation import Divided
 
 
@@ -35,7 +35,7 @@ class Devices:
         """Whether no axis is divided itself, as Shardy does at times."""
         return all(name in self._sizes for entry in divided for name in entry)
 
-    def place(self, axes: Sequence[str]) -> Any:
+    def place(self, axes: Sequence[str]) -> ir.Value:
         """Which part along some axes this device has, as an int32."""
         number = hlo.convert(_int32(), hlo.partition_id())
         names = list(self._sizes)
@@ -47,13 +47,13 @@ class Devices:
             place = hlo.add(hlo.multiply(place, integer(size)), along)
         return place
 
-    def added_up(self, value: Any, axes: Sequence[str]) -> Any:
+    def added_up(self, value: ir.Value, axes: Sequence[str]) -> ir.Value:
         """The sum of a value over the devices along some axes; of truth values, whether any is true."""
         kind = ir.RankedTensorType(value.type)
         total = hlo.AllReduceOp([kind], [value], **self._groups(axes))
         return reduced(total, hlo.or_ if str(kind.element_type) == "i1" else hlo.add)
 
-    def gathered(self, value: Any, axes: Sequence[str]) -> Any:
+    def gathered(self, value: ir.Value, axes: Sequence[str]) -> ir.Value:
         """The values of the devices along some axes, one after the other along a new first dimension."""
         kind = ir.RankedTensorType(value.type)
         row = hlo.reshape(_tensor([1, *kind.shape], kind.element_type), value)
@@ -74,18 +74,18 @@ class Devices:
         }
 
 
-def channel(channels: Iterator[int]) -> Any:
+def channel(channels: Iterator[int]) -> ir.Attribute:
     """The next channel, as a collective has it."""
     return ir.Attribute.parse(f"#stablehlo.channel_handle<handle = {next(channels)}, type = 1>")
 
 
 def computed_locally(
-    operation: Any,
+    operation: ir.Operation,
     inputs: Sequence[Divided],
     outputs: Sequence[Divided],
     devices: Devices,
-    build: Callable[[list[Any]], list[Any]],
-    fillings: Sequence[Any] = (),
+    build: Callable[[list[ir.Value]], list[ir.Value]],
+    fillings: Sequence[ir.Value] = (),
 ) -> None:
     """Puts in place of an operation what each device makes with its parts of the operands.
 
@@ -123,12 +123,12 @@ def computed_locally(
 
 def manual_computation(
     layout: Layout,
-    operands: Sequence[Any],
+    operands: Sequence[ir.Value],
     inputs: Sequence[Divided],
-    parts: Sequence[Any],
-    results: Sequence[Any],
+    parts: Sequence[ir.Type],
+    results: Sequence[ir.Type],
     outputs: Sequence[Divided],
-) -> tuple[Any, Any]:
+) -> tuple[ir.Operation, ir.Block]:
     """A computation over the axes of a replica at the current place, and its block, which has no operations yet.
 
     Args:
@@ -154,7 +154,7 @@ def manual_computation(
     return made, made.regions[0].blocks.append(*parts, arg_locs=[ir.Location.current] * len(parts))
 
 
-def constrained(value: Any, entries: Iterable[Any]) -> Any:
+def constrained(value: ir.Value, entries: Iterable[Entry]) -> ir.Value:
     """A value that is divided so from here on; an entry of `Axes` for each dimension."""
     sharding = ir.Attribute.parse(f"#sdy.sharding<@{MESH}, {dimensions(entries)}>")
     return ir.Operation.create(
@@ -162,17 +162,17 @@ def constrained(value: Any, entries: Iterable[Any]) -> Any:
     ).result
 
 
-def integer(value: int) -> Any:
+def integer(value: int) -> ir.Value:
     """An int32 scalar."""
     return constant(value, _int32())
 
 
-def constant(value: Any, kind: Any) -> Any:
+def constant(value: object, kind: ir.Type) -> ir.Value:
     """A constant of one number."""
     return hlo.constant(ir.Attribute.parse(f"dense<{value}> : {kind}"))
 
 
-def neutral(element: Any) -> str:
+def neutral(element: ir.Type) -> str:
     """What changes no sum if it is added, as MLIR writes it: a negative zero, which keeps the sign of another zero."""
     text = str(element)
     if text.startswith("complex"):
@@ -180,7 +180,7 @@ def neutral(element: Any) -> str:
     return "-0.0" if text.startswith(("f", "bf")) else zero_of(text)
 
 
-def _filled_up(value: Any, divided: Divided, devices: Devices, filling: Any) -> Any:
+def _filled_up(value: ir.Value, divided: Divided, devices: Devices, filling: ir.Value | None) -> ir.Value:
     kind = ir.RankedTensorType(value.type)
     stored = devices.layout.mesh.stored(kind.shape, divided)
     if stored == tuple(kind.shape):
@@ -191,14 +191,14 @@ def _filled_up(value: Any, divided: Divided, devices: Devices, filling: Any) -> 
     return hlo.pad(value, filling, none, [now - was for now, was in zip(stored, kind.shape, strict=True)], none)
 
 
-def _shardings(values: Sequence[Divided]) -> Any:
+def _shardings(values: Sequence[Divided]) -> ir.Attribute:
     each = ", ".join(f"<@{MESH}, {dimensions(entry or None for entry in divided)}>" for divided in values)
     return ir.Attribute.parse(f"#sdy.sharding_per_value<[{each}]>")
 
 
-def _tensor(shape: Sequence[int], element: Any) -> Any:
+def _tensor(shape: Sequence[int], element: ir.Type) -> ir.RankedTensorType:
     return ir.RankedTensorType.get(list(shape), element)
 
 
-def _int32() -> Any:
+def _int32() -> ir.RankedTensorType:
     return _tensor([], ir.IntegerType.get_signless(32))

@@ -22,13 +22,14 @@ from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir
 from replica_engine.pjrt.markers import CONSTRAIN, parameters_of, target
 from replica_engine.pjrt.partitions.layout import ONE, Layout, zero_of
 from replica_engine.pjrt.partitions.local import Devices, channel, constant, constrained, manual_computation
+from replica_engine.pjrt.partitions.propagation import Divided
 
 _GROUPS, _PAIRS = "replica_groups", "source_target_pairs"
 _REDUCE = "stablehlo.all_reduce"
 _WITH_IDS = (_REDUCE, "stablehlo.all_gather", "stablehlo.reduce_scatter")
 
 
-def convert(module: Any, layout: Layout, channels: Iterator[int]) -> None:
+def convert(module: ir.Module, layout: Layout, channels: Iterator[int]) -> None:
     """Converts the operations of a module; `channels` numbers the collectives that have one."""
     collectives = mlir.operations(module, *(f"stablehlo.{name}" for name in COLLECTIVES))
     ids = mlir.operations(module, "stablehlo.replica_id")
@@ -55,7 +56,7 @@ def convert(module: Any, layout: Layout, channels: Iterator[int]) -> None:
             _of_device(each, layout)
 
 
-def _without_tuple(call: Any) -> Any:
+def _without_tuple(call: ir.Operation) -> ir.Operation:
     """A call whose results are one tuple, as TensorFlow writes several, as one with several, which Shardy asks for."""
     if len(call.results) != 1 or not isinstance(call.results[0].type, ir.TupleType):
         return call
@@ -73,10 +74,10 @@ def _without_tuple(call: Any) -> Any:
     return flat
 
 
-def wrap(operation: Any, layout: Layout) -> None:
+def wrap(operation: ir.Operation | ir.OpView, layout: Layout) -> None:
     """Puts an operation into a manual computation over the axes of a replica, where each device has whole values."""
 
-    def whole(types: list[Any]) -> list[Any]:
+    def whole(types: list[ir.Type]) -> list[Divided]:
         return [((),) * ir.RankedTensorType(each).rank for each in types]
 
     kinds, results = [each.type for each in operation.operands], [each.type for each in operation.results]
@@ -91,7 +92,7 @@ def wrap(operation: Any, layout: Layout) -> None:
         ir.Operation.create("sdy.return", operands=list(operation.results))
 
 
-def _between_replicas(operation: Any, size: int, channels: Iterator[int]) -> None:
+def _between_replicas(operation: ir.Operation, size: int, channels: Iterator[int]) -> None:
     """Makes a collective of replicas one of the devices at the same place of each."""
     name = _PAIRS if _PAIRS in operation.attributes else _GROUPS
     rows = np.array(ir.DenseIntElementsAttr(operation.attributes[name])).astype(np.int64)
@@ -102,7 +103,7 @@ def _between_replicas(operation: Any, size: int, channels: Iterator[int]) -> Non
         operation.attributes["use_global_device_ids"] = ir.UnitAttr.get()
 
 
-def _of_device(operation: Any, layout: Layout) -> None:
+def _of_device(operation: ir.Operation, layout: Layout) -> None:
     """Replaces the id of a replica."""
     with ir.InsertionPoint(operation), operation.location:
         place = hlo.partition_id()
@@ -112,13 +113,13 @@ def _of_device(operation: Any, layout: Layout) -> None:
     wrap(place.owner, layout)
 
 
-def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
+def _call_by_first(call: ir.Operation, layout: Layout, channels: Iterator[int]) -> None:
     """Lets the first device of each replica make a call, and send its results to the other devices of the replica."""
     wrap(call, layout)
     uses = [list(each.uses) for each in call.results]
     devices, axes = Devices(layout, channels), [name for name, _ in layout.mesh.axes]
 
-    def zeros(kind: Any) -> Any:
+    def zeros(kind: ir.RankedTensorType) -> ir.Value:
         if str(kind.element_type).startswith("complex"):
             part = ir.RankedTensorType.get(kind.shape, ir.ComplexType(kind.element_type).element_type)
             return hlo.complex(zeros(part), zeros(part))
@@ -144,7 +145,7 @@ def _call_by_first(call: Any, layout: Layout, channels: Iterator[int]) -> None:
             with ir.InsertionPoint(block):
                 if is_taken:
                     ir.InsertionPoint(block).insert(call.detach_from_parent())
-                    values = list(call.results)
+                    values: list[ir.Value] = list(call.results)
                 else:
                     values = [zeros(ir.RankedTensorType(each.type)) for each in branch.results]
                 ir.Operation.create("stablehlo.return", operands=values)

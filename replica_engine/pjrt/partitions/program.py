@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from replica_engine.pjrt.jaxlib import ir
 from replica_engine.pjrt.markers import LAYOUT
@@ -22,7 +21,7 @@ def with_layout(text: str, layout: Layout) -> str:
     return f"{head}{brace}{LAYOUT} = {json.dumps(json.dumps(layout))}{comma}{rest}"
 
 
-def partition(module: Any) -> None:
+def partition(module: ir.Module) -> None:
     """Divides a module whose text has a layout over the devices of its mesh; leaves other modules as they are."""
     attributes = module.operation.attributes
     if LAYOUT not in attributes:
@@ -37,7 +36,7 @@ def partition(module: Any) -> None:
         faults.avoid(module, layout, channels)
 
 
-def of_one_replica(module: Any) -> None:
+def of_one_replica(module: ir.Module) -> None:
     """Makes the layout of a module one for a single replica, whose values have a row as beside others."""
     attributes = module.operation.attributes
     if LAYOUT in attributes:
@@ -48,7 +47,7 @@ def of_one_replica(module: Any) -> None:
 class _Main:
     """The main function, whose text is written and not built by calls: so it reads like the program."""
 
-    def __init__(self, module: Any, layout: Layout):
+    def __init__(self, module: ir.Module, layout: Layout):
         self._module = module
         self._layout = layout
         self._number = itertools.count()
@@ -135,7 +134,7 @@ class _Value:
         outside: both, as the main function declares it.
     """
 
-    def __init__(self, kind: Any, axes: Axes, layout: Layout):
+    def __init__(self, kind: ir.Type, axes: Axes, layout: Layout):
         tensor = ir.RankedTensorType(kind)
         self._shape = [tensor.get_dim_size(axis) for axis in range(tensor.rank)]
         self._padded = list(layout.mesh.stored(self._shape, axes))

@@ -26,7 +26,7 @@ class Propagated(NamedTuple):
     results: tuple[Divided, ...]
 
 
-def propagated(module: Any, operations: Sequence[Any]) -> list[Propagated]:
+def propagated(module: ir.Module, operations: Sequence[ir.Operation]) -> list[Propagated]:
     """How some operations of a module without calls will be divided."""
     number = ir.IntegerType.get_signless(64)
     for index, each in enumerate(operations):
@@ -48,7 +48,7 @@ def propagated(module: Any, operations: Sequence[Any]) -> list[Propagated]:
     return found
 
 
-def inline_calls(module: Any) -> None:
+def inline_calls(module: ir.Module) -> None:
     """Puts what the functions of a module do in place of their calls, so that Shardy sees who has which value.
 
     XLA does so itself, before it asks Shardy.
@@ -73,7 +73,7 @@ def inline_calls(module: Any) -> None:
         function.erase()
 
 
-def drop_reshapes(module: Any) -> None:
+def drop_reshapes(module: ir.Module) -> None:
     """Drops reshapes into the same shape: XLA does so before it asks Shardy, whom one along a length of 1 stops."""
     for each in mlir.operations(module, "stablehlo.reshape"):
         if each.operands[0].type == each.results[0].type:
@@ -81,17 +81,18 @@ def drop_reshapes(module: Any) -> None:
             each.erase()
 
 
-def _of(value: Any) -> Divided:
+def _of(value: ir.Value) -> Divided:
     rank = ir.RankedTensorType(value.type).rank
-    found = _of_result(value) if isinstance(value.owner, (ir.Operation, ir.OpView)) else _of_argument(value)
+    is_result = isinstance(value.owner, (ir.Operation, ir.OpView))
+    found = _of_result(ir.OpResult(value)) if is_result else _of_argument(ir.BlockArgument(value))
     if found is None:
         return ((),) * rank
     entries = sdy.TensorShardingAttr(found).dimension_shardings
     return tuple(tuple(map(_name, sdy.DimensionShardingAttr(each).axes)) for each in entries)
 
 
-def _of_result(value: Any) -> Any:
-    owner, index = value.owner, ir.OpResult(value).result_number
+def _of_result(result: ir.OpResult) -> ir.Attribute | None:
+    owner, index = result.owner, result.result_number
     if owner.name == "sdy.manual_computation":
         return _nth(owner.attributes["out_shardings"], index)
     if "sharding" in owner.attributes:  # a constraint or another layout from here on
@@ -99,8 +100,7 @@ def _of_result(value: Any) -> Any:
     return _nth(owner.attributes[_SHARDING], index) if _SHARDING in owner.attributes else None
 
 
-def _of_argument(value: Any) -> Any:
-    argument: Any = ir.BlockArgument(value)
+def _of_argument(argument: ir.BlockArgument) -> ir.Attribute | None:
     owner, index = argument.owner.owner.operation, argument.arg_number  # a view of a function has its own name
     if owner.name == "func.func":
         if "arg_attrs" not in owner.attributes:
@@ -114,7 +114,7 @@ def _of_argument(value: Any) -> Any:
     return None
 
 
-def _without_manual(owner: Any, sharding: Any) -> Any:
+def _without_manual(owner: ir.Operation, sharding: ir.Attribute) -> ir.Attribute:
     manual: Any = sdy.ManualAxesAttr(owner.attributes["manual_axes"])  # a sequence of names
     whole = sdy.TensorShardingAttr(sharding)
     entries = []
@@ -125,11 +125,11 @@ def _without_manual(owner: Any, sharding: Any) -> Any:
     return sdy.TensorShardingAttr.get(whole.mesh_or_ref, entries)
 
 
-def _nth(shardings: Any, index: int) -> Any:
+def _nth(shardings: ir.Attribute, index: int) -> ir.Attribute:
     return sdy.TensorShardingPerValueAttr(shardings).shardings[index]
 
 
-def _name(axis: Any) -> str:
+def _name(axis: ir.Attribute) -> str:
     reference = sdy.AxisRefAttr(axis)
     if reference.sub_axis_info is None:
         return str(reference.name)

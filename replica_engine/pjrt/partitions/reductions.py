@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.partitions.local import Devices, computed_locally
 from replica_engine.pjrt.partitions.propagation import Divided, Propagated
@@ -11,7 +9,7 @@ from replica_engine.pjrt.partitions.propagation import Divided, Propagated
 _EXTREMES = ("stablehlo.maximum", "stablehlo.minimum")
 
 
-def drops_nan(operation: Any, divided: Propagated, devices: Devices) -> bool:
+def drops_nan(operation: ir.Operation, divided: Propagated, devices: Devices) -> bool:
     """Whether a reduction looks for the largest or smallest value, or several at once, along a divided dimension."""
     first = ir.RankedTensorType(operation.operands[0].type)
     if not str(first.element_type).startswith(("f", "bf")):
@@ -22,7 +20,7 @@ def drops_nan(operation: Any, divided: Propagated, devices: Devices) -> bool:
     return looks and any(divided.operands[index][each] for index in range(count) for each in _dimensions(operation))
 
 
-def reduce_in_two_steps(operation: Any, divided: Propagated, devices: Devices) -> None:
+def reduce_in_two_steps(operation: ir.Operation, divided: Propagated, devices: Devices) -> None:
     """Lets each device reduce its part. Nothing is lost between the steps, as it is between devices."""
     count, reduced = len(operation.results), _dimensions(operation)
     rank = ir.RankedTensorType(operation.operands[0].type).rank
@@ -41,7 +39,7 @@ def reduce_in_two_steps(operation: Any, divided: Propagated, devices: Devices) -
     scalars: list[Divided] = [()] * count
     fillings = list(operation.operands)[count:]
 
-    def build(parts: list[Any]) -> list[Any]:
+    def build(parts: list[ir.Value]) -> list[ir.Value]:
         values, starts = parts[:count], parts[count:]
         found = _reduced(operation, values, starts, list(reduced))
         if not along:
@@ -51,11 +49,13 @@ def reduce_in_two_steps(operation: Any, divided: Propagated, devices: Devices) -
     computed_locally(operation, [tuple(by)] * count + scalars, [kept] * count, devices, build, fillings)
 
 
-def _dimensions(operation: Any) -> list[int]:
+def _dimensions(operation: ir.Operation) -> list[int]:
     return list(ir.DenseI64ArrayAttr(operation.attributes["dimensions"]))
 
 
-def _reduced(operation: Any, values: list[Any], starts: list[Any], dimensions: list[int]) -> list[Any]:
+def _reduced(
+    operation: ir.Operation, values: list[ir.Value], starts: list[ir.Value], dimensions: list[int]
+) -> list[ir.Value]:
     """The same reduction of other values, at the current place."""
     kinds = []
     for value in values:

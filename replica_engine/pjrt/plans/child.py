@@ -54,7 +54,7 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     options = compile_options(ids.reshape((replicas, 1) if parts == 1 else (1, replicas * parts)), parts > 1)
     program, on = (folder / "program.mlir").read_text(), DeviceList(tuple(devices))
 
-    def compiled(extra: list[tuple[str, Any]]) -> Any:
+    def compiled(extra: list[tuple[str, object]]) -> Any:
         options.env_option_overrides = [*map(tuple, request["compile_options"]), *extra]
         with program_context():
             module = ir.Module.parse(program)

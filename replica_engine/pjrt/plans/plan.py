@@ -6,6 +6,7 @@ Nothing of it is measured: the program did not run.
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,7 +212,7 @@ def memory_of(executable: Any, chip: int | None) -> Memory:
     )
 
 
-def _costs(executable: Any) -> Any:
+def _costs(executable: Any) -> Mapping[str, float] | None:
     """The cost analysis of a compiled program, by its platform, or by XLA from its modules."""
     try:
         return executable.cost_analysis()
@@ -239,6 +240,6 @@ def _number(value: float | None) -> str:
     return "not known" if value is None else f"{value:,.0f}"
 
 
-def _known(costs: Any, name: str) -> float | None:
+def _known(costs: Mapping[str, float] | None, name: str) -> float | None:
     value = (costs or {}).get(name)
     return None if value is None or value < 0 else value
