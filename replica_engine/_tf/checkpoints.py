@@ -22,7 +22,7 @@ import re
 import tempfile
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
@@ -90,10 +90,12 @@ DATA = ".data-?????-of-?????"
 VALUE = _VALUE
 """The name of a variable's value among what an object saves."""
 
+T = TypeVar("T")
+Path = str | os.PathLike[str]
 Read = Callable[[], tf.Tensor | None]
 
 
-def spec(read: Read, part: str, dtype: tf.DType, device: str) -> Any:
+def spec(read: Read, part: str, dtype: tf.DType, device: str) -> _SaveSpec:
     """A value that an object saves, or a part of it; its key is not known yet.
 
     Args:
@@ -105,12 +107,12 @@ def spec(read: Read, part: str, dtype: tf.DType, device: str) -> Any:
     return _SaveSpec(read, part, "", dtype, device)
 
 
-def mirrored_spec(variable: Any) -> Any:
+def mirrored_spec(variable: tf.Variable) -> _SaveSpec:
     """What TensorFlow saves of a mirrored variable."""
     return _values_util.get_on_write_saveable(variable, variable._primary, "")[1][0]
 
 
-def restore_mirrored(variable: Any, value: tf.Tensor) -> Any:
+def restore_mirrored(variable: tf.Variable, value: tf.Tensor) -> object:
     """What TensorFlow does to read a mirrored variable."""
     return _values_util.get_on_write_restore_ops(variable, value)
 
@@ -124,18 +126,18 @@ class Worker(Protocol):
 
     is_chief: bool
 
-    def saving(self, what: str, path: Any) -> contextlib.AbstractContextManager[bool]:
+    def saving(self, what: str, path: Path) -> contextlib.AbstractContextManager[bool]:
         """A context manager around saving: all workers meet before and after it. Inside is whether this one writes."""
 
 
 class Saves(Protocol):
     """What takes over."""
 
-    def concerns(self, saved: Any) -> bool:
+    def concerns(self, saved: object) -> bool:
         """Whether it takes over this checkpoint."""
 
     def save(
-        self, saved: Any, path: str, take: Callable[[], None], finish: Callable[[bool], None], asynchronous: bool
+        self, saved: object, path: str, take: Callable[[], object], finish: Callable[[bool], None], asynchronous: bool
     ) -> None:
         """Saves a checkpoint.
 
@@ -156,7 +158,7 @@ class Saves(Protocol):
     def readable(self, path: str) -> str:
         """The prefix to read a checkpoint from, which stays what it is and which TensorFlow takes for no pattern."""
 
-    def reading(self, path: str) -> contextlib.AbstractContextManager[None]:
+    def reading(self, path: str) -> contextlib.AbstractContextManager[object]:
         """A context manager around reading a checkpoint."""
 
     def wait(self, raises: bool) -> None:
@@ -207,7 +209,7 @@ class _Files(StandIn):
             self._own.delete_file(_in_folder(path))
 
 
-def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
+def let_the_chief_write(worker_of: Callable[[object], Worker | None]) -> None:
     """Keeps all workers but the chief from writing SavedModels to the chief's path; once per process.
 
     Args:
@@ -216,7 +218,13 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
     NODES.around(functools.partial(_exported, worker_of))
 
 
-def _written(saves: Saves, original: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
+def _written(
+    saves: Saves,
+    original: Callable[..., object],
+    self: tf.train.Checkpoint,
+    file_prefix: Path,
+    options: tf.train.CheckpointOptions | None = None,
+) -> object:
     if not tf.executing_eagerly() or not saves.concerns(self):
         return original(self, file_prefix, options)
     asynchronous = (options is not None and options.experimental_enable_async_checkpoint) or _asynchronously.get()
@@ -252,30 +260,30 @@ class _Helper:
     no variables of a strategy. These methods turn to the helper.
     """
 
-    def __init__(self, saves: Saves, checkpoint: Any):
+    def __init__(self, saves: Saves, checkpoint: tf.train.Checkpoint):
         self._saves, self._checkpoint = saves, weakref.ref(checkpoint)
 
-    def save(self, file_prefix: Any, options: Any) -> Any:
+    def save(self, file_prefix: Path, options: tf.train.CheckpointOptions | None) -> object:
         with scoped.variable(_asynchronously, True):
             return self._synchronous().save(file_prefix, _synchronous(options))
 
-    def read(self, save_path: Any, options: Any) -> Any:
+    def read(self, save_path: object, options: tf.train.CheckpointOptions | None) -> object:
         return self._synchronous().read(save_path, _synchronous(options))
 
-    def restore(self, save_path: Any, options: Any) -> Any:
+    def restore(self, save_path: object, options: tf.train.CheckpointOptions | None) -> object:
         return self._synchronous().restore(save_path, _synchronous(options))
 
     def sync(self) -> None:
         self._saves.wait(raises=True)
 
-    def _synchronous(self) -> Any:
+    def _synchronous(self) -> tf.train.Checkpoint:
         checkpoint = self._checkpoint()
         assert checkpoint is not None, "it is being used"
         checkpoint._checkpoint_options = None  # it would turn to the helper again
         return checkpoint
 
 
-def _helped(saves: Saves, original: Callable[..., Any], self: Any) -> Any:
+def _helped(saves: Saves, original: Callable[..., object], self: tf.train.Checkpoint) -> object:
     known = self._async_checkpointer_impl
     is_ours = isinstance(known, _Helper)
     if saves.concerns(self) is not is_ours:
@@ -285,7 +293,9 @@ def _helped(saves: Saves, original: Callable[..., Any], self: Any) -> Any:
     return self._async_checkpointer_impl or original(self)
 
 
-def _read(saves: Saves, original: Callable[..., Any], self: Any, save_path: Any, options: Any = None) -> Any:
+def _read(
+    saves: Saves, original: Callable[..., object], self: object, save_path: object, options: object = None
+) -> object:
     saves.wait(raises=False)  # the objects may have no variables yet: they get their values when they are made
     if not isinstance(save_path, (str, os.PathLike)):
         return original(self, save_path, options)
@@ -294,7 +304,13 @@ def _read(saves: Saves, original: Callable[..., Any], self: Any, save_path: Any,
         return original(self, path, options)
 
 
-def _given(saves: Saves, original: Callable[..., Any], self: Any, file_prefix: Any, options: Any = None) -> Any:
+def _given(
+    saves: Saves,
+    original: Callable[..., object],
+    self: Any,
+    file_prefix: object,
+    options: tf.train.CheckpointOptions | None = None,
+) -> object:
     receive = saves.receiver()
     if receive is None or not tf.executing_eagerly() or self._registered_savers:  # those write files themselves
         return original(self, file_prefix, options)
@@ -314,7 +330,7 @@ def _given(saves: Saves, original: Callable[..., Any], self: Any, file_prefix: A
     return None
 
 
-def _synchronous(options: Any) -> Any:
+def _synchronous(options: tf.train.CheckpointOptions | None) -> tf.train.CheckpointOptions:
     """The options without asynchronous saving, which is done by this library and not by TensorFlow."""
     options = copy.copy(options or tf.train.CheckpointOptions())
     options.experimental_enable_async_checkpoint = False
@@ -322,17 +338,17 @@ def _synchronous(options: Any) -> Any:
 
 
 def _exported(
-    worker_of: Callable[[Any], Worker | None],
-    original: Callable[..., Any],
-    obj: Any,
-    export_dir: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    worker_of: Callable[[object], Worker | None],
+    original: Callable[..., object],
+    obj: object,
+    export_dir: Path,
+    *args: object,
+    **kwargs: object,
+) -> object:
     return saved_by("a SavedModel", worker_of(obj), export_dir, lambda path: original(obj, path, *args, **kwargs))
 
 
-def saved_by(what: str, worker: Worker | None, path: Any, save: Callable[[Any], Any]) -> Any:
+def saved_by(what: str, worker: Worker | None, path: Path, save: Callable[[Path], T]) -> T:
     """What `save(path)` returns; a worker that is not to write there saves into a folder that is deleted at once."""
     if worker is None:
         return save(path)
@@ -343,7 +359,7 @@ def saved_by(what: str, worker: Worker | None, path: Any, save: Callable[[Any], 
             return save(os.path.join(folder, os.path.basename(os.fsdecode(path))))
 
 
-def _in_folder(path: Any) -> Any:
+def _in_folder(path: str) -> str:
     """A path of the call that saved, which is one of another folder if the program has changed its folder since."""
     folder = _folder.get()
     return path if folder is None or "://" in path else os.path.join(folder, path)

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -65,7 +64,7 @@ def abort(message: str) -> None:
     _context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
-def defer_in_branches(cross_device_ops: Any) -> None:
+def defer_in_branches(cross_device_ops: tf.distribute.CrossDeviceOps) -> None:
     """Lets a function with collectives be called in a branch of `tf.cond`, which TensorFlow fails at.
 
     Args:
@@ -75,7 +74,7 @@ def defer_in_branches(cross_device_ops: Any) -> None:
         each.__class__ = _DeferringLauncher
 
 
-def note_launches(cross_device_ops: Any, describe: Describe) -> None:
+def note_launches(cross_device_ops: tf.distribute.CrossDeviceOps, describe: Describe) -> None:
     """Calls `describe` for each collective that the first device makes, which stands for all devices of the worker.
 
     Args:
@@ -91,7 +90,7 @@ def note_launches(cross_device_ops: Any, describe: Describe) -> None:
 class _DeferringLauncher(_Launcher):
     """Looks up the numbers of collectives when the outermost function is called."""
 
-    def _next_instance_key(self) -> Any:
+    def _next_instance_key(self) -> int | tf.Tensor:
         graph = _function_graph()
         return super()._next_instance_key() if graph is None else _at_call(graph, self._next_instance_key)
 
@@ -103,17 +102,17 @@ class _NotedLauncher(_DeferringLauncher):
     has_own_keys: bool
     _launched: Launched | None = None
 
-    def all_reduce(self, input_tensor: Any, control_input: Any = None, options: Any = None) -> Any:
+    def all_reduce(self, input_tensor: tf.Tensor, control_input: object = None, options: object = None) -> tf.Tensor:
         self._launched = self.describe("all_reduce", input_tensor)
         with _made():
             return super().all_reduce(input_tensor, control_input, options)
 
-    def _all_gather(self, input_tensor: Any, options: Any) -> Any:
+    def _all_gather(self, input_tensor: tf.Tensor, options: object) -> tf.Tensor:
         self._launched = self.describe("all_gather", input_tensor)
         with _made():
             return super()._all_gather(input_tensor, options)
 
-    def _next_instance_key(self) -> Any:
+    def _next_instance_key(self) -> int | tf.Tensor:
         launched, self._launched = self._launched, None
         graph = _function_graph()
         if launched is None or graph is None:
@@ -123,14 +122,14 @@ class _NotedLauncher(_DeferringLauncher):
             with tf.device("CPU:0"):
                 return tf.convert_to_tensor(key, tf.int32)
 
-        def at_call() -> Any:
+        def at_call() -> int | tf.Tensor:
             self._launched = launched
             return self._next_instance_key()
 
         return _at_call(graph, at_call)
 
 
-def _function_graph() -> Any:
+def _function_graph() -> tf.Graph | None:
     """The graph of the function that is being traced; None in eager mode, and in a graph of v1."""
     if tf.executing_eagerly() or not tf.compat.v1.executing_eagerly_outside_functions():
         return None
@@ -140,7 +139,7 @@ def _function_graph() -> Any:
     return graph if graph.building_function else None
 
 
-def _at_call(graph: Any, number: Callable[[], Any], key: Any = None) -> Any:
+def _at_call(graph: tf.Graph, number: Callable[[], int | tf.Tensor], key: object = None) -> tf.Tensor:
     """A number that a function looks up each time when it is called eagerly.
 
     If another function calls it, TensorFlow passes the look-up on to the graph of that call. A branch cannot look up
@@ -155,7 +154,7 @@ def _at_call(graph: Any, number: Callable[[], Any], key: Any = None) -> Any:
         own = look_ups[key]
 
         @functools.wraps(own)
-        def passed_on() -> Any:
+        def passed_on() -> object:
             outer = _function_graph()
             return own() if outer is None else [_at_call(outer, number, key)]
 
@@ -216,7 +215,7 @@ def explain_failures(explain: Callable[[int, str], BaseException | None]) -> Non
         explain: takes the code and the text of an error of TensorFlow; returns the exception to raise, or None.
     """
 
-    def explained(of_status: Callable[[Any], Any], status: Any) -> Any:
+    def explained(of_status: Callable[[object], BaseException], status: _core._NotOkStatusException) -> BaseException:
         return explain(status.code, status.message) or of_status(status)
 
     STATUS.around(explained)
@@ -231,16 +230,16 @@ class _WithStatuses(StandIn):
     could only be replaced in a frame of this library, which then stood in the traceback of every failed op.
     """
 
-    def TFE_Py_Execute(self, *args: Any) -> Any:
+    def TFE_Py_Execute(self, *args: object) -> object:
         """Runs a function or an op."""
         return _raising_statuses(self._own.TFE_Py_Execute, args)
 
-    def TFE_Py_ExecuteCancelable(self, *args: Any) -> Any:
+    def TFE_Py_ExecuteCancelable(self, *args: object) -> object:
         """The same, for what can be ended."""
         return _raising_statuses(self._own.TFE_Py_ExecuteCancelable, args)
 
 
-def _raising_statuses(execute: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _raising_statuses(execute: Callable[..., object], args: tuple[object, ...]) -> object:
     try:
         return execute(*args)
     except tf.errors.OpError as error:

@@ -20,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -56,22 +55,23 @@ class Pulls:
         each: how many elements make a batch.
     """
 
-    def __init__(self, iterator: _OwnedIterator, each: int, lock: contextlib.AbstractContextManager[Any]):
+    def __init__(self, iterator: _OwnedIterator, each: int, lock: contextlib.AbstractContextManager[object]):
         self.each = each
         self._resource = iterator._iterator_resource
         self._types = tuple(iterator._flat_output_types)
         self._shapes = tuple(iterator._flat_output_shapes)
-        self._dataset: Any = getattr(iterator, "_dataset", None)  # one that a function returned has none
+        # One that a function returned has none.
+        self._dataset: tf.data.Dataset | None = getattr(iterator, "_dataset", None)
         self._together = max(1, MANY // each)  # batches that one call takes
         self._quick = 0  # how many elements came quickly; one that came slowly counts against several
         self._alone: bool | None = None  # whether elements are taken one by one for good; None if not yet known
-        self._queue: Any = None
+        self._queue: tf.queue.FIFOQueue | None = None
         self._failed: tf.errors.OpError | None = None
         self._lock = lock
 
     @classmethod
     def of(
-        cls, iterator: Any, each: int = 1, lock: contextlib.AbstractContextManager[Any] | None = None
+        cls, iterator: tf.data.Iterator, each: int = 1, lock: contextlib.AbstractContextManager[object] | None = None
     ) -> Pulls | None:
         """The `Pulls` of an iterator, the same object at each call; None for an iterator that it cannot serve."""
         if type(iterator) is not _OwnedIterator or not tf.executing_eagerly():
@@ -161,13 +161,13 @@ class Pulls:
 
 
 # Queues that nobody uses now, which are empty. TensorFlow keeps 34 KB for each queue that was ever made in eager mode.
-_free_queues: dict[Any, list[Any]] = {}
+_free_queues: dict[tuple[object, ...], list[tf.queue.FIFOQueue]] = {}
 
 # The pulls of each iterator, which may be used by one device loop after the other.
-_pulls: weakref.WeakKeyDictionary[Any, Pulls] = weakref.WeakKeyDictionary()
+_pulls: weakref.WeakKeyDictionary[_OwnedIterator, Pulls] = weakref.WeakKeyDictionary()
 
 
-def _is_plain(spec: Any) -> bool:
+def _is_plain(spec: tf.TypeSpec) -> bool:
     return type(spec) is tf.TensorSpec and spec.shape.is_fully_defined() and (spec.dtype.is_bool or _is_number(spec))
 
 
@@ -175,13 +175,13 @@ def _is_number(spec: tf.TensorSpec) -> bool:
     return spec.dtype.is_floating or spec.dtype.is_integer or spec.dtype.is_complex
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _array(tensor: tf.Tensor) -> np.ndarray:
     """The memory of a tensor that no other code has, so nothing changes it."""
     return np.asarray(tensor._numpy_internal())
 
 
 @functools.lru_cache(maxsize=64)
-def _taking(types: tuple, shapes: tuple, count: int) -> Any:
+def _taking(types: tuple, shapes: tuple, count: int) -> tf.types.experimental.ConcreteFunction:
     """The function that takes that many elements of an iterator by way of a queue.
 
     Called as an op it begins after 10 us; a call of the function itself begins after 100.
@@ -200,7 +200,7 @@ def _taking(types: tuple, shapes: tuple, count: int) -> Any:
         return tf.function(take, autograph=False).get_concrete_function(resource, resource)
 
 
-def may_call_python(dataset: Any) -> bool:
+def may_call_python(dataset: tf.data.Dataset | None) -> bool:
     """Whether a dataset calls Python, as far as can be seen: True if some part of it cannot be seen."""
     if dataset is None:
         return True
@@ -210,10 +210,10 @@ def may_call_python(dataset: Any) -> bool:
     return found
 
 
-_calling: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_calling: weakref.WeakKeyDictionary[tf.data.Dataset, bool] = weakref.WeakKeyDictionary()
 
 
-def bytes_of(spec: Any) -> int | None:
+def bytes_of(spec: object) -> int | None:
     """The bytes of an element, by its specs; None if they are not known, or it is not of dense tensors of numbers."""
     specs = tf.nest.flatten(spec)
     if not specs or not all(map(_is_plain, specs)):
@@ -221,7 +221,7 @@ def bytes_of(spec: Any) -> int | None:
     return sum(each.shape.num_elements() * each.dtype.size for each in specs)
 
 
-def looks_as_if_it_calls_python(dataset: Any, without: tuple[type, ...] = ()) -> bool:
+def looks_as_if_it_calls_python(dataset: tf.data.Dataset, without: tuple[type, ...] = ()) -> bool:
     """Like `may_call_python`, but looks each time, and not at datasets of the classes `without` and their inputs."""
     for each in subgraphs.reached([dataset], lambda each: [] if isinstance(each, without) else each._inputs()):
         if isinstance(each, without):

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import tensorflow as tf
 
@@ -112,7 +112,7 @@ class LaterPerReplica(PerReplica):
         make: makes the values; called once, or by several threads that look at the same time.
     """
 
-    def __init__(self, make: Callable[[], Sequence[Any]]):
+    def __init__(self, make: Callable[[], Sequence[object]]):
         self._make = make
 
     def __getattr__(self, name: str) -> Any:
@@ -129,13 +129,13 @@ class LaterPerReplica(PerReplica):
         self.__dict__.pop("_make", None)
         return values
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """A copy has its values."""
         len(self._values)  # makes them; from here on the class is the plain one
         return object.__reduce_ex__(self, protocol)
 
 
-def _of_no_attribute(value: Any, name: str) -> Any:
+def _of_no_attribute(value: object, name: str) -> Any:
     """Raises the AttributeError of a plain `PerReplica`."""
     raising = getattr(PerReplica, "__getattr__", None)
     if raising is not None:
@@ -157,7 +157,9 @@ def replica_id_in_sync_group(strategy: tf.distribute.Strategy, index: int) -> in
     return index if hook is None else int(hook(index))
 
 
-def init_context(context: tf.distribute.ReplicaContext, strategy: tf.distribute.Strategy, index: Any) -> None:
+def init_context(
+    context: tf.distribute.ReplicaContext, strategy: tf.distribute.Strategy, index: int | tf.Tensor
+) -> None:
     """Does what `ReplicaContext.__init__` does, but without its check whether an integer is a tensor (10 us)."""
     if not isinstance(index, int):
         tf.distribute.ReplicaContext.__init__(context, strategy, index)
@@ -197,13 +199,13 @@ def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
     context._thread_context.strategy = strategy
 
 
-def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[Any]:
+def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[object]:
     """Enters `strategy.scope()`, unless it is entered already."""
     is_entered = _distribute_lib._get_per_thread_mode().cross_replica_context is strategy
     return contextlib.nullcontext() if is_entered else strategy.scope()
 
 
-def scopes() -> tuple[Any, ...]:
+def scopes() -> tuple[object, ...]:
     """What scopes of strategies this thread has entered, and what they change; for `set_scopes`."""
     graph, store = _ops.get_default_graph(), variable_scope_store()
     return graph, [*graph._distribution_strategy_stack], variable_creators(graph), store, store.current_scope
@@ -239,7 +241,7 @@ def outside_scopes() -> Iterator[None]:
             yield
 
 
-def _is_of_scope(creator: Any) -> bool:
+def _is_of_scope(creator: object) -> bool:
     """Whether a variable creator belongs to the scope of a strategy, including the default one, and not to the user."""
     return getattr(creator, "__module__", "") == _distribute_lib.__name__
 
@@ -266,21 +268,21 @@ _merged: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_m
 
 def create_variable(
     strategy: tf.distribute.Strategy,
-    components: Callable[..., list[Any]],
+    components: Callable[..., list[tf.Variable]],
     mirrored: type[MirroredVariable],
     on_read: type[SyncOnReadVariable],
-    kwargs: dict[str, Any],
-) -> Any:
+    kwargs: dict[str, object],
+) -> DistributedVariable:
     """Makes a distributed variable of one of two classes, from the components that `components(**kwargs)` returns."""
     classes = {tf.VariableSynchronization.ON_WRITE: mirrored, tf.VariableSynchronization.ON_READ: on_read}
     return _create_mirrored_variable(strategy, components, classes, {}, **kwargs)
 
 
-def first_values(structure: Any) -> Any:
+def first_values(structure: object) -> Any:
     """The structure, with each distributed value replaced by its first value."""
     return select_replica(0, structure)
 
 
-def hardware_without_embeddings() -> Any:
+def hardware_without_embeddings() -> tf.tpu.experimental.HardwareFeature:
     """A `tf.tpu.experimental.HardwareFeature` whose `embedding_feature` is UNSUPPORTED."""
     return tf.tpu.experimental.HardwareFeature(_TPUHardwareFeature())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +19,7 @@ from tensorflow.python import pywrap_tfe as _pywrap_tfe
 # context: has the thread's op callbacks.
 from tensorflow.python.eager import context as _context
 
-EagerTensor: Any = tf.__internal__.EagerTensor
+EagerTensor = tf.__internal__.EagerTensor
 """The class of dense tensors in eager mode. These of its methods are called here:
 
 - `_numpy_internal`: the memory of a tensor on a CPU, without the copy that `numpy()` makes;
@@ -48,7 +47,7 @@ def of_memory(array: np.ndarray) -> tf.Tensor:
     return EagerTensor(array, _host(), None)
 
 
-def of_capsule(capsule: Any) -> tf.Tensor:
+def of_capsule(capsule: object) -> tf.Tensor:
     """Makes a tensor on the host that is a view of the memory of a DLPack capsule.
 
     Raises:
@@ -62,7 +61,7 @@ def is_replaced_interrupt(error: BaseException) -> bool:
     return type(error) is RuntimeError and "REPLACED BY KeyboardInterrupt" in str(error)
 
 
-def is_eager(value: Any) -> bool:
+def is_eager(value: object) -> bool:
     """Whether `value` is a dense eager tensor."""
     return isinstance(value, EagerTensor)
 
@@ -72,7 +71,7 @@ def array_of(tensor: tf.Tensor) -> np.ndarray:
     return tensor._numpy_internal()
 
 
-def described(tensor: tf.Tensor) -> tuple[Any, tuple[int, ...]]:
+def described(tensor: tf.Tensor) -> tuple[int, tuple[int, ...]]:
     """The dtype of an eager tensor, as a number, and its shape."""
     return tensor._datatype_enum(), tensor._shape_tuple()
 
@@ -124,6 +123,6 @@ def _host() -> str:
         return tf.constant(0).device
 
 
-def attributes(tensor: Any) -> dict[str, Any]:
+def attributes(tensor: tf.Tensor) -> dict[str, object]:
     """The attributes that Python code has given to a tensor, such as the mask of a Keras layer."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}

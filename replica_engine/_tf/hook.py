@@ -58,12 +58,12 @@ class Hook:
     def __init__(self, owner: str, name: str, *, why: str, since: str, until: str, order: int = 0):
         self.owner, self.name, self.order = owner, name, order
         self.why, self.since, self.until = why, since, until
-        self.call: Callable[..., Any] | None = None
+        self.call: Callable[..., object] | None = None
         with _lock:
             self._place = _places.setdefault((owner, name), _Place(owner, name))
             _declared.append(self)
 
-    def around(self, call: Callable[..., Any]) -> None:
+    def around(self, call: Callable[..., object]) -> None:
         """Calls `call(original, *args, **kwargs)` wherever the function is called; does nothing a second time.
 
         Does nothing either until the module of the owner is imported, or if this version has no such attribute.
@@ -79,7 +79,7 @@ class Hook:
                 place.hooks = sorted([*place.hooks, self], key=lambda each: each.order)
             place.install()
 
-    def put(self, make: Callable[[Any], Any]) -> None:
+    def put(self, make: Callable[[Any], object]) -> None:
         """Replaces what is no function, such as a tuple or a descriptor, or adds what is not there.
 
         Does nothing until the module of the owner is imported.
@@ -124,14 +124,14 @@ class _Place:
 
     def __init__(self, owner: str, name: str):
         self._owner_name, self._name = owner, name
-        self._owner: Any = None
+        self._owner: object = None
         self.hooks: list[Hook] = []
         self.original: Any = None
-        self._ours: Any = None
-        self._around_ours: Any = None  # a function of another library that calls ours
-        self._called: list[Callable[..., Any]] = []  # what ours calls
+        self._ours: Callable[..., object] | None = None
+        self._around_ours: object = None  # a function of another library that calls ours
+        self._called: list[Callable[..., object]] = []  # what ours calls
 
-    def owner(self) -> Any:
+    def owner(self) -> object:
         """The class or module; None until its module is imported."""
         if self._owner is None:
             self._owner = _imported(self._owner_name)
@@ -169,27 +169,27 @@ class _Place:
             cell.cell_contents = self._ours
 
 
-def _calling(called: list[Callable[..., Any]], original: Any) -> Callable[..., Any]:
+def _calling(called: list[Callable[..., object]], original: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: object, **kwargs: object) -> object:
         return called[0](*args, **kwargs)
 
     return replacement
 
 
-def _imported(name: str) -> Any:
+def _imported(name: str) -> object:
     """A module, or a class in one, if its module is imported; else None."""
     module, parts = name, list[str]()
     while module and module not in sys.modules:
         module, _, last = module.rpartition(".")
         parts.insert(0, last)
-    found: Any = sys.modules.get(module)
+    found: object = sys.modules.get(module)
     for part in parts:
         found = getattr(found, part, None)
     return found
 
 
-def _cell_of(function: Any) -> types.CellType | None:
+def _cell_of(function: object) -> types.CellType | None:
     """What has the function that a handler of errors calls; None for a function without a handler."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or cells is None or _HANDLED not in code.co_freevars:
@@ -200,9 +200,9 @@ def _cell_of(function: Any) -> types.CellType | None:
     return cell
 
 
-def _has(function: Any, ours: Any) -> bool:
+def _has(function: object, ours: object) -> bool:
     """Whether a function of another library has ours at hand, and so calls it."""
-    near = [function]
+    near: list[object] = [function]
     for _ in range(3):  # one around the other
         near = [inner for each in near for inner in _at_hand(each)]
         if any(each is ours for each in near):
@@ -210,7 +210,7 @@ def _has(function: Any, ours: Any) -> bool:
     return False
 
 
-def _at_hand(function: Any) -> Iterator[Any]:
+def _at_hand(function: object) -> Iterator[object]:
     """The functions that another one, a partial one or a method has at hand."""
     yield from (getattr(function, name) for name in ("__wrapped__", "func", "__func__") if hasattr(function, name))
     if isinstance(function, types.FunctionType):

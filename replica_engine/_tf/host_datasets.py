@@ -16,7 +16,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -68,7 +67,11 @@ class HostDatasets:
     function takes whether this worker has a batch, and returns whether all have one; in a graph, tensors.
     """
 
-    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+    def _experimental_distribute_dataset(
+        self,
+        dataset: tf.data.Dataset | tf.distribute.DistributedDataset,
+        options: tf.distribute.InputOptions | None,
+    ) -> tf.distribute.DistributedDataset:
         """The hook of `experimental_distribute_dataset`.
 
         Raises:
@@ -95,16 +98,20 @@ class HostDatasets:
             "    dataset = strategy.experimental_distribute_dataset(dataset.batch(n))"
         )
 
-    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+    def _distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
+        options: tf.distribute.InputOptions | None,
+    ) -> tf.distribute.DistributedDataset:
         """The hook of `distribute_datasets_from_function`."""
 
-        def copied(context: tf.distribute.InputContext) -> Any:
+        def copied(context: tf.distribute.InputContext) -> tf.data.Dataset:
             return _in_own_memory(dataset_fn(context))
 
         return _on_host(super()._distribute_datasets_from_function(copied, options))  # type: ignore[misc]
 
 
-def _check_shares(dataset: Any, replicas: int) -> None:
+def _check_shares(dataset: tf.data.Dataset, replicas: int) -> None:
     """Raises InputsError if some replicas would get rows of one part of each element, and none of another part.
 
     Parts of two sizes may be two batches, such as one with labels and one without. Each replica has rows of both then.
@@ -122,7 +129,7 @@ def _check_shares(dataset: Any, replicas: int) -> None:
         )
 
 
-def rows_of_batches(dataset: Any) -> int | None:
+def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
     """The number of rows of a dataset's batches, but for the last one; None if what made it does not tell.
 
     It does for `batch` and `padded_batch`, and for batches of a known shape.
@@ -134,7 +141,7 @@ def rows_of_batches(dataset: Any) -> int | None:
     return rows if rows > 0 else None
 
 
-def pulls_of(iterator: Any) -> Pulls | None:
+def pulls_of(iterator: object) -> Pulls | None:
     """The `Pulls` that take batches of an eager iterator as arrays; None if its batches are not those of its dataset.
 
     A batch of a distributed iterator has one element for each replica, any other batch has one for all.
@@ -147,7 +154,7 @@ def pulls_of(iterator: Any) -> Pulls | None:
     return Pulls.of(turns.iterator, len(turns.devices), turns.round)
 
 
-def _on_host(dataset: Any) -> Any:
+def _on_host(dataset: tf.distribute.DistributedDataset) -> tf.distribute.DistributedDataset:
     """The dataset with the iterator of this module, unless it feeds other devices than CPUs or has several workers.
 
     In a job of several workers, TensorFlow's iterator asks the others whether any of them has a batch.
@@ -171,10 +178,10 @@ def _on_host(dataset: Any) -> Any:
 class _Iterable:
     """Makes the iterators of a distributed dataset. Put it before a class of TensorFlow."""
 
-    _spec: type[Any]
+    _spec: type[tf.TypeSpec]
 
-    def __iter__(self: Any) -> _HostIterator:
-        def made() -> Any:
+    def __iter__(self: tf.distribute.DistributedDataset) -> _HostIterator:
+        def made() -> tf.data.Iterator:
             with tf.device(self._input_workers.worker_devices[0]):
                 return iter(self._read_ahead())
 
@@ -186,7 +193,7 @@ class _Iterable:
             turns.end = _ends.after(turns)
         return iterator
 
-    def _read_ahead(self: Any) -> tf.data.Dataset:
+    def _read_ahead(self: tf.distribute.DistributedDataset) -> tf.data.Dataset:
         """The dataset of the iterators. It is made once, because Keras makes two iterators an epoch.
 
         In a graph it is an op of that graph, and no other graph may use it.
@@ -200,7 +207,7 @@ class _Iterable:
         return ahead
 
     @property
-    def _type_spec(self: Any) -> Any:
+    def _type_spec(self: tf.distribute.DistributedDataset) -> tf.TypeSpec:
         return self._spec(
             self._input_workers,
             self._element_spec,
@@ -211,7 +218,9 @@ class _Iterable:
         )
 
 
-def _iterator_of(dataset: Any, iterator: Any) -> _HostIterator:
+def _iterator_of(
+    dataset: tf.distribute.DistributedDataset | _HostIteratorSpec, iterator: tf.data.Iterator
+) -> _HostIterator:
     """The distributed iterator that takes from a plain one; `dataset` may also be the type of such an iterator."""
     workers, cardinality = dataset._input_workers, dataset._cardinality
     have_batches = getattr(dataset._strategy.extended, "have_batches", None)  # see `HostDatasets`
@@ -259,11 +268,11 @@ class _Ends:
     """
 
     def __init__(self) -> None:
-        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()  # its `put` may interrupt itself
+        self._ended: queue.SimpleQueue[list[tf.data.Iterator]] = queue.SimpleQueue()  # its `put` may interrupt itself
         self._starting = threading.Lock()
         self._is_running = False
 
-    def after(self, turns: _Turns) -> Any:
+    def after(self, turns: _Turns) -> weakref.ref[_Turns]:
         """What ends the iterator of `turns` after these; they must have it as long as they live.
 
         No Python code runs for it: an exception that a signal's handler raises there would be lost.
@@ -271,7 +280,7 @@ class _Ends:
         self._start()
         return weakref.ref(turns, functools.partial(self._ended.put, [turns.iterator]))
 
-    def end(self, held: list[Any]) -> None:
+    def end(self, held: list[tf.data.Iterator]) -> None:
         """Ends the iterator that is in `held`, and that nothing else has."""
         try:
             self._start()
@@ -309,7 +318,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def end_apart(held: list[Any]) -> None:
+def end_apart(held: list[tf.data.Iterator]) -> None:
     """Empties a list, and so ends the iterator in it, on a thread for which nobody waits; see `_Ends`."""
     _ends.end(held)
 
@@ -328,9 +337,15 @@ class _Turns:
         end: what ends the iterator when this object is gone; None if nobody would have to wait for it.
     """
 
-    end: Any = None
+    end: weakref.ref[_Turns] | None = None
 
-    def __init__(self, iterator: Any, worker: str, devices: Sequence[str], agree: Callable[[Any], Any] | None = None):
+    def __init__(
+        self,
+        iterator: tf.data.Iterator,
+        worker: str,
+        devices: Sequence[str],
+        agree: Callable[[tf.Tensor | bool], tf.Tensor | bool] | None = None,
+    ):
         self.iterator = iterator
         self.agree = agree
         self._worker = worker
@@ -338,7 +353,7 @@ class _Turns:
         self.round = threading.Lock()
         self._is_plain = bytes_of(iterator.element_spec) is not None
 
-    def get_next_as_list(self, name: str | None = None) -> list[Any]:
+    def get_next_as_list(self, name: str | None = None) -> list[object]:
         """The next elements of all replicas; raises OutOfRangeError if one gets none."""
         with self.round:
             if self.agree is None:
@@ -349,7 +364,7 @@ class _Turns:
                 pairs = zip(self.devices, optionals, strict=True)
                 return [self._on(device, optional.get_value()) for device, optional in pairs]
 
-    def get_next_as_optional_list(self) -> list[Any]:
+    def get_next_as_optional_list(self) -> list[tf.experimental.Optional]:
         """The next elements of all replicas, as optionals on the worker's device."""
         with self.round:
             optionals = [self.iterator.get_next_as_optional() for _ in self.devices]
@@ -362,7 +377,7 @@ class _Turns:
                 for optional in optionals
             ]
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         """The next element; without TensorFlow's code for elements of all kinds, which takes longer than the op."""
         iterator = self.iterator
         if not self._is_plain or not tf.executing_eagerly() or not tf.config.experimental.get_synchronous_execution():
@@ -386,9 +401,9 @@ class _Turns:
             raise _ended()
         return tf.constant(True)
 
-    def padded(self) -> list[Any]:
+    def padded(self) -> list[object]:
         """The next elements of all replicas, with empty ones at the end; raises OutOfRangeError if all get none."""
-        elements: list[Any] = []
+        elements: list[object] = []
         try:
             with self.round:
                 for device in self.devices:
@@ -406,7 +421,7 @@ class _Turns:
             raise _ended()
         return elements
 
-    def _on(self, device: str, element: Any) -> Any:
+    def _on(self, device: str, element: object) -> object:
         if device == self._worker:
             return element
         with tf.device(device):
@@ -417,21 +432,21 @@ def _ended() -> tf.errors.OutOfRangeError:
     return tf.errors.OutOfRangeError(None, None, "A worker has no batch left.")
 
 
-def _end_unless(agreed: Any) -> Any:
+def _end_unless(agreed: tf.Tensor) -> tf.Tensor:
     """Raises StopIteration, which TensorFlow makes an OutOfRangeError, unless all workers have a batch."""
     if not agreed:
         raise StopIteration(_ended().message)
     return agreed
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: tf.Tensor | None) -> tf.Tensor | None:
     return leaf if leaf is None else tf.identity(leaf)
 
 
 class _HostIterator(DistributedIterator):
     """The iterator over a distributed dataset on the host."""
 
-    def get_next(self, name: str | None = None) -> Any:
+    def get_next(self, name: str | None = None) -> object:
         """The next batch of each replica.
 
         In eager mode TensorFlow would enter scopes or, if shapes are not known, ask for optionals and make a dozen ops
@@ -468,13 +483,13 @@ class _HostIteratorSpec(DistributedIteratorSpec):
         return _HostIterator
 
     @property
-    def _component_specs(self) -> list[Any]:
+    def _component_specs(self) -> list[tf.TypeSpec]:
         return [tf.data.IteratorSpec(each._element_spec) for each in super()._component_specs]
 
-    def _to_components(self, value: Any) -> list[Any]:
+    def _to_components(self, value: _HostIterator) -> list[tf.data.Iterator]:
         return [turns.iterator for turns in value._iterators]
 
-    def _from_components(self, components: Any) -> _HostIterator:
+    def _from_components(self, components: Sequence[tf.data.Iterator]) -> _HostIterator:
         (iterator,) = components
         return _iterator_of(self, iterator)
 
@@ -487,7 +502,7 @@ class _Spec:
         """The class of the dataset."""
         return _CLASSES[super().value_type]  # type: ignore[misc]
 
-    def _from_components(self, components: Any) -> Any:
+    def _from_components(self, components: object) -> tf.distribute.DistributedDataset:
         return _on_host(super()._from_components(components))  # type: ignore[misc]
 
 
@@ -513,7 +528,9 @@ for _ours, _theirs in ((_HostIterator, DistributedIterator), *((ours, theirs) fo
     _ours.__name__ = _ours.__qualname__ = _theirs.__name__  # the name that messages show and users know
 
 
-def _in_own_memory(dataset: Any) -> Any:
+def _in_own_memory(
+    dataset: tf.data.Dataset | tf.distribute.DistributedDataset,
+) -> tf.data.Dataset | tf.distribute.DistributedDataset:
     """The dataset with copies of its elements, if they may be the memory of Python; otherwise the dataset itself.
 
     TensorFlow takes an array that a generator or `tf.numpy_function` returns without a copy, if its memory is aligned
@@ -529,11 +546,11 @@ def _in_own_memory(dataset: Any) -> Any:
     several = type(dataset.element_spec) is tuple  # `map` passes the parts of a tuple one by one
 
     @tf.autograph.experimental.do_not_convert
-    def copied(*element: Any) -> Any:
+    def copied(*element: object) -> object:
         return tf.nest.map_structure(_copied, element if several else element[0], expand_composites=True)
 
     return dataset.map(copied)
 
 
-def _copied(tensor: Any) -> Any:
+def _copied(tensor: object) -> object:
     return tf.raw_ops.DeepCopy(x=tensor) if getattr(tensor, "dtype", None) in _COPIED else tensor

@@ -26,6 +26,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,8 +64,8 @@ class _No(enum.Enum):
     OWN_VALUE = "the class has a value, and the object has none"
 
 
-_MISSING: Any = _No.VALUE
-_DEFAULT: Any = _No.OWN_VALUE
+_MISSING = _No.VALUE
+_DEFAULT = _No.OWN_VALUE
 _MAKING = ("__init__", "build")  # the functions that make an object, and never keep something of a step
 _lock = threading.Lock()  # held while an attribute is prepared for a run
 _objects: dict[int, _Object] = {}  # by identity, since an object may define equality
@@ -79,7 +80,7 @@ class Place(NamedTuple):
         replica: the index of the replica.
     """
 
-    strategy: Any
+    strategy: object
     run: int
     replica: int
 
@@ -93,7 +94,7 @@ class _Object:
         made_in: the run in which a replica last set something that all share; the object was perhaps made there.
     """
 
-    def __init__(self, owner: Any):
+    def __init__(self, owner: object):
         self.alive = weakref.ref(owner, functools.partial(_forget, id(owner)))
         self.attributes: dict[str, _Attribute] = {}
         self.made_in: tuple[int, int] | None = None
@@ -116,14 +117,14 @@ class _Attribute:
     """
 
     def __init__(self) -> None:
-        self.strategy: Any = None
+        self.strategy: object = None
         self.run: tuple[int, int] | None = None
-        self.own: dict[int, Any] = {}
-        self.before: Any = _MISSING
+        self.own: dict[int, object] = {}
+        self.before: object = _MISSING
         self.first = sys.maxsize
         self.holds = False
 
-    def begin(self, place: Place, before: Any) -> None:
+    def begin(self, place: Place, before: object) -> None:
         """Begins with a run, unless another replica has."""
         if self.run == _run(place):
             return
@@ -141,12 +142,12 @@ class _OfReplicas:
         place: where the calling thread is, if it runs a replica.
     """
 
-    def __init__(self, name: str, default: Any, place: Callable[[], Place | None]):
+    def __init__(self, name: str, default: object, place: Callable[[], Place | None]):
         self.default = default
         self._name, self._place = name, place
 
-    def __get__(self, owner: Any, kind: type) -> Any:
-        value = _MISSING
+    def __get__(self, owner: object, kind: type) -> Any:
+        value: object = _MISSING
         if owner is not None:
             place = self._place()
             value = vars(owner).get(self._name, _MISSING) if place is None else _read(owner, self._name, place)
@@ -159,7 +160,7 @@ class _OfReplicas:
         bind = getattr(type(self.default), "__get__", None)
         return self.default if bind is None else bind(self.default, owner, kind)
 
-    def __set__(self, owner: Any, value: Any) -> None:
+    def __set__(self, owner: object, value: object) -> None:
         place = self._place()
         attribute = _known(owner, self._name)
         if place is not None and attribute is not None and attribute.run == _run(place):
@@ -169,7 +170,7 @@ class _OfReplicas:
         if attribute is not None:
             _objects[id(owner)].attributes.pop(self._name, None)
 
-    def __delete__(self, owner: Any) -> None:
+    def __delete__(self, owner: object) -> None:
         place = self._place()
         attribute = _known(owner, self._name)
         if place is not None and attribute is not None:
@@ -195,9 +196,11 @@ def for_each_replica(place: Callable[[], Place | None]) -> None:
         each.put(lambda own: own if hasattr(own, "_replica_engine") else _setting(own, place))
 
 
-def _setting(own: Callable[[Any, str, Any], None], place: Callable[[], Place | None]) -> Callable[..., None]:
+def _setting(
+    own: Callable[[object, str, object], None], place: Callable[[], Place | None]
+) -> Callable[[object, str, object], None]:
     @functools.wraps(own)
-    def __setattr__(self: Any, name: str, value: Any) -> None:  # tracebacks show the name
+    def __setattr__(self: object, name: str, value: object) -> None:  # tracebacks show the name
         here = place()
         if here is None or not _belongs_to_replica(self, name, value, here, place):
             own(self, name, value)
@@ -206,7 +209,9 @@ def _setting(own: Callable[[Any, str, Any], None], place: Callable[[], Place | N
     return __setattr__
 
 
-def _belongs_to_replica(owner: Any, name: str, value: Any, here: Place, place: Callable[[], Place | None]) -> bool:
+def _belongs_to_replica(
+    owner: object, name: str, value: object, here: Place, place: Callable[[], Place | None]
+) -> bool:
     """Sets an attribute for a replica; returns whether the class has nothing left to do.
 
     The class has something left to do with lists and dictionaries, which it wraps, so that variables that come into
@@ -237,7 +242,7 @@ def _belongs_to_replica(owner: Any, name: str, value: Any, here: Place, place: C
     return True
 
 
-def _kind(value: Any, keras: Any) -> int:
+def _kind(value: object, keras: ModuleType | None) -> int:
     """Whether a value is part of what all replicas share, holds tensors, or neither."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return _OTHER
@@ -262,7 +267,7 @@ def _kind(value: Any, keras: Any) -> int:
 
 def _set_by() -> tuple[bool, bool]:
     """Whether code of TensorFlow or Keras sets an attribute now, and whether something is being made."""
-    frame: Any = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_code.co_name == SET:
         frame = frame.f_back
     by_library = frame is not None and frame.f_globals.get("__name__", "").startswith(("keras.", "tensorflow."))
@@ -282,7 +287,7 @@ def _prepared(kind: type, name: str, place: Callable[[], Place | None]) -> bool:
     return True
 
 
-def _read(owner: Any, name: str, place: Place) -> Any:
+def _read(owner: object, name: str, place: Place) -> object:
     """The value that a replica reads; `_MISSING` if there is none."""
     everyones = vars(owner).get(name, _MISSING)
     attribute = _known(owner, name)
@@ -298,13 +303,13 @@ def _read(owner: Any, name: str, place: Place) -> Any:
     return _MISSING if attribute.before is _DEFAULT else attribute.before
 
 
-def _before(owner: Any, name: str) -> Any:
+def _before(owner: object, name: str) -> object:
     """The value of an attribute before a run: that of the object, `_DEFAULT`, or `_MISSING`."""
     has_default = inspect.getattr_static(type(owner), name).default is not _MISSING
     return vars(owner).get(name, _DEFAULT if has_default else _MISSING)
 
 
-def _store(owner: Any, name: str, attribute: _Attribute, index: int, value: Any) -> None:
+def _store(owner: object, name: str, attribute: _Attribute, index: int, value: object) -> None:
     attribute.own[index] = value
     if index > attribute.first:
         return
@@ -319,19 +324,19 @@ def _run(place: Place) -> tuple[int, int]:
     return id(place.strategy), place.run
 
 
-def _known(owner: Any, name: str) -> _Attribute | None:
+def _known(owner: object, name: str) -> _Attribute | None:
     known = _objects.get(id(owner))
     return known.attributes.get(name) if known is not None and known.alive() is owner else None
 
 
-def _object(owner: Any) -> _Object:
+def _object(owner: object) -> _Object:
     known = _objects.get(id(owner))
     if known is None or known.alive() is not owner:
         known = _objects[id(owner)] = _Object(owner)
     return known
 
 
-def _forget(number: int, gone: Any) -> None:
+def _forget(number: int, gone: object) -> None:
     known = _objects.get(number)
     if known is not None and known.alive is gone:
         del _objects[number]

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -76,13 +76,13 @@ def make_stacks_thread_local(graph: tf.Graph) -> None:
     graph.switch_to_thread_local()
 
 
-def eager_mode(eager: bool) -> contextlib.AbstractContextManager[Any]:
+def eager_mode(eager: bool) -> contextlib.AbstractContextManager[object]:
     """Enters eager mode if `eager`; otherwise does nothing."""
     return _context.eager_mode() if eager else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def in_graph_of_others(graph: Any) -> Iterator[None]:
+def in_graph_of_others(graph: tf.Graph) -> Iterator[None]:
     """Inside the block, this thread is in a function graph of another thread, which may leave first after a failure."""
     with graph.as_default():
         try:
@@ -92,7 +92,7 @@ def in_graph_of_others(graph: Any) -> Iterator[None]:
                 graph._scope_exit_callbacks = []
 
 
-def graph_and_mode(graph: tf.Graph, eager: bool) -> contextlib.AbstractContextManager[Any]:
+def graph_and_mode(graph: tf.Graph, eager: bool) -> contextlib.AbstractContextManager[object]:
     """Enters `graph` as the default, in eager mode if `eager`. A thread that is there enters nothing: it takes long."""
     is_there = default_graph() is graph and tf.executing_eagerly() == eager
     return _NOTHING if is_there else _other_graph_and_mode(graph, eager)
@@ -109,7 +109,7 @@ def enter_creators(graph: tf.Graph, creators: list) -> contextlib.AbstractContex
     return scoped.attribute(graph, "_variable_creator_stack", creators)
 
 
-def creators_with(creators: list, creator: Any) -> list:
+def creators_with(creators: list, creator: Callable[..., tf.Variable]) -> list:
     """A stack of variable creators with one more, in the order that `tf.variable_creator_scope` makes."""
     return sorted([*creators, (_PRIORITY, creator)], key=operator.itemgetter(0))
 
@@ -129,7 +129,9 @@ def control_inputs(graph: tf.Graph) -> set:
     return graph._current_control_dependencies()
 
 
-def enter_variable_scope(scope: Any, reuse: bool = False) -> contextlib.AbstractContextManager[Any]:
+def enter_variable_scope(
+    scope: tf.compat.v1.VariableScope, reuse: bool = False
+) -> contextlib.AbstractContextManager[tf.compat.v1.VariableScope]:
     """Enters a variable scope again; with `reuse`, get_variable returns the variables that exist there."""
     return _variable_scope.variable_scope(scope, reuse=reuse)
 
@@ -139,7 +141,7 @@ def variable_scope_store() -> Any:
     return _variable_scope.get_variable_scope_store()
 
 
-def device_and_name_scope() -> tuple[Any, Any]:
+def device_and_name_scope() -> tuple[str, str]:
     """The device of this thread's ops and the name scope, in eager mode."""
     eager = _context.context()
     return eager.device_name, eager.scope_name
@@ -162,7 +164,7 @@ def enter_device_policy(policy: int) -> Iterator[None]:
         _pywrap_tfe.TFE_ContextSetThreadLocalDevicePlacementPolicy(handle, before)
 
 
-def summary_state() -> tuple[Any, Any, Any]:
+def summary_state() -> tuple[tf.Tensor | None, object, object]:
     """The resource of this thread's default summary writer (None without one), the step, the recording condition."""
     state = _summary._summary_state
     return getattr(state.writer, "_resource", None), state.step, state.is_recording
@@ -171,20 +173,20 @@ def summary_state() -> tuple[Any, Any, Any]:
 class _CallersWriter(StandIn):
     """A stand-in for the summary writer of a later caller; like `writer`, except for the resource."""
 
-    def __init__(self, writer: Any):
+    def __init__(self, writer: tf.summary.SummaryWriter | None):
         super().__init__(writer)
         self._resource = callers_writer()
 
 
 @functools.cache
-def callers_writer() -> Any:
+def callers_writer() -> tf.Tensor:
     """The resource that marks the ops of a body as meant for the caller's writer; nothing is ever written to it."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.raw_ops.SummaryWriter(shared_name="replica_engine_caller", container="")
 
 
 @contextlib.contextmanager
-def summaries_of_caller(step: Any) -> Iterator[None]:
+def summaries_of_caller(step: object) -> Iterator[None]:
     """Inside the block, the default summary writer represents the writer of a later caller; so does the step, if given.
 
     `actual_summaries` gives access to the writer and the step that they replace now.
@@ -247,13 +249,13 @@ def unobserved() -> Iterator[None]:
         own.op_callbacks = before
 
 
-def of_update() -> tuple[Any, ...]:
+def of_update() -> tuple[object, ...]:
     """This thread's eager device, name scope, and the component that an update on it writes; for `set_of_update`."""
     context = _context.context()
     return context.device_name, context.device_spec, context.scope_name, _distribute.get_update_replica_id()
 
 
-def set_of_update(state: tuple[Any, ...]) -> None:
+def set_of_update(state: tuple[object, ...]) -> None:
     """Leaves the devices, name scopes and updates that were entered since, if an exception kept TensorFlow from it."""
     context = _context.context()
     name, spec, context.scope_name, _distribute._update_replica_id.current = state

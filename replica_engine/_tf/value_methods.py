@@ -51,7 +51,7 @@ class _Numbers:
     def __complex__(self) -> complex:
         return complex(self.numpy())
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         if not tf.executing_eagerly():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")  # as TensorFlow
         return np.array(self.numpy(), dtype)  # a copy, whatever `copy` is
@@ -62,7 +62,7 @@ def install_numbers() -> None:
     NUMBERS.put(lambda bases: bases if _Numbers in bases else (*bases, _Numbers))
 
 
-def note_writes(variable: Any, note: Callable[[Any], None]) -> Any:
+def note_writes(variable: tf.Variable, note: Callable[[tf.Variable], None]) -> tf.Variable:
     """Lets a function know of a new distributed variable before it is assigned or added to; returns the variable."""
     if isinstance(variable, distribute.DistributedVariable):
         kind: Any = type(variable)
@@ -71,10 +71,12 @@ def note_writes(variable: Any, note: Callable[[Any], None]) -> Any:
 
 
 @functools.cache
-def _noting(kind: Any, note: Callable[[Any], None]) -> Any:
+def _noting(kind: Any, note: Callable[[tf.Variable], None]) -> Any:
     """A class of variables that looks like TensorFlow's and differs in what it notes."""
 
-    def _update(self: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+    def _update(
+        self: distribute.DistributedVariable, update_fn: Callable[..., object], value: object, **kwargs: object
+    ) -> object:
         note(self)
         return kind._update(self, update_fn, value, **kwargs)
 
@@ -82,7 +84,7 @@ def _noting(kind: Any, note: Callable[[Any], None]) -> Any:
     return type(kind)(kind.__name__, (kind,), {**same, "_update": _update})
 
 
-def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callable[..., Any]) -> None:
+def refuse_several(methods: Mapping[str, Callable[..., object]], as_tensor: Callable[..., object]) -> None:
     """Adds methods that raise to the class of values of several replicas; only once per process.
 
     Args:

@@ -40,12 +40,12 @@ from replica_engine._tf.thread_state import unobserved
 _EMPTY = np.empty(0, np.uint8)
 
 
-def raw_handle(variable: Any) -> tf.Tensor:
+def raw_handle(variable: tf.Variable) -> tf.Tensor:
     """The handle itself, without the property `handle`."""
     return variable._handle
 
 
-def parts(value: Any) -> tuple[Any, ...]:
+def parts(value: object) -> tuple[Any, ...]:
     """A variable or a tensor itself, and its components if it is distributed; of a Keras variable, those of its value.
 
     The components are those that replicas read. The property `values` makes copies if the replicas' values differ.
@@ -54,23 +54,23 @@ def parts(value: Any) -> tuple[Any, ...]:
     return value, *getattr(value, "_values", ())
 
 
-def is_mirrored(variable: Any) -> bool:
+def is_mirrored(variable: object) -> bool:
     """Whether a variable has several components, which have one value."""
     return isinstance(variable, _MirroredVariable) and len(variable._values) > 1
 
 
-def differ_by_replica(arguments: Any) -> bool:
+def differ_by_replica(arguments: object) -> bool:
     """Whether a structure has values of several replicas of which two are not equal; in eager mode."""
     several = (leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, _DistributedValues))
     unequal = (leaf for leaf in several if not getattr(leaf, "_is_mirrored", bool)())  # values of `run` do not have it
     return any(len(set(map(_bytes, leaf._values))) > 1 for leaf in unequal)
 
 
-def _bytes(value: Any) -> tuple[bytes, ...]:
+def _bytes(value: object) -> tuple[bytes, ...]:
     return tuple(np.asarray(each).tobytes() for each in tf.nest.flatten(value, expand_composites=True))
 
 
-def make_equal(variable: Any, source: int) -> None:
+def make_equal(variable: _MirroredVariable, source: int) -> None:
     """Copies one component of a mirrored variable to the others that have other values, in eager mode."""
     value = variable._values[source].read_value()
     wanted = _bytes(value)
@@ -79,7 +79,7 @@ def make_equal(variable: Any, source: int) -> None:
             component.assign(value)
 
 
-def container_of(handle: Any) -> Any:
+def container_of(handle: tf.Tensor) -> tf.Variable | None:
     """The distributed variable that a handle's variable is a component of; None if TensorFlow has noted none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()
@@ -91,7 +91,7 @@ def read(handle: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
 
 
-def write(handle: tf.Tensor, value: Any) -> None:
+def write(handle: tf.Tensor, value: object) -> None:
     """Writes a value behind a handle in eager mode."""
     with tf.init_scope(), tf.device("CPU:0"):
         tf.raw_ops.AssignVariableOp(resource=handle, value=value)
@@ -122,14 +122,14 @@ graph = tf.compat.v1.get_default_graph
 """The graph that new ops are added to."""
 
 
-def function_graph(inner: Any) -> Any | None:
+def function_graph(inner: tf.Graph) -> tf.Graph | None:
     """The graph of the function around a graph, outside branches and loops; None in a tf.compat.v1 graph."""
     while isinstance(inner, _ControlFlowFuncGraph):
         inner = inner.outer_graph
     return inner if isinstance(inner, tf.__internal__.FuncGraph) else None
 
 
-def used_in(graph: Any) -> list[Any]:
+def used_in(graph: tf.Graph) -> list[tf.Variable]:
     """The plain variables, and the components of distributed ones, that a graph has used while it was traced so far."""
     return [each for each in getattr(graph, "_watched_variables", ()) if isinstance(each, ResourceVariable)]
 
@@ -139,7 +139,7 @@ def is_captured(handle: tf.Tensor) -> bool:
     return any(outside is handle for each in function_graphs(graph()) for outside in each.external_captures)
 
 
-def graphs() -> list[Any]:
+def graphs() -> list[tf.Graph]:
     """The current graph, and the graphs around it."""
     inner, found = tf.compat.v1.get_default_graph(), []
     while inner is not None:
@@ -148,29 +148,29 @@ def graphs() -> list[Any]:
     return found
 
 
-def function_graphs(inner: Any) -> Iterator[Any]:
+def function_graphs(inner: tf.Graph) -> Iterator[tf.Graph]:
     """A graph and the graphs around it, as far as they are those of functions: branches and loops are functions too."""
     while isinstance(inner, tf.__internal__.FuncGraph):
         yield inner
         inner = inner.outer_graph
 
 
-def is_in_loop_condition(inner: Any) -> bool:
+def is_in_loop_condition(inner: tf.Graph) -> bool:
     """Whether a graph is the condition of a loop, or inside one."""
     return any(isinstance(each, _WhileCondFuncGraph) for each in function_graphs(inner))
 
 
-def is_loop_body(inner: Any) -> bool:
+def is_loop_body(inner: tf.Graph) -> bool:
     """Whether a graph is the body of a loop. Its placeholders are the values that the loop changes, and captures."""
     return isinstance(inner, _WhileBodyFuncGraph)
 
 
-def outermost_graph(inner: Any) -> Any:
+def outermost_graph(inner: tf.Graph) -> tf.Graph:
     """The graph of the outermost function around a graph."""
     return [inner, *function_graphs(inner)][-1]
 
 
-def capture_at_call(graph: Any, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]) -> tf.Tensor:
+def capture_at_call(graph: tf.Graph, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]) -> tf.Tensor:
     """Captures a handle in a function graph; each call of the function uses the result of `at_call()` as the handle.
 
     At each call, a function asks the callables among its captures for their values. FuncGraph has a method for such
@@ -184,7 +184,7 @@ def capture_at_call(graph: Any, raw: tf.Tensor, at_call: Callable[[], tf.Tensor]
     return placeholder
 
 
-def is_of_dataset(graph: Any) -> bool:
+def is_of_dataset(graph: tf.Graph) -> bool:
     """Whether a function graph belongs to a dataset function, as in `Dataset.map`."""
     return graph.name.startswith("Dataset_") or graph.name.startswith("Dataset.")
 
@@ -211,7 +211,7 @@ no_tape = _record.stop_recording
 """Stops all gradient tapes from recording inside the block."""
 
 
-def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+def create(next_creator: Callable[..., tf.Variable], kwargs: dict[str, object]) -> tf.Variable:
     """Makes a plain variable; if a function is being traced, the variable outlives that function.
 
     Its initial value must not be a tensor of that function (see `xla.state.initial_values`).
@@ -223,12 +223,12 @@ def create(next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         return _default_creator(None, **kwargs)
 
 
-def plain_copy(variable: Any, memo: dict[int, Any]) -> Any:
+def plain_copy(variable: tf.Variable, memo: dict[int, object]) -> tf.Variable:
     """A copy of a plain variable."""
     return ResourceVariable.__deepcopy__(variable, memo)
 
 
-def plain_like(variable: Any) -> Any:
+def plain_like(variable: tf.Variable) -> tf.Variable:
     """A plain variable with the value and the options of a distributed one, in any strategy's scope."""
     with tf.init_scope():
         return _default_creator(
@@ -242,6 +242,6 @@ def plain_like(variable: Any) -> Any:
         )
 
 
-def take_identity(variable: Any, of: Any) -> None:
+def take_identity(variable: tf.Variable, of: tf.Variable) -> None:
     """Makes Keras' optimizers treat `variable` as the variable `of`, which it replaces."""
     variable._unique_id = of._unique_id

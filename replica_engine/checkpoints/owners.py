@@ -9,12 +9,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
+from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.keras import files
 from replica_engine.errors import ReplicaValueError
 
 
-def concerns(saved: Any) -> bool:
+def concerns(saved: object) -> bool:
     """Whether a checkpoint has a variable of a strategy of this library, or a state, or is saved by several workers."""
     tracked = parts(saved)
     if any(getattr(type(part), "_saves_at_once", False) for part in tracked):
@@ -23,7 +23,7 @@ def concerns(saved: Any) -> bool:
     return any(hasattr(strategy.extended, "compiles") for strategy in strategies) or team_of(saved) is not None
 
 
-def check_values(saved: Any) -> None:
+def check_values(saved: object) -> None:
     """Looks for variables of which no value can be saved.
 
     Raises:
@@ -38,7 +38,7 @@ def check_values(saved: Any) -> None:
             )
 
 
-def _distributed(tracked: list[Any]) -> Iterator[Any]:
+def _distributed(tracked: list[object]) -> Iterator[distribute.DistributedVariable]:
     """The distributed variables among objects: themselves, and TensorFlow's in Keras' variables."""
     for part in tracked:
         # A distributed variable reads its value, and adds up its replicas, to answer for an attribute that it lacks.
@@ -47,12 +47,12 @@ def _distributed(tracked: list[Any]) -> Iterator[Any]:
             yield own
 
 
-def belong(team: Any, *models: Any) -> None:
+def belong(team: checkpoints.Worker, *models: object) -> None:
     """Notes that models are trained on several workers, although they were not built under a strategy."""
     _belonging.update(dict.fromkeys(models, team))
 
 
-def team_of(saved: Any) -> Any:
+def team_of(saved: object) -> Any:
     """The workers that save a model, a checkpoint, or anything trackable together; None if it is a single one."""
     own = _of_object(saved)
     if own is not None or not isinstance(saved, tf.__internal__.tracking.Trackable):
@@ -62,14 +62,14 @@ def team_of(saved: Any) -> Any:
     return found or _of_parts(tracked)
 
 
-def parts(root: Any) -> list[Any]:
+def parts(root: object) -> list[object]:
     """An object and all that it tracks; nothing for what tracks nothing."""
     if not isinstance(root, tf.__internal__.tracking.Trackable):
         return []
     return list(tf.train.TrackableView(root).descendants())
 
 
-def _of_parts(saved: list[Any]) -> Any:
+def _of_parts(saved: list[object]) -> checkpoints.Worker | None:
     """The team, if any of these objects is part of a model in `_belonging`: a layer, a variable, the optimizer."""
     identities = {id(part) for part in saved}
     for model, team in list(_belonging.items()):
@@ -83,7 +83,7 @@ def _of_parts(saved: list[Any]) -> Any:
     return None
 
 
-def _of_object(each: Any) -> Any:
+def _of_object(each: object) -> checkpoints.Worker | None:
     if isinstance(each, distribute.DistributedVariable):
         return _of_strategy(each.distribute_strategy)
     with contextlib.suppress(TypeError):  # not hashable
@@ -92,8 +92,8 @@ def _of_object(each: Any) -> Any:
     return _of_strategy(files.built_under(each))
 
 
-def _of_strategy(strategy: Any) -> Any:
+def _of_strategy(strategy: object) -> checkpoints.Worker | None:
     return getattr(getattr(strategy, "extended", None), "saving", None)
 
 
-_belonging: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_belonging: weakref.WeakKeyDictionary[object, checkpoints.Worker] = weakref.WeakKeyDictionary()

@@ -34,7 +34,7 @@ _SLICED = frozenset(
 """The dtypes of which TensorFlow puts slices together."""
 
 
-def serialized(value: DeviceValue, device: str) -> dict[str, Any] | None:
+def serialized(value: DeviceValue, device: str) -> dict[str, object] | None:
     """What a variable saves now, or reads now, in parts; None if TensorFlow's own way is right.
 
     Args:
@@ -118,6 +118,6 @@ class _Reading:
 _reading: contextvars.ContextVar[_Reading | None] = contextvars.ContextVar("replica_engine_reading", default=None)
 
 
-def reading(path: str) -> contextlib.AbstractContextManager[Any]:
+def reading(path: str) -> contextlib.AbstractContextManager[object]:
     """Inside, variables of which this worker has parts read only those."""
     return scoped.variable(_reading, _Reading(path))

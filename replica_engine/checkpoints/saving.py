@@ -45,26 +45,26 @@ class Turn(Protocol):
     worker: int
     size: int
 
-    def tell(self, name: str, value: Any) -> None:
+    def tell(self, name: str, value: object) -> None:
         """Stores something for the other workers."""
 
     def hear(self, name: str) -> Any:
         """Waits for what another worker stores."""
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
+    def exchange(self, what: str, value: object) -> list[Any]:
         """The values with which all workers of the job have called this, when all have."""
 
 
 class _Alone:
     writes, together, worker, size = True, True, 0, 1
 
-    def tell(self, name: str, value: Any) -> None:
+    def tell(self, name: str, value: object) -> None:
         """Nobody listens."""
 
     def hear(self, name: str) -> Any:
         """Nobody tells anything."""
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
+    def exchange(self, what: str, value: object) -> list[Any]:
         """There is no other worker."""
         return [value]
 
@@ -101,9 +101,9 @@ class Saves:
 
     def save(
         self,
-        saved: Any,
+        saved: object,
         path: str,
-        take: Callable[[], None],
+        take: Callable[[], object],
         finish: Callable[[bool], None],
         asynchronous: bool,
     ) -> None:
@@ -239,7 +239,7 @@ def _part_of(worker: int, path: str, turn: Turn) -> list[str]:
     return [prefix] if told else []
 
 
-def _check(told: Any) -> None:
+def _check(told: object) -> None:
     """Raises what another worker has failed with."""
     if isinstance(told, str):
         raise CheckpointError(told)

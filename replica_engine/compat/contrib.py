@@ -8,8 +8,8 @@ work in eager mode before they return.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -37,6 +37,8 @@ __all__ = [
     "in_cross_tower_context",
 ]
 
+Result = TypeVar("Result")
+Aggregation: TypeAlias = tf.VariableAggregation | tf.distribute.ReduceOp | str
 _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 _NOT_GIVEN = object()
 _AGGREGATIONS = ("SUM", "MEAN", "ONLY_FIRST_TOWER", "NONE")
@@ -78,21 +80,25 @@ class TPUStrategy(_TPUStrategy):
     # Running.
 
     @autograph.artifact
-    def call_for_each_tower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call_for_each_tower(self, fn: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """Runs `fn` on each tower; `run` today. Ignores the option `run_concurrently`: all towers run at once."""
         kwargs.pop("run_concurrently", None)
         return self.run(fn, args, kwargs)
 
     @autograph.artifact
     def run_steps_on_dataset(
-        self, fn: Callable[..., Any], iterator: Any, iterations: int = 1, initial_loop_values: Any = None
+        self,
+        fn: Callable[..., object],
+        iterator: object,
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, object] | None = None,
     ) -> MultiStepContext:
         """Runs `fn(context, *inputs)` `iterations` times in one launch, in cross-tower context; `run_steps` today."""
         settings = LoopSettings(iterations, initial_loop_values, in_replica=False, context_class=MultiStepContext)
         return self.extended.run_steps(fn, iterator, settings)
 
     @autograph.artifact
-    def map(self, map_over: Iterable[Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MapOutput:
+    def map(self, map_over: Iterable[object], fn: Callable[..., object], *args: object, **kwargs: object) -> MapOutput:
         """Calls `fn(element, *args, **kwargs)` for each element, on the host. `unwrap` and `reduce` take the result."""
         check_mode()
         with tf.device(_HOST):
@@ -103,12 +109,12 @@ class TPUStrategy(_TPUStrategy):
     @autograph.artifact
     def reduce(  # type: ignore[override]
         self,
-        reduce_op: Any = None,
+        reduce_op: Aggregation | None = None,
         value: Any = None,
-        destinations: Any = None,
+        destinations: object = None,
         *,
-        axis: Any = _NOT_GIVEN,
-        aggregation: Any = None,
+        axis: object = _NOT_GIVEN,
+        aggregation: Aggregation | None = None,
     ) -> Any:
         """Reduces a value over towers with SUM, MEAN or ONLY_FIRST_TOWER; the result is on `destinations`.
 
@@ -137,12 +143,14 @@ class TPUStrategy(_TPUStrategy):
         return tf.nest.map_structure(lambda leaf: self._reduce_leaf(name, leaf), value)
 
     @autograph.artifact
-    def batch_reduce(self, aggregation: Any, value_destination_pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def batch_reduce(
+        self, aggregation: Aggregation, value_destination_pairs: Sequence[tuple[object, object]]
+    ) -> list[Any]:
         """Calls `reduce` for each pair of a value and its destination."""
         return [self.reduce(aggregation, value, destinations) for value, destinations in value_destination_pairs]
 
     @autograph.artifact
-    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+    def broadcast(self, tensor: object, destinations: object = None) -> Any:
         """Copies a tensor to every tower; `extended.broadcast_to` today."""
         check_mode()
         self._check_destinations(destinations)
@@ -151,30 +159,30 @@ class TPUStrategy(_TPUStrategy):
         return distribute.PerReplica((tf.convert_to_tensor(tensor),) * self.num_towers)
 
     @autograph.artifact
-    def unwrap(self, value: Any) -> list[Any]:
+    def unwrap(self, value: object) -> list[Any]:
         """The value of each tower; `experimental_local_results` today. A list counts as a list over towers already."""
         if isinstance(value, MapOutput):
             return value.get()
         return value if isinstance(value, list) else list(self.experimental_local_results(value))
 
-    def value_container(self, value: Any) -> Any:
+    def value_container(self, value: object) -> Any:
         """The variable that a tower's component belongs to; any other value itself."""
         return self.extended.value_container(value)
 
     @autograph.artifact
-    def group(self, value: Any, name: str | None = None) -> Any:
+    def group(self, value: object, name: str | None = None) -> Any:
         """`tf.group` of all towers' values; in eager mode the ops have already run."""
         values = self.unwrap(value)
         return values[0] if len(values) == 1 and name is None else tf.group(values, name=name)
 
     # Variables.
 
-    def read_var(self, v: Any) -> Any:
+    def read_var(self, v: tf.Variable) -> tf.Tensor:
         """The value of a variable; if each tower has a value, their aggregate. `extended.read_var` today."""
         return self.extended.read_var(v)
 
     @autograph.artifact
-    def update(self, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def update(self, var: tf.Variable, fn: Callable[..., object], *args: object, **kwargs: Any) -> Any:
         """Calls `fn(var, *args, **kwargs)` in cross-tower context; `extended.update` today.
 
         The option `grouped=False` returns the results of `fn` as a list over towers.
@@ -183,16 +191,16 @@ class TPUStrategy(_TPUStrategy):
         return _listed(self.extended.update(var, fn, args, kwargs, group=grouped), grouped)
 
     @autograph.artifact
-    def update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def update_non_slot(self, colocate_with: object, fn: Callable[..., object], *args: object, **kwargs: Any) -> Any:
         """Calls `fn(*args, **kwargs)` on the devices of `non_slot_devices`; `extended.update_non_slot` today."""
         grouped = kwargs.pop("grouped", True)
         return _listed(self.extended.update_non_slot(colocate_with, fn, args, kwargs, group=grouped), grouped)
 
-    def non_slot_devices(self, var_list: Sequence[Any]) -> Any:
+    def non_slot_devices(self, var_list: Sequence[tf.Variable]) -> Any:
         """The devices of variables that belong to no other variable, such as an optimizer's step count."""
         return self.extended.non_slot_devices(var_list)
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> contextlib.AbstractContextManager[None]:
+    def colocate_vars_with(self, colocate_with_variable: object) -> contextlib.AbstractContextManager[None]:
         """Keeps new variables where the given variable is; does nothing for the devices of `non_slot_devices`."""
         if isinstance(colocate_with_variable, (list, tuple)):
             return contextlib.nullcontext()
@@ -212,16 +220,20 @@ class TPUStrategy(_TPUStrategy):
 
     # The system.
 
-    def initialize(self) -> list[Any]:
+    def initialize(self) -> list[tf.Operation]:
         """Does nothing: devices are ready when the strategy is made. Returns an empty list of ops."""
         return []
 
-    def finalize(self) -> list[Any]:
+    def finalize(self) -> list[tf.Operation]:
         """Does nothing: devices become free when the strategy is freed. Returns an empty list of ops."""
         return []
 
     def configure(
-        self, session_config: Any = None, cluster_spec: Any = None, task_type: Any = None, task_id: Any = None
+        self,
+        session_config: object = None,
+        cluster_spec: object = None,
+        task_type: object = None,
+        task_id: object = None,
     ) -> None:
         """Does nothing, because no session exists to configure."""
 
@@ -256,7 +268,7 @@ class TPUStrategy(_TPUStrategy):
         return list(self.extended.worker_devices)
 
     @property
-    def worker_device_index(self) -> Any:
+    def worker_device_index(self) -> distribute.PerReplica:
         """Each tower's index, to pass to `call_for_each_tower`."""
         return regroup([tf.constant(tower) for tower in range(self.num_towers)], what="The numbers of the towers")
 
@@ -285,13 +297,13 @@ class TPUStrategy(_TPUStrategy):
         """Whether this process writes summaries: worker 0 does."""
         return self.extended.should_save_summary
 
-    def _is_over_towers(self, value: Any) -> bool:
+    def _is_over_towers(self, value: object) -> bool:
         """Whether `value` is a list with one element per tower, and not a list of distributed values."""
         if not isinstance(value, list) or len(value) != self.num_towers or in_body() is not None:
             return False
         return not any(isinstance(leaf, distribute.DistributedValues) for leaf in tf.nest.flatten(value))
 
-    def _reduce_leaf(self, how: str, value: Any) -> Any:
+    def _reduce_leaf(self, how: str, value: object) -> tf.Tensor:
         if how == "NONE":
             raise ContribError.bad_aggregation("NONE", _AGGREGATIONS[:3])
         if isinstance(value, MapOutput):
@@ -305,7 +317,7 @@ class TPUStrategy(_TPUStrategy):
             return self.unwrap(value)[0]
         return _of_first_tower(value)
 
-    def _check_destinations(self, destinations: Any) -> None:
+    def _check_destinations(self, destinations: object) -> None:
         """Raises for a device that results cannot be on. In a body, every device has all results."""
         if destinations is None or in_body() is not None:
             return
@@ -322,7 +334,7 @@ class TPUStrategy(_TPUStrategy):
 class MapOutput:
     """The result of `map`: a list of values that has nothing to do with towers."""
 
-    def __init__(self, values: list[Any]):
+    def __init__(self, values: list[object]):
         self._values = values
 
     def get(self) -> list[Any]:
@@ -334,7 +346,9 @@ class MultiStepContext(_MultiStepContext):
     """Today's context of a device loop, with aggregations; outputs without aggregation are lists over towers."""
 
     @autograph.artifact
-    def set_last_step_output(self, name: str, output: Any, aggregation: Any = tf.VariableAggregation.NONE) -> None:
+    def set_last_step_output(
+        self, name: str, output: object, aggregation: Aggregation = tf.VariableAggregation.NONE
+    ) -> None:
         """Passes a value out of the last step.
 
         Args:
@@ -361,7 +375,7 @@ class MultiStepContext(_MultiStepContext):
             super().set_last_step_output(name, output, how)
 
     @staticmethod
-    def of_replicas(name: str, values: list[Any]) -> Any:
+    def of_replicas(name: str, values: list[object]) -> list[object]:
         """The entry of `last_step_outputs` for an output that is not aggregated: a list over towers."""
         return list(values)
 
@@ -373,7 +387,7 @@ class TowerContext:
         self._context = context
 
     @autograph.artifact
-    def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def merge_call(self, merge_fn: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         """Calls `merge_fn(distribution, *args, **kwargs)` in cross-tower context."""
         return self._context.merge_call(merge_fn, args, kwargs)
 
@@ -388,12 +402,12 @@ class TowerContext:
         return self.num_towers == 1
 
     @property
-    def tower_id(self) -> Any:
+    def tower_id(self) -> int | tf.Tensor:
         """The index of this tower; a tensor in a compiled body."""
         return self._context.replica_id_in_sync_group
 
     @property
-    def distribution_strategy(self) -> Any:
+    def distribution_strategy(self) -> tf.distribute.Strategy:
         """The strategy."""
         return self._context.strategy
 
@@ -406,7 +420,7 @@ class TowerContext:
 class _DatasetOf2018:
     """A distributed dataset with the iterators of 2018."""
 
-    def __init__(self, dataset: Any):
+    def __init__(self, dataset: tf.distribute.DistributedDataset):
         self._dataset = dataset
 
     def make_one_shot_iterator(self) -> _Iterator:
@@ -424,7 +438,7 @@ class _DatasetOf2018:
 class _Iterator:
     """An iterator with `get_next`."""
 
-    def __init__(self, dataset: Any):
+    def __init__(self, dataset: tf.distribute.DistributedDataset):
         self._dataset = dataset
         self._iterator = iter(dataset)
 
@@ -466,7 +480,7 @@ def in_cross_tower_context() -> bool:
     return tf.distribute.in_cross_replica_context()
 
 
-def get_distribution_strategy() -> Any:
+def get_distribution_strategy() -> tf.distribute.Strategy:
     """The strategy whose scope is current."""
     return tf.distribute.get_strategy()
 
@@ -476,23 +490,23 @@ def has_distribution_strategy() -> bool:
     return tf.distribute.has_strategy()
 
 
-def _aggregation(given: Any) -> str:
+def _aggregation(given: Aggregation | None) -> str:
     name = str(getattr(given, "name", given)).upper().replace("ONLY_FIRST_REPLICA", "ONLY_FIRST_TOWER")
     if name not in _AGGREGATIONS:
         raise ContribError.bad_aggregation(given, _AGGREGATIONS[:3])
     return name
 
 
-def _of_first_tower(value: Any) -> tf.Tensor:
+def _of_first_tower(value: object) -> tf.Tensor:
     """In a body: returns the first tower's value on all towers."""
     return xla.all_gather(tf.convert_to_tensor(value)[tf.newaxis])[0]
 
 
-def _is_todays(reduce_op: Any, destinations: Any) -> bool:
+def _is_todays(reduce_op: Aggregation | None, destinations: object) -> bool:
     return isinstance(reduce_op, tf.distribute.ReduceOp) and destinations is None
 
 
-def _listed(result: Any, grouped: bool) -> Any:
+def _listed(result: object, grouped: bool) -> Any:
     """Replaces tuples over towers by lists, unless `grouped`."""
     if grouped:
         return result

@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord, as_json, lasts
 from replica_engine.errors import ReplicaRow, ReplicaTimeoutError
@@ -81,7 +80,7 @@ def _dump(folder: str, error: BaseException, found: Sequence[SyncPointRecord]) -
     return path
 
 
-def _stacks() -> list[dict[str, Any]]:
+def _stacks() -> list[dict[str, str | list[str]]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     return [

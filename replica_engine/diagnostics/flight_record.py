@@ -32,8 +32,8 @@ class Brought(NamedTuple):
     of the values.
     """
 
-    dtype: Any
-    shape: Any
+    dtype: tf.DType | np.dtype
+    shape: tf.TensorShape | tuple[int, ...]
     sparse: bool
 
 
@@ -157,7 +157,7 @@ def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
-def brought(args: Any, kwargs: Any) -> tuple[Brought, ...]:
+def brought(args: Any, kwargs: object) -> tuple[Brought, ...]:
     """Describes the tensors in the arguments of a merge call."""
     found: list[Brought] = []
     is_flat = not kwargs and type(args) in (tuple, list) and LEAVES.issuperset(map(type, args))
@@ -325,7 +325,7 @@ def lasts(found: Sequence[SyncPointRecord], run: int | None, most: int = 3) -> l
     return lines
 
 
-def as_json(found: Iterable[SyncPointRecord]) -> list[dict[str, Any]]:
+def as_json(found: Iterable[SyncPointRecord]) -> list[dict[str, object]]:
     """The records as dictionaries, for a JSON file."""
     return [dataclasses.asdict(record) for record in found]
 
@@ -336,7 +336,7 @@ def texts(values: Iterable[Brought]) -> list[str]:
     return [f"{dtype}{_shape_text(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True)]
 
 
-def _bytes_of(dtype: Any) -> int:
+def _bytes_of(dtype: tf.DType | np.dtype) -> int:
     """The size of one element, in bytes; 0 for strings, whose sizes vary."""
     return (dtype.size or 0) if isinstance(dtype, tf.DType) else dtype.itemsize
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tensorflow as tf
 
@@ -61,7 +60,7 @@ def remove_ours(error: tf.errors.OpError) -> None:
         function.set_message(error, _OF_OURS.sub("", error.message))
 
 
-def name_lines(error: tf.errors.OpError, fn: Any) -> None:
+def name_lines(error: tf.errors.OpError, fn: tf.types.experimental.PolymorphicFunction) -> None:
     """Adds the user's lines to the text of an error, for ops without a stack trace.
 
     TensorFlow looks an op up in the innermost function that the text names. If several replicas fail, the function
@@ -110,7 +109,7 @@ def _once(text: str) -> str:
     return text[: found.start()] + "\n".join([*shown, found["op"]]) + text[found.end() :]
 
 
-def _ops_named(graph: Any, name: str) -> Iterator[tf.Operation]:
+def _ops_named(graph: tf.Graph, name: str) -> Iterator[tf.Operation]:
     """The ops of this name in a graph, and in the functions that its ops run."""
     for op in graph.get_operations():
         if op.name == name:

@@ -6,7 +6,6 @@ On a thread that runs a replica, each wrapper calls TensorFlow's function unchan
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from replica_engine._tf import collectives, value_methods
 from replica_engine._tf.eager import is_replaced_interrupt
@@ -30,7 +29,7 @@ def install() -> None:
     calls.install()
 
 
-def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(original: Callable[..., object], self: object, *args: object, **kwargs: object) -> object:
     """A call of a `tf.function`, whose errors may be those of replicas in it."""
     if current_replica() is not None:
         return original(self, *args, **kwargs)

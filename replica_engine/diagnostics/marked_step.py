@@ -7,7 +7,7 @@ import operator
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -67,7 +67,7 @@ class Updates(NamedTuple):
     made: list[str]
     under_way: list[str]
     to_come: list[str]
-    own: list[Any]
+    own: list[tf.Operation]
 
 
 class MarkedStep:
@@ -88,14 +88,14 @@ class MarkedStep:
         self.names, self.group, self.loops = names, group, loops
         self.points: list[MarkedPoint] = []
         self._devices = devices
-        self._graph: weakref.ref[Any] | None = None
+        self._graph: weakref.ref[tf.Graph] | None = None
         self._begun: list[Mark] = []
         self._counts: list[Mark] = []
         self._ended: list[Mark] = []
         self._own_writes: list[str] = []  # the names of the ops by which replicas write variables without a merge
 
     @property
-    def graph(self) -> Any:
+    def graph(self) -> tf.Graph | None:
         """The graph in which the run was traced; None once it is gone."""
         return None if self._graph is None else self._graph()
 

@@ -147,12 +147,12 @@ def _foreign(error: Exception) -> ScopeError | None:
     return None
 
 
-def _is_optimizer(owner: Any) -> bool:
+def _is_optimizer(owner: object) -> bool:
     kind = getattr(getattr(sys.modules.get("keras"), "optimizers", None), "Optimizer", None)
     return kind is not None and isinstance(owner, kind)
 
 
-def _of_optimizer(optimizer: Any, variable: Any) -> ScopeError:
+def _of_optimizer(optimizer: Any, variable: tf.Variable) -> ScopeError:
     """The error of an optimizer that makes its state for a variable, or for one that is not known: None."""
     name, kind = optimizer.name, type(optimizer).__name__
     is_plain = isinstance(variable, tf.Variable) and not isinstance(variable, distribute.DistributedVariable)
@@ -170,7 +170,7 @@ def _of_optimizer(optimizer: Any, variable: Any) -> ScopeError:
     return ScopeError.other_strategy("optimizer", name)
 
 
-def _updated(frames: Sequence[FrameType]) -> Any:
+def _updated(frames: Sequence[FrameType]) -> tf.Variable | None:
     """The variable for which an optimizer makes its state: an argument of the library's function around Keras' own."""
     for frame in frames:
         if "reference_variable" in frame.f_locals:
@@ -179,11 +179,11 @@ def _updated(frames: Sequence[FrameType]) -> Any:
     return None
 
 
-def _is_default(strategy: Any) -> bool:
+def _is_default(strategy: object) -> bool:
     return strategy is distribute.default_strategy()
 
 
-def _name(variable: Any) -> str:
+def _name(variable: tf.Variable) -> str:
     return str(variable.name).removesuffix(":0")
 
 

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import tensorflow as tf
 
@@ -18,7 +17,7 @@ from replica_engine.diagnostics.user_frames import is_installed, is_internal, is
 from replica_engine.engine import current_replica
 
 
-def user_line(made: Any) -> str:
+def user_line(made: tf.Operation | tf.Tensor | Iterable[tuple[str, int, str]]) -> str:
     """Returns the user's line as "file.py:12 in step", or "" if there is none.
 
     Args:
@@ -84,7 +83,7 @@ def _users_line(frame: FrameType | None, threads: tuple[int, ...]) -> str:
     return ""
 
 
-def _innermost(frames: Iterable[tuple[str, Any, str]]) -> str:
+def _innermost(frames: Iterable[tuple[str, int, str]]) -> str:
     users = [frame for frame in frames if not is_internal(frame[0])]
     if not users:
         return ""
@@ -92,7 +91,7 @@ def _innermost(frames: Iterable[tuple[str, Any, str]]) -> str:
     return f"{shown_file(file)}:{line} in {'a lambda' if name in ('', '<lambda>') else name.removeprefix('tf__')}"
 
 
-def _with_whole_paths(frames: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
+def _with_whole_paths(frames: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
     """Frames of a stack trace that XLA printed, with the beginning of the paths, which XLA drops.
 
     XLA drops the folders that all files of a trace have in common. Files of TensorFlow or of this package are among

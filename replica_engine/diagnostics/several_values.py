@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -54,7 +54,7 @@ _OF_NO_CLASS = (bool, int, float, complex, str, type(None), np.generic, np.ndarr
 
 def install() -> None:
     """Makes TensorFlow's `PerReplica` raise errors that say what to write; only once per process."""
-    methods: dict[str, Callable[..., Any]] = {name: _refusing(asked) for name, asked in _UNARY.items()}
+    methods: dict[str, Callable[..., object]] = {name: _refusing(asked) for name, asked in _UNARY.items()}
     for name, sign in _OPERATORS.items():
         methods[f"__{name}__"] = _operator(f"x {sign} y")
         methods[f"__r{name}__"] = _refusing(f"y {sign} x")
@@ -63,15 +63,15 @@ def install() -> None:
     value_methods.refuse_several(methods, _as_tensor)
 
 
-def _refusing(asked: str) -> Callable[..., Any]:
-    def refuse(self: Any, *_: Any) -> Any:
+def _refusing(asked: str) -> Callable[..., object]:
+    def refuse(self: distribute.PerReplica, *_: object) -> object:
         raise _error(self, asked)
 
     return refuse
 
 
-def _operator(asked: str) -> Callable[..., Any]:
-    def operate(self: Any, other: Any) -> Any:
+def _operator(asked: str) -> Callable[..., object]:
+    def operate(self: distribute.PerReplica, other: object) -> object:
         if isinstance(other, _OF_NO_CLASS):
             raise _error(self, asked)
         return NotImplemented
@@ -79,13 +79,13 @@ def _operator(asked: str) -> Callable[..., Any]:
     return operate
 
 
-def _formatted(self: Any, spec: str) -> str:
+def _formatted(self: distribute.PerReplica, spec: str) -> str:
     if spec:
         raise _error(self, f"f'{{x:{spec}}}'")
     return str(self)
 
 
-def _truth(self: Any) -> bool:
+def _truth(self: distribute.PerReplica) -> bool:
     """Whether a result is there: True, as for any object. But the truth of a boolean is what the program asks for."""
     asker = sys._getframe(1).f_globals.get("__name__", "")
     if asker.startswith(distribute.PACKAGE):
@@ -95,14 +95,16 @@ def _truth(self: Any) -> bool:
     return True
 
 
-def _attribute(self: Any, name: str) -> Any:
+def _attribute(self: distribute.PerReplica, name: str) -> NoReturn:
     """The error of an attribute that only one tensor or array has; `hasattr` is False as before."""
     if not name.startswith("_") and (hasattr(EagerTensor, name) or hasattr(np.ndarray, name)):
         raise NoValueError.several(name, is_in_replica())
     raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=self)
 
 
-def _as_tensor(value: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+def _as_tensor(
+    value: distribute.PerReplica, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+) -> object:
     """TensorFlow's hook that makes a tensor of a value. TensorFlow's own, which comes next, serves in replicas.
 
     But it asks the whole value for its dtype, so `tensor + x` failed there where `tf.identity(x)` works.
@@ -112,5 +114,5 @@ def _as_tensor(value: Any, dtype: Any = None, name: Any = None, as_ref: bool = F
     return NotImplemented if dtype is None else tf.convert_to_tensor(distribute.own_value(value), dtype)
 
 
-def _error(value: Any, asked: str) -> ReplicaValueError:
+def _error(value: distribute.PerReplica, asked: str) -> ReplicaValueError:
     return ReplicaValueError.several(asked, len(value.values), is_in_replica())

@@ -27,10 +27,10 @@ from replica_engine.errors.threads import warn_different_lines
 
 _logger = logging.getLogger("replica_engine")
 _OF_REPLICA = re.compile(r"(?:^|/)(replica_\d+)/")
-_told: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
+_told: weakref.WeakKeyDictionary[tf.distribute.Strategy, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
-def warn_once(strategy: Any, key: Hashable, text: str) -> None:
+def warn_once(strategy: tf.distribute.Strategy, key: Hashable, text: str) -> None:
     """Logs a warning, unless it was logged for this strategy and key."""
     told = _told.setdefault(strategy, set())
     if key not in told:
@@ -50,9 +50,9 @@ class Named:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[int, weakref.ref[object]] = {}
 
-    def warn(self, each: Any, text: Callable[[], str]) -> None:
+    def warn(self, each: object, text: Callable[[], str]) -> None:
         """Logs a warning about an object, unless one was logged; the last one says that it is the last."""
         key = id(each)
         with self._lock:  # replicas that run at the same time find the same object
@@ -64,14 +64,16 @@ class Named:
         _logger.warning(text() + (f"\nThis is the last of {self.MOST} such warnings; more are not logged." * is_last))
 
 
-_named: weakref.WeakKeyDictionary[Any, dict[str, Named]] = weakref.WeakKeyDictionary()
+_named: weakref.WeakKeyDictionary[tf.distribute.Strategy, dict[str, Named]] = weakref.WeakKeyDictionary()
 
 
-def _named_of(strategy: Any, kind: str) -> Named:
+def _named_of(strategy: tf.distribute.Strategy, kind: str) -> Named:
     return _named.setdefault(strategy, {}).setdefault(kind, Named())
 
 
-def check_inputs(strategy: tf.distribute.Strategy, args: Sequence[Any], kwargs: Any, size: int, compiles: bool) -> None:
+def check_inputs(
+    strategy: tf.distribute.Strategy, args: Sequence[object], kwargs: Any, size: int, compiles: bool
+) -> None:
     """Looks at the arguments of a run.
 
     Args:
@@ -104,7 +106,7 @@ def _is_distributed(kind: Hashable) -> bool | None:
     return False if issubclass(kind, tf.data.Dataset) else None
 
 
-def check_lines(strategy: Any, points: Sequence[SyncPoint]) -> None:
+def check_lines(strategy: tf.distribute.Strategy, points: Sequence[SyncPoint]) -> None:
     """Warns if replicas meet from different lines: what they bring may not belong together.
 
     Args:
@@ -119,7 +121,7 @@ def check_lines(strategy: Any, points: Sequence[SyncPoint]) -> None:
             return
 
 
-def check_additions(strategy: tf.distribute.Strategy, graph: Any, first: int) -> None:
+def check_additions(strategy: tf.distribute.Strategy, graph: tf.Graph, first: int) -> None:
     """Warns of plain variables to which more than one replica adds, as a traced run shows it.
 
     The names of ops tell the replica: those of all replicas but the first are in scopes of their own. A merge function,
@@ -131,7 +133,7 @@ def check_additions(strategy: tf.distribute.Strategy, graph: Any, first: int) ->
         first: how many ops the graph had before.
     """
     adding: dict[int, dict[str, tf.Operation]] = {}
-    captures: dict[Any, dict[int, Any]] = {}
+    captures: dict[tf.Graph, dict[int, tf.Tensor]] = {}
     for op, replica in _additions(graph.get_operations()[first:], "", set()):
         adding.setdefault(id(subgraphs.outermost(op.inputs[0], captures)), {}).setdefault(replica, op)
     for variable in variables.used_in(graph) if adding else ():
@@ -161,7 +163,7 @@ def _additions(
                     yield from _additions(graph.get_operations(), replica, seen)
 
 
-def check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+def check_optimizer(optimizer: Any, variables: Sequence[object]) -> None:
     """Warns, in a replica on a thread, if an optimizer of no strategy updates variables of the replicas.
 
     Args:

@@ -6,7 +6,8 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+
+import tensorflow as tf
 
 from replica_engine._tf.graphs import waiting
 from replica_engine.diagnostics.marked_step import MarkedStep, Place
@@ -57,7 +58,7 @@ class Whereabouts:
         self._began = time.time()
         self._offset = self._began - time.perf_counter()
 
-    def stand(self, graph: Any) -> tuple[list[ReplicaRow], CoordinatorRow]:
+    def stand(self, graph: tf.Graph | None) -> tuple[list[ReplicaRow], CoordinatorRow]:
         """A row for each replica that has marks, and one for the calling thread.
 
         Args:
@@ -84,7 +85,7 @@ class Whereabouts:
         return "; ".join(map(str, rows))
 
     def _with_ops(
-        self, graph: Any, marks: MarkedStep, places: Sequence[Place], rows: list[ReplicaRow]
+        self, graph: tf.Graph, marks: MarkedStep, places: Sequence[Place], rows: list[ReplicaRow]
     ) -> list[ReplicaRow]:
         """Adds to each row the Python function that runs for the replica, or the ops in which it may wait."""
         python = waiting.python_ops(graph)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from replica_engine.diagnostics.marked_step import MarkedStep
 from replica_engine.telemetry import timeline
@@ -25,7 +24,14 @@ def draw(marks: MarkedStep, since: float) -> None:
     offset = time.time() - timeline.now()
     steps = [_step(times, since) for times in marks.times()]
 
-    def add(track: timeline.Track, name: str, kind: str, begin: float, end: float, details: Any = None) -> None:
+    def add(
+        track: timeline.Track,
+        name: str,
+        kind: str,
+        begin: float,
+        end: float,
+        details: Mapping[str, object] | None = None,
+    ) -> None:
         if 0.0 < begin < end:
             timeline.add(track, name, kind, begin - offset, end - offset, details)
 

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, FunctionType
-from typing import Any
 
 from replica_engine._tf.graphs import autograph
 from replica_engine.engine import Replica, SyncPoint
@@ -47,7 +46,9 @@ _CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that 
 _SITE_PACKAGES = os.sep + "site-packages" + os.sep
 
 
-def sync_point(merge_fn: Callable[..., Any], replica: Replica, detail: tuple, values: tuple, eager: bool) -> SyncPoint:
+def sync_point(
+    merge_fn: Callable[..., object], replica: Replica, detail: tuple, values: tuple, eager: bool
+) -> SyncPoint:
     """The record of a merge call that `replica` is making.
 
     The name of the sync point is the name of the merge function if the user wrote that function. Otherwise it is the
@@ -177,7 +178,7 @@ def _plumbing() -> tuple[str, ...]:
 stacks.hide(is_internal)
 
 
-def place_of(fn: Callable[..., Any]) -> str:
+def place_of(fn: Callable[..., object]) -> str:
     """The file, without its folder, and the first line of a function: "train.py:40"; "" if it has none."""
     code = getattr(_plain(getattr(fn, "made_of", fn)), "__code__", None)
     if code is None:
@@ -201,7 +202,7 @@ def _plain(fn: Callable) -> Callable:
         fn = inner
 
 
-def identity(fn: Callable[..., Any]) -> Any:
+def identity(fn: Callable[..., object]) -> object:
     """A value that is equal for all functions that the same `def` or `lambda` in the source makes.
 
     All replicas run the same source, and each replica makes its own closure of the merge function: different function

@@ -25,7 +25,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from replica_engine.errors import ClusterConfigError
 from replica_engine.errors.base import shown
@@ -163,7 +162,7 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
     )
 
 
-def _tf_addresses(cluster: Any) -> dict[str, list[str]]:
+def _tf_addresses(cluster: object) -> dict[str, list[str]]:
     """The addresses of each kind of task, checked."""
     field = f"{_TF_CONFIG}.cluster"
     if not isinstance(cluster, dict):
@@ -182,7 +181,7 @@ def _tf_addresses(cluster: Any) -> dict[str, list[str]]:
     return cluster
 
 
-def _tf_task(task: Any, addresses: Mapping[str, Sequence[str]]) -> tuple[str, int]:
+def _tf_task(task: object, addresses: Mapping[str, Sequence[str]]) -> tuple[str, int]:
     """The kind and the index of this process' task, checked."""
     field = f"{_TF_CONFIG}.task"
     wanted = 'an object such as {"type": "worker", "index": 0}'

@@ -24,7 +24,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from replica_engine.hosts import wire
 from replica_engine.hosts.addresses import is_loopback, plain_host
@@ -401,7 +400,7 @@ def allow_files(count: int) -> int:
     except ImportError:  # Windows, which has no such limit
         return count
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted: Any = count + _SPARE
+    wanted = count + _SPARE
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

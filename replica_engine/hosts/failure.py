@@ -45,10 +45,10 @@ class Failure:
     """
 
     wording: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
 
     @classmethod
-    def of(cls, wording: Callable[..., ReplicaEngineError], *arguments: Any) -> Failure:
+    def of(cls, wording: Callable[..., ReplicaEngineError], *arguments: object) -> Failure:
         """The failure that a wording describes."""
         return cls(wording.__qualname__, arguments)
 
@@ -65,7 +65,7 @@ class Failure:
             raise ValueError(f"not a failure: {wording!r}")
         return cls(wording, tuple(_from_json(each) for each in arguments))
 
-    def as_json(self) -> list[Any]:
+    def as_json(self) -> list[object]:
         """The failure as something that JSON can hold."""
         return [self.wording, [_as_json(each) for each in self.arguments]]
 
@@ -117,13 +117,13 @@ def print_place(error: BaseException, trace: TracebackType | None) -> bool:
     return True
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     if isinstance(value, WorkerRow):
         return {"row": dataclasses.asdict(value)}
     return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> object:
     if isinstance(value, dict):
         return WorkerRow(**value["row"])
     return [_from_json(each) for each in value] if isinstance(value, list) else value

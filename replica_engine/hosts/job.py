@@ -149,8 +149,8 @@ class Job:
         self._ending: dict[int, float] = {}  # members that seem to have ended, and until when to wait for the rest
         self._log = LaunchLog(size)
         self._programs: dict[bytes, tuple[str, str]] = {}  # by entry: its verb, and its program or place
-        self._values: dict[str, Any] = {}
-        self._exchanges: dict[str, dict[int, Any]] = {}  # by name: the values that have come, by worker
+        self._values: dict[str, object] = {}
+        self._exchanges: dict[str, dict[int, object]] = {}  # by name: the values that have come, by worker
         self._waits: dict[tuple[int, int], _Wait] = {}
         self._where: tuple[float, list[str]] = (now, [])
         self._given_up: dict[int, dict[int, _GivenUp]] = {}  # by position in the log: who gave up a step there
@@ -451,7 +451,7 @@ class Job:
     def _wait(self, what: int | str, point: str, timeout: float, now: float) -> _Wait:
         return _Wait(what, point, float(timeout), now + float(timeout))
 
-    def _on_put(self, worker: int, member: _Member, key: str, value: Any) -> None:
+    def _on_put(self, worker: int, member: _Member, key: str, value: object) -> None:
         waiting = [ticket for ticket, wait in self._waits.items() if wait.what == key]
         if self._has_room(str(key)):
             self._values[str(key)] = value
@@ -489,7 +489,7 @@ class Job:
             self._where = member.heard, lines
         self._answer((worker, int(number)), lines)
 
-    def _on_exchange(self, worker: int, member: _Member, name: str, value: Any) -> None:
+    def _on_exchange(self, worker: int, member: _Member, name: str, value: object) -> None:
         values = self._exchanges.setdefault(str(name), {})
         values[worker] = value
         if len(values) == self._size:
@@ -524,7 +524,7 @@ class Job:
         member.left = True
         self._ending.pop(worker, None)
 
-    def _answer(self, ticket: tuple[int, int], value: Any) -> None:
+    def _answer(self, ticket: tuple[int, int], value: object) -> None:
         self._waits.pop(ticket, None)
         worker, number = ticket
         self._tell(worker, ["answer", number, value])

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from replica_engine._version import __version__
 from replica_engine.errors import ClusterConfigError, WorkerLostError, WorkerRow, WorkersMissingError
@@ -114,7 +113,7 @@ def join(
     return _joined(address, token, hello, limits.join, launched, again)
 
 
-def _joined(address: str, token: str, hello: list[Any], patience: float, launched: bool, again: float) -> Member:
+def _joined(address: str, token: str, hello: Message, patience: float, launched: bool, again: float) -> Member:
     """The connection to the job, once all have joined.
 
     A coordinator that refuses this worker may be that of an earlier run: one that has failed, and whose workers have
@@ -234,7 +233,7 @@ def _seconds(environ: Mapping[str, str], field: str, default: float) -> float:
     return seconds
 
 
-def _connected(address: str, token: str, hello: list[Any], patience: float, launched: bool) -> Member:
+def _connected(address: str, token: str, hello: Message, patience: float, launched: bool) -> Member:
     """Connects to the coordinator, which may not listen yet, and is welcomed by it."""
     deadline, pause = time.monotonic() + patience, _PAUSES[0]
     while True:

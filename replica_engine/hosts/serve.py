@@ -63,7 +63,7 @@ def start(size: int, token: str, address: str, limits: Limits, patience: float =
         threading.Event().wait(PAUSE)
 
 
-def child(module: str, settings: dict[str, Any]) -> dict[str, Any]:
+def child(module: str, settings: dict[str, object]) -> dict[str, Any]:
     """Starts a module in a child process, which reads its settings, listens, and says where.
 
     Args:

@@ -6,8 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
 
@@ -62,7 +61,7 @@ def _trim() -> None:
         trim(ctypes.c_size_t(0))
 
 
-def _glibc(name: str) -> Any:
+def _glibc(name: str) -> Callable[..., int] | None:
     """A function of glibc's allocator; None where there is another one, or where the user has set its limits."""
     if not sys.platform.startswith("linux") or _are_chosen():
         return None

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from replica_engine.telemetry.stacks import in_users_code
 
 T = TypeVar("T")
+Handler = Callable[[int, FrameType | None], object]
 
 _PATIENCE = 0.1  # seconds that a thread has to return to the user's code
 _STEP = 0.001  # seconds between two checks
@@ -114,10 +115,10 @@ def break_off(thread: int, kind: type[BaseException], at_once: bool = False) -> 
     return kind
 
 
-_last: tuple[list[Any], list[tuple[int, Any]]] = ([], [])  # all handlers, and those that are functions in Python
+_last: tuple[list[object], list[tuple[int, Handler]]] = ([], [])  # all handlers, and those that are functions in Python
 
 
-def _handlers() -> list[tuple[int, Any]]:
+def _handlers() -> list[tuple[int, Handler]]:
     """The signals with handlers in Python, and these. It is on the way of each launch: asking for all takes 1 us."""
     global _last
     handlers = list(map(_signal.getsignal, _SIGNALS))
@@ -145,7 +146,7 @@ class held_off:
     def __init__(self, passes: Callable[[], bool]):
         self._passes = passes
         self._outer: held_off | None = None
-        self._handlers: dict[int, Any] = {}  # the program's, by signal, once this object has taken their place
+        self._handlers: dict[int, Handler] = {}  # the program's, by signal, once this object has taken their place
         self._came: list[tuple[int, FrameType | None]] = []  # the signals that arrived inside the block
         self.later: type[BaseException] | None = None
 
@@ -173,7 +174,9 @@ class held_off:
             self._let_through(thread)
             raise
 
-    def __exit__(self, kind: Any, error: BaseException | None, frames: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
         """Restores the handlers, calls those of the signals that arrived during the block, and raises `later`."""
         self._let_through(threading.get_ident())
         self._handle()

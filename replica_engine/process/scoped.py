@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def attribute(owner: Any, name: str, value: T) -> Iterator[T]:
+def attribute(owner: object, name: str, value: T) -> Iterator[T]:
     """Inside, an attribute has a value, which the block gets; afterwards the one before, or None if there was none.
 
     Args:

@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-from typing import Any
 
 PATIENCE = 5.0  # seconds that the exit waits for runs that have started
 _ON_THE_WAY = 0.5  # seconds after its last run in which a thread is taken to be on its way to the next one
@@ -46,7 +45,7 @@ class running:
             _tell()
             threading.Event().wait()  # blocks until the process ends, which is soon
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         thread = threading.get_ident()
         depth = _depths[thread] - 1
         if depth:

@@ -14,8 +14,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import NamedTuple
 
 from replica_engine.telemetry import html
 
@@ -58,7 +59,7 @@ class Span(NamedTuple):
     kind: str
     begin: float
     end: float
-    details: dict[str, Any] | None
+    details: Mapping[str, object] | None
 
 
 class Recorder:
@@ -79,7 +80,7 @@ class Profiler(NamedTuple):
     """
 
     is_running: Callable[[], bool]
-    trace: Callable[[str], contextlib.AbstractContextManager[Any]]
+    trace: Callable[[str], contextlib.AbstractContextManager[object]]
 
 
 _worker = 0  # which one this process is in its job
@@ -178,7 +179,9 @@ def recording() -> bool:
     return bool(_recorders) or (_profiler is not None and _profiler.is_running())
 
 
-def add(track: Track, name: str, kind: str, begin: float, end: float, details: dict[str, Any] | None = None) -> None:
+def add(
+    track: Track, name: str, kind: str, begin: float, end: float, details: Mapping[str, object] | None = None
+) -> None:
     """Adds a span that is over to each timeline that records. `begin` and `end` are in seconds of `now`."""
     for recorder in _recorders:
         if end <= recorder.began:
@@ -189,7 +192,7 @@ def add(track: Track, name: str, kind: str, begin: float, end: float, details: d
             recorder.dropped += 1
 
 
-def profiled(name: str) -> contextlib.AbstractContextManager[Any]:
+def profiled(name: str) -> contextlib.AbstractContextManager[object]:
     """A context manager: a span on the calling thread in TensorFlow's profiler, if the profiler runs."""
     if _profiler is not None and _profiler.is_running():
         return _profiler.trace(f"replica_engine: {name}")
@@ -208,7 +211,7 @@ class span:
 
     __slots__ = ("_args", "_begin", "_profiled")
 
-    def __init__(self, track: Track, name: str, kind: str, details: dict[str, Any] | None = None):
+    def __init__(self, track: Track, name: str, kind: str, details: Mapping[str, object] | None = None):
         self._args = track, name, kind, details
         self._begin = 0.0
 
@@ -218,7 +221,9 @@ class span:
             self._profiled.__enter__()
             self._begin = now()
 
-    def __exit__(self, kind: Any, error: Any, frames: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
         if self._begin:
             self._profiled.__exit__(kind, error, frames)
             track, name, what, details = self._args
@@ -227,7 +232,7 @@ class span:
 
 def write(
     path: str,
-    spans: Iterable[Any],
+    spans: Iterable[Span],
     began: float,
     ended: float,
     dropped: int,
@@ -250,7 +255,7 @@ def write(
     """
     groups: dict[str, int] = {}
     tracks: dict[Track, tuple[int, int]] = {}
-    events: list[dict[str, Any]] = []
+    events: list[dict[str, object]] = []
     for track, name, kind, begin, end, details in spans:
         where = tracks.get(track)
         if where is None:
@@ -261,7 +266,7 @@ def write(
         if details:
             event["args"] = details
         events.append(event)
-    data: dict[str, Any] = {
+    data: dict[str, object] = {
         "traceEvents": [*_names(groups, tracks), *events],
         "displayTimeUnit": "ms",
         "otherData": {"producer": "replica_engine", "seconds": ended - began, "dropped_spans": dropped},
@@ -277,9 +282,9 @@ def write(
         raise
 
 
-def _names(groups: dict[str, int], tracks: dict[Track, tuple[int, int]]) -> list[dict[str, Any]]:
+def _names(groups: dict[str, int], tracks: dict[Track, tuple[int, int]]) -> list[dict[str, object]]:
     """The events that give the groups and tracks their names and their order."""
-    named: list[dict[str, Any]] = [
+    named: list[dict[str, object]] = [
         {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": group}}
         for group, number in groups.items()
     ]

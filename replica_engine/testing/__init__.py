@@ -16,7 +16,7 @@ import importlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from replica_engine.process.devices import logical_devices
 
@@ -31,7 +31,7 @@ _STEP = 0.05  # seconds at most between checks: on a busy machine a thread takes
 _LOOKS = 5  # at least: on a busy machine one garbage collection may take longer than the grace period
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _OF_PARITY:
         return getattr(importlib.import_module("replica_engine.testing.parity"), name)
     raise AttributeError(f"module 'replica_engine.testing' has no attribute {name!r}")

@@ -43,18 +43,18 @@ from replica_engine.values import samples
 
 def check_parity(
     model: keras.Model,
-    x: Any = None,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: object = None,
+    y: object = None,
+    sample_weight: object = None,
     *,
     replicas: int = 2,
     steps: int = 5,
     batch_size: int | None = None,
-    strategies: Sequence[Any] | str | None = None,
-    distribution: Any = None,
+    strategies: Sequence[tf.distribute.Strategy | str] | str | None = None,
+    distribution: object = None,
     rtol: float | None = None,
     atol: float | None = None,
-    **unknown: Any,
+    **unknown: object,
 ) -> ParityReport:
     """Compares a model on N replicas with the model on one device, and reports the numbers that differ.
 
@@ -158,7 +158,8 @@ class _Check:
     def __init__(self, model: keras.Model, batches: list[Any], replicas: int):
         self._model = model
         self._layers: list[str] = []  # the names of the outputs that the run of `_outputs_of_layers` returns
-        self._calls: dict[int, list[Any]] = {}  # by thread: names and outputs of layers, in the order of their calls
+        # By thread: names and outputs of layers, in the order of their calls.
+        self._calls: dict[int, list[tuple[str, tf.Tensor]]] = {}
         self._even = _dataset(samples.pad(batches[0], -samples.count(batches[0]) % replicas))
         self._batches = [(f"{samples.count(batch)} rows", _dataset(batch)) for batch in batches]
 
@@ -195,7 +196,7 @@ class _Check:
         return found
 
     @contextlib.contextmanager
-    def _part(self, strategy: tf.distribute.Strategy | None) -> Iterator[Any]:
+    def _part(self, strategy: tf.distribute.Strategy | None) -> Iterator[keras.Model]:
         """Inside the block, a model to run: the model itself, or a new replicated one, with programs of its own.
 
         Its optimizers are gradient descent, whose step is the gradient. All parts draw the same random numbers.
@@ -224,12 +225,12 @@ class _Check:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
 
-    def _reporting(self, layer: keras.layers.Layer) -> Callable[..., Any]:
+    def _reporting(self, layer: keras.layers.Layer) -> Callable[..., object]:
         """The `call` of a layer that notes the outputs."""
         own = layer.call
 
         @functools.wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             outputs = own(*args, **kwargs)
             tensors = [each for each in tf.nest.flatten(outputs) if isinstance(each, tf.Tensor) and each.shape.rank]
             self._calls[threading.get_ident()] += [(layer.name, each) for each in tensors]
@@ -237,7 +238,7 @@ class _Check:
 
         return call
 
-    def _outputs_of_layers(self, data: Any) -> list[tf.Tensor]:
+    def _outputs_of_layers(self, data: object) -> list[tf.Tensor]:
         """The outputs that have a row per sample and that the model's own call makes (not inside a loop)."""
         x, graph = keras.utils.unpack_x_y_sample_weight(data)[0], tf.compat.v1.get_default_graph()
         calls = self._calls[threading.get_ident()] = []
@@ -254,14 +255,19 @@ class _Check:
     _outputs_of_layers.gives_rows = True  # type: ignore[attr-defined]
 
 
-def _logged(logs: dict[str, Any], where: str, step: int | None = None) -> Iterator[Numbers]:
+def _logged(logs: dict[str, float], where: str, step: int | None = None) -> Iterator[Numbers]:
     """The losses and the metrics among the logs of a step."""
     for kind in ("loss", "metric"):
         of_kind = {key: value for key, value in logs.items() if (key.split("_")[-1] == "loss") == (kind == "loss")}
         yield Numbers(kind, where, of_kind, step)
 
 
-def _strategies(given: Any, replicas: int, distribution: Any, left_out: dict[str, str]) -> dict[str, Any]:
+def _strategies(
+    given: Sequence[tf.distribute.Strategy | str] | str | None,
+    replicas: int,
+    distribution: object,
+    left_out: dict[str, str],
+) -> dict[str, tf.distribute.Strategy]:
     """The strategies to compare with one device, by name; notes in `left_out` those that cannot run."""
     made: dict[str, tf.distribute.Strategy] = {}
     several = ("MirroredStrategy", "TPUStrategy") if given is None else given
@@ -295,7 +301,7 @@ def _strategy(given: Any, replicas: int) -> tf.distribute.Strategy:
     )
 
 
-def _batches(x: Any, y: Any, sample_weight: Any, replicas: int, steps: int, batch_size: int | None) -> list[Any]:
+def _batches(x: Any, y: object, sample_weight: object, replicas: int, steps: int, batch_size: int | None) -> list[Any]:
     """Batches as an epoch has them, which begins again after its last full one; the last is divided unevenly."""
     if isinstance(x, keras.utils.PyDataset):
         x = (x[index % len(x)] for index in range(steps))
@@ -316,7 +322,7 @@ def _batches(x: Any, y: Any, sample_weight: Any, replicas: int, steps: int, batc
     return batches
 
 
-def _in_keras_dtype(array: Any) -> Any:
+def _in_keras_dtype(array: object) -> object:
     """Converts arrays of floating-point numbers, as `fit` does."""
     return array.astype(keras.config.floatx()) if isinstance(array, np.ndarray) and array.dtype.kind == "f" else array
 

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,9 +42,9 @@ class Numbers(NamedTuple):
 
     kind: str
     batch: str
-    values: Mapping[str, Any]
+    values: Mapping[str, np.ndarray | float]
     step: int | None = None
-    start: Mapping[str, Any] | None = None
+    start: Mapping[str, np.ndarray | float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _is_number(array: np.ndarray) -> bool:
     return array.dtype.kind in "biufc" or array.dtype.name in RTOL  # NumPy gives bfloat16 the kind "V"
 
 
-def _wide(array: Any) -> np.ndarray:
+def _wide(array: np.ndarray | float) -> np.ndarray:
     array = np.asarray(array)
     return array.astype("complex128" if array.dtype.kind == "c" else "float64")
 

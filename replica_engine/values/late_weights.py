@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -21,6 +21,7 @@ from replica_engine._tf.graphs import control_flow
 from replica_engine.process import scoped
 from replica_engine.values import linear
 
+T = TypeVar("T")
 Weight = Callable[[tf.DType], tf.Tensor]
 """Takes a dtype, and returns the weight of the replica's gradients as a scalar."""
 
@@ -32,7 +33,7 @@ def weighted_late(weight: Weight | None) -> contextlib.AbstractContextManager[ob
     return scoped.variable(_weight, weight)
 
 
-def reduced(value: Any, reduce: Callable[[Any], Any]) -> Any:
+def reduced(value: object, reduce: Callable[[object], T]) -> T:
     """What a reduction over replicas makes of a structure of tensors, with the gradient described above."""
     weight = _weight.get()
     if weight is None:
@@ -46,7 +47,7 @@ def reduced(value: Any, reduce: Callable[[Any], Any]) -> Any:
     return result
 
 
-def _with_gradient_times(leaf: Any, factor: Weight) -> Any:
+def _with_gradient_times(leaf: object, factor: Weight) -> object:
     """The value itself, whose gradient is multiplied by a factor."""
     if isinstance(leaf, tf.IndexedSlices):
         return leaf  # it has no gradient

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -60,10 +59,10 @@ _ENTERED = frozenset({*subgraphs.CALLS, *subgraphs.BRANCHES})
 _FEW = 8
 """Elements of a short constant."""
 
-_marks: weakref.WeakKeyDictionary[Any, dict[str, set[str]]] = weakref.WeakKeyDictionary()
+_marks: weakref.WeakKeyDictionary[tf.Graph, dict[str, set[str]]] = weakref.WeakKeyDictionary()
 
 
-def mark(tensors: Iterable[Any], kind: str) -> None:
+def mark(tensors: Iterable[tf.Tensor | tf.IndexedSlices], kind: str) -> None:
     """Marks tensors of a graph, the values of rows of tables among them; eager tensors are left out."""
     for tensor in tensors:
         tensor = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
@@ -84,22 +83,22 @@ class Ways:
         bent: the op at which a way stopped being linear; None if there is none so far.
     """
 
-    def __init__(self, followed: str, of_lengths: bool = False, rows: Any = None):
+    def __init__(self, followed: str, of_lengths: bool = False, rows: int | tf.Tensor | None = None):
         self.bent: tf.Operation | None = None
         self._followed = followed
         self._of_lengths = of_lengths
         self._rows = rows if of_lengths and isinstance(rows, int) else None
-        self._known: dict[Any, dict[str, list[int]]] = {}
+        self._known: dict[tf.Graph, dict[str, list[int]]] = {}
         self._looked_at: frozenset[int] = frozenset()  # the ids of handles of variables
 
-    def to(self, tensor: Any) -> int:
+    def to(self, tensor: tf.Tensor | tf.IndexedSlices) -> int:
         """What a tensor has to do with those that are followed; an eager tensor nothing."""
         tensor = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
         if not tf.is_symbolic_tensor(tensor):
             return APART
         return self._to([tensor], self._known.setdefault(tensor.graph, {}), {})[0]
 
-    def into(self, handles: Iterable[Any]) -> int:
+    def into(self, handles: Iterable[tf.Tensor]) -> int:
         """The worst that the graph that is being traced has written so far to variables with these handles.
 
         If that depends on those that are followed, `bent` is an op that has written it.
@@ -114,7 +113,7 @@ class Ways:
             worst = max(worst, found)
         return worst
 
-    def _to(self, tensors: Sequence[Any], known: dict[str, list[int]], given: dict[str, int]) -> list[int]:
+    def _to(self, tensors: Sequence[tf.Tensor], known: dict[str, list[int]], given: dict[str, int]) -> list[int]:
         """The same for tensors of one graph.
 
         Args:
@@ -135,11 +134,11 @@ class Ways:
             known[op.name] = self._outputs(op, [self._seen(each, known) for each in op.inputs], given)
         return [self._seen(tensor, known) for tensor in tensors]
 
-    def _seen(self, tensor: Any, known: dict[str, list[int]]) -> int:
+    def _seen(self, tensor: tf.Tensor, known: dict[str, list[int]]) -> int:
         marked = self._marked(tensor)
         return known[tensor.op.name][tensor.value_index] if marked is None else marked
 
-    def _marked(self, tensor: Any) -> int | None:
+    def _marked(self, tensor: tf.Tensor) -> int | None:
         kinds = _marks.get(tensor.graph, {}).get(tensor.name, ())
         if self._followed in kinds:
             return LINEAR
@@ -173,7 +172,7 @@ class Ways:
             worst = self._bends(op)
         return [worst] * count
 
-    def _of_variable(self, handle: Any) -> int:
+    def _of_variable(self, handle: tf.Tensor) -> int:
         """The same for the value of a variable, by what has been written to it."""
         handles = [handle]
         while handle.op.type == "Placeholder" and tf.is_symbolic_tensor(handle := subgraphs.captured(handle)):
@@ -186,7 +185,7 @@ class Ways:
         self.bent = self.bent or ways.bent
         return found if found >= LINEAR else APART
 
-    def _written(self, handle: Any, given: dict[str, int]) -> int:
+    def _written(self, handle: tf.Tensor, given: dict[str, int]) -> int:
         """The worst that is written to a variable in a graph, and in the branches and calls in it."""
         known: dict[str, list[int]] = {} if given else self._known.setdefault(handle.graph, {})
         found = APART
@@ -223,7 +222,7 @@ class Ways:
             return False
         return not places or all(kind != LINEAR or place in places for place, kind in enumerate(inputs))
 
-    def _is_factor(self, tensor: Any, kind: int) -> bool:
+    def _is_factor(self, tensor: tf.Tensor, kind: int) -> bool:
         """Whether what is multiplied by a tensor stays linear, on a part of the samples as on all."""
         if kind != APART or self._rows is None:
             return kind == APART
@@ -264,17 +263,17 @@ class Ways:
         kinds = zip(inputs, op.outputs, strict=True)
         return [LINEAR if kind == OTHER and each.dtype == tf.variant else kind for kind, each in kinds]
 
-    def _through(self, graph: Any, inputs: list[int]) -> list[int]:
+    def _through(self, graph: tf.Graph, inputs: list[int]) -> list[int]:
         given = {inner.op.name: kind for inner, kind in zip(graph.inputs, inputs, strict=True)}
         return self._to(graph.outputs, {}, given)
 
 
-def _assigned_before(read: tf.Operation) -> list[Any]:
+def _assigned_before(read: tf.Operation) -> list[tf.Tensor]:
     """What the graph put into a variable before an op reads it, a running number of samples for example.
 
     An optimizer's updates are left out: they are subtracted, and the same on all replicas.
     """
-    found: list[Any] = []
+    found: list[tf.Tensor] = []
     if read.type == "ReadVariableOp":
         for op in read.graph.get_operations():
             if op is read:
@@ -284,7 +283,7 @@ def _assigned_before(read: tf.Operation) -> list[Any]:
     return found
 
 
-def _constants(tensor: Any) -> tuple[list[float], set[int]]:
+def _constants(tensor: tf.Tensor) -> tuple[list[float], set[int]]:
     """The numbers in the short constants that a tensor depends on, in its graph, and the lengths of all constants."""
     found: list[float] = []
     lengths: set[int] = set()

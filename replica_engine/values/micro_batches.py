@@ -18,11 +18,13 @@ from replica_engine.errors.base import brief, positive_int
 from replica_engine.values import samples
 from replica_engine.values.structure import as_tensor
 
+Sums = list[tf.Tensor | None]
+"""The flat results of a part, or of several parts together."""
 REDUCTIONS = ("mean", "sum")
 
 
 @autograph.artifact
-def accumulate(fn: Callable[..., Any], batch: Sequence[Any], steps: int, reduction: str = "mean") -> Any:
+def accumulate(fn: Callable[..., object], batch: Sequence[object], steps: int, reduction: str = "mean") -> Any:
     """Calls a function on `steps` parts of a batch, one after the other, and combines the results.
 
     Call it in a replica, around the code that computes gradients, and reduce or apply the result: gradients then travel
@@ -86,14 +88,14 @@ def accumulate(fn: Callable[..., Any], batch: Sequence[Any], steps: int, reducti
 class _Parts:
     """The parts of one batch."""
 
-    def __init__(self, fn: Callable[..., Any], batch: tuple, steps: int, is_mean: bool):
+    def __init__(self, fn: Callable[..., object], batch: tuple[object, ...], steps: int, is_mean: bool):
         self._fn = fn if tf.executing_eagerly() else autograph.convert(fn)
         self._batch = batch
         self._is_mean = is_mean
         self._rows = _count(batch)
         at_least_one = max if isinstance(self._rows, int) else tf.maximum
         self._size = at_least_one(-(-self._rows // steps), 1)
-        self._structure: Any = None
+        self._structure: object = None
 
     def combined(self) -> Any:
         """The combined results of all parts."""
@@ -114,7 +116,7 @@ class _Parts:
                 totals = _sums(totals, self._of(whole * size, rest))
         return tf.nest.pack_sequence_as(self._structure, totals)
 
-    def _loop(self, totals: list[Any], whole: Any) -> list[Any]:
+    def _loop(self, totals: Sums, whole: samples.Rows) -> Sums:
         """Adds the results of the second to the last whole part, in a loop of the graph."""
 
         def body(index: tf.Tensor, *sums: tf.Tensor) -> tuple:
@@ -128,7 +130,7 @@ class _Parts:
         )
         return _filled(totals, sums)
 
-    def _with_rest(self, totals: list[Any], start: Any, rest: Any) -> list[Any]:
+    def _with_rest(self, totals: Sums, start: samples.Rows, rest: samples.Rows) -> Sums:
         """Adds the results of the last rows if there are any; their number is not known while the graph is built."""
         sums = tf.cond(
             rest > 0,
@@ -137,7 +139,7 @@ class _Parts:
         )
         return _filled(totals, sums)
 
-    def _added(self, totals: list[Any], start: Any, size: Any) -> list[tf.Tensor]:
+    def _added(self, totals: Sums, start: samples.Rows, size: samples.Rows) -> list[tf.Tensor]:
         """The sums with one more part, in a loop or branch of the graph: as many tensors as there were."""
         more = self._of(start, size)
         if any(total is None and each is not None for total, each in zip(totals, more, strict=True)):
@@ -148,7 +150,7 @@ class _Parts:
             )
         return _tensors(_sums(totals, more))
 
-    def _of(self, start: Any, size: Any) -> list[Any]:
+    def _of(self, start: samples.Rows, size: samples.Rows) -> Sums:
         """The flat results for the rows from `start` on, weighted by how many they are."""
         found = self._fn(*tf.nest.map_structure(lambda leaf: _rows_of(leaf, start, size), self._batch))
         if self._structure is None:
@@ -157,7 +159,7 @@ class _Parts:
             tf.nest.assert_same_structure(self._structure, found)
         return [self._weighted(leaf, size) for leaf in tf.nest.flatten(found)]
 
-    def _weighted(self, leaf: Any, size: Any) -> Any:
+    def _weighted(self, leaf: object, size: samples.Rows) -> tf.Tensor | None:
         if leaf is None:
             return None
         tensor = as_tensor(leaf, "A result of the function for `accumulate`")
@@ -174,30 +176,30 @@ class _Parts:
         return tensor * tf.cast(weight, tensor.dtype)
 
 
-def _count(batch: tuple) -> Any:
+def _count(batch: tuple[object, ...]) -> samples.Rows:
     """The number of rows of a batch: an int if it is known while a graph is built, otherwise a tensor."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if samples.has_rows(leaf)]
     is_known = all(isinstance(leaf, tf.Tensor) and leaf.shape[0] is not None for leaf in leaves)
     return samples.count(batch) if is_known or tf.executing_eagerly() else samples.count_in_graph(batch)
 
 
-def _sums(totals: list[Any], more: list[Any]) -> list[Any]:
+def _sums(totals: Sums, more: Sums) -> Sums:
     """Adds up; None, such as the gradient of what one part does not use, counts as zero beside a tensor."""
     pairs = zip(totals, more, strict=True)
     return [each if total is None else total if each is None else total + each for total, each in pairs]
 
 
-def _tensors(totals: list[Any]) -> list[tf.Tensor]:
+def _tensors(totals: Sums) -> list[tf.Tensor]:
     return [each for each in totals if each is not None]
 
 
-def _filled(totals: list[Any], tensors: Sequence[tf.Tensor]) -> list[Any]:
+def _filled(totals: Sums, tensors: Sequence[tf.Tensor]) -> Sums:
     """The list with other tensors in place of its own; None stays None."""
     left = iter(tensors)
     return [None if each is None else next(left) for each in totals]
 
 
-def _rows_of(leaf: Any, start: Any, size: Any) -> Any:
+def _rows_of(leaf: object, start: samples.Rows, size: samples.Rows) -> object:
     """Some rows of a leaf, cut so that XLA knows the shape of a part where it knows the shape of the whole."""
     if not samples.has_rows(leaf):
         return leaf

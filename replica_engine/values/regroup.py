@@ -20,7 +20,7 @@ _DISTRIBUTED = (distribute.PerReplica, distribute.LaterPerReplica, distribute.Mi
 _OF_NO_VARIABLE = frozenset((type(None), bool, int, float, str, EagerTensor))
 
 
-def regroup(values: Sequence[Any], what: str = "The values of the replicas", name: str = "result") -> Any:
+def regroup(values: Sequence[object], what: str = "The values of the replicas", name: str = "result") -> Any:
     """Groups N structures of the same shape into one.
 
     A leaf that is the very same object on all replicas stays unchanged (None, a small integer, a mirrored variable, a
@@ -46,7 +46,7 @@ def regroup(values: Sequence[Any], what: str = "The values of the replicas", nam
         raise ReplicaValueError.endless(what[0].lower() + what[1:]) from None
 
 
-def select(replica: int, value: Any) -> Any:
+def select(replica: int, value: object) -> Any:
     """Returns one replica's part of a structure of distributed and ordinary values.
 
     A distributed variable stays whole: inside a replica it stands for that replica's component. A dataclass without
@@ -106,7 +106,7 @@ def _parts_of_leaves(leaves: Sequence[Any], size: int) -> list[Any] | None:
     return list(rows) if type(leaves) is tuple else list(map(list, rows))
 
 
-def spread(value: Any, size: int, name: str) -> Any:
+def spread(value: object, size: int, name: str) -> Any:
     """Converts arguments that are one distributed value as a whole to a structure of distributed values.
 
     `call_for_each_replica(fn, args=PerReplica([[a], [b]]))` is `call_for_each_replica(fn, args=[PerReplica([a, b])])`.
@@ -159,24 +159,24 @@ def _is_like(value: Any, first: Sequence[Any]) -> bool:
     return type(value) is type(first) and len(value) == len(first) and LEAVES.issuperset(map(type, value))
 
 
-def _are_one(values: Sequence[Any]) -> bool:
+def _are_one(values: Sequence[object]) -> bool:
     return len(set(map(id, values))) == 1
 
 
-def _is_dataclass(value: Any) -> bool:
+def _is_dataclass(value: object) -> bool:
     return hasattr(type(value), "__dataclass_fields__")
 
 
-def _is_per_replica(value: Any) -> bool:
+def _is_per_replica(value: object) -> bool:
     return isinstance(value, distribute.DistributedValues) and not isinstance(value, distribute.DistributedVariable)
 
 
-def _is_same(value: Any) -> bool:
+def _is_same(value: object) -> bool:
     """Whether a value is a dataclass without distributed values, which stays the same object."""
     return _is_dataclass(value) and not _differs(value, frozenset())
 
 
-def _differs(value: Any, inside: frozenset[int]) -> bool:
+def _differs(value: object, inside: frozenset[int]) -> bool:
     """Whether a structure contains a value that differs between replicas.
 
     `inside` has the ids of the structures around `value`, because dataclasses may refer to each other in cycles.
@@ -187,11 +187,11 @@ def _differs(value: Any, inside: frozenset[int]) -> bool:
     return any(_differs(child, inside | {id(value)}) for child in opened[1])
 
 
-def _leaf(value: Any) -> str:
+def _leaf(value: object) -> str:
     return f"one value of type {type(value).__name__}"
 
 
-def _regroup_leaf(values: Sequence[Any]) -> Any:
+def _regroup_leaf(values: Sequence[object]) -> object:
     first = values[0]
     same = _are_one(values)
     if type(first) in _OF_NO_VARIABLE:

@@ -23,7 +23,7 @@ import functools
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -63,10 +63,10 @@ class Origin(NamedTuple):
     numbers: frozenset[int]
 
 
-_marks: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_marks: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
 
-def origin(tensor: Any, of_variables: bool = False) -> Origin | None:
+def origin(tensor: tf.Tensor, of_variables: bool = False) -> Origin | None:
     """What a tensor depends on; None if it may depend on an input, on random numbers or on the replica.
 
     With `of_variables`, a tensor may depend on variables, as they are when they are read.
@@ -199,11 +199,16 @@ def joined(parts: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
     return tf.IndexedSlices(values, indices, parts[0].dense_shape)
 
 
-def reduces_rows(own: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def reduces_rows(own: Callable[..., list[object]]) -> Callable[..., list[object]]:
     """Makes a `_batch_reduce_to` of replica threads add up rows whose indices depend on no input of the step."""
 
     @functools.wraps(own)
-    def batch_reduce_to(self: Any, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+    def batch_reduce_to(
+        self: tf.distribute.StrategyExtended,
+        reduce_op: object,
+        value_destination_pairs: Iterable[tuple[object, object]],
+        options: object,
+    ) -> list[object]:
         pairs = list(value_destination_pairs)
         replicas, own_replicas = self._container_strategy().num_replicas_in_sync, len(self.worker_devices)
         is_alone = own_replicas == 1 < replicas  # in its process: its rows are not those of several replicas
@@ -218,7 +223,7 @@ def reduces_rows(own: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return batch_reduce_to
 
 
-def are_rows(value: Any, kinds: Any = distribute.PerReplica) -> bool:
+def are_rows(value: object, kinds: type | tuple[type, ...] = distribute.PerReplica) -> bool:
     """Whether a value of one of some classes is rows of a table, for each replica."""
     return isinstance(value, kinds) and all(
         isinstance(each, tf.IndexedSlices)
@@ -235,7 +240,7 @@ class _Plan:
         pairs: what is to be reduced, each with its destinations.
     """
 
-    def __init__(self, value: Any, destinations: Any, replicas: int):
+    def __init__(self, value: object, destinations: object, replicas: int):
         rows: list[tf.IndexedSlices] = list(_components(value))
         self._replicas = replicas
         self._compares = replicas > len(rows)  # afterwards: here are only the rows of this process
@@ -246,7 +251,7 @@ class _Plan:
             for adds, column in zip(self._adds, columns, strict=True)
         ]
 
-    def result(self, reduced: list[Any]) -> Any:
+    def result(self, reduced: list[object]) -> distribute.Mirrored | tf.IndexedSlices:
         """The reduced gradient, from the results of `pairs`."""
         columns = [
             [self._finished(adds, each) for each in _components(result)]
@@ -309,7 +314,7 @@ def compared(rows: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
         return joined([*_moved(parts), _between(rows, bounds[-1], None)])
 
 
-def _between(rows: tf.IndexedSlices, start: Any, stop: Any) -> tf.IndexedSlices:
+def _between(rows: tf.IndexedSlices, start: int | tf.Tensor, stop: int | tf.Tensor | None) -> tf.IndexedSlices:
     return tf.IndexedSlices(rows.values[start:stop], rows.indices[start:stop], rows.dense_shape)
 
 
@@ -326,15 +331,15 @@ def _folded(rows: tf.IndexedSlices, replicas: int) -> tf.IndexedSlices:
         return tf.IndexedSlices(values, rows.indices[:count], rows.dense_shape)
 
 
-def _like(value: Any, components: list[Any]) -> Any:
+def _like(value: object, components: list[tf.IndexedSlices]) -> distribute.PerReplica | tf.IndexedSlices:
     return distribute.PerReplica(components) if isinstance(value, distribute.PerReplica) else components[0]
 
 
-def _components(value: Any) -> Any:
+def _components(value: object) -> Sequence[Any]:
     return value.values if isinstance(value, distribute.DistributedValues) else (value,)
 
 
-def _count(indices: tf.Tensor) -> Any:
+def _count(indices: tf.Tensor) -> int | tf.Tensor:
     """How many flat indices there are: a number if it is known."""
     return tf.size(indices) if indices.shape[0] is None else indices.shape[0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -20,10 +20,15 @@ from replica_engine.errors.base import brief
 from replica_engine.values.structure import as_tensor, flatten
 
 _PARTS = ("x", "y", "sample_weight")
+T = TypeVar("T")
+Rows: TypeAlias = int | tf.Tensor
+"""A number of rows; a scalar tensor where only the running graph knows it."""
+Array: TypeAlias = tf.Tensor | tf.RaggedTensor | tf.SparseTensor | np.ndarray
+"""A leaf of a batch that has rows."""
 _EAGER = frozenset((EagerTensor,))
 
 
-def as_tensors(batch: Any) -> Any:
+def as_tensors(batch: object) -> Any:
     """Converts the arrays of a batch to tensors, and the empty optionals of Keras to None.
 
     Raises:
@@ -41,7 +46,7 @@ def as_tensors(batch: Any) -> Any:
     return tensors
 
 
-def count(batch: Any) -> int:
+def count(batch: object) -> int:
     """The number of samples of an eager batch.
 
     Raises:
@@ -63,30 +68,30 @@ def count(batch: Any) -> int:
     return found[0][1]
 
 
-def named(batch: Any) -> list[tuple[str, Any]]:
+def named(batch: object) -> list[tuple[str, object]]:
     """The leaves of a batch, each with its name, for example "x['words']" or "y"."""
-    found: list[tuple[str, Any]] = []
+    found: list[tuple[str, object]] = []
     for name, part in zip(_PARTS, _parts(batch), strict=False):
         leaves, spec = flatten(part, name)
         found += zip(spec.paths, leaves, strict=True)
     return found
 
 
-def _parts(batch: Any) -> tuple:
+def _parts(batch: object) -> tuple:
     return batch if isinstance(batch, tuple) and len(batch) <= len(_PARTS) else (batch,)
 
 
-def count_in_graph(batch: Any) -> Any:
+def count_in_graph(batch: object) -> Rows:
     """The number of samples of a batch; a Python int if it is known while a graph is built, otherwise a tensor."""
     return next(_rows(leaf) for leaf in tf.nest.flatten(batch) if has_rows(leaf))
 
 
-def take(batch: Any, start: Any, stop: Any) -> Any:
+def take(batch: T, start: Rows, stop: Rows | None) -> T:
     """The samples from `start` up to but not including `stop`; both are ints or scalar tensors."""
     return _map(lambda leaf: _take(leaf, start, stop), batch)
 
 
-def split(batch: Any, count: int) -> list[Any]:
+def split(batch: object, count: int) -> list[Any]:
     """An eager batch in `count` parts, in order; its number of samples is a multiple of `count`."""
     leaves = tf.nest.flatten(batch)
     columns = [_split(leaf, count) if has_rows(leaf) else [leaf] * count for leaf in leaves]
@@ -95,21 +100,21 @@ def split(batch: Any, count: int) -> list[Any]:
     return [tf.nest.pack_sequence_as(batch, part) for part in zip(*columns, strict=True)]
 
 
-def pad(batch: Any, more: Any) -> Any:
+def pad(batch: T, more: Rows) -> T:
     """The batch with `more` copies of its last sample appended."""
     return _map(lambda leaf: _pad(leaf, more), batch)
 
 
-def blank(batch: Any) -> Any:
+def blank(batch: T) -> T:
     """A batch of one sample of zeros, with the shapes and dtypes of `batch`, which has no samples."""
 
-    def zeros(leaf: Any) -> Any:
+    def zeros(leaf: object) -> object:
         return tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
 
     return _map(zeros, batch)
 
 
-def join(parts: Sequence[Any]) -> Any:
+def join(parts: Sequence[T]) -> T:
     """Concatenates several batches, in order, to one batch.
 
     Raises:
@@ -118,15 +123,15 @@ def join(parts: Sequence[Any]) -> Any:
     return tf.nest.map_structure(lambda *leaves: _join(leaves), *parts)
 
 
-def views(batch: Any) -> Any:
+def views(batch: object) -> Any:
     """The batch with NumPy arrays instead of dense tensors; an array shares the tensor's memory where it can."""
     return tf.nest.map_structure(lambda leaf: leaf.numpy() if isinstance(leaf, tf.Tensor) else leaf, batch)
 
 
-def generalized(batch: Any) -> Any:
+def generalized(batch: object) -> Any:
     """The specification of batches that are like this one except for their number of samples."""
 
-    def spec(leaf: Any) -> Any:
+    def spec(leaf: object) -> object:
         if not isinstance(leaf, tf.Tensor) or not has_rows(leaf):
             return leaf
         return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
@@ -134,12 +139,12 @@ def generalized(batch: Any) -> Any:
     return tf.nest.map_structure(spec, batch)
 
 
-def on_device(batch: Any) -> Any:
+def on_device(batch: T) -> T:
     """The batch with copies of its tensors on the device whose scope is current."""
     return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch)
 
 
-def are_of(outputs: Any, count: Any) -> Any:
+def are_of(outputs: object, count: Rows) -> bool | tf.Tensor:
     """Whether all outputs have `count` rows; a tensor if a graph is built and does not yet know.
 
     Where a graph does not know the count, an output of a known length is not one row per sample, whatever its length.
@@ -152,24 +157,24 @@ def are_of(outputs: Any, count: Any) -> Any:
     return functools.reduce(operator.and_, (_rows(leaf) == count for leaf in leaves), True)
 
 
-def described(batch: Any) -> str:
+def described(batch: object) -> str:
     """The shapes of a batch without the number of samples, for messages."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)]
     return ", ".join(f"{tf.as_dtype(leaf.dtype).name}{[None, *leaf.shape[1:]]}" for leaf in leaves)
 
 
-def places(batch: Any) -> Any:
+def places(batch: object) -> int | str:
     """Hashable; equal for batches that have the same structure, and None in the same places."""
     if type(batch) is tuple and _EAGER.issuperset(map(type, batch)):
         return len(batch)
     return repr(tf.nest.map_structure(lambda leaf: leaf is None, batch))
 
 
-def _map(change: Callable[[Any], Any], batch: Any) -> Any:
+def _map(change: Callable[[Array], object], batch: T) -> T:
     return tf.nest.map_structure(lambda leaf: change(leaf) if has_rows(leaf) else leaf, batch)
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: object) -> object:
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return None
     if isinstance(leaf, tf.__internal__.CompositeTensor) and hasattr(leaf, "shape"):
@@ -177,13 +182,13 @@ def _as_tensor(leaf: Any) -> Any:
     return as_tensor(leaf, "An array of a batch")
 
 
-def has_rows(leaf: Any) -> bool:
+def has_rows(leaf: object) -> bool:
     """Whether a leaf has samples; None and scalars are the same for all samples."""
     shape = getattr(leaf, "shape", None)
     return leaf is not None and shape is not None and len(shape) > 0
 
 
-def _rows(leaf: Any) -> Any:
+def _rows(leaf: Array) -> Rows:
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     if isinstance(leaf, tf.SparseTensor):
@@ -192,7 +197,7 @@ def _rows(leaf: Any) -> Any:
     return tf.shape(leaf)[0] if rows is None else rows
 
 
-def _take(leaf: Any, start: Any, stop: Any) -> Any:
+def _take(leaf: Array, start: Rows, stop: Rows | None) -> Array:
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[start:stop]
     shape = tf.cast(leaf.dense_shape, tf.int64)
@@ -201,14 +206,14 @@ def _take(leaf: Any, start: Any, stop: Any) -> Any:
     return tf.sparse.slice(leaf, begin, tf.concat([[stop - start], shape[1:]], 0))
 
 
-def _split(leaf: Any, count: int) -> list[Any]:
+def _split(leaf: Array, count: int) -> list[Array]:
     if type(leaf) is EagerTensor:
         return tf.raw_ops.Split(axis=0, value=leaf, num_split=count)  # of one op: parts that share memory with the leaf
     size = int(_rows(leaf)) // count
     return [_take(leaf, start, start + size) for start in range(0, count * size, size)]
 
 
-def _pad(leaf: Any, more: Any) -> Any:
+def _pad(leaf: Array, more: Rows) -> Array:
     if isinstance(leaf, np.ndarray):
         return np.concatenate([leaf, np.repeat(leaf[-1:], more, axis=0)]) if more else leaf
     if isinstance(leaf, tf.Tensor):
@@ -218,7 +223,7 @@ def _pad(leaf: Any, more: Any) -> Any:
     return tf.gather(leaf, tf.concat([tf.range(_rows(leaf)), tf.fill([more], _rows(leaf) - 1)], 0))
 
 
-def _pad_sparse(leaf: tf.SparseTensor, more: Any) -> tf.SparseTensor:
+def _pad_sparse(leaf: tf.SparseTensor, more: Rows) -> tf.SparseTensor:
     """Appends the last row `more` times."""
     more = tf.cast(more, tf.int64)
     total = leaf.dense_shape[0]
@@ -233,7 +238,7 @@ def _pad_sparse(leaf: tf.SparseTensor, more: Any) -> tf.SparseTensor:
     )
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def _join(leaves: Sequence[Array]) -> Array:
     for leaf in leaves:
         if not isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray, tf.RaggedTensor, tf.SparseTensor)):
             raise ReplicaValueError(

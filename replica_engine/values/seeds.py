@@ -7,14 +7,13 @@ spread evenly over the range, so that the seeds of any number of replicas are fa
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import tensorflow as tf
 
 _STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 
 
-def seed_of(replica: int, seed: Any, bits: int = 32) -> Any:
+def seed_of(replica: int, seed: int | tf.Tensor, bits: int = 32) -> int | tf.Tensor:
     """The seed of one replica.
 
     Args:

@@ -19,7 +19,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -33,7 +33,7 @@ Build = Callable[[Sequence[Any]], Any]
 
 
 def flatten(
-    value: Any, name: str = "", what: str = "the values", stop: Callable[[Any], bool] | None = None
+    value: object, name: str = "", what: str = "the values", stop: Callable[[object], bool] | None = None
 ) -> tuple[list[Any], Spec]:
     """Takes a structure apart.
 
@@ -79,7 +79,7 @@ def flatten(
 
 
 @functools.lru_cache(maxsize=64)
-def tuple_of_leaves(name: str, count: int) -> tuple[Spec, Any, list[str]]:
+def tuple_of_leaves(name: str, count: int) -> tuple[Spec, tuple[object, ...], list[str]]:
     """What `flatten` finds of a tuple of that many leaves: its structure, with the key and the paths."""
     spec = flatten((None,) * count, name)[1]
     return spec, spec.key, spec.paths
@@ -90,7 +90,7 @@ class Spec:
 
     __slots__ = ("_levels", "_name", "_stop")
 
-    def __init__(self, name: str, stop: Callable[[Any], bool] | None):
+    def __init__(self, name: str, stop: Callable[[object], bool] | None):
         self._name = name
         self._stop = stop
         self._levels: list[Level | None] = []  # each level before what is in it; None for a leaf
@@ -110,7 +110,7 @@ class Spec:
         return found
 
     @property
-    def key(self) -> Any:
+    def key(self) -> tuple[object, ...]:
         """Hashable; equal for structures of the same types, with the same keys, fields and static data."""
         return tuple([level and level.key for level in self._levels])
 
@@ -119,17 +119,17 @@ class Spec:
         """Whether the value was a single leaf."""
         return self._levels == [None]
 
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
+    def rebuild(self, leaves: Sequence[object]) -> Any:
         """Makes the structure around other leaves."""
         # From the last leaf to the first, so that the children of each level are complete before the level is made.
-        stack: list[Any] = []
+        stack: list[object] = []
         rest = list(leaves)
         for level in reversed(self._levels):
             if level is None:
                 stack.append(rest.pop())
                 continue
             count = len(level.names)
-            children: Any = stack[: -count - 1 : -1]
+            children: list[object] | dict[object, object] = stack[: -count - 1 : -1]
             del stack[len(stack) - count :]
             if level.keys is not None:
                 children = dict(zip(level.keys, children, strict=True))
@@ -163,7 +163,7 @@ class Spec:
         return leaves
 
 
-def components(value: Any, name: str) -> list[Any]:
+def components(value: object, name: str) -> list[tf.Tensor]:
     """The components of a composite tensor; `name` is for the error.
 
     Raises:
@@ -175,12 +175,12 @@ def components(value: Any, name: str) -> list[Any]:
         raise ReplicaValueError.no_tensor(name, value, str(error)) from None
 
 
-def of_components(value: Any, builds: Sequence[Build]) -> Build:
+def of_components(value: object, builds: Sequence[Build]) -> Build:
     """Like `Spec.builder`, for a composite tensor, or its type spec, with `builds` for its components."""
     return lambda values: tf.nest.pack_sequence_as(value, [build(values) for build in builds], expand_composites=True)
 
 
-def as_tensor(value: Any, name: str) -> tf.Tensor:
+def as_tensor(value: object, name: str) -> tf.Tensor:
     """Converts a value like `tf.convert_to_tensor`, with one clear error instead of TensorFlow's many.
 
     Args:
@@ -213,7 +213,7 @@ class OtherStructure(Exception):
         value: what the value has there.
     """
 
-    def __init__(self, path: str, leaf: int, wanted: str | None, given: str | None, value: Any):
+    def __init__(self, path: str, leaf: int, wanted: str | None, given: str | None, value: object):
         self.path, self.leaf, self.wanted, self.given, self.value = path, leaf, wanted, given, value
 
 
@@ -232,9 +232,9 @@ class Level(NamedTuple):
     type: type
     kind: str
     names: tuple[str, ...]
-    make: Callable[[Any], Any]
-    keys: dict[Any, None] | None = None
-    static: Any = None
+    make: Callable[[Any], object]
+    keys: dict[object, None] | None = None
+    static: object = None
 
     @property
     def text(self) -> str:
@@ -242,16 +242,16 @@ class Level(NamedTuple):
         return self.kind if self.keys is None else f"{self.kind} {', '.join(sorted(map(repr, self.keys))) or 'of none'}"
 
     @property
-    def key(self) -> Any:
+    def key(self) -> tuple[object, ...]:
         """Hashable; equal for levels of the same type, with the same keys, fields and static data."""
         return self.type, self.names, self.static if self.static is None else constant_key(self.static)
 
-    def rebuild(self, children: Sequence[Any]) -> Any:
+    def rebuild(self, children: Sequence[object]) -> Any:
         """Makes the same container from other children."""
         return self.make(children if self.keys is None else dict(zip(self.keys, children, strict=True)))
 
 
-def open_level(value: Any, stop: Callable[[Any], bool] | None = None) -> tuple[Level, tuple[Any, ...]] | None:
+def open_level(value: Any, stop: Callable[[object], bool] | None = None) -> tuple[Level, tuple[object, ...]] | None:
     """The outermost level of a structure, and the values in it; None for a leaf. `stop` is that of `flatten`."""
     kind: Any = type(value)
     if kind in LEAVES or (stop is not None and kind not in PLAIN and stop(value)):
@@ -293,9 +293,9 @@ class ById:
 
     __slots__ = ("_hash", "value")
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self._hash = id(value)
-        self.value: Callable[[], Any]
+        self.value: Callable[[], object]
         try:
             self.value = weakref.ref(value)
         except TypeError:
@@ -313,7 +313,7 @@ class ById:
         return self._hash
 
 
-def by_id(key: Any) -> Iterator[ById]:
+def by_id(key: object) -> Iterator[ById]:
     """All `ById` in a key, which is made of tuples."""
     if isinstance(key, ById):
         yield key
@@ -322,7 +322,7 @@ def by_id(key: Any) -> Iterator[ById]:
             yield from by_id(part)
 
 
-def constant_key(value: Any, depth: int = 3) -> Any:
+def constant_key(value: Any, depth: int = 3) -> Hashable:
     """A hashable key for a value that is not a tensor: by value for plain Python values, by identity for others.
 
     Short lists, tuples and dictionaries are compared by their contents, `depth` levels deep.
@@ -362,14 +362,14 @@ def _mapping(kind: Any, keys: tuple) -> Level:
     return Level(kind, "a mapping with the keys", names, kind, dict.fromkeys(keys))
 
 
-def _unflatten(kind: Any, metadata: Any, children: Sequence[Any]) -> Any:
+def _unflatten(kind: Any, metadata: object, children: Sequence[object]) -> object:
     return kind.__tf_unflatten__(metadata, tuple(children))
 
 
-def _open_fields(value: Any, names: list[str]) -> tuple[Level, tuple[Any, ...]]:
+def _open_fields(value: object, names: list[str]) -> tuple[Level, tuple[object, ...]]:
     names = [name for name in names if hasattr(value, name)]
 
-    def rebuild(children: Sequence[Any]) -> Any:
+    def rebuild(children: Sequence[object]) -> object:
         # Not through __init__, which may have other arguments, defaults and side effects. object.__setattr__ also sets
         # the fields of frozen classes.
         new = copy.copy(value)

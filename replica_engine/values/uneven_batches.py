@@ -19,7 +19,9 @@ from replica_engine.values import samples
 from replica_engine.values.regroup import parts, regroup
 
 
-def split_batch(strategy: tf.distribute.Strategy, batch: Any, batch_size: int | None = None) -> tuple[Any, Any]:
+def split_batch(
+    strategy: tf.distribute.Strategy, batch: object, batch_size: int | None = None
+) -> tuple[Any, tf.distribute.DistributedValues]:
     """Splits a batch over the replicas of a strategy, also if its size is not divisible by N, less than N, or 0.
 
     Args:
@@ -70,7 +72,7 @@ def split_batch(strategy: tf.distribute.Strategy, batch: Any, batch_size: int | 
     return regroup(shares), regroup(of_rows)
 
 
-def join_outputs(strategy: tf.distribute.Strategy, outputs: Any, count: int | None = None) -> Any:
+def join_outputs(strategy: tf.distribute.Strategy, outputs: object, count: int | None = None) -> Any:
     """Joins the outputs of the replicas for their shares to one batch, in the order of the samples.
 
     Args:
@@ -100,14 +102,14 @@ def join_outputs(strategy: tf.distribute.Strategy, outputs: Any, count: int | No
     return joined if count is None else samples.take(joined, 0, count)
 
 
-def _check_strategy(strategy: Any) -> None:
+def _check_strategy(strategy: object) -> None:
     if not isinstance(strategy, tf.distribute.Strategy):
         raise ReplicaValueError(
             f"The first argument must be the strategy that the replicas belong to; got {brief(strategy)}."
         )
 
 
-def _number(name: str, value: Any) -> Any:
+def _number(name: str, value: Any) -> samples.Rows | None:
     """Checks a number of rows: an int, an integer of NumPy or TensorFlow, or an integer tensor of a graph."""
     is_symbolic = isinstance(value, tf.Tensor) and not isinstance(value, tf.__internal__.EagerTensor)
     if value is None or (is_symbolic and value.dtype.is_integer and value.shape.rank in (0, None)):

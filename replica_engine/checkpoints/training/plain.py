@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class NotPlainError(TypeError):
     """A value is none of those that can be written. Its message is the path to the value, and its type."""
 
 
-def write(path: Path, value: Any) -> None:
+def write(path: Path, value: object) -> None:
     """Writes a value into `path`.json, and its arrays into `path`.npz.
 
     Args:
@@ -43,7 +44,7 @@ def read(path: Path) -> Any:
         return decode(json.loads(path.with_suffix(".json").read_text()), arrays)
 
 
-def dumps(value: Any) -> str:
+def dumps(value: object) -> str:
     """A value as text, with its arrays; see `write`."""
     arrays: dict[str, np.ndarray] = {}
     encoded = encode(value, arrays)
@@ -59,7 +60,7 @@ def loads(text: str) -> Any:
         return decode(encoded, arrays)
 
 
-def encode(value: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
+def encode(value: object, arrays: dict[str, np.ndarray], at: str = "") -> object:
     """A value as JSON has it; its arrays are added to `arrays`, by name."""
     if isinstance(value, (tf.Tensor, tf.Variable)) and hasattr(value, "numpy"):  # callbacks put such into logs
         value = value.numpy()
@@ -80,7 +81,7 @@ def encode(value: Any, arrays: dict[str, np.ndarray], at: str = "") -> Any:
     raise NotPlainError(f"{at.lstrip('.')}: {type(value).__name__}")
 
 
-def decode(value: Any, arrays: Any) -> Any:
+def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     """The value that `encode` took."""
     if isinstance(value, list):
         return [decode(each, arrays) for each in value]

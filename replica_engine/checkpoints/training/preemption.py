@@ -25,7 +25,7 @@ _MOST = 1000  # steps between two
 _SAME = 10.0  # seconds in which a signal that comes again is the same one
 _LAUNCHERS_RESTART_ON = 128  # a shell's status of a process that a signal ended is this plus the number
 
-Exchange = Callable[[str, Any], list[Any]]
+Exchange = Callable[[str, object], list[Any]]
 """Takes what is exchanged, in words, and a value of this worker; returns those of all, when all have called it."""
 
 
@@ -40,7 +40,7 @@ class Preemption:
     def __init__(self, signals: Iterable[int], exchange: Exchange | None = None):
         self._signals = [signal.Signals(number) for number in signals]
         self._exchange = exchange
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._came: int | None = None
         self._came_at = 0.0
         self._step, self._last, self._next = 0, 0, 1

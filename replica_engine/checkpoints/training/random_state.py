@@ -15,7 +15,7 @@ import numpy as np
 from replica_engine._tf.graphs import replaced_ops
 
 
-def captured(strategy: Any = None) -> dict[str, Any]:
+def captured(strategy: object = None) -> dict[str, Any]:
     """The state of all random numbers now.
 
     Args:
@@ -30,7 +30,7 @@ def captured(strategy: Any = None) -> dict[str, Any]:
     }
 
 
-def restore(state: dict[str, Any], strategy: Any = None) -> None:
+def restore(state: dict[str, Any], strategy: object = None) -> None:
     """Continues with the random numbers of a state."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -45,6 +45,6 @@ def has_seed() -> bool:
     return replaced_ops.has_seed()
 
 
-def _of(strategy: Any) -> Any:
+def _of(strategy: object) -> Any:
     """What the replicas of a strategy draw from, if that is not TensorFlow's own state."""
     return getattr(getattr(strategy, "extended", None), "random_numbers", None)

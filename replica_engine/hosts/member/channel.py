@@ -143,7 +143,7 @@ class Channel:
         if self._first_failure is not None:
             raise self._first_failure.error() from error
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
         """Stores a value for all workers; a later value takes the place of an earlier one.
 
         A job keeps 10,000 values; what has no room is not stored, and `get` says so.
@@ -175,7 +175,7 @@ class Channel:
         """
         return self._ask(lambda number: ["get", number, key, timeout])
 
-    def _exchange(self, key: str, value: Any, patience: float | None) -> list[Any] | None:
+    def _exchange(self, key: str, value: object, patience: float | None) -> list[Any] | None:
         """The values that all workers have given for a key, which must not be used again; see `Member.exchange`."""
         message = ["exchange", key, value]
         length = len(wire.encode(message))

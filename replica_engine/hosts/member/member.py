@@ -29,6 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, overload
 
 from replica_engine.errors import ReplicaEngineError, WorkerRow
@@ -94,7 +95,7 @@ class Member(Channel):
         self._progressed = False
         self._beat = self._batch = time.monotonic()  # when the next ones are due
         self._in_step: Callable[[], bool] = lambda: False
-        self._hook: Callable[..., Any] | None = None
+        self._hook: Callable[..., object] | None = None
         self.shorten: Callable[[ReplicaEngineError], ReplicaEngineError] = lambda error: error
         for message in early:
             self._take(message)
@@ -218,12 +219,12 @@ class Member(Channel):
             self._meet(self._entry(WAIT, name, name), timeout)
 
     @overload
-    def exchange(self, name: str, value: Any) -> list[Any]: ...
+    def exchange(self, name: str, value: object) -> list[Any]: ...
 
     @overload
-    def exchange(self, name: str, value: Any, patience: float | None) -> list[Any] | None: ...
+    def exchange(self, name: str, value: object, patience: float | None) -> list[Any] | None: ...
 
-    def exchange(self, name: str, value: Any, patience: float | None = None) -> list[Any] | None:
+    def exchange(self, name: str, value: object, patience: float | None = None) -> list[Any] | None:
         """Gives a value to all workers, and waits for those of all; each worker sends and gets one message.
 
         Like `meet`, it is compared with what the others do: one that has launched something else, or has come to its
@@ -357,7 +358,7 @@ class Member(Channel):
         """Tells the job of an exception that ends the process, before Python prints it."""
         before = sys.excepthook
 
-        def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if self._process == os.getpid():
                 _raised.append(error)
                 self.tell_exception(error)
@@ -391,7 +392,7 @@ class Member(Channel):
         """A row for each worker; "" if nothing is known."""
         return "\n".join(f"  {line}" for line in self._asked_now(patience, "where") or ())
 
-    def _asked_now(self, patience: float | None, kind: str, *more: Any) -> Any:
+    def _asked_now(self, patience: float | None, kind: str, *more: object) -> Any:
         """The answer to a question, which comes after all that was launched before."""
 
         def question(number: int) -> Message:
@@ -414,7 +415,7 @@ class Member(Channel):
 
     # What the thread calls. `_log_message`, `_flush_log` and `_progress` need the lock.
 
-    def _log_message(self, *wait: Any) -> Message:
+    def _log_message(self, *wait: object) -> Message:
         """A message with the entries not sent yet. If there are too many for one, others are queued before it."""
         while len(self._entries) > _MOST_ENTRIES:
             self._connection.queue(["log", packed(self._entries[:_MOST_ENTRIES]), self._launches, []])
@@ -427,7 +428,7 @@ class Member(Channel):
         if self._entries:
             self._connection.queue(self._log_message())
 
-    def _progress(self) -> list[Any]:
+    def _progress(self) -> list[object]:
         """How far this worker is, if that has changed since it was sent."""
         progressed, self._progressed = self._progressed, False
         where = f"{NOW}{self._where}" if self._where else ""
