@@ -17,7 +17,7 @@ import pytest
 
 from replica_engine.pjrt.group import ProgramOrder, Turn
 from replica_engine.process import interrupts
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 from replica_engine.xla.body import LaunchLimits
 from replica_engine.xla.stages.launch import Launch
 
@@ -148,7 +148,7 @@ def test_ctrl_c_while_a_turn_is_taken_leaves_the_devices_free(
 
     names = ["enter", "enter_now", "enter_within", "_acquire", "beat", "__enter__"]
     codes = [getattr(ProgramOrder, name).__code__ for name in names if hasattr(ProgramOrder, name)]
-    codes += [Turn.__enter__.__code__, Launch._take_turn.__code__, Watch.__enter__.__code__, Watch.__exit__.__code__]
+    codes += [Turn.__enter__.__code__, Launch._take_turn.__code__, Wait.__enter__.__code__, Wait.__exit__.__code__]
     tried = 0
     for code in codes:
         number = 1

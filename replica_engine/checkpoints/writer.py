@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from replica_engine.errors import CheckpointError, ReplicaEngineError
 from replica_engine.errors.base import add_note, in_words
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 
 _saving = threading.RLock()
 _thread: threading.Thread | None = None
@@ -97,7 +97,7 @@ def join() -> bool:
     if thread is threading.current_thread():  # a callback of a save may restore or save
         return False
     if thread is not None:
-        with Watch(
+        with Wait(
             lambda seconds: f"A checkpoint that is being written ({thread.name}) is awaited for {seconds:.3g} s."
         ):
             thread.join()

@@ -39,7 +39,7 @@ from replica_engine.errors.timeouts import FINISHED, NOT_STARTED, slow_function
 from replica_engine.process import interrupts, signals, threads
 from replica_engine.process.interrupts import wait_for_ever
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.watchdog import Watch, describe_replicas, forget_replicas, has_workers, workers
+from replica_engine.telemetry.watchdog import Wait, describe_replicas, forget_replicas, has_workers, workers
 
 GRACE = 0.4  # seconds that a step has to end by itself on Ctrl-C, before it is cancelled
 WRITING_GRACE = 0.3  # seconds more, while variables are written
@@ -79,22 +79,23 @@ class _Call:
         self._function = function
         self._places = Whereabouts(function.runs)
         self._manager = calls.manager()
-        self._late: ReplicaTimeoutError | None = None
-        self._cancelled = self._is_over = False
-        self._woken: threading.Event | None = None  # the call has ended, or time has run out
+        self._is_over = False
+        self._woken: threading.Event | None = None  # the call has ended, or is cancelled
+        self._wait = Wait(
+            self._describe,
+            function.warn_after,
+            function.timeout if self._manager is not None else None,
+            late=self._late,
+            breaker=self._cancel,
+            progress=self._places.moved,
+        )
 
     def __call__(self, execute: calls.Execute) -> Any:
-        function = self._function
-        watches = []
         places = self._places
-        if not places.launches and (places.marked or not places.loops):  # a loop without marks may be a whole epoch
-            watches.append(Watch(self._describe, function.warn_after, progress=self._places.moved))
-            if function.timeout is not None and self._manager is not None:
-                limit = Watch(_say_nothing, _NEVER, function.timeout, self._expire, progress=self._places.worked)
-                watches.append(limit)
-        for watch in watches:
-            watch.__enter__()
-        tells_others = self._places.marked and has_workers()
+        is_watched = not places.launches and (places.marked or not places.loops)  # else it may be a whole epoch
+        if is_watched:
+            self._wait.__enter__()
+        tells_others = places.marked and has_workers()
         if tells_others:
             describe_replicas(self._places.brief)
         try:
@@ -108,8 +109,9 @@ class _Call:
             self._is_over = True
             if tells_others:
                 forget_replicas(self._places.brief)
-            for watch in reversed(watches):
-                watch.__exit__(None, None, None)
+            if is_watched:
+                self._wait.__exit__(None, None, None)
+            self._wait.error = None  # whose traceback has this frame
 
     def _drawn(self, execute: calls.Execute) -> Any:
         since = time.time()
@@ -134,19 +136,16 @@ class _Call:
             if self._manager is None:
                 return execute(None)
             # On Ctrl-C, while the main thread is inside TensorFlow, it is called on another thread.
-            with signals.heard_at_once(self._cancel_between_updates):
+            with signals.heard_at_once(lambda: self._cancel_between_updates(KeyboardInterrupt())):
                 return execute(self._manager)
         except BaseException as error:
             self._is_over = True
-            if self._late is not None:
-                self._say_what_was_updated(self._late)
-                raise self._late from None
-            if self._cancelled:  # Ctrl-C; Python's own handler may have come before, or comes now
-                interrupt = error if isinstance(error, KeyboardInterrupt) else KeyboardInterrupt()
-                self._say_what_was_updated(interrupt)
-                if interrupt is error:
-                    raise
-                raise interrupt from None
+            ended_by = self._wait.error
+            if ended_by is not None:
+                if isinstance(ended_by, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
+                    ended_by = error  # Python's own handler has come before, or comes now
+                self._say_what_was_updated(ended_by)
+                raise ended_by from None
             if not isinstance(error, Exception) and self._places.have_begun():
                 collectives.ended()  # TensorFlow was not told to stop, so the step has come to its end before Ctrl-C
             raise
@@ -179,10 +178,11 @@ class _Call:
             if outcome:
                 collectives.ended()
             raise
-        if self._late is not None and not outcome:
-            self._end(done, self._late, worker)
+        late = self._wait.error
+        if late is not None and not outcome:
+            self._end(done, late, worker)
             if not outcome:
-                raise self._late
+                raise late
         else:
             _idle.append(worker)
         if failures:
@@ -191,8 +191,8 @@ class _Call:
 
     def _end(self, done: threading.Event, error: BaseException, worker: ReplicaThread) -> None:
         """Ends the call on the other thread, or abandons it, and says so in `error`."""
-        if not self._cancelled:
-            self._cancel_between_updates(done)
+        if self._wait.error is None:
+            self._cancel_between_updates(error, done)
         self._interrupt_python()
         if done.wait(UNWIND_GRACE):
             _idle.append(worker)
@@ -207,7 +207,7 @@ class _Call:
 
     # Ending the call.
 
-    def _cancel_between_updates(self, done: threading.Event | None = None) -> None:
+    def _cancel_between_updates(self, error: BaseException, done: threading.Event | None = None) -> None:
         begin = time.monotonic()
         while not (self._is_over or (done is not None and done.is_set())):
             waited = time.monotonic() - begin
@@ -217,25 +217,22 @@ class _Call:
             time.sleep(_LOOK)
         else:
             return
-        self._cancel()
+        self._wait.end(error)
 
     def _cancel(self) -> None:
-        self._cancelled = True
-        self._manager.start_cancel()
-
-    def _expire(self, waited: float) -> None:
-        """The time has run out. Called by the watchdog."""
-        if self._late is not None:
-            return
-        rows, coordinator = self._places.stand(self._function.graph())
-        if rows and all(row.state == NOT_STARTED for row in rows):
-            return  # the first call optimizes the graph; and waiting for a batch is not part of a step
-        self._late = ReplicaTimeoutError.after(self._function.timeout or 0.0, rows, coordinator)
         try:
-            self._cancel()
+            self._manager.start_cancel()
         finally:
             if self._woken is not None:
                 self._woken.set()
+
+    def _late(self) -> ReplicaTimeoutError | None:
+        """The error, if the time that has run out was that of a step. Called by the watchdog."""
+        rows, coordinator = self._places.stand(self._function.graph())
+        is_waiting = bool(rows) and all(row.state == NOT_STARTED for row in rows)
+        if is_waiting or self._places.worked() > self._wait.since:
+            return None  # the first call optimizes the graph; and waiting for a batch is not part of a step
+        return ReplicaTimeoutError.after(self._function.timeout or 0.0, rows, coordinator)
 
     def _interrupt_python(self) -> None:
         """Ends Python functions of the step that run Python code; one that sleeps goes on until it wakes up."""
@@ -254,15 +251,10 @@ class _Call:
     def _say_what_was_updated(self, error: BaseException) -> None:
         with contextlib.suppress(Exception):  # a failure here must not hide the error itself
             add_note(error, self._places.what_was_updated())
-            if error is self._late:
+            if isinstance(error, ReplicaTimeoutError):
                 note_workers(error, workers())
 
 
-def _say_nothing(waited: float) -> None:
-    """The description of a watch that only limits."""
-
-
-_NEVER = 1e9  # seconds
 _idle: list[ReplicaThread] = []  # threads for calls that may be left
 _abandoned: list[tuple[str, threading.Event]] = []  # what was given up: the function, and whether it has ended
 

@@ -69,7 +69,7 @@ from replica_engine.errors.timeouts import IN_MERGE, slow_replicas, table
 from replica_engine.process.interrupts import MISSED, break_off, take_back
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 
 UNWIND_GRACE = 30.0  # seconds that the other replicas have to unwind after a failure
 HEAD_START = 0.5  # seconds that replica 0 has to begin to build
@@ -146,10 +146,9 @@ class Run:
         self._timeout = timeout
         self._has_paused = Event()  # the baton returns to the coordinator
         self._first_has_paused = Event()  # with a head start: replica 0 has paused
-        self._watch = Watch(self._describe, warn_after, timeout, self._expire)
+        self._watch = Wait(self._describe, warn_after, timeout, late=self._late, breaker=self._end_wait, insists=True)
         self._has_begun = False  # whether each replica's thread has its job; none runs before
         self._merging = False
-        self._standstill: tuple[list[errors.ReplicaRow], errors.CoordinatorRow] | None = None  # when time ran out
         self._broken_off: type[BaseException] | None = None  # the exception raised in a merge when time ran out
         self._lock = threading.Lock()
         self._still_running = 0
@@ -179,7 +178,7 @@ class Run:
                 if self.observer is not None:
                     self.observer.ended([(replica.track, replica.since) for replica in self.replicas])
                 results = [replica.value for replica in self.replicas]
-            if self._watch.expired:
+            if self._watch.error is not None:
                 self._settle()
             return results
         except BaseException as error:
@@ -195,6 +194,7 @@ class Run:
             # now; if the garbage collector had to do so, tensors would outlive the step by many steps.
             for replica in self.replicas:
                 replica.forget()
+            self._watch.error = None  # whose traceback refers to the run
             del self._bodies, self._merge
             self._builds = None  # Not deleted: an abandoned replica may still call `hand_over`, which reads it.
 
@@ -301,21 +301,19 @@ class Run:
         """Waits for the event; raises ReplicaTimeoutError if the time ran out first."""
         while not event.wait(MISSED):  # see `wait_for_ever`
             pass
-        if self._watch.expired:
-            raise self._timed_out()
+        if self._watch.error is not None:
+            raise self._watch.error
 
     def _describe(self, waited: float) -> str:
         """The text of the warning. Called by the watchdog."""
         return slow_replicas(waited, *self._stand(), self._timeout)
 
-    def _expire(self, waited: float) -> None:
-        """Keeps the state of the run and ends the wait, because the time ran out. Called by the watchdog."""
-        try:
-            self._standstill = self._standstill or self._stand()
-        finally:
-            self._end_wait()
+    def _late(self) -> errors.ReplicaTimeoutError:
+        """The error with the state of the run, because the time ran out. Called by the watchdog."""
+        return errors.ReplicaTimeoutError.after(self._timeout or 0.0, *self._stand())
 
     def _end_wait(self) -> None:
+        """Ends the wait. Called by the watchdog, again after each further `timeout`."""
         if self._merging and self.coordinator.ident is not None:
             again = self._watch.expired > 1  # by now code in `held_off` has had a further `timeout` to end
             self._broken_off = break_off(self.coordinator.ident, errors.ReplicaUnwound, at_once=again)
@@ -323,18 +321,16 @@ class Run:
             self._has_paused.set()
             self._first_has_paused.set()
 
-    def _timed_out(self) -> errors.ReplicaTimeoutError:
-        return errors.ReplicaTimeoutError.after(self._timeout or 0.0, *(self._standstill or self._stand()))
-
-    def _as_late(self, error: BaseException) -> errors.ReplicaTimeoutError | None:
+    def _as_late(self, error: BaseException) -> BaseException | None:
         """The error to raise instead of `error`, which ended the run, if the time ran out; None to raise `error`."""
-        if not self._watch.expired or isinstance(error, errors.ReplicaTimeoutError):
+        late = self._watch.error
+        if late is None or isinstance(error, errors.ReplicaTimeoutError):
             return None
         broken_off = self._broken_off  # read once, like every field that the watchdog writes
         if broken_off is not None and not isinstance(error, broken_off):
             self._settle()
             return None  # the merge ended on its own account, at the last moment
-        return self._timed_out()
+        return late
 
     def _settle(self) -> None:
         """Waits here for an exception that was requested in a merge which has ended meanwhile, and drops it."""

@@ -21,7 +21,7 @@ from replica_engine.pjrt.executable import Executable, Flight
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.partitions import Axes
-from replica_engine.telemetry.watchdog import Watch, workers
+from replica_engine.telemetry.watchdog import Wait, workers
 
 Limits = tuple[float | None, float | None]
 
@@ -114,7 +114,7 @@ def _run(devices: DeviceGroup, value: np.ndarray, of_chief: bool, limits: Limits
         executable = _program(devices, value, of_chief, f"{what}, {value.size} numbers", limits)
         _wait_for_turn(executable, group)
         try:
-            with Watch(lambda _: None, timeout=timeout, expire=lambda _: left.set()):
+            with Wait(None, timeout=timeout, late=TimeoutError, breaker=left.set):
                 (result,) = Flight(executable, devices, what).start([devices.put([value])])
                 executable.wait(left)
             if devices.interrupted:  # the wait was left

@@ -32,7 +32,7 @@ from replica_engine.pjrt.jaxlib import (
 from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 
 Array = Any
 """An array on the devices of a group: a `jax.Array`."""
@@ -432,7 +432,7 @@ class DeviceGroup:
             return
         try:
             if not _are_ready(arrays):
-                with Watch(describe or self._slow):
+                with Wait(describe or self._slow):
                     wait_for_ever(lambda seconds: _comes_within(seconds, lambda: _are_ready(arrays)))
             for array in arrays:
                 array.block_until_ready()

@@ -1,23 +1,23 @@
 """The watchdog: one thread that checks from time to time for operations that should have returned.
 
-Code that starts an operation which may take long puts a `Watch` around it. A watch adds an entry to a dictionary and
-removes it again. The watchdog sleeps until the first watch is due. As long as all operations return in time, no
-function is called for a report, and the watchdog wakes up seldom. When a watch is due, the watchdog logs the watch's
-description of itself, and logs again after each further period of the same length. If the watch has a timeout, the
-watchdog calls `expire` on its own thread when the timeout has passed, and again after each further period of that
-length.
+Code that starts an operation which may take long puts a `Wait` around it. A wait adds an entry to a dictionary and
+removes it again. The watchdog sleeps until the first wait is due. As long as all operations return in time, no
+function is called for a report, and the watchdog wakes up seldom. When a wait is due, the watchdog logs the wait's
+description of itself, and logs again after each further period of the same length. If the wait has a timeout, the
+watchdog ends it with an error when the timeout has passed. Any other thread may end it too, and the first error stays.
 
 What must never happen:
 
 - A report that fails ends the watchdog.
-- A watch expires after its block has ended. `expire` runs under the lock that leaving the block takes.
-- The watchdog sleeps although a watch is due. A new watch that is due earlier than all others wakes the watchdog.
+- A wait is ended after its block has ended. `end` runs under the lock that leaving the block takes.
+- The watchdog sleeps although a wait is due. A new wait that is due earlier than all others wakes the watchdog.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -44,7 +44,7 @@ def _default() -> float:
 
 
 WARN_AFTER = _default()
-"""Seconds after which a watch warns, unless it is given another number."""
+"""Seconds after which a wait warns, unless it is given another number."""
 
 
 _workers: list[Callable[[], str]] = []
@@ -104,66 +104,94 @@ def replicas() -> str:
     return "; ".join(filter(None, found))
 
 
-class Watch:
-    """A context manager around an operation that should return.
+class Wait:
+    """A wait for an operation that should return: it warns, has a limit, and is ended from any thread.
+
+    A `with` block is enough for a wait that only warns. Another one may be left by an exception that comes in
+    `__exit__`, so that is called a second time.
 
     Args:
         describe: returns the text of the warning, given the seconds that the operation has taken; None for no warning
-            this time. The watchdog calls it on its thread.
+            this time. The watchdog calls it on its thread. None in its place for no warnings at all.
         warn_after: seconds until the warning is logged, and until it is logged again; None takes `WARN_AFTER`.
-        timeout: seconds until the watch expires; None for no timeout.
-        expire: called when the watch expires, and again after each further `timeout`, with the seconds that the
-            operation has taken. The watchdog calls it on its thread, so it must be quick.
+        timeout: seconds until time runs out; None for no limit.
+        late: called when time has run out, and again after each further `timeout` until the wait has ended; returns the
+            error that ends it, or None to go on. The watchdog calls it on its thread, so it must be quick.
+        breaker: has the operation return, or the waiting thread leave it, when the wait is ended. It must be quick.
+        insists: whether `breaker` is called again after each further `timeout`, in case it could not do that before.
         of_workers: whether the description has the rows of the other workers already; see `describe_workers`.
-        progress: called when the watch is due; returns when the operation last showed progress, in seconds of
+        progress: called when the wait is due; returns when the operation last showed progress, in seconds of
             `time.perf_counter`, as if `beat` had been called then.
 
     Attributes:
         since: when the wait began, in seconds of `time.perf_counter`; `beat` sets it to the current time when the
             operation shows progress.
-        expired: how often the watch has expired.
+        expired: how often time has run out.
+        error: what has ended the wait; None as long as nothing has.
+        first_due: seconds from the beginning until the watchdog must check this wait.
     """
 
     __slots__ = (
+        "_breaker",
         "_describe",
-        "_expire",
+        "_insists",
+        "_late",
         "_of_workers",
         "_progress",
         "_said",
         "_timeout",
         "_warn_after",
+        "error",
         "expired",
+        "first_due",
         "since",
     )
 
     def __init__(
         self,
-        describe: Callable[[float], str | None],
+        describe: Callable[[float], str | None] | None,
         warn_after: float | None = None,
         timeout: float | None = None,
-        expire: Callable[[float], None] | None = None,
+        *,
+        late: Callable[[], BaseException | None] | None = None,
+        breaker: Callable[[], object] | None = None,
+        insists: bool = False,
         of_workers: bool = False,
         progress: Callable[[], float] | None = None,
     ):
         self._describe = describe
+        self._late = late
+        self._breaker = breaker
+        self._insists = insists
         self._progress = progress
         self._of_workers = of_workers
-        self._warn_after = WARN_AFTER if warn_after is None else warn_after
-        self._timeout = timeout
-        self._expire = expire
-        self._said = (0.0, 0)  # `since` at the last warning, and the periods of `warn_after` passed then
+        self._warn_after = math.inf if describe is None else WARN_AFTER if warn_after is None else warn_after
+        self._timeout = math.inf if timeout is None else timeout
+        self.first_due = min(self._warn_after, self._timeout)
+        self._said = (0.0, 0, 0)  # `since` at the last look, and the periods of `warn_after` and `timeout` passed then
         self.since = 0.0
         self.expired = 0
+        self.error: BaseException | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Wait:
         self.since = time.perf_counter()
         _watchdog.add(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, frames: TracebackType | None) -> None:
-        _watchdog.remove(self)
-        # The watchdog may refer to this watch until its next check.
-        self._describe, self._expire, self._progress = _nothing, None, None
+        _watchdog._watches.pop(id(self), None)
+        if self._breaker is not None:
+            with _watchdog.leaving:  # waits until a running `end` has returned
+                self._breaker = None
+        # The watchdog may refer to this wait until its next check.
+        self._describe = self._late = self._progress = None
+
+    def end(self, error: BaseException) -> None:
+        """Ends the wait with an error, from any thread, unless it is over or has been ended: the first error stays."""
+        with _watchdog.leaving:
+            if self._breaker is not None and self.error is None:
+                self.error = error
+                self._breaker()
 
     @property
     def waited(self) -> float:
@@ -174,83 +202,72 @@ class Watch:
         """Reports progress: the time is measured from now on."""
         self.since = time.perf_counter()
 
-    @property
-    def first_due(self) -> float:
-        """Seconds from the beginning until the watchdog must check this watch."""
-        return self._warn_after if self._timeout is None else min(self._warn_after, self._timeout)
-
     def look(self) -> float:
-        """Logs a warning or expires, if that is due. Called by the watchdog.
+        """Logs a warning or ends the wait, if that is due. Called by the watchdog.
 
         Returns:
-            When the watch is due next, in seconds of `time.perf_counter`.
+            When the wait is due next, in seconds of `time.perf_counter`.
         """
-        progress = self._progress
+        describe, progress = self._describe, self._progress
         if progress is not None:
             self.since = max(self.since, progress())
         since = self.since  # read once: `beat` on another thread may change it meanwhile
         waited = time.perf_counter() - since
-        said_since, times = self._said
+        said_since, warned, ended = self._said
         if said_since != since:
-            times = 0
-        if self._timeout is not None and waited >= self._timeout * (self.expired + 1):
-            if not self._let_expire(since, waited):
+            warned = ended = 0
+        if waited >= self._timeout * (ended + 1):
+            if not self._run_out(since):
                 return time.perf_counter()  # the operation has just shown progress or ended
-            self._said = since, int(waited / self._warn_after)  # the expiry is the report, so a warning is not due now
-            return time.perf_counter() + self._timeout
-        if waited >= self._warn_after * (times + 1):
-            times = int(waited / self._warn_after)
-            self._said = since, times
-            text = self._describe(waited)
-            if text:
-                log.warning("%s", text if self._of_workers else "\n".join([text, *workers()]))
-        due = since + self._warn_after * (times + 1)
-        return due if self._timeout is None else min(due, since + self._timeout * (self.expired + 1))
+            ended = int(waited / self._timeout)
+        is_slow = self.error is None and waited >= self._warn_after * (warned + 1)  # an error is a report, too
+        if is_slow:
+            warned = int(waited / self._warn_after)
+        self._said = since, warned, ended
+        if is_slow and describe is not None and (text := describe(waited)):
+            log.warning("%s", text if self._of_workers else "\n".join([text, *workers()]))
+        due = since + self._timeout * (ended + 1)
+        return due if self.error is not None else min(due, since + self._warn_after * (warned + 1))
 
-    def _let_expire(self, since: float, waited: float) -> bool:
+    def _run_out(self, since: float) -> bool:
+        """Ends the wait if it is late; returns False if it has shown progress after `since`, or is over."""
         with _watchdog.leaving:
-            if self.since != since or not _watchdog.has(self):
+            if self.since != since or self._breaker is None:
                 return False
             self.expired += 1
-            if self._expire is not None:
-                self._expire(waited)
+            if self.error is None and self._late is not None:
+                try:
+                    error = self._late()
+                except Exception as failure:  # the wait must end all the same
+                    error = failure
+                if error is not None:
+                    self.end(error)
+            elif self._insists:
+                self._breaker()
             return True
 
 
-def _nothing(waited: float) -> None:
-    """The description of a watch whose block has ended: no warning."""
-
-
 class _Watchdog:
-    """The watchdog's thread, and the watches that it checks."""
+    """The watchdog's thread, and the waits that it checks."""
 
     def __init__(self) -> None:
-        self.leaving = threading.Lock()  # while a watch expires, its block cannot be left
-        self._watches: dict[int, Watch] = {}
+        self.leaving = threading.RLock()  # while a wait is ended, its block cannot be left
+        self._watches: dict[int, Wait] = {}
         self._next = 0.0  # when the thread will check, in seconds of `time.perf_counter`
         self._planning = threading.Lock()  # held while `_next` changes
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
 
-    def add(self, watch: Watch) -> None:
-        self._watches[id(watch)] = watch
+    def add(self, wait: Wait) -> None:
+        self._watches[id(wait)] = wait
         if self._thread is None:
             self._start()
-        due = watch.since + watch.first_due
+        due = wait.since + wait.first_due
         if due < self._next:
             with self._planning:
-                self._next = min(self._next, due)  # stays when the watch is over: the next one need not wake the thread
+                self._next = min(self._next, due)  # stays when the wait is over: the next one need not wake the thread
             self._wake.set()
-
-    def remove(self, watch: Watch) -> None:
-        self._watches.pop(id(watch), None)
-        if watch._timeout is not None:
-            with self.leaving:  # waits until a running `expire` has returned
-                pass
-
-    def has(self, watch: Watch) -> bool:
-        return id(watch) in self._watches
 
     def _start(self) -> None:
         with self._starting:
@@ -268,13 +285,13 @@ class _Watchdog:
 
     def _look(self, now: float) -> None:
         with self._planning:
-            due = self._next = now + _FAR  # set before the check: a watch added meanwhile may lower it
-        for watch in list(self._watches.values()):
-            if watch.since + watch.first_due > now:
-                due = min(due, watch.since + watch.first_due)
+            due = self._next = now + _FAR  # set before the check: a wait added meanwhile may lower it
+        for wait in list(self._watches.values()):
+            if wait.since + wait.first_due > now:
+                due = min(due, wait.since + wait.first_due)
                 continue
             try:
-                due = min(due, watch.look())
+                due = min(due, wait.look())
             except Exception:
                 log.exception("The watchdog failed to report an operation that has not returned.")
                 due = min(due, now + 1.0)
@@ -286,7 +303,7 @@ _watchdog = _Watchdog()
 
 
 def _after_fork() -> None:
-    """A forked child has none of the parent's other threads, so it needs a new watchdog without watches."""
+    """A forked child has none of the parent's other threads, so it needs a new watchdog without waits."""
     global _watchdog
     _watchdog = _Watchdog()
 

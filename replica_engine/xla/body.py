@@ -25,7 +25,7 @@ from replica_engine.errors.base import at
 from replica_engine.pjrt.partitions import ReplicaMesh
 from replica_engine.process import scoped
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 from replica_engine.xla import array_writes, corrected_ops
 
 _thread = threading.local()
@@ -152,7 +152,7 @@ class Body:
     def compiling(self, what: str, slow: Callable[[float], str]) -> Iterator[None]:
         """Inside is a stage of compiling, `what` on timelines; `slow` makes a warning of the seconds that it takes."""
         track = timeline.Track(self.name, "compile", order=-3)
-        with timeline.span(track, what, "compile"), Watch(slow, self.limits.warn_after):
+        with timeline.span(track, what, "compile"), Wait(slow, self.limits.warn_after):
             yield
 
     @contextlib.contextmanager

@@ -59,7 +59,7 @@ def time_runs_out(left: float = 0.4) -> Iterator[None]:
         thread.join()
 
 
-def _watches() -> list[watchdog.Watch]:
+def _watches() -> list[watchdog.Wait]:
     return [watch for watch in list(watchdog._watchdog._watches.values()) if watch._timeout == PATIENT]
 
 

@@ -8,7 +8,7 @@ from helpers.jobs import LONG, TRAIN, job
 
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.timeline import Track
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 
 TRACK = Track("Strategy", "replica 0 of 1")
 
@@ -34,7 +34,7 @@ class Logged(logging.Handler):
 
     def wait(self):
         """Stands still until the message has come, which the watchdog logs."""
-        with Watch(lambda seconds: self._begin, warn_after=0.02):
+        with Wait(lambda seconds: self._begin, warn_after=0.02):
             assert self.come.wait(LONG)
 
     def emit(self, record):

@@ -1,5 +1,6 @@
-"""Watches that are due, that are not, and that are over."""
+"""Waits that are due, that are not, that are ended, and that are over."""
 
+import functools
 import logging
 import threading
 import types
@@ -7,7 +8,7 @@ import types
 import pytest
 
 from replica_engine.telemetry import watchdog
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 
 SOON = 0.02  # seconds
 LONG = 60.0  # which is enough on any machine for what must come
@@ -16,7 +17,7 @@ NEVER = 1000.0
 
 @pytest.fixture
 def said():
-    """`said(n)`: waits until a watch has described itself n times, with `said.describe`."""
+    """`said(n)`: waits until a wait has described itself n times, with `said.describe`."""
 
     class Said:
         def __init__(self):
@@ -38,7 +39,7 @@ def said():
 
 
 def test_what_does_not_come_back_is_logged_again_and_again(said, caplog):
-    with Watch(said.describe, SOON):
+    with Wait(said.describe, SOON):
         first, second, *_ = said(3)  # of which the first two have been logged
     assert SOON <= first < second
     assert [record.getMessage() for record in caplog.records][:2] == ["waiting, number 1", "waiting, number 2"]
@@ -53,9 +54,9 @@ def test_what_comes_back_is_not(said):
         return "not to be said"
 
     for _ in range(100):
-        with Watch(describe, NEVER):
+        with Wait(describe, NEVER):
             pass
-    with Watch(said.describe, SOON):
+    with Wait(said.describe, SOON):
         said(1)  # and by then the watchdog has looked at whatever it still knows
     assert not others
 
@@ -77,53 +78,105 @@ def clock(monkeypatch):
 
 
 def test_a_sign_of_life_restarts_the_time(said, clock):
-    expired = []
-    with Watch(said.describe, NEVER, timeout=1.5, expire=expired.append) as watch:
+    ends = []
+    with Wait(said.describe, NEVER, timeout=1.5, late=TimeoutError, breaker=lambda: ends.append(wait.waited)) as wait:
         for _ in range(10):
             clock(1.4)
-            watch.beat()
+            wait.beat()
         clock(1.4)
-        assert not expired
+        assert not ends
         clock(0.2)
-    assert expired == [pytest.approx(1.6)]
-    assert watch.expired == 1
+        clock(10.0)
+    assert ends == [pytest.approx(1.6)]
+    assert isinstance(wait.error, TimeoutError)
 
 
-def test_it_expires_on_another_thread_and_again_after_as_long(said):
+def test_one_that_may_take_longer_goes_on(said, clock):
+    """And the time that counts begins with the next sign of life."""
+    answers, ends = [None, None, TimeoutError("in the end")], []
+    late, breaker = (lambda: answers.pop(0)), (lambda: ends.append(wait.waited))
+    with Wait(said.describe, 2.5, timeout=1.0, late=late, breaker=breaker) as wait:
+        clock(1.1)
+        clock(1.1)
+        clock(0.5)
+        assert said.waited == [pytest.approx(2.7)]
+        assert (wait.error, len(answers), wait.expired) == (None, 1, 2)
+        wait.beat()
+        clock(0.9)
+        assert not ends
+        clock(0.2)
+        clock(10.0)  # no warning of one that has ended
+    assert (ends, str(wait.error), said.waited) == ([pytest.approx(1.1)], "in the end", [pytest.approx(2.7)])
+
+
+def test_any_thread_ends_it_and_the_first_error_stays(clock):
+    ends, first = [], ValueError("first")
+    with Wait(None, timeout=1.0, late=TimeoutError, breaker=lambda: ends.append(threading.current_thread())) as wait:
+        thread = threading.Thread(target=wait.end, args=[first])
+        thread.start()
+        thread.join()
+        wait.end(ValueError("second"))
+        clock(1.5)
+    wait.end(ValueError("third"))
+    assert wait.error is first
+    assert ends == [thread]
+
+
+def test_one_that_is_over_is_not_ended():
+    ends = []
+    with Wait(None, breaker=lambda: ends.append(1)) as wait:
+        pass
+    wait.end(ValueError("late"))
+    assert (wait.error, ends) == (None, [])
+
+
+def test_it_ends_although_nobody_can_say_why(clock):
+    def fails():
+        raise KeyError("no report")
+
+    ends = []
+    with Wait(None, timeout=1.0, late=fails, breaker=lambda: ends.append(1)) as wait:
+        clock(1.5)
+    assert isinstance(wait.error, KeyError)
+    assert ends == [1]
+
+
+def test_it_is_ended_on_another_thread_and_again_after_as_long_if_it_insists(said):
     calls = []
     twice = threading.Semaphore(0)
 
-    def expire(seconds):
-        calls.append((seconds, threading.current_thread()))
+    def breaker():
+        calls.append((wait.waited, threading.current_thread()))
         twice.release()
 
-    with Watch(said.describe, NEVER, timeout=SOON, expire=expire) as watch:
+    with Wait(said.describe, NEVER, timeout=SOON, late=TimeoutError, breaker=breaker, insists=True) as wait:
         assert twice.acquire(timeout=LONG)
         assert twice.acquire(timeout=LONG)
     (first, thread), (second, _), *_ = calls
     assert SOON <= first < second
     assert second >= 2 * SOON
     assert thread is not threading.current_thread()
-    assert watch.expired == len(calls)
+    assert wait.expired == len(calls)
     assert said.waited == []
 
 
 def test_one_that_is_over_does_not_expire(said):
     calls = []
     for _ in range(200):
-        with Watch(said.describe, NEVER, timeout=SOON / 10, expire=calls.append) as watch:
+        breaker = functools.partial(calls.append, 1)
+        with Wait(said.describe, NEVER, timeout=SOON / 10, late=TimeoutError, breaker=breaker, insists=True) as wait:
             pass
         before = len(calls)
-        assert watch.expired == before
+        assert wait.expired == before
         calls.clear()
-    with Watch(said.describe, SOON):
+    with Wait(said.describe, SOON):
         said(1)
     assert calls == []
 
 
 def test_one_that_is_due_early_is_not_kept_waiting_by_one_that_is_due_late(said):
     late = []
-    with Watch(late.append, NEVER), Watch(said.describe, SOON):
+    with Wait(late.append, NEVER), Wait(said.describe, SOON):
         said(1)  # within LONG
     assert late == []
 
@@ -133,26 +186,26 @@ def test_a_report_that_fails_does_not_end_the_watchdog(said, caplog):
         said.describe(seconds)
         raise ValueError("no report")
 
-    with Watch(fails, SOON):
+    with Wait(fails, SOON):
         said(1)
-    with Watch(said.describe, SOON):
+    with Wait(said.describe, SOON):
         said(len(said.waited) + 1)
     assert "no report" in caplog.text
 
 
 def test_nothing_is_polled_while_everything_comes_back(monkeypatch):
-    """The watchdog looks when the first watch could be due, and not for each of those that come and go meanwhile."""
+    """The watchdog looks when the first wait could be due, and not for each of those that come and go meanwhile."""
     looks = []
-    with Watch(lambda seconds: None, NEVER):
-        real = Watch.look
-        monkeypatch.setattr(Watch, "look", lambda watch: looks.append(watch) or real(watch))
+    with Wait(lambda seconds: None, NEVER):
+        real = Wait.look
+        monkeypatch.setattr(Wait, "look", lambda wait: looks.append(wait) or real(wait))
         waits = threading.Semaphore(0)
         wait = watchdog._watchdog._wake.wait
         monkeypatch.setattr(watchdog._watchdog._wake, "wait", lambda seconds: waits.release() or wait(seconds))
         for _ in range(20_000):
-            with Watch(lambda seconds: None, NEVER - 1):
+            with Wait(lambda seconds: None, NEVER - 1):
                 pass
-    assert len(looks) <= 5  # a time at which a watch of an earlier test was due may come in between
+    assert len(looks) <= 5  # a time at which a wait of an earlier test was due may come in between
     assert sum(waits.acquire(blocking=False) for _ in range(20_000)) <= 5
 
 

@@ -42,7 +42,7 @@ from replica_engine.hosts.member.channel import Channel, Welcome
 from replica_engine.hosts.member.links import Links
 from replica_engine.hosts.wire import Lines, Message
 from replica_engine.telemetry import timeline
-from replica_engine.telemetry.watchdog import Watch, describe_workers, forget_workers, replicas
+from replica_engine.telemetry.watchdog import Wait, describe_workers, forget_workers, replicas
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -250,7 +250,7 @@ class Member(Channel):
             self._flush_log()
             return self._exchange(f"{name} #{self._noted}", value, patience)
 
-    def watched(self, what: str, warn_after: float | None = None) -> Watch:
+    def watched(self, what: str, warn_after: float | None = None) -> Wait:
         """A watch around a wait for the others to come to `what`; its warning has a row for each worker."""
 
         def describe(seconds: float) -> str | None:
@@ -265,7 +265,7 @@ class Member(Channel):
                 "worker's index, and for a dataset that is longer on this worker."
             )
 
-        return Watch(describe, warn_after, of_workers=True)
+        return Wait(describe, warn_after, of_workers=True)
 
     def rows(self, patience: float | None = None) -> list[WorkerRow]:
         """What the coordinator knows of each worker: where it runs, and how far it is.

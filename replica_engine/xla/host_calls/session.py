@@ -24,6 +24,7 @@ from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.errors.base import add_note, in_words, is_alike
 from replica_engine.errors.threads import note_failed_alike
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.telemetry.watchdog import Wait
 from replica_engine.xla.state.device_value import home_of
 
 _PATIENCE = 10_000  # host calls of a replica; they take about a second
@@ -94,7 +95,7 @@ class Session:
         beat: called when a replica reaches a call, and when it leaves the call.
         draw: adds a call to timelines; takes the replica, the call, and its beginning and end in seconds. None without
             timelines.
-        wake: ends the wait for the program, if another thread than the waiting one launched it; None otherwise.
+        wake: ends the wait for the program; None if the main thread waits, and an interrupt ends that.
         arguments: values of the arguments that no device can have, by the index of the argument: one value, or one for
             each replica.
         host_variables: the variables of the strategy that no device can have and that the program writes.
@@ -121,9 +122,8 @@ class Session:
         self._lock = threading.Lock()
         self._devices = devices
         self._step = step
-        self._waiting: int | None = None  # the thread that waits for the program
-        self._timer: threading.Timer | None = None
-        self._is_stuck = False
+        self._is_awaited = False  # whether a thread waits for the program
+        self._wait: Wait | None = None  # that wait, once a call has failed
         # The state that calls inherit from the launching thread: summary writers and similar.
         self._locals = thread_state.locals_of_thread()
         self._context = contextvars.copy_context()
@@ -202,31 +202,23 @@ class Session:
         failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0))
         with self._lock:
             self.failures.append(failure)
-            if self._waiting is not None:
-                self._limit_wait()
+            self._limit_wait()
         self.give_up()
 
     def _limit_wait(self) -> None:
-        """Limits the time that the launching thread waits for the program, after a call has failed."""
-        if self._timer is None:
-            self._timer = threading.Timer(_STUCK_AFTER, self._end_wait)
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _end_wait(self) -> None:
-        """Ends the wait for a program that does not end after a failure.
+        """Limits the time that a thread waits for the program after a call has failed; with the lock.
 
         On zeros a replica may have taken another branch than the other replicas, which wait for it in a collective.
         Nothing can end that wait, but the exception must reach the user.
         """
-        if self.wake is not None:
-            self._is_stuck = True
-            self.wake()
-        else:
-            with self._lock:  # otherwise the wait could be over before the interrupt comes
-                if self._waiting == threading.main_thread().ident:
-                    self._is_stuck = True
-                    _thread.interrupt_main()
+        if self._is_awaited and self.failures and self._wait is None:
+            breaker = self.wake or _thread.interrupt_main  # the runtime waits in C++, where only a signal reaches it
+            self._wait = Wait(None, timeout=_STUCK_AFTER, late=TimeoutError, breaker=breaker)
+            self._wait.__enter__()
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self._wait is not None and self._wait.error is not None
 
     def end(self, wait: Callable[[], None]) -> None:
         """Waits for the end of the program.
@@ -239,9 +231,8 @@ class Session:
                 otherwise the exception that `wait` raised.
         """
         with self._lock:
-            self._waiting = threading.get_ident()
-            if self.failures:
-                self._limit_wait()
+            self._is_awaited = True
+            self._limit_wait()
         try:
             wait()
         except (Exception, KeyboardInterrupt) as error:
@@ -250,9 +241,9 @@ class Session:
                 raise
         finally:
             with self._lock:
-                self._waiting = None
-                if self._timer is not None:
-                    self._timer.cancel()
+                self._is_awaited = False
+                if self._wait is not None:
+                    self._wait.__exit__(None, None, None)
         self.has_ended = not self._is_stuck
         for kept in self.kept:
             kept.clear()

@@ -35,7 +35,7 @@ from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.base import add_note
 from replica_engine.errors.timeouts import FOR_BATCH, FOR_BATCH_OF_WORKER
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 from replica_engine.values.structure import flatten
 from replica_engine.xla import soft_placement
 from replica_engine.xla.body import in_body
@@ -238,7 +238,7 @@ class Chunks:
             waited = f"{seconds:.3g} s. No step runs meanwhile."
             return f"The device loop `{name}` has been waiting for its next batch{several} for {waited}"
 
-        watch = Watch(slow, limits.warn_after)
+        watch = Wait(slow, limits.warn_after)
         try:  # no `with`: an exception of another thread may come in `__exit__`
             watch.__enter__()
             if room > len(chunk):
@@ -254,7 +254,7 @@ class Chunks:
             raise
         return chunk
 
-    def _agreed(self, chunk: list[Parts], watch: Watch) -> list[Parts]:
+    def _agreed(self, chunk: list[Parts], watch: Wait) -> list[Parts]:
         """The batches of a chunk for which all workers have one."""
         member, program = self._compiled.devices.member, self._compiled.program
         assert member is not None, "asked before"

@@ -62,7 +62,7 @@ from replica_engine.process import interrupts, shutdown
 from replica_engine.process.interrupts import raise_in
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.watchdog import Watch
+from replica_engine.telemetry.watchdog import Wait
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.session import Call, NoCalls, Session
 from replica_engine.xla.signature.arguments import view
@@ -167,18 +167,19 @@ class Launch:
         self._step = step
         self._thread = threading.current_thread()
         timeout, warn_after = program.body.limits
-        if timeout is not None:
+        if timeout is None:
+            self._watch = Wait(self._describe, warn_after)
+        else:
             self._woken = threading.Event()
-        self._watch = Watch(self._describe, warn_after, timeout, self._expire)
+            self._watch = Wait(self._describe, warn_after, timeout, late=self._late, breaker=self._woken.set)
 
     # The state of a launch that nothing has happened to; most launches leave it so.
     _stored: Sequence[dict[int, Any]] = ()
     _run: Session | NoCalls = NoCalls()
     _state = FOR_ITS_TURN
     _woken: threading.Event | None = None  # the program has ended, or time has run out; None without a limit
-    _standstill: tuple[list[ReplicaRow], CoordinatorRow] | None = None  # when time ran out
     _nobody_waits: threading.Event | None = None
-    _turn: Watch | None = None  # of the wait for the devices, if another launch had them
+    _turn: Wait | None = None  # of the wait for the devices, if another launch had them
 
     def __call__(self, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Pending:
         """Makes the launch, and waits for its end, within the limit; devices with a queue may still work on it then.
@@ -221,7 +222,7 @@ class Launch:
         order = self._devices.in_flight
         if order.enter_now(taken):
             return
-        wait = self._turn = Watch(self._describe, self._body.limits.warn_after)
+        wait = self._turn = Wait(self._describe, self._body.limits.warn_after)
         try:
             wait.__enter__()
             if limit is None:
@@ -237,7 +238,6 @@ class Launch:
         self._watch.__enter__()
         if self._program.traced.host_calls.calls:
             run = self._run = self._program.traced.host_calls.begin(self._devices, self._step)
-            self._watch.expired = 0  # what passed while it waited for an abandoned program does not count
             run.beat = self._beat
             run.arguments = {index: slots[index] for index in self._program.host_slots}
             self._stored = [kept.on_host for kept in run.kept]
@@ -263,6 +263,7 @@ class Launch:
                     self._program.traced.host_calls.end(self._run, self._devices, failed=error is not None)
             finally:
                 self._watch.__exit__(None, None, None)  # also if it was not entered
+                self._watch.error = None  # whose traceback has the arguments
 
     def _fly(self, arrays: list[Array]) -> list[Array]:
         """Starts the program and waits for its end."""
@@ -331,17 +332,16 @@ class Launch:
             run.wake = woken.set
         if self._devices.wait_for_interrupted():  # the limit is for this program alone
             self._watch.beat()
-            self._watch.expired = 0
         results = self.compiled.flight.apart(functools.partial(self._fly, arrays), woken, self._nobody_waits)
         if results is not None:
             return results
         if isinstance(run, Session):
-            if not self._watch.expired:
+            if self._watch.error is None:
                 run.end(lambda: None)  # a host call failed, and the program did not end after that
             run.give_up()
             for ident in run.threads_in_calls():
                 raise_in(ident, ReplicaUnwound)
-        raise self._timed_out()
+        raise self._watch.error or self._timed_out()
 
     def _failed(self, error: BaseException) -> ProgramError:
         """What an error of the runtime becomes."""
@@ -367,17 +367,11 @@ class Launch:
         given_up = self._devices.held_by
         return slow_program(self._program.name, waited, *self._stand(), self._meetings(), given_up)
 
-    def _expire(self, waited: float) -> None:
-        if self._devices.held_by:
-            return
-        try:
-            self._standstill = self._stand()
-        finally:
-            if self._woken is not None:
-                self._woken.set()
+    def _late(self) -> ReplicaTimeoutError | None:
+        return None if self._devices.held_by else self._timed_out()
 
     def _timed_out(self) -> ReplicaTimeoutError:
-        rows, coordinator = self._standstill or self._stand()
+        rows, coordinator = self._stand()
         return ReplicaTimeoutError.after(self._body.limits.timeout or 0.0, rows, coordinator, self._meetings())
 
     def _meetings(self) -> list[str]:
