@@ -8,7 +8,7 @@ stays is the message, and the frames of the user's files.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -77,7 +77,7 @@ def name_lines(error: tf.errors.OpError, fn: tf.types.experimental.PolymorphicFu
     graphs = [graph for name, graph in function.graphs_of(fn) if f"[Op:{name}]" in text]
 
     def place(node: str) -> str:
-        lines = {user_line(op) for graph in graphs for op in _ops_named(graph, node)} - {""}
+        lines = {user_line(op) for op in subgraphs.everywhere(*graphs) if op.name == node} - {""}
         return f"Detected at node {node}, at {lines.pop()}" if len(lines) == 1 else ""  # two: it is not known which
 
     def known(detected: re.Match[str]) -> str:
@@ -107,15 +107,6 @@ def _once(text: str) -> str:
     if len(shown) > 1:
         shown = [f"{len(shown)} root error(s) found.", *(f"  ({n}) {entry}" for n, entry in enumerate(shown))]
     return text[: found.start()] + "\n".join([*shown, found["op"]]) + text[found.end() :]
-
-
-def _ops_named(graph: tf.Graph, name: str) -> Iterator[tf.Operation]:
-    """The ops of this name in a graph, and in the functions that its ops run."""
-    for op in graph.get_operations():
-        if op.name == name:
-            yield op
-        for inner in subgraphs.functions_of(op):
-            yield from _ops_named(inner, name)
 
 
 def _kept(lines: list[str], is_hidden: Callable[[str], bool]) -> list[str]:

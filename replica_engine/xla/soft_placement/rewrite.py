@@ -398,8 +398,7 @@ def _by_data(op: tf.Operation, inputs: Sequence[Value]) -> bool:
 
 def _has_inside(op: tf.Operation) -> bool:
     """Whether a branch or a loop has an op, at any depth, whose results have a shape that depends on data."""
-    inner = [each for function in subgraphs.functions_of(op) for each in function.get_operations()]
-    return any(each.type in kinds.SHAPED_BY_DATA or _has_inside(each) for each in inner)
+    return any(each.type in kinds.SHAPED_BY_DATA for each in subgraphs.everywhere(*subgraphs.functions_of(op)))
 
 
 def _what_is_not_finite(x: tf.Tensor) -> tf.Tensor:
