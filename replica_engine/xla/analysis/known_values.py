@@ -1,14 +1,16 @@
-"""Values of a body that are known before it runs: those that depend on constants and the replica id only.
+"""What replicas decide, as far as it is known before a body runs: which branch they take, how many iterations they run.
 
-A graph is evaluated from the tensor that is asked for backwards, so that only the ops behind it run, eagerly on the
-host. Branches whose condition is known take that branch; loops whose condition is known run as often as in the program.
-A value that depends on anything else is unknown, which is None. Unknown is always a correct answer. So evaluation gives
-up early: at large tensors, at ops with effects, and after a number of steps.
+A value is known if it depends on constants and the replica id only. The body is followed on all replicas at once. The
+ops that conditions depend on run eagerly on the host, once for all replicas that give them the same values. Branches
+whose condition is known take that branch; loops whose condition is known run as often as in the program. A value that
+depends on anything else is unknown, which is None. Unknown is always a correct answer. So a value is given up early: at
+large tensors, at ops with effects, and after a number of steps.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -19,45 +21,153 @@ from replica_engine._tf.graphs import host_ops, subgraphs
 Value: TypeAlias = Any
 """An eager tensor; None if the value is unknown."""
 
-Place = tuple[tuple[str, int], ...]
-"""Where an execution takes place: for each branch, loop and call around it, its name and its branch or iteration."""
-
+_Row = Sequence[Value]  # the value of each replica
 _LARGEST = 1 << 12  # elements; conditions and counters are small
-_STEPS = 1_000_000  # a few seconds; an iteration of a loop counts as about 100 steps
+_STEPS = 1_000_000  # of a replica: a few seconds
 _RUN = 10  # steps that running an op counts as
+_PASSING = ("Identity", "IdentityN")  # tf.custom_gradient puts results and arguments into one IdentityN
 
 
-class Evaluation:
-    """What is known of a body on one replica, and the limit of looking for it; used in eager mode, on the host.
+class Decisions:
+    """Finds out which branch each replica takes, and how many iterations it runs.
 
     Args:
-        replica: the id of the replica.
+        graph: the body.
+        suspects: the branches and loops to look at.
+        size: the number of replicas.
+        ops_of: the ops of a graph, each after those that it depends on.
 
     Attributes:
-        left: how many steps are left.
+        found: by the id of each suspect, for each time that all replicas execute it: of each replica the branch or the
+            number of iterations; None if that is unknown.
     """
 
-    def __init__(self, replica: int):
-        self._replica = tf.constant(replica)
-        self.left = _STEPS
+    def __init__(
+        self,
+        graph: Any,
+        suspects: Sequence[tf.Operation],
+        size: int,
+        ops_of: Callable[[Any], Iterable[tf.Operation]],
+    ):
+        self.found: dict[int, list[list[int | None]]] = {id(op): [] for op in suspects}
+        self._unknown: list[Value] = [None] * size
+        self._left = _STEPS * size
         self._runner = functools.cache(host_ops.runner)
         self._computes = functools.cache(_only_computes)
         self._constant = functools.cache(_constant)
-        self.carried = functools.cache(_carried)  # the body of an outer loop is executed often
+        self._running: dict[Any, list[tf.Operation]] = {}  # the ops that run a function, by its graph
+        for op in subgraphs.everywhere(graph):
+            for function in subgraphs.functions_of(op):
+                self._running.setdefault(function, []).append(op)
+        entered = list(subgraphs.reached(suspects, lambda op: self._running.get(op.graph, ())))
+        conditions = [_condition(op) for op in entered if op.type not in subgraphs.CALLS]
+        wanted = {id(op) for op in entered} | {id(each) for each in subgraphs.reached(conditions, self._behind)}
+        self._ops = functools.cache(
+            lambda graph: [op for op in ops_of(graph) if not wanted.isdisjoint(map(id, (op, *op.outputs)))]
+        )
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._ids = [tf.constant(replica) for replica in range(size)]
+            self._run(graph, [[_outside(inside)] * size for inside in graph.inputs], [True] * size)
 
-    def of(self, graph: Any) -> GraphExecution:
-        """The execution of a whole body."""
-        return GraphExecution(self, graph, lambda index: _outside(graph.inputs[index]), ())
+    def _behind(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+        """The tensors from which a tensor is computed, in functions and around them."""
+        op, index, functions = tensor.op, tensor.value_index, subgraphs.functions_of(tensor.op)
+        if functions:
+            decides = [] if op.type in subgraphs.CALLS else [_condition(op)]
+            begins = [op.inputs[index]] if op.type in subgraphs.LOOPS else []
+            return [*decides, *begins, *(each.outputs[index] for each in functions[len(begins) :])]
+        if op.type in _PASSING:
+            return [op.inputs[index]]
+        inputs = op.graph.inputs if op.type == "Placeholder" else ()
+        place = next((place for place, each in enumerate(inputs) if each is tensor), None)
+        if place is None:
+            return list(op.inputs)
+        found = []
+        for runs in self._running.get(op.graph, ()):
+            # A function that was differentiated may have got more inputs since an op called it.
+            found += list(runs.inputs)[place + (runs.type in subgraphs.BRANCHES) :][:1]
+            if runs.type in subgraphs.LOOPS:
+                found.append(subgraphs.functions_of(runs)[1].outputs[place])
+        return found
 
-    @property
-    def has_given_up(self) -> bool:
-        """Whether the limit is reached. All further values are unknown."""
-        return self.left <= 0
+    def _run(self, graph: Any, inputs: Sequence[_Row], active: Sequence[bool]) -> list[_Row]:
+        """Goes through a function graph on the replicas that are `active`; returns what is known of its results."""
+        known = dict(zip(map(id, graph.inputs), inputs, strict=False))
+        for op in self._ops(graph) if any(active) else ():
+            self._left -= 1
+            if not op.outputs or id(op.outputs[0]) not in known:
+                given = [known.get(id(each), self._unknown) for each in op.inputs]
+                known.update(zip(map(id, op.outputs), self._visit(op, given, active), strict=False))
+        return [known.get(id(each), self._unknown) for each in graph.outputs]
 
-    def outputs(self, op: tf.Operation, inputs: Sequence[Value]) -> Sequence[Value]:
-        """The outputs of an op without functions, from the values of `_inputs`."""
+    def _visit(self, op: tf.Operation, given: list[_Row], active: Sequence[bool]) -> Sequence[_Row]:
+        functions = subgraphs.functions_of(op)
+        if not functions:
+            return self._computed(op, given, active)
+        if op.type in subgraphs.CALLS:
+            return self._run(functions[0], given, active)
+        if op.type in subgraphs.LOOPS:
+            return self._loop(op, *functions, given, active)
+        taken = [None if chosen is None else _branch(op, chosen.numpy(), len(functions)) for chosen in given[0]]
+        self._note(op, taken, active)
+        columns = []
+        for number, function in enumerate(functions):
+            takes = [each and one in (None, number) for each, one in zip(active, taken, strict=True)]
+            columns.append(self._run(function, given[1:], takes))
+        return [
+            [None if number is None else rows[number][replica] for replica, number in enumerate(taken)]
+            for rows in zip(*columns, strict=False)
+        ]
+
+    def _loop(
+        self, op: tf.Operation, condition: Any, body: Any, values: list[_Row], active: Sequence[bool]
+    ) -> Sequence[_Row]:
+        """Runs a loop. If its condition is unknown, the body stands for all further iterations, and runs once more."""
+        kept = [subgraphs.is_passed_on(body, index) for index in range(len(body.outputs))]
+        counts: list[Any] = [0] * len(active)
+        going = active
+        while any(going):
+            self._left -= 1
+            (test,) = self._run(condition, values, going)
+            lost = [on and (each is None or self._left <= 0) for on, each in zip(going, test, strict=True)]
+            going = [
+                on and not is_lost and bool(each.numpy()) for on, is_lost, each in zip(going, lost, test, strict=True)
+            ]
+            values = [
+                row if keeps else _where(lost, self._unknown, row) for keeps, row in zip(kept, values, strict=False)
+            ]
+            after = self._run(body, values, list(map(operator.or_, lost, going)))
+            both = zip(kept, values, after, strict=False)
+            values = [row if keeps else _where(going, new, row) for keeps, row, new in both]
+            counts = [
+                None if is_lost else count + 1 if on else count
+                for is_lost, on, count in zip(lost, going, counts, strict=True)
+            ]
+        self._note(op, counts, active)
+        return values
+
+    def _note(self, op: tf.Operation, taken: list[int | None], active: Sequence[bool]) -> None:
+        """Notes what replicas decide. Where only some come, the fault is further out."""
+        if all(active) and id(op) in self.found:
+            self.found[id(op)].append(taken)
+
+    def _computed(self, op: tf.Operation, given: list[_Row], active: Sequence[bool]) -> Sequence[_Row]:
+        """The outputs of an op without functions."""
+        if op.type in _PASSING:
+            return given
         if op.type == "XlaReplicaId":
-            return [self._replica]
+            return [self._ids]
+        made: dict[tuple[int, ...], list[Value]] = {}
+        columns = []
+        for replica, is_active in enumerate(active):
+            inputs = [row[replica] if is_active else None for row in given]
+            key = tuple(map(id, inputs))
+            if key not in made:
+                made[key] = self._outputs(op, inputs)
+            columns.append(made[key])
+        return list(zip(*columns, strict=True))
+
+    def _outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
         if op.type == "Const":
             return [self._constant(op)]
         if op.type in ("LogicalAnd", "LogicalOr"):
@@ -65,170 +175,30 @@ class Evaluation:
             for each in inputs:
                 if each is not None and each.shape.rank == 0 and bool(each) is decides:
                     return [each]
-        if any(value is None for value in inputs) or not self._computes(op):
+        if self._left <= 0 or any(value is None for value in inputs) or not self._computes(op):
             return [None] * len(op.outputs)
-        self.left -= _RUN
+        self._left -= _RUN
         try:
-            return self._runner(op)(list(inputs))
+            return self._runner(op)(inputs)
         except tf.errors.OpError:  # on a device the op may have a result all the same
             return [None] * len(op.outputs)
 
 
-class GraphExecution:
-    """One execution of a function graph on one replica.
-
-    Args:
-        evaluation: what is known of the body.
-        graph: the function graph.
-        argument: computes the value of an input of the graph.
-        place: where it takes place.
-    """
-
-    def __init__(self, evaluation: Evaluation, graph: Any, argument: Callable[[int], Value], place: Place):
-        self.graph = graph
-        self.place = place
-        self._evaluation = evaluation
-        self._argument = argument
-        self._numbers = {id(inside): index for index, inside in enumerate(graph.inputs)}
-        self._values: dict[int, Value] = {}
-        self._inner: dict[tuple[str, int], GraphExecution] = {}
-
-    def value(self, tensor: tf.Tensor) -> Value:
-        """The value of a tensor of the graph; None if it is unknown."""
-        try:
-            return self._value(tensor)
-        except RecursionError:  # hundreds of branches, each of which needs the result of the one before
-            self._evaluation.left = 0
-            return None
-
-    def _value(self, tensor: tf.Tensor) -> Value:
-        pending = [tensor]
-        while pending:
-            each = pending[-1]
-            if id(each) in self._values:
-                pending.pop()
-                continue
-            self._evaluation.left -= 1
-            if self._evaluation.has_given_up:
-                return None
-            if id(each) in self._numbers:
-                self._values[id(each)] = self._argument(self._numbers[id(each)])
-            elif subgraphs.runs_functions(each.op):
-                self._values[id(each)] = self._of_functions(each.op, each.value_index)
-            elif missing := [one for one in _inputs(each) if id(one) not in self._values]:
-                pending += missing
-            else:
-                inputs = [self._values[id(one)] for one in _inputs(each)]
-                if _only_passes(each.op):
-                    self._values[id(each)] = inputs[0]
-                else:
-                    outputs = self._evaluation.outputs(each.op, inputs)
-                    self._values.update((id(one), value) for one, value in zip(each.op.outputs, outputs, strict=True))
-        return self._values[id(tensor)]
-
-    def branch_taken(self, op: tf.Operation) -> int | None:
-        """The number of the function that a branch runs; None if that is unknown."""
-        chosen = self.value(op.inputs[0])
-        if chosen is None:
-            return None
-        number = chosen.numpy()
-        count = len(subgraphs.functions_of(op))
-        if op.type.endswith("Case"):
-            return int(number) if 0 <= number < count else count - 1
-        return 0 if number else 1
-
-    def inside(self, op: tf.Operation, number: int) -> GraphExecution:
-        """The execution of a function of a branch or of a call."""
-        key = op.name, number
-        if key not in self._inner:
-            given = list(op.inputs)[0 if op.type.endswith("PartitionedCall") else 1 :]
-            self._inner[key] = GraphExecution(
-                self._evaluation,
-                subgraphs.functions_of(op)[number],
-                # A function that was differentiated may have got more inputs since the op called it.
-                lambda index: self.value(given[index]) if index < len(given) else None,
-                (*self.place, key),
-            )
-        return self._inner[key]
-
-    def iterations(
-        self, op: tf.Operation, wanted: Iterable[int] = (), enter: Callable[[GraphExecution], None] | None = None
-    ) -> tuple[int | None, list[Value]]:
-        """Runs a loop.
-
-        Args:
-            op: the loop.
-            wanted: the indices of the values that must be computed.
-            enter: called with each execution of the condition and of the body.
-
-        Returns:
-            The number of iterations, and the values after the loop; the values that are not wanted may be unknown. The
-            number is None if the condition is unknown. Then the body is entered once more, and stands for all further
-            iterations: only what no iteration changes is known in it.
-        """
-        condition, body = subgraphs.functions_of(op)
-        needed = self._evaluation.carried(condition, body, frozenset(wanted))
-        values = [self.value(each) if index in needed else None for index, each in enumerate(op.inputs)]
-        count = 0
-        while True:
-            test = self._iteration(op, condition, values, (f"{op.name} condition", count))
-            decided = test.value(condition.outputs[0])
-            if enter is not None:
-                enter(test)
-            is_unknown = decided is None or self._evaluation.has_given_up
-            if not is_unknown and not decided.numpy():
-                return count, values
-            if is_unknown:
-                values = [None] * len(values)
-            execution = self._iteration(op, body, values, (op.name, count))
-            if enter is not None:
-                enter(execution)
-            if is_unknown:
-                return None, values
-            values = [execution.value(output) if index in needed else None for index, output in enumerate(body.outputs)]
-            count += 1
-
-    def _iteration(self, op: tf.Operation, function: Any, values: list[Value], step: tuple[str, int]) -> GraphExecution:
-        def argument(index: int) -> Value:
-            if index >= len(values):
-                return None
-            return self.value(op.inputs[index]) if subgraphs.is_passed_on(body, index) else values[index]
-
-        body = subgraphs.functions_of(op)[1]
-        return GraphExecution(self._evaluation, function, argument, (*self.place, step))
-
-    def _of_functions(self, op: tf.Operation, index: int) -> Value:
-        """The value of an output of a branch, a loop or a call."""
-        functions = subgraphs.functions_of(op)
-        if not functions:
-            return None
-        if op.type.endswith("While"):
-            if subgraphs.is_passed_on(functions[1], index):
-                return self.value(op.inputs[index])
-            return self.iterations(op, [index])[1][index]
-        taken = 0 if op.type.endswith("PartitionedCall") else self.branch_taken(op)
-        return None if taken is None else self.inside(op, taken).value(functions[taken].outputs[index])
+def _where(chosen: Sequence[bool], one: _Row, other: _Row) -> list[Value]:
+    """Of each replica that is chosen what it has in `one`, of the others what they have in `other`."""
+    return [a if each else b for each, a, b in zip(chosen, one, other, strict=True)]
 
 
-def _inputs(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-    """The inputs of an op that must be known to compute one of its outputs."""
-    return [tensor.op.inputs[tensor.value_index]] if _only_passes(tensor.op) else tensor.op.inputs
+def _condition(op: tf.Operation) -> tf.Tensor:
+    """What decides in a branch or a loop."""
+    return subgraphs.functions_of(op)[0].outputs[0] if op.type in subgraphs.LOOPS else op.inputs[0]
 
 
-def _only_passes(op: tf.Operation) -> bool:
-    return op.type in ("Identity", "IdentityN")  # tf.custom_gradient puts results and arguments into one IdentityN
-
-
-def _inputs_behind(graph: Any, tensor: tf.Tensor) -> set[int]:
-    """Which inputs of a function graph one of its tensors depends on."""
-    numbers = {id(inside): index for index, inside in enumerate(graph.inputs)}
-    return {numbers[id(each)] for each in subgraphs.reached([tensor], _inputs) if id(each) in numbers}
-
-
-def _carried(condition: Any, body: Any, wanted: frozenset[int]) -> set[int]:
-    """The indices of a loop's values that its condition and the wanted values depend on."""
-    start = wanted | _inputs_behind(condition, condition.outputs[0])
-    return set(subgraphs.reached(start, lambda index: _inputs_behind(body, body.outputs[index]), int))
+def _branch(op: tf.Operation, number: Any, count: int) -> int:
+    """Which function a branch runs."""
+    if op.type.endswith("Case"):
+        return int(number) if 0 <= number < count else count - 1
+    return 0 if number else 1
 
 
 def _outside(inside: tf.Tensor) -> Value:

@@ -23,7 +23,7 @@ from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import at
 from replica_engine.xla.analysis.differences import CollectiveOp, Differences, Reason
-from replica_engine.xla.analysis.known_values import Evaluation, GraphExecution, Place
+from replica_engine.xla.analysis.known_values import Decisions
 
 
 class Apart(NamedTuple):
@@ -82,13 +82,12 @@ def check(
         return []
     needed = _Collectives(host_ops.needed_ops)
     in_program = {id(op) for op in needed.everywhere(graph)}
-    decisions = [_Decisions(inner, suspects, replica).of(graph) for replica in range(size)]
+    decisions = Decisions(graph, suspects, size, host_ops.made_ops).found
     found: list[Apart] = []
     seen: list[tf.Tensor] = []
     for op in suspects:
         unknown = False
-        for place in _places(op, decisions):
-            taken = [each.get(place) for each in decisions]
+        for taken in decisions[id(op)]:
             unknown = unknown or None in taken
             _check_known(op, taken, inner, names)
         condition = op.inputs[0]  # that of a branch also belongs to the gradient of the branch
@@ -150,64 +149,6 @@ def _apart(op: tf.Operation, collective_op: tf.Operation, cause: Reason, names: 
     assert collective is not None, "collected as one"
     name = names.get(where, collective.name)
     return Apart(name, where, op.type.endswith("While"), user_line(op), bool(cause & Reason.REPLICA_ID))
-
-
-def _places(op: tf.Operation, decisions: Sequence[dict[_At, int | None]]) -> list[_At]:
-    """Where all replicas run a branch or loop. Where only some come, the fault is further out."""
-    return [at for at in decisions[0] if at.op is op and all(at in each for each in decisions)]
-
-
-class _At(NamedTuple):
-    """A branch or loop, and where it is executed."""
-
-    place: Place
-    op: tf.Operation
-
-
-class _Decisions:
-    """Finds out which branch a replica takes, and how many iterations it runs.
-
-    Args:
-        inner: the collectives of the body's functions.
-        suspects: the branches and loops to look at.
-        replica: the id of the replica.
-    """
-
-    def __init__(self, inner: _Collectives, suspects: Sequence[tf.Operation], replica: int):
-        self._inner = inner
-        self._suspects = {id(op) for op in suspects}
-        self._replica = replica
-        self._found: dict[_At, int | None] = {}
-
-    def of(self, graph: Any) -> dict[_At, int | None]:
-        """For each suspect, and each place where it is executed: the branch or the number of iterations."""
-        with tf.init_scope(), tf.device("CPU:0"):  # where known values are computed
-            self._visit(Evaluation(self._replica).of(graph))
-        return self._found
-
-    def _visit(self, execution: GraphExecution) -> None:
-        for op in self._inner.in_control_flow(execution.graph):
-            if not self._has_suspects(op):
-                continue
-            if op.type.endswith("PartitionedCall"):
-                self._visit(execution.inside(op, 0))
-                continue
-            if op.type.endswith("While"):
-                decided, _ = execution.iterations(op, enter=self._visit)
-            else:
-                decided = execution.branch_taken(op)
-                for number in range(len(subgraphs.functions_of(op))):
-                    if decided in (None, number):
-                        self._visit(execution.inside(op, number))
-            if id(op) in self._suspects:
-                self._found[_At(execution.place, op)] = decided
-
-    def _has_suspects(self, op: tf.Operation) -> bool:
-        return id(op) in self._suspects or any(
-            self._has_suspects(each)
-            for graph in subgraphs.functions_of(op)
-            for each in self._inner.in_control_flow(graph)
-        )
 
 
 class _Collectives:
