@@ -200,10 +200,11 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         finally:
             context.detach()
 
+    of_context: Callable[..., Any] = body  # `Context.run` gets its argument from the replica
     with shutdown.running(), record.pool.lease() as group:
         run = Run(
             group,
-            [functools.partial(state.context.copy().run, body) for _ in devices],
+            [functools.partial(state.context.copy().run, of_context) for _ in devices],
             lambda requests: _merge(strategy, requests, run, step_marks),
             concurrent=concurrent,
             builds=None if source in known else lambda: variables.any,

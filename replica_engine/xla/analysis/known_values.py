@@ -107,7 +107,8 @@ class Decisions:
         if op.type in subgraphs.CALLS:
             return self._run(functions[0], given, active)
         if op.type in subgraphs.LOOPS:
-            return self._loop(op, *functions, given, active)
+            condition, body = functions
+            return self._loop(op, condition, body, given, active)
         taken = [None if chosen is None else _branch(op, chosen.numpy(), len(functions)) for chosen in given[0]]
         self._note(op, taken, active)
         columns = []
