@@ -6,7 +6,7 @@ tensors, a plain zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,21 @@ class Reductions:
 
     adds_up_rows = False
 
-    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp | str, value: object, destinations: object, options: object = None
+    ) -> Any:
         """Like `tf.distribute.StrategyExtended.reduce_to`, with errors that say what to write."""
         try:
             return super().reduce_to(as_reduction(reduce_op), value, destinations, options)  # type: ignore[misc]
         except (RuntimeError, *NOT_REDUCED) as error:
             raise _better(error, "extended.reduce_to", value)
 
-    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
+    def batch_reduce_to(
+        self,
+        reduce_op: tf.distribute.ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[object, object]],
+        options: object = None,
+    ) -> list[Any]:
         """Like `tf.distribute.StrategyExtended.batch_reduce_to`; numbers are reduced as `reduce_to` does it."""
         reduce_op, pairs = as_reduction(reduce_op), list(value_destination_pairs)
         if any(isinstance(value, _NUMBERS) for value, _ in pairs):
@@ -50,7 +57,9 @@ class Reductions:
         except (RuntimeError, *NOT_REDUCED) as error:
             raise _better(error, "extended.batch_reduce_to", [value for value, _ in pairs])
 
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+    def _reduce_to(
+        self, reduce_op: tf.distribute.ReduceOp, value: object, destinations: object, options: object
+    ) -> object:
         """The hook of `reduce` and `reduce_to`; it reduces one leaf of a structure at a time."""
         if not isinstance(value, distribute.DistributedValues):  # it may have the attributes of the value that it wraps
             leaves, spec = flatten(value, what="the values to reduce")
@@ -84,14 +93,14 @@ class Reductions:
             return reduction.QuietReduction().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
 
-    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+    def _broadcast_to(self, tensor: object, destinations: object) -> object:
         """The hook of `broadcast_to`. TensorFlow's asks for the truth of the values of a tensor, not for its device."""
         if isinstance(destinations, tf.Tensor):  # the value of an only replica
             destinations = destinations.device or None
         return super()._broadcast_to(tensor, destinations)  # type: ignore[misc]
 
 
-def _is_narrow(value: Any) -> bool:
+def _is_narrow(value: object) -> bool:
     """Whether each replica has a tensor of 16-bit floats of its own."""
     if not isinstance(value, (distribute.PerReplica, distribute.DistributedVariable)) or distribute.is_mirrored(value):
         return False
@@ -103,7 +112,7 @@ def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> 
 
     TensorFlow packs a batch into one tensor, and fails at two dtypes.
     """
-    places: dict[Any, list[int]] = {}
+    places: dict[tuple[bool, tf.DType], list[int]] = {}
     for place, (value, _) in enumerate(pairs):
         first = value.values[0] if isinstance(value, distribute.DistributedValues) else value
         places.setdefault((type(first) is tf.IndexedSlices, tf.as_dtype(first.dtype)), []).append(place)
@@ -114,7 +123,7 @@ def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> 
     return results
 
 
-def _better(error: Exception, method: str, value: Any) -> Exception:
+def _better(error: Exception, method: str, value: object) -> Exception:
     """The error that says what an error of TensorFlow in a method of the extended half means; otherwise that error."""
     try:
         check_outside_replicas(method)
@@ -124,7 +133,7 @@ def _better(error: Exception, method: str, value: Any) -> Exception:
     return not_reduced(error, value) if isinstance(error, NOT_REDUCED) else error
 
 
-def as_tensors(value: Any, devices: Any) -> Any:
+def as_tensors(value: object, devices: Sequence[str]) -> object:
     """Converts the numbers in a distributed value to tensors; returns any other value unchanged.
 
     Args:
@@ -143,13 +152,13 @@ def as_tensors(value: Any, devices: Any) -> Any:
     )
 
 
-def _is_tensor(component: Any) -> bool:
+def _is_tensor(component: object) -> bool:
     if isinstance(component, tf.IndexedSlices):
         return isinstance(component.values, tf.Tensor) and isinstance(component.indices, tf.Tensor)
     return isinstance(component, (tf.Tensor, tf.Variable))
 
 
-def _as_tensor(component: Any, index: int, devices: Any) -> Any:
+def _as_tensor(component: object, index: int, devices: Sequence[str]) -> object:
     if _is_tensor(component):
         return component
     if not isinstance(component, (*_NUMBERS, np.ndarray)):

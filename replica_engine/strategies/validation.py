@@ -22,13 +22,16 @@ from replica_engine.values.structure import as_tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Axis = int | tuple[int, ...] | None
+"""The axis or axes along which values of replicas are reduced too."""
+
 _OF_ONE = "A non-DistributedValues value"  # of the error of a sum of one value for all replicas
 _OF_DIVIDED = ("distribution", "cores_per_replica")  # arguments that divide a model over devices
 _OF_TPU_STRATEGY = (*_OF_DIVIDED, "num_cores", "steps_per_run", "same_random_numbers", "soft_placement")
 _MOST_AXES = 254  # the largest rank of a TensorFlow tensor
 
 
-def check_call(fn: Any, args: Any, kwargs: Any) -> None:
+def check_call(fn: object, args: object, kwargs: object) -> None:
     """Checks that `run` gets a function, a list or tuple of arguments, and None or a mapping of keyword arguments.
 
     Raises:
@@ -158,7 +161,7 @@ def keywords_of(signature: inspect.Signature) -> list[str]:
     return [each.name for each in signature.parameters.values() if each.kind in kinds]
 
 
-def check_updated(variable: Any) -> None:
+def check_updated(variable: object) -> None:
     """Checks that a variable to update has a component on each replica.
 
     Raises:
@@ -175,7 +178,7 @@ def check_seconds(**values: float | None) -> None:
             raise ValueError(f"{name} is in seconds and must be positive, or None; got {shown(value)}.")
 
 
-def as_reduction(reduce_op: Any) -> tf.distribute.ReduceOp:
+def as_reduction(reduce_op: object) -> tf.distribute.ReduceOp:
     """Returns the operation that a name stands for.
 
     Raises:
@@ -192,7 +195,7 @@ def as_reduction(reduce_op: Any) -> tf.distribute.ReduceOp:
     return reduce_op
 
 
-def checked_reduction(reduce_op: Any, value: Any, axis: Any) -> tuple[tf.distribute.ReduceOp, Any, Any]:
+def checked_reduction(reduce_op: object, value: object, axis: Any) -> tuple[tf.distribute.ReduceOp, object, Axis]:
     """Returns the operation, value and axis of `reduce` in the form that TensorFlow takes.
 
     Args:
@@ -234,7 +237,7 @@ NOT_REDUCED = (ValueError, TypeError, tf.errors.InvalidArgumentError)
 """What TensorFlow raises of values that it cannot reduce."""
 
 
-def not_reduced(error: Exception, value: Any, axis: Any = None) -> Exception:
+def not_reduced(error: Exception, value: object, axis: Axis = None) -> Exception:
     """The error that says which values cannot be reduced, and why; the error itself if the values do not explain it.
 
     Nothing is looked at before something fails: a reduction that works costs as much as without this.
@@ -251,7 +254,7 @@ def not_reduced(error: Exception, value: Any, axis: Any = None) -> Exception:
     return better
 
 
-def not_gathered(error: Exception, value: Any, axis: Any) -> Exception:
+def not_gathered(error: Exception, value: object, axis: object) -> Exception:
     """The error that says that values have no such axis to be gathered along; otherwise the error itself.
 
     Args:
@@ -268,7 +271,7 @@ def not_gathered(error: Exception, value: Any, axis: Any) -> Exception:
     return error
 
 
-def _explained(error: Exception, value: Any, axis: Any) -> ReplicaValueError | None:
+def _explained(error: Exception, value: Any, axis: Axis) -> ReplicaValueError | None:
     text = str(error)
     is_structure = axis is None or isinstance(value, distribute.DistributedValues)  # else a list stands for a tensor
     for leaf in tf.nest.flatten(value) if is_structure else [value]:
@@ -285,7 +288,7 @@ def _explained(error: Exception, value: Any, axis: Any) -> ReplicaValueError | N
     return None
 
 
-def _kind(value: Any) -> tuple[tf.DType, tf.TensorShape] | None:
+def _kind(value: object) -> tuple[tf.DType, tf.TensorShape] | None:
     """The dtype and shape of a tensor or of what becomes one."""
     if isinstance(value, (tf.Tensor, tf.Variable)):
         return value.dtype, value.shape
@@ -296,7 +299,7 @@ def _kind(value: Any) -> tuple[tf.DType, tf.TensorShape] | None:
         return None
 
 
-def _of_kinds(kinds: list[tuple[tf.DType, tf.TensorShape]], axis: Any) -> ReplicaValueError | None:
+def _of_kinds(kinds: list[tuple[tf.DType, tf.TensorShape]], axis: Axis) -> ReplicaValueError | None:
     """The error that explains why values of these dtypes and shapes, those of one leaf, cannot be reduced."""
     for dtype, shape in kinds:
         if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
@@ -323,7 +326,7 @@ def _of_kinds(kinds: list[tuple[tf.DType, tf.TensorShape]], axis: Any) -> Replic
     return None
 
 
-def _with_shape(value: Any) -> Any:
+def _with_shape(value: object) -> object:
     if isinstance(value, (tf.Tensor, tf.Variable, distribute.DistributedVariable)):
         return value
     if isinstance(value, distribute.DistributedValues):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -133,7 +133,7 @@ class Body:
         self.steps = 0
         self.random = random
         self.last_program: Callable[[], Any] | None = None
-        self.told: set[Any] = set()
+        self.told: set[Hashable] = set()
         self.shared = Named()
         self.of_strategy = name != "xla"
         self._soft_placement = soft_placement
@@ -156,7 +156,7 @@ class Body:
             yield
 
     @contextlib.contextmanager
-    def entered(self, host_calls: Any, collectives: list[CollectiveCall]) -> Iterator[None]:
+    def entered(self, host_calls: object, collectives: list[CollectiveCall]) -> Iterator[None]:
         """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
         with (
             scoped.attribute(_thread, "body", self),

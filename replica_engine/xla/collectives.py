@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -43,7 +42,7 @@ _NARROW = (tf.float16, tf.bfloat16)  # a sum of a few has lost what a sum of flo
 
 
 @autograph.artifact
-def cross_replica_sum(x: Any, groups: Groups | None = None) -> tf.Tensor:
+def cross_replica_sum(x: object, groups: Groups | None = None) -> tf.Tensor:
     """The sum of `x` over all replicas, with the shape and dtype of `x`. All replicas get the same bits.
 
     Args:
@@ -65,7 +64,7 @@ def cross_replica_sum(x: Any, groups: Groups | None = None) -> tf.Tensor:
 
 
 @autograph.artifact
-def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tensor:
+def all_reduce(x: object, op: tf.distribute.ReduceOp | str = "SUM", groups: Groups | None = None) -> tf.Tensor:
     """Reduces `x` of all replicas to one value, with the shape and dtype of `x`. All replicas get that value.
 
     Args:
@@ -95,7 +94,7 @@ def all_reduce(x: Any, op: Any = "SUM", groups: Groups | None = None) -> tf.Tens
 
 
 @autograph.artifact
-def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
+def all_gather(x: object, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
     """Concatenates `x` of all replicas along `axis`, in the order of the replicas. All replicas get the result.
 
     Args:
@@ -121,7 +120,7 @@ def all_gather(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor
 
 
 @autograph.artifact
-def reduce_scatter(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
+def reduce_scatter(x: object, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
     """The sum of `x` over all replicas, divided along `axis`: replica i gets part i.
 
     Args:
@@ -149,7 +148,7 @@ def reduce_scatter(x: Any, axis: int = 0, groups: Groups | None = None) -> tf.Te
 
 
 @autograph.artifact
-def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None = None) -> tf.Tensor:
+def all_to_all(x: object, split_axis: int, concat_axis: int, groups: Groups | None = None) -> tf.Tensor:
     """Splits `x` along one dimension, sends part i to replica i, and concatenates the received parts along another.
 
     Args:
@@ -177,7 +176,7 @@ def all_to_all(x: Any, split_axis: int, concat_axis: int, groups: Groups | None 
 
 
 @autograph.artifact
-def collective_permute(x: Any, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
+def collective_permute(x: object, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
     """Sends `x` from replica to replica. The result has the shape and dtype of `x`.
 
     Args:
@@ -210,7 +209,7 @@ ppermute = collective_permute
 """JAX's name for `collective_permute`."""
 
 
-def _operand(name: str, x: Any) -> tf.Tensor:
+def _operand(name: str, x: object) -> tf.Tensor:
     tensor = as_tensor(x, f"The value to {name}")
     if xla_ops.is_host_only(tensor.dtype):
         raise CollectiveError.host_only(name, here(), tensor.dtype.name)
@@ -273,7 +272,7 @@ def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
         return _differentiable(_added(x, rows, len(rows[0])), x, lambda dy: _mean(dy, rows))
     total = _sum(x, rows)
     if len(sizes) == 1:
-        count: Any = sizes.pop()
+        count: int | tf.Tensor = sizes.pop()
     else:
         of_replica = [len(next(row for row in rows if replica in row)) for replica in range(sum(map(len, rows)))]
         count = tf.gather(tf.constant(of_replica), xla_ops.replica_id())
@@ -362,17 +361,17 @@ def _differentiable(result: tf.Tensor, x: tf.Tensor, gradient: Callable[[tf.Tens
     return gradients.differentiable([result], [x], gradient)[0]
 
 
-def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: Any) -> tf.Tensor:
+def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: object) -> tf.Tensor:
     """A marker; or an empty tensor if the result has no elements, since XLA refuses to gather nothing."""
     return tf.zeros(shape, x.dtype) if 0 in shape else _marker(name, x, shape, **parameters)
 
 
-def _marker(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
+def _marker(name: str, x: tf.Tensor, shape: tf.TensorShape | Sequence[int], **parameters: object) -> tf.Tensor:
     note_collective(name, here(), x)
     return _emit(name, x, shape, **parameters)
 
 
-def _emit(name: str, x: tf.Tensor, shape: Any, **parameters: Any) -> tf.Tensor:
+def _emit(name: str, x: tf.Tensor, shape: tf.TensorShape | Sequence[int], **parameters: object) -> tf.Tensor:
     _check_static(name, x)
     return xla_ops.marker(_PREFIX + name, [x], json.dumps(parameters), [x.dtype], [shape])[0]
 

@@ -17,13 +17,13 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.errors.base import shown
-from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
+from replica_engine.pjrt.partitions import Axes, Entry, ReplicaMesh, names
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import current, host_call_site, in_body
 
 
 @autograph.artifact
-def constrain(x: Any, axes: Sequence[Any]) -> tf.Tensor:
+def constrain(x: object, axes: Sequence[Entry]) -> tf.Tensor:
     """Divides a value of a body over the devices of its replica, like `jax.lax.with_sharding_constraint`.
 
     It never changes a value. Its gradient is divided in the same way. Where a replica has one device it does nothing.
@@ -83,7 +83,7 @@ def whole(x: tf.Tensor) -> tf.Tensor:
     return tf.identity(x) if mesh is None else _constrained(x, [None] * x.shape.rank)
 
 
-def _constrained(x: tf.Tensor, entries: Sequence[Any]) -> tf.Tensor:
+def _constrained(x: tf.Tensor, entries: Sequence[Entry]) -> tf.Tensor:
     x = tf.identity(x)  # a gradient in a branch cannot find again an outer tensor that was passed in
     result = xla_ops.same_shape_marker(x, json.dumps({"axes": entries}))
     return gradients.differentiable([result], [x], lambda dy: _constrained(dy, entries))[0]
@@ -93,7 +93,7 @@ def _factored(mesh: ReplicaMesh, parts: Sequence[int]) -> Axes:
     """Axes, and parts of axes, of a mesh that divide each dimension into a number of parts."""
     left = [(name, 1, size) for name, size in mesh.axes]  # of each axis: what is taken already, and what is left
     sizes = dict(mesh.axes)
-    entries: list[Any] = []
+    entries: list[Entry] = []
     for wanted in parts:
         taken = []
         while wanted > 1:
@@ -116,7 +116,7 @@ def logical_device(logical_device_id: int, count: int) -> contextlib.AbstractCon
     return contextlib.nullcontext()
 
 
-def check(method: str, logical_device_id: Any, count: int) -> None:
+def check(method: str, logical_device_id: object, count: int) -> None:
     """Raises DeviceError for a logical device that none of the `count` devices of a replica is."""
     if not 0 <= as_int(logical_device_id) < count:
         raise DeviceError(

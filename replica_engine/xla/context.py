@@ -46,7 +46,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         return replica_id()
 
     @autograph.artifact
-    def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def merge_call(self, merge_fn: Callable[..., object], args: object = (), kwargs: object = None) -> Any:
         """Runs `merge_fn` in cross-replica context; each tensor argument stands for the values of all replicas.
 
         Like `tf.distribute.ReplicaContext.merge_call`, with two differences: it may be called in branches, loops and
@@ -56,7 +56,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         return distribute.first_values(super().merge_call(merge_fn, own_values(args), own_values(kwargs)))
 
     @autograph.artifact
-    def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+    def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: object, options: object = None) -> Any:
         """Reduces `value` over all replicas, like `tf.distribute.ReplicaContext.all_reduce`; "MIN" and "MAX" work too.
 
         Args:
@@ -67,12 +67,12 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         return _of_leaves(value, lambda leaf: reduce_leaf(reduce_op, leaf))
 
     @autograph.artifact
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
+    def all_gather(self, value: object, axis: int, options: object = None) -> Any:
         """Like `tf.distribute.ReplicaContext.all_gather`; shapes must be equal on all replicas."""
         return _of_leaves(value, lambda leaf: gather_leaf(leaf, axis))
 
     @autograph.artifact
-    def reduce_scatter(self, value: Any, axis: int = 0) -> Any:
+    def reduce_scatter(self, value: object, axis: int = 0) -> Any:
         """The sum over all replicas, of which replica i gets part i along `axis`; as `replica_engine.ReplicaContext`'s.
 
         Args:
@@ -82,7 +82,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         return _of_leaves(value, lambda leaf: reduce_scatter(leaf, axis))
 
     @autograph.artifact
-    def all_to_all(self, value: Any, split_axis: int, concat_axis: int) -> Any:
+    def all_to_all(self, value: object, split_axis: int, concat_axis: int) -> Any:
         """Sends part i along `split_axis` to replica i, and joins the received parts along `concat_axis`.
 
         Args:
@@ -104,7 +104,9 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         return ["/device:CPU:0"]
 
 
-def _as_tensor(value: Any, dtype: Any = None, name: Any = None, as_ref: bool = False) -> Any:
+def _as_tensor(
+    value: distribute.PerReplica, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+) -> object:
     """TensorFlow's hook that makes a tensor of a value of several replicas that a body uses without being given it.
 
     Each replica gets its own value, as on replica threads.
@@ -127,7 +129,7 @@ def _check_in_run() -> None:
         raise NotInReplicaError.used_after_run()
 
 
-def _of_leaves(value: Any, exchange: Callable[[Any], Any]) -> Any:
+def _of_leaves(value: object, exchange: Callable[[Any], object]) -> Any:
     """A structure of values, each of which the replicas exchange."""
     _check_in_run()
     return late_weights.reduced(value, functools.partial(tf.nest.map_structure, exchange))
@@ -136,7 +138,7 @@ def _of_leaves(value: Any, exchange: Callable[[Any], Any]) -> Any:
 _SPARSE = ("SUM", "MEAN")  # reductions of which the result of sparse values is sparse
 
 
-def reduce_leaf(reduce_op: Any, value: Any) -> Any:
+def reduce_leaf(reduce_op: tf.distribute.ReduceOp | str, value: object) -> tf.Tensor | tf.IndexedSlices:
     """Reduces one value over replicas; a sparse value stays sparse if its rank is known."""
     name = str(getattr(reduce_op, "value", reduce_op)).upper()
     if isinstance(value, tf.IndexedSlices) and value.values.dtype == tf.bool:
@@ -165,7 +167,7 @@ def _reduced_rows(name: str, value: tf.IndexedSlices) -> tf.IndexedSlices:
     return together if origin is None else rows.compared(together, num_replicas())
 
 
-def gather_leaf(value: Any, axis: int) -> tf.Tensor:
+def gather_leaf(value: object, axis: int) -> tf.Tensor:
     """Concatenates the values of all replicas along `axis`."""
     if isinstance(value, (tf.IndexedSlices, tf.SparseTensor)):
         raise NotImplementedError("all_gather does not support IndexedSlices/SparseTensor")

@@ -27,16 +27,19 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import made_ops
 
+Attribute = Callable[[str], Any]
+"""Returns an attribute of an op by its name: a number, a text, a dtype."""
+
 _SELU_SCALE, _SELU_SCALE_ALPHA = 1.0507009873554804934193349852946, 1.7580993408473768599402175208123
 
 
-def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+def replacement(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
     """TensorFlow's results of a new op, given its type, inputs and a getter of attributes; None if XLA's are right."""
     correct = _CORRECTED.get(kind)
     return None if correct is None else correct(kind, inputs, attribute)
 
 
-def _in_top_k(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor]:
+def _in_top_k(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """Whether each target is among the k largest predictions of its row: float32 [rows, classes], int [rows].
 
     XLA takes 0 for the prediction of a target outside the classes, such as a label of -1 that a loss ignores. For
@@ -51,7 +54,7 @@ def _in_top_k(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any])
     return [is_class & (larger < tf.cast(k, larger.dtype)) & tf.reduce_all(tf.math.is_finite(predictions), axis=1)]
 
 
-def _resize_bilinear_grad(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+def _resize_bilinear_grad(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
     """The gradient of resizing a float64 image. Resizing gives float32, and XLA gives the gradient so as well."""
     if attribute("T") != tf.float64:
         return None
@@ -65,7 +68,7 @@ def _resize_bilinear_grad(kind: str, inputs: Sequence[Any], attribute: Callable[
     return [tf.cast(narrow, tf.float64)]
 
 
-def _of_result(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor]:
+def _of_result(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """The gradient of a root or of a reciprocal, of the result and the upstream gradient."""
     result, upstream = inputs
     name = "ReciprocalGrad" if kind == "InvGrad" else kind
@@ -73,7 +76,7 @@ def _of_result(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]
     return [tf.where(upstream == 0, tf.zeros_like(gradient), gradient)]
 
 
-def _of_activation(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor]:
+def _of_activation(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """The gradient of an activation, of the upstream gradient and the result."""
     upstream, result = inputs
     return [_ACTIVATIONS[kind](upstream, result)]
@@ -97,7 +100,7 @@ _ACTIVATIONS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 }
 
 
-def _fused_batch_norm(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor]:
+def _fused_batch_norm(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """A batch normalized: the result, the new mean and variance, and those that the gradient takes.
 
     It is computed in the dtype of the mean, float32, as in TensorFlow's kernel: the variance is the mean of squares of
@@ -136,7 +139,7 @@ def _fused_batch_norm(kind: str, inputs: Sequence[Any], attribute: Callable[[str
     return [y, *results, own_mean, own_variance, *unused]
 
 
-def _of_extreme(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+def _of_extreme(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
     """The index of the largest or smallest element along a dimension: the first one, 0 if all are NaN."""
     x, dimension = inputs
     if not x.dtype.is_floating:
@@ -145,7 +148,7 @@ def _of_extreme(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any
     return [find(input=_without_nan(x, none), dimension=dimension, output_type=attribute("output_type"))]
 
 
-def _top_k(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+def _top_k(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
     """The k largest elements of each row, and their indices."""
     x = inputs[0]
     k = inputs[1] if kind == "TopKV2" else attribute("k")
@@ -163,7 +166,7 @@ def _top_k(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) ->
     return [values, indices]
 
 
-def _place(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+def _place(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
     """Where numbers lie among sorted ones, behind those that are equal: a NaN lies behind all."""
     numbers, values = inputs
     if not values.dtype.is_floating:
@@ -172,7 +175,7 @@ def _place(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) ->
     return [tf.raw_ops.UpperBound(sorted_inputs=numbers, values=kept, out_type=attribute("out_type"))]
 
 
-def _bucket(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+def _bucket(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
     """The number of boundaries up to a number: all for a NaN."""
     if not inputs[0].dtype.is_floating:
         return None

@@ -23,7 +23,9 @@ def install() -> None:
     row_updates.MAKE_OP.around(_make_op)
 
 
-def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _custom_gradient(
+    original: Callable[..., object], fn: Callable[..., object], args: object, kwargs: object
+) -> object:
     """A function with a gradient of its own: TensorFlow would keep the gradient, and so the graph, for ever."""
     results = original(fn, args, kwargs)
     if control_flow.in_body():
@@ -31,7 +33,7 @@ def _custom_gradient(original: Callable[..., Any], fn: Callable[..., Any], args:
     return results
 
 
-def _make_op(original: Callable[..., Any], kind: str, name: str | None = None, **given: Any) -> Any:
+def _make_op(original: Callable[..., object], kind: str, name: str | None = None, **given: Any) -> object:
     """Makes an op. XLA has no kernel for some, and the host cannot compute them, because their state is on devices."""
     if kind == "StatefulRandomBinomial" and control_flow.in_body():
         drawn = _binomial(**given)
@@ -40,7 +42,7 @@ def _make_op(original: Callable[..., Any], kind: str, name: str | None = None, *
 
 
 def _binomial(
-    resource: tf.Tensor, algorithm: Any, shape: Any, counts: tf.Tensor, probs: tf.Tensor, dtype: Any
+    resource: tf.Tensor, algorithm: int, shape: tf.Tensor, counts: tf.Tensor, probs: tf.Tensor, dtype: tf.DType
 ) -> tf.Tensor:
     """`Generator.binomial`: the generator draws a seed on the devices, as in `make_seeds`; the host draws from it."""
     state = tf.raw_ops.RngReadAndSkip(
@@ -56,13 +58,15 @@ def _binomial(
     return tf.random.stateless_binomial(shape, seed, counts, probs, tf.dtypes.as_dtype(dtype))
 
 
-def _make_ragged(original: Callable[..., Any], self: tf.RaggedTensor, *args: Any, **kwargs: Any) -> None:
+def _make_ragged(original: Callable[..., object], self: tf.RaggedTensor, *args: object, **kwargs: object) -> None:
     """The constructor of a ragged tensor."""
     original(self, *args, **kwargs)
     ragged.note_values(self)
 
 
-def _repeat(original: Callable[..., Any], data: Any, repeats: Any, axis: Any, name: str | None = None) -> Any:
+def _repeat(
+    original: Callable[..., tf.Tensor], data: object, repeats: object, axis: int | None, name: str | None = None
+) -> tf.Tensor:
     """`tf.repeat`, which repeats what belongs to a row of a ragged tensor for each of its values."""
     if control_flow.in_body() and axis == 0 and (rows := ragged.rows_of_values(repeats)) is not None:
         return tf.gather(data, rows, name=name)

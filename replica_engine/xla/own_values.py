@@ -8,8 +8,8 @@ cross-replica context writes once. In both cases replica 0's value would count f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +20,7 @@ from replica_engine.process.afterwards import afterwards
 from replica_engine.xla.body import num_replicas, replica_id
 from replica_engine.xla.state.device_value import DeviceValue, accesses_noted
 
+T = TypeVar("T")
 _DIFFERENT = (
     "A variable that has one value on all replicas is updated, in a tf.function and outside replicas, with values "
     'that differ between the replicas. Update it with one value, strategy.reduce("MEAN", x, axis=None), or in the '
@@ -28,7 +29,7 @@ _DIFFERENT = (
 """The text of the assertion about the values of an update."""
 
 
-def own_value(value: distribute.PerReplica, dtype: Any = None) -> tf.Tensor:
+def own_value(value: distribute.PerReplica, dtype: tf.DType | None = None) -> tf.Tensor:
     """In a body, the value of the replica that runs it.
 
     Raises:
@@ -40,31 +41,31 @@ def own_value(value: distribute.PerReplica, dtype: Any = None) -> tf.Tensor:
     return tf.stack(values)[replica_id()]
 
 
-def own_values(structure: Any) -> Any:
+def own_values(structure: object) -> Any:
     """In a body, the structure; each value of several replicas becomes the value of the replica that runs the body."""
     if not has_several(structure):
         return structure
     return tf.nest.map_structure(lambda leaf: own_value(leaf) if _is_several(leaf) else leaf, structure)
 
 
-def has_several(structure: Any) -> bool:
+def has_several(structure: object) -> bool:
     """Whether a value of several replicas is in a structure."""
     return any(map(_is_several, tf.nest.flatten(structure)))
 
 
-def differ(structure: Any) -> bool:
+def differ(structure: object) -> bool:
     """Whether a value of several replicas in a structure has other bytes on another replica; in eager code."""
     return any(len(set(map(_bytes, leaf.values))) > 1 for leaf in tf.nest.flatten(structure) if _is_several(leaf))
 
 
-def check_equal(structure: Any) -> Any:
+def check_equal(structure: object) -> Any:
     """In a graph: the structure with one tensor for each value of several replicas, checked to be the same on all.
 
     Raises, when the graph runs:
         tf.errors.InvalidArgumentError: the values differ.
     """
 
-    def checked(leaf: Any) -> Any:
+    def checked(leaf: Any) -> object:
         if not _is_several(leaf) or not all(map(tf.is_tensor, leaf.values)):
             return leaf
         first, *others = leaf.values
@@ -75,7 +76,9 @@ def check_equal(structure: Any) -> Any:
     return tf.nest.map_structure(checked, structure)
 
 
-def update_each(component: Any, fn: Callable[..., Any], rows: list[tuple[Any, Any]]) -> list[Any]:
+def update_each(
+    component: tf.Variable, fn: Callable[..., T], rows: list[tuple[Sequence[object], Mapping[str, object]]]
+) -> list[T]:
     """Updates the one variable of all replicas with the arguments of each; afterwards each replica has its own value.
 
     So has each other variable that `fn` changes, such as a slot of an optimizer: on the host it is one variable too,
@@ -125,7 +128,7 @@ def _own_on_host(values: dict[DeviceValue, list[np.ndarray]], replica: int) -> I
         yield
 
 
-def _bytes(value: Any) -> Any:
+def _bytes(value: object) -> object:
     array = value.numpy() if hasattr(value, "numpy") else value
     return array.tobytes() if isinstance(array, (np.ndarray, np.generic)) else array
 
@@ -136,5 +139,5 @@ def _same(first: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     return tf.reduce_all(first == other)
 
 
-def _is_several(leaf: Any) -> bool:
+def _is_several(leaf: object) -> bool:
     return isinstance(leaf, distribute.PerReplica)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -82,11 +82,13 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         """The cluster: empty, since no server of TensorFlow runs in it."""
         return tf.train.ClusterSpec({})
 
-    def master(self, task_type: Any = None, task_id: Any = None, rpc_layer: Any = None) -> str:
+    def master(self, task_type: object = None, task_id: object = None, rpc_layer: object = None) -> str:
         """The address of the master: this process."""
         return ""
 
-    def num_accelerators(self, task_type: Any = None, task_id: Any = None, config_proto: Any = None) -> dict[str, int]:
+    def num_accelerators(
+        self, task_type: object = None, task_id: object = None, config_proto: object = None
+    ) -> dict[str, int]:
         """The number of this process' devices by kind: `{"CPU": 2}`."""
         return {self.platform.upper(): self.devices.size}
 

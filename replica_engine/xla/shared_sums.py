@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -21,6 +20,7 @@ from replica_engine.errors import ReplicaValueError
 from replica_engine.process import scoped
 from replica_engine.xla.body import in_body
 from replica_engine.xla.signature import argument_names
+from replica_engine.xla.signature.arguments import Arguments
 
 _thread = threading.local()
 
@@ -55,7 +55,7 @@ class SharedSums:
                 raise ReplicaValueError.sum_of_one(subgraphs.captured(origin), False, where)
         self._added = []
 
-    def check(self, arguments: Any) -> None:
+    def check(self, arguments: Arguments) -> None:
         """Checks the arguments of a call.
 
         Raises:
@@ -66,7 +66,7 @@ class SharedSums:
                 raise ReplicaValueError.sum_of_one(name, False, where)
 
 
-def note(value: Any) -> None:
+def note(value: object) -> None:
     """Called with a value of which a body asks for the sum over its replicas.
 
     Raises:
@@ -84,7 +84,7 @@ def note(value: Any) -> None:
         raise ReplicaValueError.sum_of_one(value, False)
 
 
-def _origin(tensor: tf.Tensor, body: Any) -> tf.Tensor | None:
+def _origin(tensor: tf.Tensor, body: tf.Graph) -> tf.Tensor | None:
     """The input of a body's graph that a tensor in it is; None if an op makes the tensor."""
     while tensor.op.type == "Placeholder" and tensor.graph is not body:
         outside = subgraphs.captured(tensor)
@@ -96,7 +96,7 @@ def _origin(tensor: tf.Tensor, body: Any) -> tf.Tensor | None:
     return tensor if tensor.op.type == "Placeholder" else None
 
 
-def _passed(argument: tf.Tensor, graph: Any) -> tf.Tensor | None:
+def _passed(argument: tf.Tensor, graph: tf.Graph) -> tf.Tensor | None:
     """What a nested function is called with for an argument; None if a loop changes it, or if no call is found."""
     for op in filter(subgraphs.runs_functions, subgraphs.everywhere(graph)):
         inner = subgraphs.functions_of(op)

@@ -7,7 +7,7 @@ may take items from a queue, or write a file. A body that does not use its resul
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from replica_engine.errors import HostResultError
 
@@ -34,7 +34,7 @@ class UnknownResults:
     def __getattr__(self, name: str) -> NoReturn:
         raise self._error()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__slots__:
             raise self._error()
         super().__setattr__(name, value)
@@ -43,7 +43,7 @@ class UnknownResults:
         return "<unknown results of a host function; declare them with xla.returns>"
 
 
-def _used(self: UnknownResults, *args: Any, **kwargs: Any) -> NoReturn:
+def _used(self: UnknownResults, *args: object, **kwargs: object) -> NoReturn:
     raise self._error()
 
 
@@ -51,7 +51,7 @@ for _name in (*_USES.split(), *(kind + name for name in _OPERATORS.split() for k
     setattr(UnknownResults, f"__{_name}__", _used)
 
 
-def check_known(value: Any) -> None:
+def check_known(value: object) -> None:
     """Checks a value that leaves the body, or that a host function gets.
 
     Raises:

@@ -42,7 +42,7 @@ class LoopSettings:
     """
 
     iterations: int | None = None
-    initial_values: Mapping[str, Any] | None = None
+    initial_values: Mapping[str, object] | None = None
     in_replica: bool = True
     spread: bool = True
     prefetch: int | None = None
@@ -71,10 +71,10 @@ class LoopSettings:
 def run_steps(
     strategy: tf.distribute.Strategy,
     programs: ProgramCache,
-    fn: Callable[..., Any],
-    iterator: Any,
+    fn: Callable[..., object],
+    iterator: object,
     settings: LoopSettings,
-) -> Any:
+) -> MultiStepContext:
     """Runs steps, many in a launch.
 
     Args:
@@ -94,7 +94,7 @@ def run_steps(
         )
     source = FunctionSpec.of(fn)
 
-    def step(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def step(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         context = context_class()
         converted = autograph.convert_always(fn) if source.autograph else fn
         if settings.in_replica:
@@ -134,7 +134,7 @@ def run_steps(
     return context
 
 
-def _positive(name: str, value: Any) -> int:
+def _positive(name: str, value: object) -> int:
     """Checks a number of steps or batches; returns it as an int."""
     number = positive_int(value)
     if number is None:
@@ -142,7 +142,7 @@ def _positive(name: str, value: Any) -> int:
     return number
 
 
-def _batches(fn: Callable[..., Any], following: Callable[[], Any], spread: bool) -> Iterator[tuple]:
+def _batches(fn: Callable[..., object], following: Callable[[], object], spread: bool) -> Iterator[tuple]:
     """For each step, the arguments after the context. Takes each element only on request."""
     parameters = inspect.signature(fn)
     is_spread: bool | None = None
@@ -156,7 +156,7 @@ def _batches(fn: Callable[..., Any], following: Callable[[], Any], spread: bool)
         yield element if is_spread and isinstance(element, tuple) else (element,)
 
 
-def _opened(iterator: Any) -> tuple[Callable[[], Any], Pulls | None]:
+def _opened(iterator: Any) -> tuple[Callable[[], object], Pulls | None]:
     """What gives the next element of an iterator, which may have only `get_next`; and what takes many, or None."""
     if hasattr(iterator, "__iter__"):
         found = iter(iterator)
@@ -166,7 +166,7 @@ def _opened(iterator: Any) -> tuple[Callable[[], Any], Pulls | None]:
     raise InputsError(f"run_steps takes an iterator, for example iter(dataset); got {brief(iterator)}.")
 
 
-def _spreads(fn: Callable[..., Any], parameters: inspect.Signature, element: Any, preferred: bool) -> bool:
+def _spreads(fn: Callable[..., object], parameters: inspect.Signature, element: Any, preferred: bool) -> bool:
     """Whether a batch becomes several arguments of a step; the first argument of a step is the context.
 
     Raises:
@@ -199,11 +199,11 @@ def _step_forms(parts: int | None) -> str:
     return f"    def step(context{names}):" + (f"  # or with all parts in a tuple:\n{whole}" if parts else "")
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _name(fn: Callable[..., object]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _explain(error: Exception, fn: Callable[..., Any], first: tuple, context_class: type) -> None:
+def _explain(error: Exception, fn: Callable[..., object], first: tuple, context_class: type) -> None:
     """Adds a note to an exception of a step that seems to have taken its context for the batch, or a part of it."""
     parameter = next(iter(inspect.signature(fn).parameters), "")
     if context_class.__name__ in in_words(error) and "context" not in parameter and "ctx" not in parameter:

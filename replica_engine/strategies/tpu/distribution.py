@@ -69,7 +69,7 @@ class Distribution:
             goes before the rule.
     """
 
-    def __init__(self, name: str, mesh: ReplicaMesh, cores: int, rule: Callable[[Made], Axes], given: Any = None):
+    def __init__(self, name: str, mesh: ReplicaMesh, cores: int, rule: Callable[[Made], Axes], given: object = None):
         if cores < mesh.size:
             raise DistributionError(
                 f"A replica needs {mesh.size} devices, but num_cores={cores}. num_cores counts the devices of all "
@@ -289,7 +289,7 @@ def _described(mesh: ReplicaMesh) -> str:
     return " x ".join(f"{name!r}={size}" for name, size in mesh.axes)
 
 
-def _advice(given: Any) -> str:
+def _advice(given: object) -> str:
     """What to write instead of something that is nearly a distribution."""
     if isinstance(given, str) and (like := given.lower().replace("-", "")) in _RULES:
         return f" Did you mean {like!r}?"
@@ -300,7 +300,7 @@ def _advice(given: Any) -> str:
     return advice.get(type(given).__name__, "")
 
 
-def assigned(assignment: Any, cores: int | None, cores_per_replica: int | None) -> tuple[int, int]:
+def assigned(assignment: object, cores: int | None, cores_per_replica: int | None) -> tuple[int, int]:
     """The number of all devices, and of those of each replica, that a device assignment of TensorFlow says.
 
     Raises:

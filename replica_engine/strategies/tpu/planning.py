@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,15 +19,15 @@ from replica_engine.xla.signature.stand_ins import with_values
 class Planning:
     """The methods `plan` and `memory` of `TPUStrategy`. Put it before a class of `tf.distribute`."""
 
-    extended: Any
+    extended: tf.distribute.StrategyExtended
 
     @autograph.artifact
     @names_keywords("strategy.plan")
     def plan(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         topology: str | None = None,
     ) -> Plan:
         """Compiles `fn` as `run` would, and says what it needs on each device. Nothing runs, and no variable changes.

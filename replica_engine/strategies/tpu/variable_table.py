@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from replica_engine.pjrt.partitions import Axes
 from replica_engine.telemetry import html
@@ -101,7 +101,7 @@ _HEAD = ("variable", "shape", "dtype", "axes", "bytes on a device")
 
 
 def _row(path: str, value: DeviceValue) -> Row:
-    shape: Any = value.shape
+    shape = value.shape
     axes = value.axes if shape is None else (*value.axes, *[None] * (len(shape) - len(value.axes)))
     whole = 0 if shape is None or not value.bytes else value.dtype.size * math.prod(shape)
     return Row(path, shape, value.dtype.name, axes, value.bytes, whole)

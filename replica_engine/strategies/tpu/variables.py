@@ -36,7 +36,7 @@ _KERAS_SEED = "seed_generator_state"
 class _OnDevices:
     """The code that both kinds of variable share."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> tf.Variable:
         """Copies the variable on its devices. As in `tf.distribute`, this works only under its strategy's scope."""
         variable: Any = self
         strategy = variable.distribute_strategy
@@ -73,13 +73,13 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
             return self._values
         return (self._values[0], *(variables.ResourceVariable(value, trainable=False) for value in values[1:]))
 
-    def _serialize_to_tensors(self) -> dict[str, Any]:
+    def _serialize_to_tensors(self) -> dict[str, object]:
         """TensorFlow's hook for checkpoints: the value goes from the devices to the file in parts."""
         value = self._on_devices()
         own = None if value is None else parts.serialized(value, self._primary.device)
         return {checkpoints.VALUE: own or checkpoints.mirrored_spec(self)}
 
-    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
+    def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> object:
         """TensorFlow's hook for what `_serialize_to_tensors` has asked for."""
         value, tensor = self._on_devices(), restored_tensors[checkpoints.VALUE]
         if value is not None and parts.restored(value, tensor):
@@ -110,7 +110,7 @@ class MirroredDeviceVariable(_OnDevices, distribute.MirroredVariable):
 class OnReadDeviceVariable(_OnDevices, distribute.SyncOnReadVariable):
     """A variable with one value per replica; reading it in cross-replica context aggregates the values."""
 
-    def _get_cross_replica(self) -> Any:
+    def _get_cross_replica(self) -> tf.Tensor:
         """The hook that aggregates; for the first replica TensorFlow would take the first one of each worker."""
         if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             extended = self.distribute_strategy.extended
@@ -122,7 +122,7 @@ class OnReadDeviceVariable(_OnDevices, distribute.SyncOnReadVariable):
 class _HostSide:
     """Implements `strategies.backend.HostSide`."""
 
-    def __init__(self, variable: Any, device_value: DeviceValue, replica: int):
+    def __init__(self, variable: tf.Variable, device_value: DeviceValue, replica: int):
         self._variable = variable
         self._device_value = device_value
         self._replica = replica
@@ -140,19 +140,19 @@ class _HostSide:
             HostVariable.release(self._variable)
 
 
-def host_side_of(variable: Any) -> HostSide | None:
+def host_side_of(variable: object) -> HostSide | None:
     """Implements `strategies.backend.Backend.host_side_of`."""
     found = HostVariable.device_value(variable)
     return None if found is None else _HostSide(variable, *found)
 
 
 def create(
-    strategy: Any,
-    next_creator: Callable[..., Any],
+    strategy: tf.distribute.Strategy,
+    next_creator: Callable[..., tf.Variable],
     kwargs: dict[str, Any],
     same_random: bool,
     distribution: Distribution | None,
-) -> Any:
+) -> tf.Variable:
     """Makes a variable of a strategy; `kwargs` are the keyword arguments of a variable creator."""
     devices: DeviceGroup = strategy.extended.device_group
     name = kwargs.get("name") or "Variable"
@@ -164,7 +164,7 @@ def create(
         stand_in = host_memory.zeros(early.shape, np.dtype(early.dtype.as_numpy_dtype))
         kwargs = {**kwargs, "initial_value": lambda: stand_in}
 
-    def components(**kwargs: Any) -> list[Any]:
+    def components(**kwargs: Any) -> list[tf.Variable]:
         on_read = kwargs["synchronization"] == tf.VariableSynchronization.ON_READ
         first = variables.create(next_creator, initial_values.outside(kwargs))
         values = [first]
@@ -191,7 +191,11 @@ def create(
 
 
 def make_device_value(
-    values: Any, devices: DeviceGroup, spread: Spread | None, axes: Axes = WHOLE, array: Array | None = None
+    values: Sequence[tf.Variable],
+    devices: DeviceGroup,
+    spread: Spread | None,
+    axes: Axes = WHOLE,
+    array: Array | None = None,
 ) -> DeviceValue:
     """Makes the device value of a distributed variable, and gives its host variables access to that device value.
 
@@ -267,7 +271,9 @@ def _path(name: str) -> str:
     return _plain(name) if made is None else made.path
 
 
-def _made_in_parts(extended: Any, name: str, early: _Early, kwargs: dict[str, Any]) -> Array | None:
+def _made_in_parts(
+    extended: tf.distribute.StrategyExtended, name: str, early: _Early, kwargs: dict[str, Any]
+) -> Array | None:
     """The initial value of a large divided variable on the devices; None if the host makes it."""
     value, initializer = kwargs.get("initial_value"), layouts.being_made().initializer
     is_large = early.dtype.size * math.prod(early.shape) >= initial_parts.LARGE
@@ -283,7 +289,7 @@ def _made_in_parts(extended: Any, name: str, early: _Early, kwargs: dict[str, An
     return initial_parts.made(extended.initial_programs, value)
 
 
-def _listed(variable: MirroredDeviceVariable, shown: Callable[[Any], str]) -> str:
+def _listed(variable: MirroredDeviceVariable, shown: Callable[[tf.Variable], str]) -> str:
     """The value of each replica, in TensorFlow's form; TensorFlow's own would show the host's value for all."""
     lines = ",\n".join(f"  {replica}: {shown(value)}" for replica, value in enumerate(variable.values))
     return f"{type(variable).__name__}:{{\n{lines}\n}}"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import CodeType
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -32,6 +31,7 @@ from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.markers import HOST_CALL, host_call_parameters
 from replica_engine.xla.body import HostCallSite, gathered_host_calls, on_host
+from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.session import Kept, Session
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.state.device_value import DeviceValue
@@ -83,7 +83,7 @@ class HostCalls:
         self.size = size
         self.calls: list[HostCall] = []
         self.can_fail = False
-        self.closures: list[Any] = []
+        self.closures: list[Closure] = []
         self.codes: frozenset[CodeType] = frozenset()
         self.handles: list[tuple[tf.Tensor, str]] = []
         self.run: Session | None = None
@@ -275,5 +275,5 @@ class HostCall:
         raise NotImplementedError
 
 
-def _described(tensor: Any) -> str:
+def _described(tensor: tf.Tensor) -> str:
     return f"a tensor of dtype {tensor.dtype.name} and shape {tensor.shape}"

@@ -24,8 +24,11 @@ from replica_engine.xla.host_calls.originals import original_of
 from replica_engine.xla.signature.function_spec import assigns
 from replica_engine.xla.unknown_results import check_known
 
-Build = Callable[[Any], Any]
+Build = Callable[["_Values"], Any]
 """Rebuilds a value, with these tensors in its places."""
+
+Read = Callable[[object], tf.Tensor | None]
+"""Takes a variable among the arguments; returns its value if it is on the devices, otherwise None."""
 
 _DEPTH = 32  # levels of functions that functions close over
 
@@ -48,15 +51,15 @@ class Closure:
         HostResultError: an argument, or what the function closes over, is the unknown result of another host function.
     """
 
-    def __init__(self, fn: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any], tf.Tensor | None]):
+    def __init__(self, fn: object, args: tuple[object, ...], kwargs: dict[str, object], read: Read):
         self.tensors: list[tf.Tensor] = []
         self._value = (fn, args, kwargs)
-        self._read: Callable[[Any], tf.Tensor | None] | None = read
+        self._read: Read | None = read
         self._places: dict[int, int] = {}
         self._entered: set[int] = set()  # the values being opened: structures and closures may refer to themselves
         self._graphs = variables.graphs()
         self._cells: dict[
-            int, tuple[CellType, Any, bool]
+            int, tuple[CellType, object, bool]
         ] = {}  # each cell, its content when the call was made, and whether a function assigns to it
         self._rebound: set[int] = set()
         self.build = self._opened()
@@ -75,13 +78,13 @@ class Closure:
         if self._rebound:
             self.build = self._opened()
 
-    def _opened(self) -> Build:
+    def _opened(self) -> Callable[[Sequence[tf.Tensor]], tuple[Any, ...]]:
         fn, args, kwargs = self._value
         with scoped.attribute(self, "_read", None):
             of_fn = self._open(fn, _DEPTH)
         of_args, of_kwargs = self._open(args, _DEPTH), self._open(kwargs, _DEPTH)
 
-        def build(tensors: Sequence[Any]) -> Any:
+        def build(tensors: Sequence[tf.Tensor]) -> tuple[object, ...]:
             values = _Values(tensors)
             return tuple(_built((of_fn, of_args, of_kwargs), (fn, args, kwargs), values))
 
@@ -109,7 +112,7 @@ class Closure:
         finally:
             self._entered.discard(id(value))
 
-    def _place(self, value: Any, tensor: tf.Tensor | None) -> Build | None:
+    def _place(self, value: object, tensor: tf.Tensor | None) -> Build | None:
         """The place of a value, which is new if a tensor is given that stands for it; None if there is none."""
         if tensor is not None:
             self._places[id(value)] = len(self.tensors)
@@ -117,20 +120,20 @@ class Closure:
         index = self._places.get(id(value))
         return None if index is None else itemgetter(index)
 
-    def _open_variable(self, value: Any) -> Build | None:
+    def _open_variable(self, value: object) -> Build | None:
         """How to rebuild a variable among the arguments: its value if it is on the devices; otherwise None."""
         if self._read is None:
             return None
         return self._place(value, None if id(value) in self._places else self._read(value))
 
-    def _open_composite(self, value: Any) -> Build | None:
+    def _open_composite(self, value: object) -> Build | None:
         parts = tf.nest.flatten(value, expand_composites=True)
         builds = [self._open(part, 0) for part in parts]
         if not any(builds):
             return None
         return lambda tensors: tf.nest.pack_sequence_as(value, _built(builds, parts, tensors), expand_composites=True)
 
-    def _open_structure(self, value: Any, depth: int) -> Build | None:
+    def _open_structure(self, value: object, depth: int) -> Build | None:
         opened = open_level(value)  # not `flatten`: a part without tensors stays the same object, and may be a cycle
         if opened is None:
             return None
@@ -167,7 +170,7 @@ class Closure:
         if not any(of_cells) and of_settings is None:
             return None if fn is converted else lambda _: fn
 
-        def build(tensors: Any) -> Any:
+        def build(tensors: _Values) -> FunctionType:
             # A cell without tensors stays the very same cell, so that `nonlocal` keeps working, unless the body has
             # rebound its name since. The others are filled after the function exists, which may close over itself.
             closure = tuple(cell if inner is None else CellType() for cell, inner in zip(cells, of_cells, strict=True))
@@ -193,24 +196,24 @@ class _Values(list):
         made: functions that were rebuilt with them, by the id of the function that each stands for.
     """
 
-    def __init__(self, tensors: Sequence[Any]):
+    def __init__(self, tensors: Sequence[tf.Tensor]):
         super().__init__(tensors)
-        self.made: dict[int, Any] = {}
+        self.made: dict[int, FunctionType] = {}
 
 
-def _built(builds: Sequence[Build | None], values: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+def _built(builds: Sequence[Build | None], values: Sequence[object], tensors: _Values) -> list[object]:
     return [value if build is None else build(tensors) for build, value in zip(builds, values, strict=True)]
 
 
-def _partial(fn: Any, args: tuple, keywords: dict[str, Any]) -> functools.partial:
+def _partial(fn: Callable[..., object], args: tuple[object, ...], keywords: dict[str, object]) -> functools.partial:
     return functools.partial(fn, *args, **keywords)
 
 
-def _constantly(value: Any) -> Build:
+def _constantly(value: object) -> Build:
     return lambda _: value
 
 
-def _contents(cell: CellType) -> Any:
+def _contents(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # not yet assigned

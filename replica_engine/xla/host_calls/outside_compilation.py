@@ -32,7 +32,7 @@ P = ParamSpec("P")
 
 
 @autograph.artifact
-def outside_compilation(fn: Callable[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Any:
+def outside_compilation(fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Any:
     """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body reaches the call.
 
     `fn` runs as eager TensorFlow, with concrete tensors: `x.numpy()`, strings, files, `tf.print`, `tf.summary`, any
@@ -198,7 +198,7 @@ def _differentiable(call: _Cluster | _ClusterGradient, inputs: Sequence[tf.Tenso
     return gradients.differentiable(results, inputs, gradient)
 
 
-def _value_on_devices(variable: Any) -> tf.Tensor | None:
+def _value_on_devices(variable: object) -> tf.Tensor | None:
     """The value of a variable that is on the devices: a strategy's, or one that the body has used already."""
     if isinstance(variable, distribute.DistributedVariable):
         return variable.read_value()
@@ -207,9 +207,9 @@ def _value_on_devices(variable: Any) -> tf.Tensor | None:
     return None
 
 
-def _has_gradient(tensor: Any) -> bool:
+def _has_gradient(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
-def _dense(gradients: Sequence[Any]) -> list[tf.Tensor]:
+def _dense(gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(each) for each in gradients]

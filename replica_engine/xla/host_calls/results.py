@@ -38,7 +38,7 @@ _RETURNS = "_replica_engine_returns"
 _FILLS = ("append", "extend", "add", "insert", "update")  # methods of Python's own lists, sets and dictionaries
 
 
-def returns(spec: Any) -> Callable[[F], F]:
+def returns(spec: object) -> Callable[[F], F]:
     """Declares the results of a host function, so that `outside_compilation` does not trace it to find them.
 
     It decorates a function. `xla.returns(spec)(fn)` declares the results of a lambda, or of a function that is defined
@@ -150,8 +150,8 @@ class HostResults:
         ReplicaValueError: the value contains itself.
     """
 
-    def __init__(self, value: Any):
-        self.tensors: list[Any] = []
+    def __init__(self, value: object):
+        self.tensors: list[tf.Tensor | tf.TensorSpec] = []
         self.names: list[str] = []
         leaves, self._spec = flatten(value, what="the results of a host function")
         self._kinds: list[str] = []
@@ -165,7 +165,7 @@ class HostResults:
             self.names += [path] if kind == _TENSOR else [f"{path} (component {n})" for n in range(len(tensors))]
         self.rebuild: Build = self._spec.builder(builds)
 
-    def tensors_of(self, value: Any) -> list[Any]:
+    def tensors_of(self, value: object) -> list[tf.Tensor]:
         """The tensors of another value that the function returned.
 
         Raises:
@@ -179,7 +179,7 @@ class HostResults:
             given = other.given or _open(other.value, other.path)[0]
             wanted = other.wanted or self._kinds[other.leaf]
             raise _other_structure(other.path, given, wanted) from None
-        found: list[Any] = []
+        found: list[tf.Tensor] = []
         for leaf, path, wanted in zip(leaves, self._spec.paths, self._kinds, strict=True):
             kind, tensors = _open(leaf, path)
             if kind != wanted:
@@ -194,7 +194,7 @@ class AnyResults(HostResults):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def tensors_of(self, value: Any) -> list[Any]:
+    def tensors_of(self, value: object) -> list[tf.Tensor]:
         """Of no value."""
         return []
 
@@ -209,11 +209,11 @@ def _other_structure(name: str, given: str, wanted: str) -> HostResultError:
     )
 
 
-def _of_other_leaf(leaf: Any, builds: Sequence[Build]) -> Build:
+def _of_other_leaf(leaf: object, builds: Sequence[Build]) -> Build:
     return (lambda _: None) if leaf is None or isinstance(leaf, tf.Operation) else of_components(leaf, builds)
 
 
-def _open(value: Any, name: str) -> tuple[str, Sequence[Any]]:
+def _open(value: object, name: str) -> tuple[str, Sequence[tf.Tensor | tf.TensorSpec]]:
     """What a leaf is, for messages, and the tensors in it."""
     if isinstance(value, (tf.Tensor, tf.TensorSpec)):
         return _TENSOR, [value]
@@ -304,19 +304,19 @@ def _layers(fn: Any) -> Iterator[Any]:
                 return
 
 
-def _name(fn: Any) -> str:
+def _name(fn: object) -> str:
     """A function in words, for messages."""
     names = (getattr(each, "__name__", "") for each in _layers(fn))
     name = next(filter(None, names), type(fn).__name__)
     return "a lambda" if name == "<lambda>" else f"`{name}`"
 
 
-def codes_of(fn: Any) -> frozenset[CodeType]:
+def codes_of(fn: object) -> frozenset[CodeType]:
     """The code of a host function and of the Python functions inside it, as the user wrote them."""
     return frozenset(original_of(each).__code__ for each in _layers(fn) if isinstance(each, FunctionType))
 
 
-def _returns_nothing(fn: Any) -> bool:
+def _returns_nothing(fn: object) -> bool:
     """Whether no `return` statement of the function has a value."""
     if fn is print or fn is tf.print or (getattr(fn, "__name__", "") in _FILLS and isinstance(fn, BuiltinMethodType)):
         return True

@@ -7,7 +7,6 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -20,7 +19,9 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def named(fn: Callable[..., Any], tensors: Sequence[tf.Tensor], places: Sequence[str], skip: int = 0) -> Iterator[None]:
+def named(
+    fn: Callable[..., object], tensors: Sequence[tf.Tensor], places: Sequence[str], skip: int = 0
+) -> Iterator[None]:
     """Inside, errors about these tensors name them as arguments of a function.
 
     Args:
@@ -86,7 +87,7 @@ def _tensors_behind(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
     return (each for each in found if each.op.type != "Placeholder" or _outside(each) is None)
 
 
-def _outside(placeholder: tf.Tensor) -> Any | None:
+def _outside(placeholder: tf.Tensor) -> tf.Tensor | None:
     """What a placeholder in a function of the body stands for; None for an input of the body, or of a function."""
     is_input = placeholder.graph is getattr(_thread, "graph", None)
     return None if is_input else subgraphs.captured(placeholder)
@@ -102,11 +103,11 @@ def _named() -> list[tuple[tf.Tensor, str]]:
     return getattr(_thread, "named", None) or []
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _name(fn: Callable[..., object]) -> str:
     return getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", "lambda")
 
 
-def _parameter(fn: Callable[..., Any], place: str, skip: int) -> str:
+def _parameter(fn: Callable[..., object], place: str, skip: int) -> str:
     """ "x['ids']" for "args[0]['ids']", where the function's first parameter is x."""
     match = _PLACE.match(place)
     if match is None:

@@ -6,7 +6,7 @@ numbers, variables. `Arguments` holds both halves, and a key that is equal for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -40,7 +40,7 @@ class Slot:
 
     __slots__ = ("dtype", "is_shared", "is_sparse", "name", "shape", "values")
 
-    def __init__(self, name: str, values: list[Any]):
+    def __init__(self, name: str, values: list[tf.Tensor]):
         self.name = name
         self.values = values
         self.dtype: tf.DType = values[0].dtype
@@ -82,20 +82,20 @@ class Arguments:
             a structure contains itself.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], size: int, numbers: bool = False):
+    def __init__(self, args: Sequence[object], kwargs: Mapping[str, object], size: int, numbers: bool = False):
         self.size = size
         self._numbers = numbers
         self.slots: list[Slot] = []
-        self.constants: list[tuple[str, Any]] = []
-        self.summary_writer: Any = None
+        self.constants: list[tuple[str, object]] = []
+        self.summary_writer: tf.Tensor | None = None
         self.summary_step: int | None = None
         build_args, key_args = self._open(tuple(args), "args")
         build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
-        self.key: Any = (key_args, key_kwargs, tuple([slot.dtype for slot in self.slots]))
+        self.key: Hashable = (key_args, key_kwargs, tuple([slot.dtype for slot in self.slots]))
         self.rebuild: Build = lambda tensors: (build_args(tensors), build_kwargs(tensors))
 
     @classmethod
-    def of_inputs(cls, inputs: Any, size: int | None = None, numbers: bool = False) -> Arguments:
+    def of_inputs(cls, inputs: object, size: int | None = None, numbers: bool = False) -> Arguments:
         """Takes one list of arguments for each replica; None for no arguments.
 
         Args:
@@ -144,7 +144,7 @@ class Arguments:
         """The shapes of the slots."""
         return tuple(slot.shape for slot in self.slots)
 
-    def _open(self, value: Any, name: str) -> tuple[Build, Any]:
+    def _open(self, value: Any, name: str) -> tuple[Build, object]:
         """A function that builds `value` from other tensors, and the part of the key for `value`."""
         if type(value) in structure.PLAIN and not value:  # the fast path: most calls have one
             return (lambda _: type(value)()), type(value)
@@ -157,7 +157,7 @@ class Arguments:
         builds, keys = zip(*opened, strict=True) if opened else ((), ())
         return spec.builder(builds), (key, keys)
 
-    def _open_leaf(self, value: Any, name: str) -> tuple[Build, Any]:
+    def _open_leaf(self, value: object, name: str) -> tuple[Build, object]:
         if type(value) is EagerTensor:
             return self._add(name, [value]), "tensor"
         if isinstance(value, distribute.DistributedVariable):
@@ -176,7 +176,7 @@ class Arguments:
         self.constants.append((name, value))
         return (lambda _: value), structure.constant_key(value)
 
-    def _open_distributed(self, value: Any, name: str) -> tuple[Build, Any]:
+    def _open_distributed(self, value: distribute.DistributedValues, name: str) -> tuple[Build, object]:
         parts = value.values
         if len(parts) != self.size:
             raise ReplicaValueError.other_size(name, len(parts), self.size)
@@ -201,7 +201,7 @@ class Arguments:
             raise ReplicaMismatchError.not_tensors(name, next(part for part in parts if not _is_array(part)))
         return self._add(name, [as_tensor(part, name) for part in parts]), "tensor"
 
-    def _open_composite(self, name: str, parts: list[Any]) -> tuple[Build, Any]:
+    def _open_composite(self, name: str, parts: Sequence[object]) -> tuple[Build, object]:
         first = parts[0]
         if isinstance(first, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             raise InputsError(
@@ -234,12 +234,12 @@ class Arguments:
             raise ReplicaMismatchError.not_tensors(name, first)
         return structure.of_components(common, builders), tuple(specs)
 
-    def _add(self, name: str, values: list[Any]) -> Build:
+    def _add(self, name: str, values: list[tf.Tensor]) -> Build:
         self.slots.append(Slot(name, values))
         return itemgetter(len(self.slots) - 1)
 
 
-def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]) -> str:
+def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[tf.TensorSpec]) -> str:
     """Describes the first tensor that differs or is missing. `names` and `specs` describe the wanted tensors."""
     wanted = dict(zip(names, specs, strict=True))
     there = {slot.name for slot in given}
@@ -261,14 +261,14 @@ def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[Any]
 _NUMPYS_OWN = frozenset(tf.as_dtype(np.dtype(kind)) for kind in "?bBhHiIqQefdFD")
 
 
-def view(tensor: Any) -> np.ndarray:
+def view(tensor: tf.Tensor) -> np.ndarray:
     """The value of an eager tensor: a view of it, where NumPy can make one."""
     if tensor.dtype in _NUMPYS_OWN:
         return np.asarray(tensor)
     return np.asarray(tensor.numpy(), object) if tensor.dtype == tf.string else tensor.numpy()
 
 
-def is_viewed(tensor: Any) -> bool:
+def is_viewed(tensor: tf.Tensor) -> bool:
     """Whether `view` makes a view of an eager tensor."""
     return tensor.dtype in _NUMPYS_OWN
 
@@ -276,5 +276,5 @@ def is_viewed(tensor: Any) -> bool:
 _TENSORS = frozenset((EagerTensor,))
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, (tf.Tensor, np.ndarray, np.generic))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,14 +33,14 @@ class Outputs:
         HostResultError: the value has results of a host function in it that are not known.
     """
 
-    def __init__(self, value: Any, numbers: bool = False):
+    def __init__(self, value: object, numbers: bool = False):
         self._numbers = numbers
         self.is_plain = True
         self.tensors: list[tf.Tensor] = []
         leaves, spec = flatten(value, what="the results")
         self.rebuild = spec.builder(list(map(self._open, leaves)))
 
-    def _open(self, value: Any) -> Build:
+    def _open(self, value: object) -> Build:
         check_known(value)
         if isinstance(value, (distribute.DistributedVariable, tf.Operation)):
             returned = None if isinstance(value, tf.Operation) else value

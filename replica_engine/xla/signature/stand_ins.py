@@ -15,7 +15,7 @@ from replica_engine.errors import InputsError
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE of Python 3.13
 
 
-def with_values(arguments: Any, caller: str) -> Any:
+def with_values(arguments: object, caller: str) -> Any:
     """A structure of arguments with zeros for each `tf.TensorSpec`, and for the specs of a distributed dataset.
 
     Args:
@@ -31,7 +31,7 @@ def with_values(arguments: Any, caller: str) -> Any:
         return arguments
 
 
-def _value(value: Any, caller: str) -> Any:
+def _value(value: object, caller: str) -> object:
     if not isinstance(value, tf.TypeSpec):
         return value
     if (specs := distribute.specs_of_replicas(value)) is not None:

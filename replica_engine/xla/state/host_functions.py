@@ -67,7 +67,7 @@ class HostProgram:
         self.uses: dict[DeviceValue, list[Use]] = {}
         self.runs = False
         self.callers: weakref.WeakSet[HostProgram] = weakref.WeakSet()
-        self.kept: list[Any] = []
+        self.kept: list[object] = []
 
     def before_run(self, device_values: list[DeviceValue]) -> None:
         """Called before a compiled program runs: the graph may have written to variables unnoticed."""
@@ -104,7 +104,7 @@ def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.
     raw = device_value.handles[replica]
     if function is None or variables.is_saving():
         return raw
-    uses: dict[Any, Use] = kept_on(function, "_replica_engine_uses", dict)
+    uses: dict[tuple[DeviceValue, int], Use] = kept_on(function, "_replica_engine_uses", dict)
     use = uses.get((device_value, replica))
     if use is None:
         at_call = _VariableAtCall(raw, host_program(), device_value, replica)
@@ -119,7 +119,7 @@ def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.
     return use.placeholder
 
 
-def raw(captured: Any) -> Any:
+def raw(captured: tf.Tensor | _AtCall) -> tf.Tensor:
     """A capture of a function; where the function asks for a handle at each call, the handle itself."""
     return captured._raw if isinstance(captured, _AtCall) else captured
 
@@ -222,5 +222,5 @@ def _token() -> tf.Variable:
         return variables.ResourceVariable(0, trainable=False, name="replica_engine_token")
 
 
-def _runs(graph: Any) -> set[str]:
+def _runs(graph: tf.Graph) -> set[str]:
     return kept_on(graph, "_replica_engine_runs", set)

@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, MutableMapping
 
 import tensorflow as tf
 
@@ -34,7 +33,7 @@ def handles_compared() -> contextlib.AbstractContextManager[object]:
     return scoped.attribute(_thread, "comparing", True)
 
 
-def _watched(original: Callable[..., Any], graph: Any, variable: Any) -> Any:
+def _watched(original: Callable[..., object], graph: tf.Graph, variable: tf.Variable) -> object:
     """A graph lists a variable that a function, which it calls, has read. TensorFlow asks for the handle there.
 
     If that counted as a use by the graph, each step of a `tf.function` around a function with `strategy.run` would
@@ -44,22 +43,22 @@ def _watched(original: Callable[..., Any], graph: Any, variable: Any) -> Any:
         return original(graph, variable)
 
 
-def _reads(name: str) -> Callable[..., Any]:
+def _reads(name: str) -> Callable[..., object]:
     method = getattr(variables.ResourceVariable, name)
 
     @functools.wraps(method)
-    def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def reading(self: HostVariable, *args: object, **kwargs: object) -> object:
         with scoped.attribute(_thread, "reading", True):
             return method(self, *args, **kwargs)
 
     return reading
 
 
-def _writes(name: str, whole: bool = False) -> Callable[..., Any]:
+def _writes(name: str, whole: bool = False) -> Callable[..., object]:
     method = getattr(variables.ResourceVariable, name)
 
     @functools.wraps(method)
-    def writing(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def writing(self: HostVariable, *args: object, **kwargs: object) -> object:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
         self._check_access()  # before the wait for a step to end: that step may be the caller
@@ -77,7 +76,7 @@ class HostVariable(variables.ResourceVariable):
     """
 
     @classmethod
-    def adopt(cls, component: Any, device_value: DeviceValue, replica: int) -> None:
+    def adopt(cls, component: tf.Variable, device_value: DeviceValue, replica: int) -> None:
         """Turns a plain variable into the host's side of `device_value`."""
         control_flow.WATCH_VARIABLE.around(_watched)
         device_value.mark()
@@ -85,12 +84,12 @@ class HostVariable(variables.ResourceVariable):
         component._replica_engine = (device_value, replica)
 
     @classmethod
-    def device_value(cls, component: Any) -> tuple[DeviceValue, int] | None:
+    def device_value(cls, component: object) -> tuple[DeviceValue, int] | None:
         """The device value and replica that `adopt` was given for this variable; None for any other variable."""
         return component._replica_engine if isinstance(component, cls) else None
 
     @classmethod
-    def release(cls, component: Any) -> None:
+    def release(cls, component: HostVariable) -> None:
         """Turns it back into a plain variable with the newest value. A later `adopt` assumes that it was written to."""
         device_value, _ = component._replica_engine
         device_value.host_may_write()
@@ -99,7 +98,7 @@ class HostVariable(variables.ResourceVariable):
         del component._replica_engine
 
     @classmethod
-    def used(cls, component: Any, writes: bool) -> None:
+    def used(cls, component: HostVariable, writes: bool) -> None:
         """Called before a function runs that has captured the handle of what was a plain variable then."""
         component._check_access()
         device_value, _ = component._replica_engine
@@ -155,11 +154,13 @@ class HostVariable(variables.ResourceVariable):
         """The host's device; known without a read of the value."""
         return self._replica_engine[0].handles[self._replica_engine[1]].device
 
-    def _lazy_read(self, op: Any) -> Any:
+    def _lazy_read(self, op: tf.Operation) -> object:
         """TensorFlow's hook for the result of an assignment. In eager mode the usual result goes stale."""
         return self if tf.executing_eagerly() else super()._lazy_read(op)
 
-    def _export_to_saved_model_graph(self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any) -> list:
+    def _export_to_saved_model_graph(
+        self, object_map: object, tensor_map: MutableMapping[object, object], options: object, **kwargs: object
+    ) -> list[object]:
         """TensorFlow's hook for saving. The objects that functions hold instead of the handle are saved as it."""
         resources = super()._export_to_saved_model_graph(object_map, tensor_map, options, **kwargs)
         device_value, replica = self._replica_engine

@@ -80,11 +80,11 @@ def outside(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "initial_value": _Computation(name).value(value)}
 
 
-def _called_outside(fn: Callable[[], Any], name: str, dtype: Any) -> Callable[[], Any]:
+def _called_outside(fn: Callable[[], object], name: str, dtype: tf.DType | None) -> Callable[[], object]:
     """An initial value as a function, for eager mode. If `fn` uses tensors of the body, it is called in their graph."""
     graph = variables.graph()
 
-    def call() -> Any:
+    def call() -> object:
         try:
             value = fn()
         except (TypeError, ValueError) as error:

@@ -26,13 +26,17 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.process import scoped
+from replica_engine.xla.corrected_ops import Attribute
+
+Along = tuple[str, ...] | None
+"""The axes along which a dimension is divided; None if each device has all of it."""
 
 _PHILOX, _AUTO_SELECT = 1, 3  # tf.random.Algorithm; "auto_select" is Philox on CPUs and GPUs
 _ROUNDS, _MULTIPLIERS, _STEPS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)  # Salmon et al., 2011
@@ -55,7 +59,7 @@ _FORMATS = {
 }
 
 
-def replacement(kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+def replacement(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
     """What TensorFlow computes for a stateless random op; None if XLA's own is right.
 
     Args:
@@ -89,20 +93,20 @@ class Pieces(NamedTuple):
     parts: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
 
-    def are_of(self, shape: Any) -> bool:
+    def are_of(self, shape: Iterable[int] | None) -> bool:
         """Whether values of a shape (or None) can be drawn so: a device has each block whole or not at all."""
         if shape is None or self.shape != tuple(map(int, shape)):
             return False
         divides = all(size % count == 0 for size, count in zip(self.shape, self.parts, strict=True))
         return divides and self.split()[0][-1] % _GROUP == 0
 
-    def split(self) -> tuple[list[int], list[Any]]:
+    def split(self) -> tuple[list[int], list[Along]]:
         """The shape with each divided dimension as two, the devices and what each has, and the axes of its dimensions.
 
         Dimensions between those of devices are one: [before, devices, own] for one that is divided.
         """
         shape = [1]
-        axes: list[Any] = [None]
+        axes: list[Along] = [None]
         for size, count, by in zip(self.shape, self.parts, self.names, strict=True):
             if count > 1:
                 shape += [count, 1]
@@ -166,7 +170,7 @@ def _piecewise(kind: str, pieces: Pieces, key: tf.Tensor, counter: tf.Tensor, dt
     return tf.reshape(drawn, pieces.shape)
 
 
-def _cut(pieces: Pieces) -> tuple[list[int], list[Any], int, int]:
+def _cut(pieces: Pieces) -> tuple[list[int], list[Along], int, int]:
     """How a value is drawn: its shape, its axes, its dimension that is cut, and how many indices of that a piece has.
 
     If it is drawn in its own shape, XLA scales the numbers where they are. That takes a long dimension that is not
@@ -181,7 +185,7 @@ def _cut(pieces: Pieces) -> tuple[list[int], list[Any], int, int]:
     return whole, axes, along, max(1, length // count) * _unit(whole, along)
 
 
-def _longest(whole: Sequence[int], axes: Sequence[Any]) -> tuple[int, int]:
+def _longest(whole: Sequence[int], axes: Sequence[Along]) -> tuple[int, int]:
     """The dimension that can be cut into the most pieces, and into how many."""
     counts = [size // _unit(whole, axis) if axes[axis] is None else 0 for axis, size in enumerate(whole)]
     return counts.index(max(counts)), max(counts)
@@ -279,7 +283,7 @@ def _box_muller(integers: tf.Tensor, dtype: tf.DType) -> tuple[tf.Tensor, tf.Ten
 
 
 @functools.cache
-def _function() -> Any:
+def _function() -> tf.types.experimental.ConcreteFunction:
     """`_blocks` as a function that all graphs call, since to trace its loop takes longer than most layers do."""
     specs = [tf.TensorSpec([1], tf.uint64), tf.TensorSpec([2], tf.uint64), tf.TensorSpec([None], tf.int64)]
     with tf.init_scope(), xla_ops.xla_context():

@@ -12,7 +12,6 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +20,7 @@ from replica_engine._tf import variables
 from replica_engine._tf.graphs import replaced_ops, subgraphs, xla_ops
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.values import seeds
+from replica_engine.xla.corrected_ops import Attribute
 from replica_engine.xla.state import philox
 from replica_engine.xla.state.device_value import DeviceValue, home_of
 
@@ -41,10 +41,10 @@ class RandomState(DeviceValue):
         with tf.init_scope(), tf.device("CPU:0"):
             self._variable = variables.ResourceVariable([0, 0], dtype=tf.int64, trainable=False, name="random_state")
         super().__init__([variables.raw_handle(self._variable)], devices, None if same else _KEYS)
-        self._seeded: Any = self  # the object that `tf.random.set_seed` last made; `self` before the first seeding
+        self._seeded: object = self  # the object that `tf.random.set_seed` last made; `self` before the first seeding
         self._key = 0
         self._initial: tf.Variable | None = None
-        self._initial_seeded: Any = self
+        self._initial_seeded: object = self
 
     def array(self) -> Array:
         """The value on the devices; seeds it first if `tf.random.set_seed` was called since the last time."""
@@ -98,7 +98,7 @@ class RandomState(DeviceValue):
                 self._initial.assign(np.array([_signed(key), 0], np.int64))
         return variables.raw_handle(self._initial)
 
-    def replacement(self, kind: str, inputs: Sequence[Any], attribute: Callable[[str], Any]) -> list[tf.Tensor] | None:
+    def replacement(self, kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
         """The results of a new random op, drawn from this state; None if the op's own are right."""
         make = _STATELESS.get(kind)
         if make is None:
@@ -109,7 +109,7 @@ class RandomState(DeviceValue):
         own = tf.constant([_signed(attribute("seed2") * _MIX), 0], tf.int64)
         return [make(state + own, inputs, attribute)]
 
-    def drawn_by_each(self, inputs: Sequence[Any], first: tf.Tensor, size: int) -> list[tf.Tensor] | None:
+    def drawn_by_each(self, inputs: Sequence[tf.Tensor], first: tf.Tensor, size: int) -> list[tf.Tensor] | None:
         """What each replica reads of the state of a `tf.random.Generator` of the user's; None if all read the same.
 
         A generator of the scope has a state that TensorFlow divides among the replicas. Any other has one state for
@@ -149,7 +149,7 @@ def _categorical(seed: tf.Tensor, logits: tf.Tensor, count: tf.Tensor, dtype: tf
     return tf.argmax(tf.cast(logits, tf.float32)[:, tf.newaxis] + noise, axis=-1, output_type=dtype)
 
 
-_Make = Callable[[tf.Tensor, Sequence[Any], Callable[[str], Any]], tf.Tensor]
+_Make = Callable[[tf.Tensor, Sequence[tf.Tensor], Attribute], tf.Tensor]
 
 
 def _philox(kind: str) -> _Make:
