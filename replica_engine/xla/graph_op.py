@@ -37,7 +37,6 @@ from replica_engine.errors import (
     WorkerVersionError,
 )
 from replica_engine.errors.base import add_note
-from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.plans.absent import check_absent
 from replica_engine.pjrt.plans.plan import Plan
@@ -50,7 +49,7 @@ from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Launch
-from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
+from replica_engine.xla.stages.program_table import Entry, ProgramTable
 from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of
@@ -79,9 +78,9 @@ _OF_NO_BODY = (
 
 
 def call_with_numbers(
-    programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
+    programs: ProgramTable, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Like `call` with regrouped results, but Python floats among the arguments become tensors.
+    """Runs a function on all replicas, and regroups the results. Python floats among the arguments become tensors.
 
     If the body needs numbers, they are compiled in.
 
@@ -91,17 +90,17 @@ def call_with_numbers(
     the second trace; failures of the machine and of the job are raised at once. Integers are often shapes, axes and
     bounds, and numbers inside structures are settings: these are always compiled in.
     """
-    if not _floats_become_tensors(programs, source, args, kwargs):
-        arguments, shapes = source.arguments(args, kwargs, programs.devices.size)
-        warms = None if kwargs else args
-        return call(programs, source, arguments, shapes, grouped=True, warms=warms)
     with shutdown.running() if tf.executing_eagerly() else contextlib.nullcontext():
-        run = _with_tensors(programs, source, args, kwargs, functools.partial(_prepared, programs, source))
+        if _floats_become_tensors(programs, source, args, kwargs):
+            run = _with_tensors(programs, source, args, kwargs, functools.partial(_prepared, programs, source))
+        else:
+            arguments, shapes = source.arguments(args, kwargs, programs.devices.size)
+            run = _prepared(programs, source, arguments, shapes, args=None if kwargs else args)
         return run()
 
 
 def plan(
-    programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any], topology: str | None
+    programs: ProgramTable, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any], topology: str | None
 ) -> Plan:
     """What the program of such a call needs on each device; see `TPUStrategy.plan`. The program does not run."""
 
@@ -113,17 +112,17 @@ def plan(
                     f"{slot.name} has other shapes on some replicas. A plan is for one program: give every replica a "
                     "batch of the same size."
                 )
-        program = programs.find(source, arguments, shapes)
+        entry = programs.entry(source, arguments, shapes)
         static = [tuple(slot.shape) for slot in arguments.slots]
         if topology is None:
             try:
-                return _compiled_here(programs, program, static).plan()
+                return _compiled_here(programs, entry, static).plan()
             except ProgramError as error:
                 if error.plan is None:
                     raise
                 too_large: Plan = error.plan
                 return too_large
-        return program.lowered(static).compile(topology=topology)
+        return programs.lowered(entry, static).compile(topology=topology)
 
     if topology is not None:
         check_absent(topology, len(programs.devices.everywhere))  # before anything is traced
@@ -133,21 +132,21 @@ def plan(
         return planned(*source.arguments(args, kwargs, programs.devices.size))
 
 
-def _compiled_here(programs: ProgramCache, program: TracedProgram, static: Sequence[Shape]) -> Compiled:
+def _compiled_here(programs: ProgramTable, entry: Entry, static: Sequence[Shape]) -> Compiled:
     """The program, compiled for the devices that are there; with a limit, on another thread.
 
     Nothing can end a compile. After the limit it goes on, and a later call finds what came of it.
     """
     limit = programs.body.limits.timeout
-    name = program.lowered(static).program.name  # on this thread, on which the body is traced
+    name = programs.lowered(entry, static).program.name  # on this thread, on which the body is traced
     if limit is None:
-        return program.find(static)
+        return programs.compiled(entry, static)
     made: list[Compiled] = []
     failures: list[BaseException] = []
 
     def work() -> None:
         try:
-            made.append(program.find(static))
+            made.append(programs.compiled(entry, static))
         except BaseException as error:
             failures.append(error)
 
@@ -164,14 +163,7 @@ def _compiled_here(programs: ProgramCache, program: TracedProgram, static: Seque
     return made.pop()
 
 
-def call(
-    programs: ProgramCache,
-    source: FunctionSpec,
-    arguments: Arguments,
-    shapes: Shapes,
-    grouped: bool = False,
-    warms: Sequence[Any] | None = None,
-) -> Any:
+def call(programs: ProgramTable, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
     """Runs a function on all replicas: now, or whenever the graph under construction runs.
 
     Args:
@@ -179,51 +171,24 @@ def call(
         source: the function.
         arguments: its arguments.
         shapes: the shapes to trace it for.
-        grouped: whether the results are regrouped.
-        warms: the arguments that `call_again` will recognise; None if there are others besides.
 
     Returns:
-        For each replica, what the function returned; with `grouped`, all of it regrouped.
+        For each replica, what the function returned.
     """
-    if not tf.executing_eagerly():
-        results = _in_graph(programs, source, arguments, shapes)
-        return regroup(results, _RESULTS) if grouped else results
-    with shutdown.running():
-        shapes = soft_placement.add_caller(arguments, shapes)
-        program = programs.find(source, arguments, shapes)
-        slots = arguments.numpy()
-        columns = Launch(program.ready(slots))(slots).columns()
-        if warms is not None:
-            programs.keep_warm(source, warms, arguments, program)
-    return program.traced.grouped_results(columns) if grouped else program.traced.replicas_results(columns)
-
-
-def call_again(programs: ProgramCache, fn: Any, args: Sequence[Any]) -> tuple[Any] | None:
-    """Like `call_with_numbers`, for a call in eager mode that is like the last one of this function.
-
-    Returns:
-        A tuple with what the function returned, regrouped; None if this is not such a call, and nothing was done.
-    """
-    if thread_state.summary_state()[0] is not None:
-        return None
-    recalled = programs.recall(fn, args)
-    if recalled is None:
-        return None
-    program, compiled, slots = recalled
-    with shutdown.running():
-        columns = Launch(compiled)(slots).columns()
-    return (program.traced.grouped_results(columns),)
+    with shutdown.running() if tf.executing_eagerly() else contextlib.nullcontext():
+        results: list[Any] = _prepared(programs, source, arguments, shapes, grouped=False)()
+    return results
 
 
 def _floats_become_tensors(
-    programs: ProgramCache, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
+    programs: ProgramTable, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> bool:
     has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
-    return has_floats and source.signature is None and not programs.wants_numbers(source)
+    return has_floats and source.signature is None and not programs.function(source).wants_numbers
 
 
 def _with_tensors(
-    programs: ProgramCache,
+    programs: ProgramTable,
     source: FunctionSpec,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -246,7 +211,7 @@ def _with_tensors(
         prepared = None
     if prepared is None:
         prepared = prepare(*source.arguments(args, kwargs, size))
-        programs.note_numbers(source)
+        programs.function(source).wants_numbers = True
     return prepared
 
 
@@ -254,33 +219,39 @@ def _as_tensor(value: Any) -> Any:
     return tf.constant(value) if type(value) is float else value
 
 
-def _prepared(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Callable[[], Any]:
-    """Does the work of `call` with regrouped results except for running the body, which the returned function does."""
-    if tf.executing_eagerly():
-        shapes = soft_placement.add_caller(arguments, shapes)
-        program = programs.find(source, arguments, shapes)
-        slots = arguments.numpy()
-        compiled = program.ready(slots)
-        return lambda: program.traced.grouped_results(Launch(compiled)(slots).columns())
-    results = _in_graph(programs, source, arguments, shapes)
-    return lambda: regroup(results, _RESULTS)
+def _prepared(
+    programs: ProgramTable,
+    source: FunctionSpec,
+    arguments: Arguments,
+    shapes: Shapes,
+    grouped: bool = True,
+    args: Sequence[Any] | None = None,
+) -> Callable[[], Any]:
+    """Does the work of a call except for running the body, which the returned function does. For `args` see `entry`."""
+    if not tf.executing_eagerly():
+        results = _in_graph(programs, source, arguments, shapes)
+        return lambda: regroup(results, _RESULTS) if grouped else results
+    shapes = soft_placement.add_caller(arguments, shapes)
+    entry = programs.entry(source, arguments, shapes, args)
+    slots = arguments.numpy()
+    compiled = programs.ready(entry, slots)
+    results_of = entry.traced.grouped_results if grouped else entry.traced.replicas_results
+    return lambda: results_of(Launch(compiled)(slots).columns())
 
 
-def _in_graph(programs: ProgramCache, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
+def _in_graph(programs: ProgramTable, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
     check_mode()
     graph = tf.compat.v1.get_default_graph()
     run = TracedRun(None, None, None, calls.is_in_loop(graph), launches=True)
     calls.choose(graph, None, run, supervise)  # first: errors of the trace are those of replicas too
-    program = programs.trace(source, arguments, shapes)
-    traced = program.traced
+    entry = programs.trace(source, arguments, shapes)
+    traced = entry.traced
     traced.sums.check(arguments)
-    step = _Step(
-        programs.devices, program, [len(slot.values) for slot in arguments.slots], host_functions.host_program()
-    )
+    step = _Step(programs, entry, [len(slot.values) for slot in arguments.slots], host_functions.host_program())
     own, captured = arguments.shapes, [tensor.shape for tensor in traced.tensors]
     if all(shape.is_fully_defined() for shape in (*own, *captured)):
         # All shapes are known: compiled now, so that errors come before anything runs.
-        program.find(list(map(tuple, own)), list(map(tuple, captured)))
+        programs.compiled(entry, list(map(tuple, own)), list(map(tuple, captured)))
     size = programs.devices.size
     inputs = [tensor for slot in arguments.slots for tensor in slot.values] + traced.tensors
     flat = _add_op(step, inputs, [spec for spec in traced.outputs for _ in range(size)])
@@ -292,19 +263,18 @@ class _Step:
     """The work of the op: a traced body, compiled for each combination of shapes when it first occurs.
 
     Args:
-        devices: the devices it runs on.
-        program: the body.
+        programs: what compiles it.
+        entry: the body.
         counts: for each slot, how many values it has: one, or N.
         around: the host function that the op is in.
     """
 
-    def __init__(
-        self, devices: DeviceGroup, program: TracedProgram, counts: list[int], around: host_functions.HostProgram
-    ):
-        self.devices = devices
-        self.traced = program.traced
-        self._program = program
-        held = [device_value_of(handle, devices) for handle in program.traced.handles]
+    def __init__(self, programs: ProgramTable, entry: Entry, counts: list[int], around: host_functions.HostProgram):
+        self.devices = programs.devices
+        self.traced = entry.traced
+        self._programs = programs
+        self._entry = entry
+        held = [device_value_of(handle, self.devices) for handle in self.traced.handles]
         self.device_values = [each for each in held if isinstance(each, DeviceValue)]
         self._counts = counts
         # The state that host calls inherit, such as the summary writer: it is traced in, as in any tf.function.
@@ -318,7 +288,7 @@ class _Step:
         for number in self._counts:
             slots.append(rest[:number])
             del rest[:number]
-        launch = Launch(self._program.ready(slots, rest))
+        launch = Launch(self._programs.ready(self._entry, slots, rest))
         with self.devices.in_flight:
             self._around.before_run(self.device_values)
             columns: Any  # arrays

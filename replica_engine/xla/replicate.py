@@ -18,7 +18,7 @@ from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.signature.stand_ins import with_values
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program_cache import ProgramCache
+from replica_engine.xla.stages.program_table import ProgramTable
 
 Inputs = Sequence[Sequence[Any]]
 """A list over replicas of lists of arguments."""
@@ -96,7 +96,7 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
     return programs.trace(FunctionSpec.of(fn), arguments, arguments.shapes).traced.lower()
 
 
-def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, ProgramCache]:
+def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, ProgramTable]:
     if in_body() is not None:
         raise InputsError(
             "A replicated body cannot be replicated again. Call the function directly. To combine values of only "
@@ -114,8 +114,8 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Progra
     return Arguments.of_inputs(None, devices.size), _programs(devices)
 
 
-def _programs(devices: DeviceGroup) -> ProgramCache:
+def _programs(devices: DeviceGroup) -> ProgramTable:
     if devices.programs is None:
-        devices.programs = ProgramCache(devices)
-    cache: ProgramCache = devices.programs
-    return cache
+        devices.programs = ProgramTable(devices)
+    programs: ProgramTable = devices.programs
+    return programs

@@ -140,15 +140,15 @@ def test_threads_reduce_once_in_k_steps(jit):
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_a_program_has_its_collectives_in_the_branch_of_the_update(monkeypatch):
     from replica_engine import TPUStrategy
-    from replica_engine.xla.stages.program_cache import ProgramCache
+    from replica_engine.xla.stages.program_table import ProgramTable
 
-    texts, own = [], ProgramCache.executable
+    texts, own = [], ProgramTable.executable
 
     def executable(self, text, lowered, devices):
         texts.append(text)
         return own(self, text, lowered, devices)
 
-    monkeypatch.setattr(ProgramCache, "executable", executable)
+    monkeypatch.setattr(ProgramTable, "executable", executable)
     strategy = TPUStrategy(num_cores=2)
     for k, outside in ((4, 0), (None, 2)):
         with strategy.scope():

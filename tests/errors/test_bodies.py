@@ -16,7 +16,7 @@ from replica_engine.errors import (
 )
 from replica_engine.errors.programs import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
 from replica_engine.pjrt import cpu_rewrites
-from replica_engine.xla.stages import program_cache, saved_programs
+from replica_engine.xla.stages import program_table, saved_programs
 
 lower = importlib.import_module("replica_engine.xla.stages.lower")  # `xla.lower` is the function
 
@@ -87,7 +87,7 @@ def test_a_loop_that_lets_a_value_grow():
 
 @pytest.fixture
 def _few_traces(monkeypatch):
-    monkeypatch.setattr(program_cache, "MANY_TRACES", 3)
+    monkeypatch.setattr(program_table, "MANY_TRACES", 3)
 
 
 @pytest.mark.usefixtures("_few_traces")

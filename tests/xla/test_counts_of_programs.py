@@ -415,6 +415,21 @@ def loops_that_call_the_host(strategy):
     return [loop(strategy, step, *each) for each in ((TWO,), (TWO,), (TWO, 3))]
 
 
+@counts((2, 1, 1, 2), (0, 0, 0, 2))
+def loops_that_call_a_function_of_their_own(strategy):
+    seen = []
+
+    @xla.returns(None)
+    def note(x):
+        seen.append(float(x))
+
+    def step(context, x):
+        xla.outside_compilation(note, x)
+        context.set_last_step_output("x", tf.reduce_sum(x))
+
+    return [loop(strategy, step, ONE)] * 2
+
+
 @counts((1, 1, 1, 2), (0, 0, 0, 2))
 def loops_of_strings(strategy):
     def step(context, x):

@@ -9,7 +9,7 @@ import tensorflow as tf
 import replica_engine
 from replica_engine import xla
 from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.stages.program_cache import ProgramCache
+from replica_engine.xla.stages.program_table import ProgramTable
 
 ONE = tf.constant([1.0])
 
@@ -177,16 +177,16 @@ def test_a_name_that_another_thread_binds_during_a_call(monkeypatch):
     rate = 3.0
     assert result() == 3.0
     rate = 1.0
-    find = ProgramCache._find
+    by_key = ProgramTable._by_key
 
     def interrupted(self, *args):
         nonlocal rate
-        program = find(self, *args)
+        entry = by_key(self, *args)
         rate = 2.0
-        return program
+        return entry
 
     with monkeypatch.context() as patched:
-        patched.setattr(ProgramCache, "_find", interrupted)
+        patched.setattr(ProgramTable, "_by_key", interrupted)
         assert result() == 1.0
     assert result() == result() == 2.0
 

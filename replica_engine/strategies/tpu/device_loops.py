@@ -21,7 +21,7 @@ from replica_engine.strategies.tpu import workers
 from replica_engine.xla.context import BodyReplicaContext
 from replica_engine.xla.loop.device_loop import run_loop
 from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.stages.program_cache import ProgramCache
+from replica_engine.xla.stages.program_table import ProgramTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LoopSettings:
             256, as long as they take no more than half a megabyte on a replica. On TPUs and GPUs it means
             three, or up to 384 that take no more than 12 MiB.
         context_class: the class of the context that collects what a step passes out.
-        programs: the cache that keeps the compiled programs; None takes the strategy's.
+        programs: the table that keeps the compiled programs; None takes the strategy's.
     """
 
     iterations: int | None = None
@@ -47,7 +47,7 @@ class LoopSettings:
     spread: bool = True
     prefetch: int | None = None
     context_class: type[MultiStepContext] = MultiStepContext
-    programs: ProgramCache | None = None
+    programs: ProgramTable | None = None
 
     def checked(self, strategy: tf.distribute.Strategy) -> LoopSettings:
         """Fills in the number of iterations and checks the settings.
@@ -70,7 +70,7 @@ class LoopSettings:
 
 def run_steps(
     strategy: tf.distribute.Strategy,
-    programs: ProgramCache,
+    programs: ProgramTable,
     fn: Callable[..., object],
     iterator: object,
     settings: LoopSettings,
@@ -79,7 +79,7 @@ def run_steps(
 
     Args:
         strategy: the strategy whose replicas run the steps.
-        programs: the strategy's cache of compiled programs.
+        programs: the strategy's table of programs.
         fn: a step, called with a `MultiStepContext` and a batch.
         iterator: the iterator of a dataset, distributed or not, or any iterable; it yields the batches.
         settings: how the steps run.

@@ -22,7 +22,7 @@ from replica_engine.process.freed_memory import freed_memory_returned
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.stages.launch import Launch
-from replica_engine.xla.stages.program_cache import ProgramCache
+from replica_engine.xla.stages.program_table import ProgramTable
 from replica_engine.xla.state.philox import Pieces, in_pieces
 
 LARGE = 1 << 23
@@ -56,15 +56,15 @@ class InitialValue:
             return tf.convert_to_tensor(self._make(), self._dtype)
 
 
-def made(programs: ProgramCache, value: InitialValue) -> Array | None:
+def made(programs: ProgramTable, value: InitialValue) -> Array | None:
     """The value on the devices; None if it must be made on the host."""
     try:
-        traced = programs.trace(FunctionSpec(value, autograph=False), Arguments((), {}, programs.devices.size), ())
-        graph, (output,) = traced.traced.graph, traced.traced.outputs
-        has_state = traced.traced.handles or any(map(subgraphs.is_stateful, graph.get_operations()))
+        entry = programs.trace(FunctionSpec(value, autograph=False), Arguments((), {}, programs.devices.size), ())
+        graph, (output,) = entry.traced.graph, entry.traced.outputs
+        has_state = entry.traced.handles or any(map(subgraphs.is_stateful, graph.get_operations()))
         if has_state or tuple(output.shape) != value.shape:
             return None
-        compiled = traced.find([])
+        compiled = programs.compiled(entry, [])
     except (LoweringError, CaptureError, tf.errors.OpError, TypeError, ValueError):
         return None  # the host makes it, or raises what the user should see
     # Returns when the program has run, on CPU devices.

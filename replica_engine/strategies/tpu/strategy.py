@@ -20,7 +20,7 @@ from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
-from replica_engine.process import pool
+from replica_engine.process import pool, shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.strategies import accumulation
 from replica_engine.strategies.backend import HostSide, OnBackend, has_backend
@@ -40,11 +40,12 @@ from replica_engine.xla import own_values, shared_sums
 from replica_engine.xla.analysis.differences import is_equal_everywhere
 from replica_engine.xla.body import LaunchLimits, check_mode, in_body
 from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf, use_own_values
-from replica_engine.xla.graph_op import call_again, call_with_numbers
+from replica_engine.xla.graph_op import call_with_numbers
 from replica_engine.xla.graph_op import plan as plan_call
 from replica_engine.xla.resolver import PjrtClusterResolver
 from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.stages.program_cache import ProgramCache
+from replica_engine.xla.stages.launch import Launch
+from replica_engine.xla.stages.program_table import ProgramTable
 from replica_engine.xla.state.host_variable import handles_compared
 
 
@@ -84,10 +85,10 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         self._same_random = same_random
         self.variable_table = VariableTable(devices.mesh.axes if devices.mesh else ())
         name = type(strategy).__name__
-        self._programs = ProgramCache(
+        self._programs = ProgramTable(
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
         )
-        self.initial_programs = self._programs.beside()
+        self.initial_programs = self._programs.for_owner()
         self.random_numbers = self._programs.body.random  # for checkpoints
         host = distribute.resolve("CPU:0")
         super().__init__(strategy, [host] * devices.size, QuietReduction())
@@ -104,26 +105,26 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         check_not_forked()
         return self.run_of(self._programs, fn, args, kwargs)
 
-    def run_of(self, programs: ProgramCache, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        """Like `strategy.run`, with a program cache of the caller (see `own_programs`)."""
+    def run_of(self, programs: ProgramTable, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        """Like `strategy.run`, with a table of programs of the caller (see `own_programs`)."""
         source, size = FunctionSpec.of(fn), self.device_group.size
         # In eager mode no code below needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
             return call_with_numbers(programs, source, args, kwargs)
 
-    def result_specs(self, programs: ProgramCache, fn: Callable[..., Any], args: Any) -> list[tf.TensorSpec]:
+    def result_specs(self, programs: ProgramTable, fn: Callable[..., Any], args: Any) -> list[tf.TensorSpec]:
         """The specs of the tensors that `run_of` would return on a replica; the function is traced and does not run."""
         source, size = FunctionSpec.of(fn), self.device_group.size
         with self._container_strategy().scope():
             arguments, shapes = source.arguments(spread(args, size, "args"), {}, size)
             return list(programs.trace(source, arguments, shapes).traced.outputs)
 
-    def run_again(self, fn: Callable[..., Any], args: Any, programs: ProgramCache | None = None) -> tuple[Any] | None:
-        """Runs a function in eager mode, outside all scopes, whose last call was like this one; see `call_again`.
+    def run_again(self, fn: Callable[..., Any], args: Any, programs: ProgramTable | None = None) -> tuple[Any] | None:
+        """Runs a function in eager mode, outside all scopes, whose last call was like this one.
 
         What is checked in every other call was checked in that one. A subclass may run functions in another way.
-        With a program cache of the caller, this is the quick half of `run_of`.
+        With a table of programs of the caller, this is the quick half of `run_of`.
         """
         if type(self) is not TPUExtended or not tf.executing_eagerly() or in_body() is not None:
             return None
@@ -132,7 +133,13 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         if not isinstance(args, (list, tuple)):
             return None  # nothing has checked them yet
         check_not_forked()
-        return call_again(programs or self._programs, fn, args)
+        found = (programs or self._programs).last(fn, args)
+        if found is None:
+            return None
+        compiled, slots = found
+        with shutdown.running():
+            columns = Launch(compiled)(slots).columns()
+        return (compiled.program.traced.grouped_results(columns),)
 
     @contextlib.contextmanager
     def _in_replica_context(self) -> Iterator[None]:
@@ -172,9 +179,9 @@ class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.Mi
         """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""
         return variables.host_side_of(variable)
 
-    def own_programs(self) -> ProgramCache:
-        """A new program cache for `run_of` or `run_steps`, which the strategy does not keep alive."""
-        return self._programs.beside()
+    def own_programs(self) -> ProgramTable:
+        """A new table of programs for `run_of` or `run_steps`, which the strategy does not keep alive."""
+        return self._programs.for_owner()
 
     def experimental_run_steps_on_iterator(
         self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None

@@ -74,7 +74,7 @@ class OverWorkers:
         """
         of_this: Any = self
         reducer = _reducer(reduction, calling_line()[0])
-        programs = of_this.__dict__.setdefault("_reductions", of_this._programs.beside())  # each shape is a trace
+        programs = of_this.__dict__.setdefault("_reductions", of_this._programs.for_owner())  # each shape is a trace
         if isinstance(value, distribute.DistributedVariable):
             value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
         elif not isinstance(value, distribute.DistributedValues):

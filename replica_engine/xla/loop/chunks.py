@@ -71,7 +71,6 @@ class ChunkBody:
 
     Attributes:
         stacked: how many dimensions of an argument come before those of a batch.
-        was_traced: whether it was traced; False if an equal program was found in the cache.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class ChunkBody:
         self.__name__ = source.name
         self.made_of = source.fn  # has the line
         self.stacked = 0 if calls_host else 1
-        self.was_traced = False
         self._fn = source.fn
         self._step: Any = step
         self._rebuild: Any = like.rebuild
@@ -104,7 +102,6 @@ class ChunkBody:
         Raises:
             StepCallsHost: the step calls the host, which was not known.
         """
-        self.was_traced = True
         # Traced separately first, since a loop must know in advance what its body returns.
         step = tf.function(self._flat, autograph=False).get_concrete_function(*self._specs)
         for index, output in enumerate(step.outputs):

@@ -26,9 +26,9 @@ from replica_engine.xla import soft_placement
 from replica_engine.xla.loop.batches import BatchReader
 from replica_engine.xla.loop.chunks import ChunkBody, Chunks, StepCallsHost, arguments_like
 from replica_engine.xla.loop.prefetch import InputQueue, Prefetcher
-from replica_engine.xla.signature.arguments import Arguments
+from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.stages.program_cache import ProgramCache, TracedProgram
+from replica_engine.xla.stages.program_table import Entry, ProgramTable
 
 _MOST_STEPS = 128  # the most steps of a launch
 _MOST_BYTES = 1 << 18  # the most bytes of a replica's part of a chunk; it is sent whole, however few its steps
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 def run_loop(
-    programs: ProgramCache,
+    programs: ProgramTable,
     source: FunctionSpec,
     mode: Any,
     step: Callable[[Callable[..., Any], Any, dict[str, Any]], Any],
@@ -63,7 +63,7 @@ def run_loop(
     """Runs up to `iterations` steps.
 
     Args:
-        programs: the cache to compile with.
+        programs: the table to compile with.
         source: the function that is one step.
         mode: anything else that the trace depends on; hashable.
         step: takes the function, and the args and kwargs of a batch; calls the function. What it returns is, for the
@@ -82,34 +82,28 @@ def run_loop(
     shapes = [_shape(slot, source.name, programs.body.moves_ops) for slot in arguments.slots]
     specs = tuple(tf.TensorSpec(shape, slot.dtype) for slot, shape in zip(arguments.slots, shapes, strict=True))
     reader = BatchReader(first, arguments, source.name, pulls)
-    key = ("device loop", mode, programs.key(source), arguments.key, tuple(shapes))
     # With a limit nothing shows that a launch makes progress, and a single step may be as slow as the limit allows.
     alone = programs.body.limits.timeout is not None
 
-    def traced(calls_host: bool) -> tuple[TracedProgram, list[list[np.ndarray]], int, int]:
+    def program_for(calls_host: bool) -> _Program:
         at_once = 2 if devices.has_queue and prefetch != 1 and not calls_host else 1
         most = 1 if alone or calls_host else _chunk(specs, prefetch, devices.has_queue or devices.mesh, at_once)
         body = ChunkBody(source, step, arguments, specs, calls_host)
+        declared = ("device loop", mode, arguments.key, tuple(shapes), most, calls_host)
         given = Arguments(arguments_like(specs, most, devices.size, calls_host), {}, devices.size, numbers=True)
         count = len(given.slots)
-        program = _found(programs, source, body, (*key, most, calls_host), given)
-        return program, given.numpy()[count:], most, at_once
+        of_all = soft_placement.add_caller(given, given.shapes)
+        call = FunctionSpec(body, autograph=False, declared=declared, step=source), given, of_all
+        return _Program(body, call, given.numpy()[count:], most, at_once, calls_host)
 
-    calls_host = programs.calls_host(key) or any(spec.dtype == tf.string for spec in specs)
-    try:
-        program, others, most, at_once = traced(calls_host)
-    except StepCallsHost:
-        programs.note_host_calls(key)
-        calls_host = True
-        program, others, most, at_once = traced(calls_host)
+    entry, program = _found(programs, program_for, any(spec.dtype == tf.string for spec in specs))
+    most, at_once, calls_host = program.most, program.at_once, program.calls_host
     # As many as are ahead of the running step, besides those on the devices.
     queue = InputQueue(max((prefetch or (at_once + 1) * most) - at_once * most + 1, 1))
     queue.put(reader.parts(first, 0))
-    prefetcher = Prefetcher(queue, reader, rest, iterations, program.traced.body.name)
-    lead = () if calls_host else (most,)
-    counted = () if calls_host else ((),)
-    compiled = program.find([*counted, *((*lead, *shape) for shape in shapes), *(each[0].shape for each in others)])
-    chunks, failed = Chunks(compiled, queue, specs, others, most, at_once, calls_host), None
+    prefetcher = Prefetcher(queue, reader, rest, iterations, programs.body.name)
+    compiled = programs.compiled(entry, list(map(tuple, program.call[2])))
+    chunks, failed = Chunks(compiled, queue, specs, program.others, most, at_once, calls_host), None
     try:
         try:
             with compiled.writing():
@@ -125,7 +119,7 @@ def run_loop(
         if not (calls_host and chunks.made and _is_of_host_call(error)):
             raise
         failed = error
-    return Outcome(chunks.made, program.traced.replicas_results(chunks.columns), failed or prefetcher.error)
+    return Outcome(chunks.made, entry.traced.replicas_results(chunks.columns), failed or prefetcher.error)
 
 
 def _is_of_host_call(error: Exception) -> bool:
@@ -133,22 +127,39 @@ def _is_of_host_call(error: Exception) -> bool:
     return isinstance(error, HostResultError | HostAccessError) or not isinstance(error, ReplicaEngineError)
 
 
-def _found(
-    programs: ProgramCache, source: FunctionSpec, body: ChunkBody, key: tuple, arguments: Arguments
-) -> TracedProgram:
-    """The program of a loop, traced now or before."""
-    shapes = soft_placement.add_caller(arguments, arguments.shapes)
+class _Program(NamedTuple):
+    """The program of a chunk, as it is looked for.
 
-    def of_loop() -> FunctionSpec:
-        declared = (*key[:2], programs.key(source), *key[3:], arguments.key)
-        return FunctionSpec(body, autograph=False, declared=declared)
+    Attributes:
+        body: its body.
+        call: the body as a function, arguments like those that it gets, and their shapes.
+        others: values of its parameters behind those of the batches.
+        most: the most batches in a chunk.
+        at_once: the most chunks on the devices.
+        calls_host: whether it is for a step that calls the host, so that a chunk is one step.
+    """
 
-    program = programs.find(of_loop(), arguments, shapes)
-    if body.was_traced:  # now it is known which functions in the step run on the host, which changes the step's key
-        programs.learn(source, program)
-        programs.keep(of_loop(), arguments, program)
-    body.forget()
-    return program
+    body: ChunkBody
+    call: tuple[FunctionSpec, Arguments, Shapes]
+    others: list[list[np.ndarray]]
+    most: int
+    at_once: int
+    calls_host: bool
+
+
+def _found(programs: ProgramTable, program_for: Callable[[bool], _Program], calls_host: bool) -> tuple[Entry, _Program]:
+    """The trace of a loop, made now or before. Only a trace tells that a step calls the host."""
+    sought = found = program_for(calls_host)
+    try:
+        entry = programs.entry(*sought.call)
+        if not calls_host and not entry.traced.stacked:
+            found = program_for(True)
+    except StepCallsHost:
+        found = program_for(True)
+        entry = programs.entry(*found.call)
+        programs.file(*sought.call, entry)  # the next loop finds that the step calls the host
+    found.body.forget()
+    return entry, found
 
 
 def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None, is_sent: Any, at_once: int) -> int:

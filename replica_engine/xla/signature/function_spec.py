@@ -34,6 +34,7 @@ class FunctionSpec:
         signature: the specs of its arguments that it was declared with, or None.
         declared: identifies the `tf.function` that it was taken from; None if there was none.
         returns_tensors: whether numbers and strings that it returns become tensors, as those of a `tf.function` do.
+        step: if it is a loop, what the loop calls; what that uses decides whether two loops are the same.
     """
 
     fn: Callable[..., Any]
@@ -42,6 +43,7 @@ class FunctionSpec:
     signature: Any = None
     declared: Any = None
     returns_tensors: bool = False
+    step: FunctionSpec | None = None
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> FunctionSpec:
@@ -63,11 +65,14 @@ class FunctionSpec:
 
     @property
     def code(self) -> Any:
-        """The code object of the function; for a callable without Python code, the callable itself."""
+        """Equal for functions with one code; for a callable without Python code, for itself."""
+        if self.step is not None:
+            return self.step.code
         fn: Any = self.fn
         while isinstance(fn, (MethodType, functools.partial)):
             fn = fn.__func__ if isinstance(fn, MethodType) else fn.func
-        return getattr(fn, "__code__", fn)
+        code = getattr(fn, "__code__", None)
+        return code if isinstance(code, CodeType) else self.declared or ById(fn)
 
     def key(self, hosts: Hosts) -> Any:
         """Hashable; equal for functions that would be traced to the same graph.
@@ -75,6 +80,8 @@ class FunctionSpec:
         Args:
             hosts: the code of functions in it that run on the host; what only they use does not affect the key.
         """
+        if self.step is not None:
+            return self.declared, self.step.key(hosts)
         return function_key(self.fn, hosts) if self.declared is None else self.declared
 
     def used(self, hosts: Hosts) -> list[Any] | None:

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from replica_engine._tf import distribute
-from replica_engine._tf.eager import EagerTensor, described, shape_of
+from replica_engine._tf.eager import EagerTensor, described
 from replica_engine.xla.signature.arguments import Arguments, is_viewed
-
-
-class _Slot(NamedTuple):
-    """A positional argument.
-
-    Attributes:
-        values: how many values it has: one tensor for all replicas, or one for each.
-        described: the dtype and the shape of each.
-        shape: the shape of each.
-    """
-
-    values: int
-    described: tuple[Any, tuple[int, ...]]
-    shape: tuple[int, ...]
 
 
 class Warm:
     """Positional arguments that are all tensors, one for all replicas or one for each.
 
+    Args:
+        slots: for each argument, how many values it has, and the dtype and the shape of each of them.
+
     Attributes:
-        slots: the arguments.
+        shapes: the shape of each argument.
     """
 
-    def __init__(self, slots: Sequence[_Slot]):
-        self.slots = slots
+    def __init__(self, slots: Sequence[tuple[int, tuple[Any, tuple[int, ...]]]]):
+        self._slots = slots
+        self.shapes = tuple(shape for _, (_, shape) in slots)
 
     @classmethod
     def of(cls, args: Sequence[Any], arguments: Arguments) -> Warm | None:
@@ -54,20 +44,20 @@ class Warm:
             kinds = set(map(described, values))
             if len(kinds) > 1:
                 return None
-            slots.append(_Slot(len(values), kinds.pop(), shape_of(values[0])))
+            slots.append((len(values), kinds.pop()))
         return cls(slots)
 
     def values(self, args: Sequence[Any]) -> list[list[np.ndarray]] | None:
         """The values of arguments like these, as arrays; None if the arguments are not like these."""
-        if type(args) is not tuple or len(args) != len(self.slots):
+        if type(args) is not tuple or len(args) != len(self._slots):
             return None
         found = []
-        for value, slot in zip(args, self.slots, strict=True):
+        for value, (count, kind) in zip(args, self._slots, strict=True):
             values = _values(value)
-            if len(values) != slot.values:
+            if len(values) != count:
                 return None
             for each in values:
-                if type(each) is not EagerTensor or described(each) != slot.described:
+                if type(each) is not EagerTensor or described(each) != kind:
                     return None
             found.append(list(map(np.asarray, values)))  # what `view` does with these dtypes
         return found

@@ -5,7 +5,7 @@
 - `program`: the data that the later stages need. `results`: the results of a launch as tensors, and how often each
   stage ran.
 - `compiled`: the program, compiled for devices. `launch`: one run of the program.
-- `program_cache`: finds bodies that are already traced, lowered and compiled.
+- `program_table`: finds bodies that are already traced, lowered and compiled.
 - `saved_programs`: programs in a folder, for later processes.
 - `uneven`: shares of different shapes, where each replica has its own program.
 """

@@ -1,0 +1,477 @@
+"""The table of programs: a function that was traced, lowered and compiled once is found again here.
+
+A call is compared with the last one of its function by identity (`last`), before anything is taken apart. Any other
+call is found by its key (`entry`), or is traced. What was found is compiled for each combination of shapes when it
+first occurs (`compiled`), and dropped when something that its key names by identity has died (`forget`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import operator
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from types import CellType, FunctionType
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import thread_state
+from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
+from replica_engine.errors.base import warning
+from replica_engine.pjrt import cpu_rewrites
+from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.plans.plan import Memory
+from replica_engine.values.structure import ById, by_id
+from replica_engine.xla import hooks
+from replica_engine.xla.body import Body, LaunchLimits
+from replica_engine.xla.host_calls.call import CallOrder
+from replica_engine.xla.signature.arguments import Arguments, Shapes
+from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts, used_objects
+from replica_engine.xla.signature.warm import Warm, is_one
+from replica_engine.xla.stages.body_graph import of_any_size
+from replica_engine.xla.stages.compiled import Compiled
+from replica_engine.xla.stages.launch import Launchable, Slots
+from replica_engine.xla.stages.lower import Lowered
+from replica_engine.xla.stages.results import Shape
+from replica_engine.xla.stages.trace import Enter, Traced, trace
+from replica_engine.xla.stages.uneven import Uneven
+from replica_engine.xla.state.random_numbers import RandomState
+
+_logger = logging.getLogger("replica_engine")
+
+MANY_TRACES = 8
+"""The number of traces of one function after which the table warns."""
+
+MOST_PROGRAMS = 256
+"""How many functions, and traces of each, a table keeps: the most recently used."""
+
+_MOST_UNUSED = 16  # executables that are kept for the next model of the same shapes when no trace uses them
+_MOST_SHAPES = 64  # programs of one trace
+
+V = TypeVar("V")
+
+
+class ProgramTable:
+    """The programs for one group of devices.
+
+    A function is found by its code, and a trace of it by what the function uses (its key) and by everything in its
+    arguments except the values of tensors. Executables are found by the text of the program, so that functions with the
+    same program share an executable. An executable that calls the host belongs to the functions that it calls.
+
+    Args:
+        devices: the devices to compile for.
+        enter: makes the context manager around a body while it is traced.
+        same_random: whether random ops draw the same numbers on all replicas.
+        most: how many entries to keep.
+        body: the state that the bodies share; None makes a new one.
+        warns: whether to warn when one function is traced often.
+        name: the name of the strategy that runs the bodies, for timelines.
+        limits: how long a launch may take.
+        soft_placement: as for `Body`.
+
+    Attributes:
+        devices: the devices.
+        body: the state that the bodies share.
+    """
+
+    def __init__(
+        self,
+        devices: DeviceGroup,
+        enter: Enter = contextlib.nullcontext,
+        same_random: bool = False,
+        most: int = MOST_PROGRAMS,
+        body: Body | None = None,
+        warns: bool = True,
+        name: str = "xla",
+        limits: LaunchLimits | None = None,
+        soft_placement: bool | None = None,
+    ):
+        hooks.install()
+        self.devices = devices
+        self._enter = enter
+        self._warns = warns
+        self.body = body or Body(
+            devices.replicas,
+            RandomState(devices, same_random),
+            CallOrder(devices),
+            name,
+            limits,
+            soft_placement,
+            devices.size,
+            devices.mesh,
+            devices.spans,
+        )
+        self._functions: LastUsed[_Function] = LastUsed(most)
+        self._executables: weakref.WeakValueDictionary[Hashable, Executable] = weakref.WeakValueDictionary()
+        self._last_executables: deque[Executable] = deque(maxlen=min(most, _MOST_UNUSED))
+        self._died: deque[_Watch] = deque()
+        self._most = most
+        self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """The collectives of the most recent launches."""
+        return launch_records(self.body.launches, self.devices.names, self.body.KEPT)
+
+    def last_memory(self) -> Memory | None:
+        """What the program that was launched last needs, if it is still kept; None before the first."""
+        found = None if self.body.last_program is None else self.body.last_program()
+        return None if found is None else found.memory()
+
+    def for_owner(self) -> ProgramTable:
+        """A table for the functions of an object such as a model, with which it goes. It shares this one's `Body`."""
+        return ProgramTable(self.devices, self._enter, body=self.body, warns=False)
+
+    def last(self, fn: object, args: Sequence[Any]) -> tuple[Compiled, Slots] | None:
+        """The program for a call in eager mode, and the values of its slots, if the call is like the last one.
+
+        A warm launch spends most of its time around the program. So this compares objects by identity, and tensors by
+        dtype and shape, before anything is taken apart.
+
+        Args:
+            fn: the function.
+            args: its positional arguments; there are no others.
+
+        Returns:
+            None if the call must be looked at closely.
+        """
+        if type(fn) is not FunctionType or thread_state.summary_state()[0] is not None:
+            return None
+        if self._died:
+            self.forget()
+        function = self._functions.get(fn.__code__)
+        last = None if function is None else function.last
+        warm = None if last is None else last.warm
+        if last is None or warm is None or last.moves_ops != self.body.moves_ops:
+            return None
+        slots = warm.values(args)
+        if slots is None or not last.uses(used_objects(fn, last.hosts)):
+            return None
+        if any(is_one(args[index]) for index in last.entry.traced.sums.slots):
+            return None  # an error, perhaps
+        compiled = last.entry.compiled.get((warm.shapes, ()))
+        return None if compiled is None else (compiled, slots)
+
+    def entry(
+        self, source: FunctionSpec, arguments: Arguments, shapes: Shapes, args: Sequence[Any] | None = None
+    ) -> Entry:
+        """The trace for a call in eager mode, made now if there is none.
+
+        Args:
+            source: the function.
+            arguments: its arguments.
+            shapes: the shapes to trace it for.
+            args: the arguments by which `last` will recognise such a call; None if there are others besides.
+        """
+        if self._died:
+            self.forget()
+        function = self.function(source)
+        used, last, moves_ops = source.used(function.hosts), function.last, self.body.moves_ops
+        if last is not None and last.serves(used, arguments.key, shapes, moves_ops):
+            entry = last.entry
+            entry.traced.sums.check(arguments)
+        else:
+            entry, last = self._by_key(function, source, arguments, shapes), None
+            entry.traced.sums.check(arguments)
+            if used is not None:
+                made = _Last(used, function.hosts, arguments.key, shapes, moves_ops, entry)
+                if made.uses(source.used(function.hosts)):
+                    last = function.last = made
+        if last is not None and args is not None:
+            last.warm = Warm.of(args, arguments)
+        return entry
+
+    def _by_key(self, function: _Function, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Entry:
+        with self._lock:
+            kind = source.key(function.hosts), arguments.key
+            if (known := function.kinds.get(kind)) is not None:
+                shapes = known.widened(shapes, source.reduce_retracing)
+            entry = function.traces.get(self._signature(kind, shapes))
+            if entry is None:
+                self._warn_of_many(function, source)
+                entry = self.trace(source, arguments, shapes)
+                # What runs on the host is known now: what only that uses is not part of the key.
+                function.hosts |= entry.traced.host_calls.codes
+                function.last = None
+                if entry.sparse:
+                    entry = self.trace(source, arguments, entry.widened(shapes))
+                self.file(source, arguments, entry.shapes, entry)
+            return entry
+
+    def file(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes, entry: Entry) -> None:
+        """Files a trace under the key of a call, until something that the key names by identity has died."""
+        with self._lock:
+            function = self.function(source)
+            kind = source.key(function.hosts), arguments.key
+            signature = self._signature(kind, shapes)
+            function.traces.put(signature, entry)
+            if source.reduce_retracing or entry.sparse:
+                function.kinds.put(kind, entry)
+            for value in [each.value() for each in by_id((source.code, signature))]:
+                with contextlib.suppress(TypeError):  # a type without weak references; `ById` keeps such objects alive
+                    watch = _Watch(value, self._died.append)
+                    watch.code, watch.signature = source.code, signature
+                    entry.watches.append(watch)
+
+    def _signature(self, kind: tuple[Any, Any], shapes: Shapes) -> tuple[Any, ...]:
+        return (*kind, tuple(map(_hashable, shapes)), self.body.moves_ops)
+
+    def forget(self) -> None:
+        """Drops the traces of objects that have died; in a later call, if another thread is at work on the table."""
+        if not self._lock.acquire(blocking=False):  # a warm call never waits for a trace of another thread
+            return
+        dropped = []  # they go when the lock is free
+        try:
+            while self._died:
+                watch = self._died.popleft()
+                function = self._functions.get(watch.code)
+                if function is None:
+                    continue
+                dropped.append(entry := function.traces.drop(watch.signature))
+                dropped.append(function.kinds.drop(watch.signature[:2]))
+                if function.last is not None and function.last.entry is entry:
+                    function.last = None
+                if any(each.value() is None for each in by_id(watch.code)):
+                    self._functions.drop(watch.code)
+        finally:
+            self._lock.release()
+        for entry in filter(None, dropped):
+            entry.traced.forget()
+
+    def function(self, source: FunctionSpec) -> _Function:
+        """What is known of all functions with the code of this one."""
+        code = source.code
+        found = self._functions.get(code)
+        if found is None:
+            with self._lock:
+                found = self._functions.get(code) or _Function(self._most)
+                self._functions.put(code, found)
+        return found
+
+    def _warn_of_many(self, function: _Function, source: FunctionSpec) -> None:
+        function.times += source.step is None
+        if function.times == MANY_TRACES and self._warns:
+            text = (
+                f"`{source.name}` has been traced {function.times} times, and most traces are compiled. It is traced "
+                "again for new shapes and dtypes, for new Python values among its arguments (pass tensors: "
+                "tf.constant(count)), and for a new function object that closes over other objects (pass these objects "
+                "as arguments)."
+            )
+            _logger.warning(warning("many_traces", text))
+
+    def trace(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Entry:
+        """Traces a function, whether or not the table has a trace. The trace is not filed."""
+        return Entry(trace(source, arguments, shapes, self.body, self._enter), shapes)
+
+    def ready(self, entry: Entry, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Launchable:
+        """Compiles what a `Launch` with these arguments needs, and returns it.
+
+        Compiling takes locks that another thread may hold while it waits for a program to end. So this must never be
+        called while programs are kept waiting (`DeviceGroup.in_flight`).
+        """
+        sparse = entry.traced.sparse_slots
+        if any(
+            value.shape != values[0].shape
+            for index, values in enumerate(slots)
+            if index not in sparse
+            for value in values[1:]
+        ):
+            lower = functools.partial(self.lowered, entry)
+            return Uneven(self.devices, entry.traced, lower, self.executable, slots, captured)
+        shapes = [
+            tuple(of_any_size(values[0].shape)) if index in sparse else values[0].shape
+            for index, values in enumerate(slots)
+        ]
+        return self.compiled(entry, shapes, None if captured is None else [value.shape for value in captured])
+
+    def compiled(self, entry: Entry, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
+        """The program for arguments, and captured tensors of an outer graph, of these shapes."""
+        key = (tuple(shapes), tuple(captured or ()))
+        compiled = entry.compiled.get(key)
+        if compiled is None:
+            lowered = self.lowered(entry, shapes, captured)
+            executable = self.executable(lowered.as_text(), lowered, self.devices)
+            compiled = Compiled(lowered.program, self.devices, executable)
+            entry.compiled.put(key, compiled)
+        return compiled
+
+    def lowered(self, entry: Entry, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Lowered:
+        """The body lowered for these shapes."""
+        key = (tuple(shapes), tuple(captured or ()))
+        lowered = entry.lowered.get(key)
+        if lowered is None:
+            lowered = entry.traced.lower(shapes, captured)
+            entry.lowered.put(key, lowered)
+        return lowered
+
+    def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
+        """Compiles the text of a lowered program, or finds the executable in the table."""
+        calls = lowered.traced.host_calls
+        owner = ById(calls) if calls.calls else None
+        key = (text, tuple(lowered.program.results), devices.devices, owner, cpu_rewrites.enabled())
+        with self._lock:
+            executable: Executable | None = self._executables.get(key)
+            if executable is None:
+                executable = self._executables[key] = lowered.executable(text, devices)
+                if owner is None:
+                    self._last_executables.append(executable)
+            return executable
+
+
+class LastUsed(Generic[V]):
+    """A dictionary that keeps only the most recently used values."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._values: OrderedDict[Hashable, V] = OrderedDict()
+        self._lock = threading.RLock()  # reentrant: comparing keys may run the garbage collector
+
+    def get(self, key: Hashable) -> V | None:
+        """The value of a key, or None. Counts as a use."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def put(self, key: Hashable, value: V) -> None:
+        """Sets the value of a key."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+
+    def drop(self, key: Hashable) -> V | None:
+        """Removes a key. Returns its value, or None."""
+        with self._lock:
+            return self._values.pop(key, None)
+
+
+@dataclass(eq=False)
+class Entry:
+    """A traced body, with its programs.
+
+    Attributes:
+        traced: the body.
+        shapes: the shapes of the slots that it was traced for.
+        sparse: the slots of sparse arguments that were to stay on the host.
+        lowered: what was lowered, by the shapes of slots and of captured tensors of an outer graph.
+        compiled: the programs, by the same.
+        watches: weak references to what its key names; they live as long as the trace.
+    """
+
+    traced: Traced
+    shapes: Shapes
+    sparse: frozenset[int] = field(init=False)
+    lowered: LastUsed[Lowered] = field(default_factory=lambda: LastUsed(_MOST_SHAPES))
+    compiled: LastUsed[Compiled] = field(default_factory=lambda: LastUsed(_MOST_SHAPES))
+    watches: list[_Watch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sparse = self.traced.sparse_slots
+
+    def widened(self, shapes: Shapes, reduce_retracing: bool = False) -> Shapes:
+        """The shapes to trace for in place of others: one trace serves sparse arguments of any size on the host.
+
+        With `reduce_retracing`, they fit all calls so far; they are those of this trace if it serves the shapes.
+        """
+        if reduce_retracing:
+            shapes = tuple(
+                before if before.is_compatible_with(shape) else before.most_specific_compatible_shape(shape)
+                for before, shape in zip(self.shapes, shapes, strict=True)
+            )
+        return tuple(of_any_size(shape) if index in self.sparse else shape for index, shape in enumerate(shapes))
+
+
+class _Watch(weakref.ref):
+    """A weak reference that knows which trace uses its object.
+
+    It calls `append` of a deque when the object dies: the garbage collector may find that in any thread, under any
+    lock, so no Python may run then.
+    """
+
+    __slots__ = ("code", "signature")
+    code: Hashable
+    signature: tuple[Any, ...]
+
+
+class _Last:
+    """The last call of a function: a call with the very same objects need not be looked up by its key.
+
+    It does not keep the objects alive that the function uses, where their types have weak references.
+
+    Args:
+        used: the objects that the function uses.
+        hosts: what is known to run on the host, which decides what it uses.
+        key: the key of the arguments.
+        shapes: their shapes.
+        moves_ops: as in `Body`.
+        entry: the trace.
+
+    Attributes:
+        warm: the arguments, if `ProgramTable.last` may recognise them.
+    """
+
+    def __init__(self, used: list[Any], hosts: Hosts, key: Any, shapes: Shapes, moves_ops: bool, entry: Entry):
+        self.hosts = hosts
+        self.moves_ops = moves_ops
+        self.entry = entry
+        self.warm: Warm | None = None
+        self._key = key
+        self._shapes = shapes
+        self._ids = list(map(id, used))
+        self._kept: list[Any] = []
+        self._weak: list[weakref.ref] = []
+        for value in used:
+            try:
+                self._weak.append(weakref.ref(value))
+            except TypeError:
+                if type(value) is not CellType:  # a cell that counts is kept by the trace, which a host function is in
+                    self._kept.append(value)
+
+    def uses(self, objects: list[Any] | None) -> bool:
+        """Whether these are the very same objects; tracing and other threads may bind names to others.
+
+        Equal addresses say so only while the objects from before are alive.
+        """
+        if objects is None or list(map(id, objects)) != self._ids:
+            return False
+        return not any(map(operator.is_, [ref() for ref in self._weak], itertools.repeat(None)))
+
+    def serves(self, used: list[Any] | None, key: Any, shapes: Shapes, moves_ops: bool) -> bool:
+        """Whether the trace is the one for a call."""
+        return self.uses(used) and key == self._key and shapes == self._shapes and moves_ops == self.moves_ops
+
+
+class _Function:
+    """What a table knows of all functions with one code.
+
+    Attributes:
+        hosts: the code of functions in it that run on the host, as far as is known.
+        times: how often it was traced.
+        wants_numbers: whether it cannot be compiled with tensors instead of Python numbers.
+        last: the last call in eager mode.
+        traces: its traces, by what it uses, the key of the arguments, their shapes, and whether ops move to the host.
+        kinds: for calls of which one trace may serve several shapes, the newest trace, by the first two of these.
+    """
+
+    def __init__(self, most: int):
+        self.hosts: Hosts = frozenset()
+        self.times = 0
+        self.wants_numbers = False
+        self.last: _Last | None = None
+        self.traces: LastUsed[Entry] = LastUsed(most)
+        self.kinds: LastUsed[Entry] = LastUsed(most)
+
+
+def _hashable(shape: tf.TensorShape) -> tuple[int | None, ...] | None:
+    return None if shape.rank is None else tuple(shape)
