@@ -229,6 +229,12 @@ def sparse_arguments(strategy):
     return calls_of(strategy, lambda x: body(x) * 2.0, (sparse(0, 1),), (sparse(2, 3),), (sparse(0, 1, 2),))
 
 
+@counts(TWICE, AGAIN, NEW, AGAIN)
+def sparse_arguments_beside_others(strategy):
+    given = [(sparse(0), TWO), (sparse(1, 2), TWO), (sparse(1), TWO[:1]), (sparse(0, 1, 2), TWO[:1])]
+    return calls_of(strategy, lambda x, y: tf.sparse.to_dense(x) * 2.0 + y, *given)
+
+
 @counts(NEW, AGAIN, NEW)
 def ragged_arguments(strategy):
     return calls_of(

@@ -201,7 +201,7 @@ class ProgramTable:
                 # What runs on the host is known now: what only that uses is not part of the key.
                 function.hosts |= entry.traced.host_calls.codes
                 function.last = None
-                if entry.sparse:
+                if entry.sparse and entry.widened(shapes) != shapes:
                     entry = self.trace(source, arguments, entry.widened(shapes))
                 self.file(source, arguments, entry.shapes, entry)
             return entry
