@@ -4,8 +4,9 @@ A hook is declared where its module is imported, and changes nothing there. The 
 needs it, installs it. `hooks` lists all that are declared: docs/in_your_process.md shows them to users, and the tests
 look up each. A function that goes around another passes on to it wherever no strategy of this library is concerned.
 
-One function of ours stands at each attribute, whatever number of hooks go around it. So a name that a program has for
-it serves hooks that are installed later, and their order does not depend on which strategy came first.
+One function stands at each attribute, whatever number of hooks go around it. So a name that a program has for it serves
+hooks that are installed later, and their order does not depend on which strategy came first. It calls the content of a
+cell, and that is all that another hook changes.
 
 TensorFlow or Keras may have put a handler of errors around a function: a filter of tracebacks, or a dispatch. A program
 may have a name of its own for such a function (`fit = keras.Model.fit`), or a bound method. So the function stays, and
@@ -58,12 +59,12 @@ class Hook:
     def __init__(self, owner: str, name: str, *, why: str, since: str, until: str, order: int = 0):
         self.owner, self.name, self.order = owner, name, order
         self.why, self.since, self.until = why, since, until
-        self.call: Callable[..., object] | None = None
+        self.call: Callable[..., Any] | None = None
         with _lock:
             self._place = _places.setdefault((owner, name), _Place(owner, name))
             _declared.append(self)
 
-    def around(self, call: Callable[..., object]) -> None:
+    def around(self, call: Callable[..., Any]) -> None:
         """Calls `call(original, *args, **kwargs)` wherever the function is called; does nothing a second time.
 
         Does nothing either until the module of the owner is imported, or if this version has no such attribute.
@@ -79,7 +80,7 @@ class Hook:
                 place.hooks = sorted([*place.hooks, self], key=lambda each: each.order)
             place.install()
 
-    def put(self, make: Callable[[Any], object]) -> None:
+    def put(self, make: Callable[[Any], Any]) -> None:
         """Replaces what is no function, such as a tuple or a descriptor, or adds what is not there.
 
         Does nothing until the module of the owner is imported.
@@ -124,14 +125,14 @@ class _Place:
 
     def __init__(self, owner: str, name: str):
         self._owner_name, self._name = owner, name
-        self._owner: object = None
+        self._owner: Any = None
         self.hooks: list[Hook] = []
         self.original: Any = None
-        self._ours: Callable[..., object] | None = None
-        self._around_ours: object = None  # a function of another library that calls ours
-        self._called: list[Callable[..., object]] = []  # what ours calls
+        self._stands: Any = None  # what calls the content of the cell: a handler of errors, or a function of ours
+        self._around: Any = None  # a function of another library that calls that one
+        self._cell = types.CellType()
 
-    def owner(self) -> object:
+    def owner(self) -> Any:
         """The class or module; None until its module is imported."""
         if self._owner is None:
             self._owner = _imported(self._owner_name)
@@ -145,51 +146,55 @@ class _Place:
 
     def is_in_place(self) -> bool:
         """Whether the attribute calls the hooks, as far as that is known without a search."""
-        present = self.present()
-        return present is self._ours or present is self._around_ours
+        there = getattr(self.owner(), self._name, None)
+        return there is self._stands or there is self._around
 
     def install(self) -> None:
-        """Puts the function there that calls all hooks."""
-        present = self.present()
-        if present is None:
+        """Makes the attribute call all hooks."""
+        there = getattr(self.owner(), self._name, None)
+        if there is None:
             return
-        is_there = self._ours is not None and (present is self._ours or _has(present, self._ours))
-        called = self.original if is_there else present
+        if self._stands is not None and (there is self._stands or _has(there, self._stands)):
+            self._around = there
+        else:
+            self._stand_at(there)
+        called = self.original
         for call in (each.call for each in self.hooks if each.call is not None):
             called = functools.partial(call, called)
-        if is_there:
-            self._called[0], self._around_ours = called, present
-            return
-        self.original, self._called = present, [called]
-        self._ours = _calling(self._called, present)
-        cell = _cell_of(getattr(self._owner, self._name))
+        self._cell.cell_contents = functools.update_wrapper(called, self.original)
+
+    def _stand_at(self, there: Any) -> None:
+        """Finds the cell of the handler at the attribute; without a handler, puts a function there that has one."""
+        cell = _cell_of(there)
+        self.original = there if cell is None else cell.cell_contents
         if cell is None:
-            setattr(self._owner, self._name, self._ours)
-        else:
-            cell.cell_contents = self._ours
+            cell = types.CellType(there)
+            there = _calling(cell, there)
+            setattr(self._owner, self._name, there)
+        self._stands, self._cell = there, cell
 
 
-def _calling(called: list[Callable[..., object]], original: Callable[..., object]) -> Callable[..., object]:
+def _calling(cell: types.CellType, original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
-    def replacement(*args: object, **kwargs: object) -> object:
-        return called[0](*args, **kwargs)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return cell.cell_contents(*args, **kwargs)
 
     return replacement
 
 
-def _imported(name: str) -> object:
+def _imported(name: str) -> Any:
     """A module, or a class in one, if its module is imported; else None."""
     module, parts = name, list[str]()
     while module and module not in sys.modules:
         module, _, last = module.rpartition(".")
         parts.insert(0, last)
-    found: object = sys.modules.get(module)
+    found: Any = sys.modules.get(module)
     for part in parts:
         found = getattr(found, part, None)
     return found
 
 
-def _cell_of(function: object) -> types.CellType | None:
+def _cell_of(function: Any) -> types.CellType | None:
     """What has the function that a handler of errors calls; None for a function without a handler."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or cells is None or _HANDLED not in code.co_freevars:
@@ -200,9 +205,9 @@ def _cell_of(function: object) -> types.CellType | None:
     return cell
 
 
-def _has(function: object, ours: object) -> bool:
+def _has(function: Any, ours: Any) -> bool:
     """Whether a function of another library has ours at hand, and so calls it."""
-    near: list[object] = [function]
+    near = [function]
     for _ in range(3):  # one around the other
         near = [inner for each in near for inner in _at_hand(each)]
         if any(each is ours for each in near):
@@ -210,7 +215,7 @@ def _has(function: object, ours: object) -> bool:
     return False
 
 
-def _at_hand(function: object) -> Iterator[object]:
+def _at_hand(function: Any) -> Iterator[Any]:
     """The functions that another one, a partial one or a method has at hand."""
     yield from (getattr(function, name) for name in ("__wrapped__", "func", "__func__") if hasattr(function, name))
     if isinstance(function, types.FunctionType):
