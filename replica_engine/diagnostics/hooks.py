@@ -1,6 +1,7 @@
 """Where both backends look on while TensorFlow works: what serves errors about replicas.
 
-On a thread that runs a replica, each wrapper calls TensorFlow's function unchanged.
+On a thread that runs a replica, each wrapper calls TensorFlow's function unchanged; but for calls of a `tf.function`,
+where replicas on threads may have to merge.
 """
 
 from __future__ import annotations
@@ -29,10 +30,24 @@ def install() -> None:
     calls.install()
 
 
-def _call(original: Callable[..., object], self: object, *args: object, **kwargs: object) -> object:
+def install_nested(call: Callable[..., object]) -> None:
+    """Has `call(original, function, *args, **kwargs)` make the calls of a `tf.function` by a replica on a thread.
+
+    One function of ours stands around each call of a `tf.function`, whichever backends the program uses.
+    """
+    global _nested
+    _nested = call
+
+
+_nested: Callable[..., object] | None = None
+
+
+def _call(original: Callable[..., object], self: Any, *args: object, **kwargs: object) -> object:
     """A call of a `tf.function`, whose errors may be those of replicas in it."""
+    if function.is_inlining():
+        return self.python_function(*args, **kwargs)
     if current_replica() is not None:
-        return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs) if _nested is None else _nested(original, self, *args, **kwargs)
     notes = calls.notes
     try:
         result = original(self, *args, **kwargs)

@@ -54,15 +54,20 @@ from replica_engine._tf.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, OUTSID
 _FuncGraph: Any = tf.__internal__.FuncGraph
 
 
-def _hook(owner: str, name: str, since: str, why: str, order: int = 0) -> Hook:
-    return Hook(f"tensorflow.python.{owner}", name, why=why, since=since, until=OUTSIDE, order=order)
+def _hook(owner: str, name: str, since: str, why: str) -> Hook:
+    return Hook(f"tensorflow.python.{owner}", name, why=why, since=since, until=OUTSIDE)
 
 
 _FUNCTION = "eager.polymorphic_function.polymorphic_function.Function"
 _CUSTOM_GRADIENT = "ops.custom_gradient", "_graph_mode_decorator"
 
-CALL = _hook(_FUNCTION, "__call__", FIRST, "errors of replicas in a tf.function show the lines of the user")
-"""What both backends need: it serves errors."""
+CALL = _hook(
+    _FUNCTION,
+    "__call__",
+    FIRST,
+    "errors of replicas in a tf.function show the lines of the user; merge calls in a nested tf.function",
+)
+"""What both backends need: it serves errors, and replica threads."""
 
 FREED_GRADIENT = _hook(*_CUSTOM_GRADIENT, FIRST_COMPILED, "compiled bodies can be freed")
 WATCH_VARIABLE = _hook(
@@ -98,7 +103,6 @@ TRIAL = _hook(
     "the same, with variables undefined before it",
 )
 WHILE_STATEMENT = _hook("autograph.operators", "while_stmt", FIRST_THREADS, "merge calls in the condition of a `while`")
-NESTED_CALL = _hook(_FUNCTION, "__call__", FIRST_THREADS, "merge calls in a nested tf.function", order=1)
 INITIALIZE = _hook(_FUNCTION, "_initialize", FIRST_THREADS, "a first call of a nested tf.function that is left")
 VECTORIZE = _hook(
     "ops.parallel_for.control_flow_ops",

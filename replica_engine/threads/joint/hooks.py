@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import control_flow, function
+from replica_engine.diagnostics import hooks
 from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
@@ -32,7 +33,7 @@ def install() -> None:
     control_flow.TRIAL.around(_trial)
     control_flow.WHILE_STATEMENT.around(_while_stmt)
     control_flow.convert_with_hooks()
-    control_flow.NESTED_CALL.around(_call)
+    hooks.install_nested(_call)
     control_flow.INITIALIZE.around(_initialize)
     control_flow.VECTORIZE.around(_vectorize)
     control_flow.CUSTOM_GRADIENT.around(_custom_gradient)
@@ -147,9 +148,7 @@ def _while_stmt(original: Callable[..., Any], test: Callable[[], Any], *rest: An
 
 
 def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of a `tf.function`."""
-    if function.is_inlining():
-        return self.python_function(*args, **kwargs)
+    """A call of a `tf.function` by a replica."""
     context = _context()
     if context is None or control_flow.runs_eagerly(self):
         return original(self, *args, **kwargs)
