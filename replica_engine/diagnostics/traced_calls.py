@@ -24,7 +24,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from replica_engine._tf import collectives, thread_state
@@ -48,8 +48,8 @@ _LOOK = 0.003  # seconds between two looks at a step that is about to be cancell
 
 
 def supervise(graph: Any, runs: Sequence[TracedRun]) -> calls.Supervise:
-    """What makes the calls of a function; see `calls.choose`."""
-    return _Function(graph, runs)
+    """What begins the calls of a function; see `calls.choose`."""
+    return functools.partial(_Call, _Function(graph, runs))
 
 
 class _Function:
@@ -68,17 +68,14 @@ class _Function:
         draws = self.timeout is not None and waiting.draws(self.graph())
         return draws or waiting.calls_python(self.graph())
 
-    def __call__(self, execute: calls.Execute) -> Any:
-        return _Call(self)(execute)
-
 
 class _Call:
     """One call of the function."""
 
-    def __init__(self, function: _Function):
+    def __init__(self, function: _Function, manager: Any):
         self._function = function
         self._places = Whereabouts(function.runs)
-        self._manager = calls.manager()
+        self._manager = manager
         self._is_over = False
         self._woken: threading.Event | None = None  # the call has ended, or is cancelled
         self._wait = Wait(
@@ -90,7 +87,7 @@ class _Call:
             progress=self._places.moved,
         )
 
-    def __call__(self, execute: calls.Execute) -> Any:
+    def __call__(self, execute: Callable[[], Any]) -> Any:
         places = self._places
         is_watched = not places.launches and (places.marked or not places.loops)  # else it may be a whole epoch
         if is_watched:
@@ -99,7 +96,8 @@ class _Call:
         if tells_others:
             describe_replicas(self._places.brief)
         try:
-            result = self._drawn(execute) if timeline.recording() else self._made(execute)
+            make = self._apart if self._function.may_stay and self._can_be_left() else self._here
+            result = self._drawn(make, execute) if timeline.recording() else make(execute)
             collectives.ended()  # here too: a concrete function may be called without its tf.function
             return result
         except BaseException as error:
@@ -113,31 +111,26 @@ class _Call:
                 self._wait.__exit__(None, None, None)
             self._wait.error = None  # whose traceback has this frame
 
-    def _drawn(self, execute: calls.Execute) -> Any:
+    def _drawn(self, make: Callable[..., Any], execute: Callable[[], Any]) -> Any:
         since = time.time()
         try:
-            return self._made(execute)
+            return make(execute)
         finally:
             for run in self._function.runs:
                 if run.marks is not None and not run.loops:
                     draw(run.marks, since)
 
-    def _made(self, execute: calls.Execute) -> Any:
-        if self._function.may_stay and self._can_be_left():
-            return self._apart(execute)
-        return self._here(execute)
-
     def _can_be_left(self) -> bool:
         return self._manager is not None and (self._function.timeout is not None or interrupts.reach_this_thread())
 
-    def _here(self, execute: calls.Execute) -> Any:
+    def _here(self, execute: Callable[[], Any]) -> Any:
         """Makes the call on this thread."""
         try:
             if self._manager is None:
-                return execute(None)
+                return execute()
             # On Ctrl-C, while the main thread is inside TensorFlow, it is called on another thread.
             with signals.heard_at_once(lambda: self._cancel_between_updates(KeyboardInterrupt())):
-                return execute(self._manager)
+                return execute()
         except BaseException as error:
             self._is_over = True
             ended_by = self._wait.error
@@ -150,7 +143,7 @@ class _Call:
                 collectives.ended()  # TensorFlow was not told to stop, so the step has come to its end before Ctrl-C
             raise
 
-    def _apart(self, execute: calls.Execute) -> Any:
+    def _apart(self, execute: Callable[[], Any]) -> Any:
         """Makes the call on another thread, which this one leaves if it does not come back."""
         woken = self._woken = threading.Event()
         done = threading.Event()
@@ -161,7 +154,7 @@ class _Call:
         def work() -> None:
             try:
                 with thread_state.enter_device_policy(policy):
-                    outcome.append(execute(self._manager))
+                    outcome.append(execute())
             except BaseException as error:
                 failures.append(error)
             finally:

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
+from tensorflow.python.eager import cancellation, context
 
 from replica_engine import MirroredStrategy
 from replica_engine._tf.graphs import calls
@@ -95,7 +95,7 @@ def test_gradients_through_a_function_are_those_of_one_device():
 
 def made(own):
     """The context of a function whose calls cannot be ended."""
-    return calls._Context(own, calls.LIGHT, lambda execute: execute(None))
+    return calls._Context(own, calls.LIGHT, lambda manager: lambda execute: execute())
 
 
 class TestContext:
@@ -105,7 +105,8 @@ class TestContext:
     def own(self):
         own = context.context()
         before = own.function_call_options
-        yield own
+        with cancellation.CancellationManagerContext(cancellation.CancellationManager()):
+            yield own
         own.function_call_options = before
 
     def test_options_that_are_set_during_the_call_stay(self, own, monkeypatch):

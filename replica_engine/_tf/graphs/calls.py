@@ -15,9 +15,10 @@ watches the call, and can cancel it. Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 
@@ -49,20 +50,11 @@ OFF = "off"
 LEVELS = (OFF, LIGHT, FULL)
 """From the least work to the most. Where strategies of different levels share a function, the most counts."""
 
+Supervise = Callable[[Any], Callable[[Callable[[], Any]], Any]]
+"""Begins a call. It takes the `CancellationManager` that can end the call, or None for a call that nothing can end.
 
-class Execute(Protocol):
-    """Makes a call of a function; may be called on any thread."""
-
-    def __call__(self, manager: Any) -> Any:
-        """Calls the function.
-
-        Args:
-            manager: the `CancellationManager` that can end the call; None for a call that nothing can end.
-        """
-
-
-Supervise = Callable[[Execute], Any]
-"""Makes a call, and returns what it returned."""
+It returns what makes the call: a function that takes the call, which may be made on any thread, and returns its result.
+"""
 
 _LEVEL = "_replica_engine_optimizer"
 _RUNS = "_replica_engine_traced_runs"
@@ -100,8 +92,8 @@ def choose(graph: Any, level: str | None, run: Any, supervise: Callable[[Any, Se
         graph: the graph in which replicas are about to run.
         level: how much Grappler does to the functions; None leaves it to TensorFlow.
         run: what `supervise` needs to know of these replicas.
-        supervise: takes the graph of a function and the `run` of all replicas in it; what it returns makes each call of
-            the function from eager code.
+        supervise: takes the graph of a function and the `run` of all replicas in it; what it returns begins each call
+            of the function from eager code.
     """
     note_replicas(graph)
     for each in variables.function_graphs(graph):
@@ -142,7 +134,7 @@ class _Context(StandIn):
     Args:
         own: the context.
         level: one of `LEVELS`.
-        supervise: makes each call.
+        supervise: begins each call.
     """
 
     def __init__(self, own: Any, level: str, supervise: Supervise):
@@ -157,20 +149,22 @@ class _Context(StandIn):
 
     def call_function(self, name: bytes, tensor_inputs: Sequence[Any], num_outputs: int) -> Any:
         """Calls a function in eager mode."""
-        own = self._own
+        own, ends = self._own, manager()
+        call = self._supervise(ends)
         options = self._options(own.function_call_options)
-        place = _Place(own)
+        uncut = functools.partial(self._with_options, options, name, tensor_inputs, num_outputs)
+        if ends is None:
+            return call(uncut)
+        attributes = tuple(itertools.chain(*options.as_attrs().items()))
+        execute = functools.partial(execute_with_cancellation, name.decode(), num_outputs, tensor_inputs, attributes)
+        execute = functools.partial(execute, _Place(own), ends)
+        if own.op_callbacks:
+            execute = functools.partial(self._shown, uncut, execute)
+        return call(execute) or None
 
-        def execute(manager: Any) -> Any:
-            if manager is None or own.op_callbacks:  # a debugger of ops sees only calls that cannot be ended
-                return self._with_options(options, name, tensor_inputs, num_outputs)
-            attributes = tuple(itertools.chain(*options.as_attrs().items()))
-            outputs = execute_with_cancellation(
-                name.decode(), num_outputs, tensor_inputs, attributes, place, cancellation_manager=manager
-            )
-            return outputs or None
-
-        return self._supervise(execute)
+    def _shown(self, uncut: Callable[[], Any], execute: Callable[[], Any]) -> Any:
+        """A debugger of ops is one of a thread, and sees only calls that cannot be ended."""
+        return uncut() if self._own.op_callbacks else execute()
 
     def _with_options(self, options: FunctionCallOptions, *call: Any) -> Any:
         own, given = self._own, self._own.function_call_options
