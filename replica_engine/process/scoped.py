@@ -1,17 +1,17 @@
-"""A value for the time of a `with` block; the one before it comes back however the block ends."""
+"""A value for the time of a `with` block; the one before it comes back however the block ends.
+
+No generators: these blocks are around each step, and an interrupt has no line more to come at than in a `finally`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
-@contextlib.contextmanager
-def attribute(owner: object, name: str, value: T) -> Iterator[T]:
+class attribute(Generic[T]):
     """Inside, an attribute has a value, which the block gets; afterwards the one before, or None if there was none.
 
     Args:
@@ -19,19 +19,32 @@ def attribute(owner: object, name: str, value: T) -> Iterator[T]:
         name: the attribute.
         value: its value.
     """
-    before = getattr(owner, name, None)
-    setattr(owner, name, value)
-    try:
-        yield value
-    finally:
-        setattr(owner, name, before)
+
+    __slots__ = ("_before", "_name", "_owner", "_value")
+
+    def __init__(self, owner: object, name: str, value: T):
+        self._owner, self._name, self._value = owner, name, value
+
+    def __enter__(self) -> T:
+        self._before = getattr(self._owner, self._name, None)
+        setattr(self._owner, self._name, self._value)
+        return self._value
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._owner, self._name, self._before)
 
 
-@contextlib.contextmanager
-def variable(which: contextvars.ContextVar[Any], value: T) -> Iterator[T]:
+class variable(Generic[T]):
     """Inside, a context variable has a value, which the block gets."""
-    token = which.set(value)
-    try:
-        yield value
-    finally:
-        which.reset(token)
+
+    __slots__ = ("_token", "_value", "_which")
+
+    def __init__(self, which: contextvars.ContextVar[Any], value: T):
+        self._which, self._value = which, value
+
+    def __enter__(self) -> T:
+        self._token = self._which.set(self._value)
+        return self._value
+
+    def __exit__(self, *_: object) -> None:
+        self._which.reset(self._token)
