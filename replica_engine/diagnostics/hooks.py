@@ -7,6 +7,7 @@ where replicas on threads may have to merge.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from replica_engine._tf import collectives, value_methods
 from replica_engine._tf.eager import is_replaced_interrupt
