@@ -91,7 +91,7 @@ VALUE = _VALUE
 """The name of a variable's value among what an object saves."""
 
 T = TypeVar("T")
-Path = str | os.PathLike[str]
+Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 Read = Callable[[], tf.Tensor | None]
 
 
@@ -222,7 +222,7 @@ def _written(
     saves: Saves,
     original: Callable[..., object],
     self: tf.train.Checkpoint,
-    file_prefix: Path,
+    file_prefix: str | os.PathLike[str],
     options: tf.train.CheckpointOptions | None = None,
 ) -> object:
     if not tf.executing_eagerly() or not saves.concerns(self):
@@ -263,7 +263,7 @@ class _Helper:
     def __init__(self, saves: Saves, checkpoint: tf.train.Checkpoint):
         self._saves, self._checkpoint = saves, weakref.ref(checkpoint)
 
-    def save(self, file_prefix: Path, options: tf.train.CheckpointOptions | None) -> object:
+    def save(self, file_prefix: object, options: tf.train.CheckpointOptions | None) -> object:
         with scoped.variable(_asynchronously, True):
             return self._synchronous().save(file_prefix, _synchronous(options))
 

@@ -17,7 +17,7 @@ import functools
 import itertools
 import numbers
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -255,7 +255,7 @@ class _Check:
     _outputs_of_layers.gives_rows = True  # type: ignore[attr-defined]
 
 
-def _logged(logs: dict[str, float], where: str, step: int | None = None) -> Iterator[Numbers]:
+def _logged(logs: Mapping[str, np.ndarray | float], where: str, step: int | None = None) -> Iterator[Numbers]:
     """The losses and the metrics among the logs of a step."""
     for kind in ("loss", "metric"):
         of_kind = {key: value for key, value in logs.items() if (key.split("_")[-1] == "loss") == (kind == "loss")}
