@@ -60,6 +60,11 @@ class _Function:
         self.runs = runs
         self.timeout = min((run.timeout for run in runs if run.timeout is not None), default=None)
         self.warn_after = min((run.warn_after for run in runs if run.warn_after is not None), default=None)
+        self.launches = all(run.launches for run in runs)
+        self.loops = any(run.loops for run in runs)
+        self.marked = all(run.marks is not None for run in runs)
+        # A loop without marks may be a whole epoch.
+        self.is_watched = not self.launches and (self.marked or not self.loops)
         self.graph = weakref.ref(graph)
 
     @functools.cached_property
@@ -74,7 +79,7 @@ class _Call:
 
     def __init__(self, function: _Function, manager: Any):
         self._function = function
-        self._places = Whereabouts(function.runs)
+        self._places = Whereabouts(function.runs, function.launches, function.loops, function.marked)
         self._manager = manager
         self._is_over = False
         self._woken: threading.Event | None = None  # the call has ended, or is cancelled
@@ -88,11 +93,9 @@ class _Call:
         )
 
     def __call__(self, execute: Callable[[], Any]) -> Any:
-        places = self._places
-        is_watched = not places.launches and (places.marked or not places.loops)  # else it may be a whole epoch
-        if is_watched:
+        if self._function.is_watched:
             self._wait.__enter__()
-        tells_others = places.marked and has_workers()
+        tells_others = self._function.marked and has_workers()
         if tells_others:
             describe_replicas(self._places.brief)
         try:
@@ -107,8 +110,7 @@ class _Call:
             self._is_over = True
             if tells_others:
                 forget_replicas(self._places.brief)
-            if is_watched:
-                self._wait.__exit__(None, None, None)
+            self._wait.__exit__(None, None, None)  # which lets go of this call; also if it was not entered
             self._wait.error = None  # whose traceback has this frame
 
     def _drawn(self, make: Callable[..., Any], execute: Callable[[], Any]) -> Any:

@@ -42,17 +42,13 @@ class Whereabouts:
 
     Args:
         runs: the runs in the graph.
-
-    Attributes:
+        launches: whether all are launches of compiled programs.
         loops: whether a run is in a loop.
         marked: whether all runs have marks.
-        launches: whether all are launches of compiled programs.
     """
 
-    def __init__(self, runs: Sequence[TracedRun]):
-        self.launches = all(run.launches for run in runs)
-        self.loops = any(run.loops for run in runs)
-        self.marked = all(run.marks is not None for run in runs)
+    def __init__(self, runs: Sequence[TracedRun], launches: bool, loops: bool, marked: bool):
+        self.launches, self.loops, self.marked = launches, loops, marked
         self._runs = [(run.marks, run.marks.iterations() if run.loops else []) for run in runs if run.marks is not None]
         self._thread = threading.current_thread()
         self._began = time.time()

@@ -216,12 +216,12 @@ def test_no_more_batches_are_ahead_of_a_step_than_asked_for(monkeypatch, queue, 
         """The program runs as late as it may: when its end is awaited."""
         seen.append(int(slots[0][0]))
 
-        def columns():
+        def columns(as_arrays=False):
             if not more:  # now the first step runs
                 for _ in range(1 + ahead):
                     assert fetched.acquire(timeout=SOON)
                 more.append(fetched.acquire(timeout=0.2))
-            return at_once(each, slots, captured).columns()
+            return at_once(each, slots, captured).columns(as_arrays)
 
         return types.SimpleNamespace(columns=columns)
 

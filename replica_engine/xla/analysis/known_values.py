@@ -107,8 +107,7 @@ class Decisions:
         if op.type in subgraphs.CALLS:
             return self._run(functions[0], given, active)
         if op.type in subgraphs.LOOPS:
-            condition, body = functions
-            return self._loop(op, condition, body, given, active)
+            return self._loop(op, given, active)
         taken = [None if chosen is None else _branch(op, chosen.numpy(), len(functions)) for chosen in given[0]]
         self._note(op, taken, active)
         columns = []
@@ -120,10 +119,9 @@ class Decisions:
             for rows in zip(*columns, strict=False)
         ]
 
-    def _loop(
-        self, op: tf.Operation, condition: Any, body: Any, values: list[_Row], active: Sequence[bool]
-    ) -> Sequence[_Row]:
+    def _loop(self, op: tf.Operation, values: list[_Row], active: Sequence[bool]) -> list[_Row]:
         """Runs a loop. If its condition is unknown, the body stands for all further iterations, and runs once more."""
+        condition, body = subgraphs.functions_of(op)
         kept = [subgraphs.is_passed_on(body, index) for index in range(len(body.outputs))]
         counts: list[Any] = [0] * len(active)
         going = active

@@ -292,11 +292,6 @@ class NoCalls:
     """A launch of a program without host calls."""
 
     @staticmethod
-    def end(wait: Callable[[], None]) -> None:
-        """See `Session.end`."""
-        wait()
-
-    @staticmethod
     def place_of(replica: int) -> tuple[int, str, tuple[int, float] | None]:
         """See `Session.place_of`."""
         return 0, "", None

@@ -55,9 +55,9 @@ class Compiled(Launchable):
         self._axes = program.axes
         returned = program.results[: program.returned]
         self._columns: list[Callable[[Array], Column]] | None = None  # None: they are fetched at once
-        if devices.has_queue and devices.size > 1:  # a replica alone returns tensors, which nothing can stand for
+        if self.is_queued and devices.size > 1:  # a replica alone returns tensors, which nothing can stand for
             self._columns = [functools.partial(functools.partial, self.awaited.tensors, shape) for shape, _ in returned]
-        elif not devices.has_queue and program.layout is None:
+        elif not self.is_queued and program.layout is None:
             self._columns = [column(*each) for each in returned]
 
     def plan(self) -> Plan:
@@ -71,6 +71,22 @@ class Compiled(Launchable):
     def memory(self) -> Memory:
         """The `memory` of `plan`, without the rest, which takes longer."""
         return self.executable.memory(chip_memory(self.devices))
+
+    def run(self, slots: Slots, captured: Sequence[np.ndarray] | None = None, as_arrays: bool = False) -> list[Column]:
+        """Runs the program on all replicas.
+
+        Args:
+            slots: for each slot, one value for all replicas or one value for each.
+            captured: values of the captured tensors; None if they are eager, and so the same at each launch.
+            as_arrays: whether the values of the replicas are wanted as arrays.
+
+        Returns:
+            For each tensor that the body returned, the values of the replicas, on the host, or what makes them.
+
+        Raises:
+            Exception: a host call raised it. Then all variables are as before.
+        """
+        return Launch(self)(slots, captured).columns(as_arrays)
 
     def prepared(self, slots: Slots, captured: Sequence[np.ndarray] | None) -> Callable[[], list[Array]]:
         """See `Launchable.prepared`: puts the arguments on the devices."""
@@ -139,7 +155,7 @@ class Compiled(Launchable):
                 f"`{program.name}` is compiled and runs in eager mode. In a tf.function, call xla.replicate(fn, "
                 "inputs)."
             )
-        return program.traced.replicas_results(Launch(self)(arguments.numpy()).columns())
+        return program.traced.replicas_results(self.run(arguments.numpy()))
 
 
 def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:

@@ -127,6 +127,7 @@ class Launchable:
         variables: the values of the captured variables on the devices.
         flight: starts the program.
         awaited: waits for its results.
+        is_queued: whether a launch returns before the program has run; see `DeviceGroup.has_queue`.
         stores: the variables that it writes.
         itself: what the body keeps as the reference to its last program.
     """
@@ -138,6 +139,7 @@ class Launchable:
         self.devices = devices
         self.flight = Flight(executable, devices, program.name)
         self.awaited = Awaited(program.body, devices, program.name, program.traced.where)
+        self.is_queued = devices.has_queue
         self.variables = [device_value_of(handle, devices) for handle in program.traced.handles]
         writes = [(self.variables[variable], result) for variable, result in program.writes]
         self.stores = Stores(writes, patience_of([variable for variable, _ in writes]) if program.donates else 0.0)
@@ -207,7 +209,7 @@ class Launch:
                 results = self._fly(arrays) if self._woken is None else self._within_limit(arrays, self._woken)
                 if not program.donates:
                     stores.store(results)
-                if self._devices.has_queue:
+                if self.compiled.is_queued:
                     for variable in stores.objects:
                         variable.written_by = self.compiled.awaited[2:]
                 stores.launched()
@@ -270,6 +272,7 @@ class Launch:
         program, flight, run = self._program, self.compiled.flight, self._run
         given = self.compiled.stores if program.donates else NO_STORES
         relied_on = self._devices.member is not None or isinstance(run, Session)
+        end = functools.partial(run.end, self._wait) if isinstance(run, Session) else self._wait
         began, launched = time.perf_counter(), 0.0
         if self._devices.member is not None:
             self._tell_progress()
@@ -279,12 +282,12 @@ class Launch:
                     results = flight.start(arrays, given, relied_on)
                 launched = time.perf_counter()
                 with timeline.profiled(f"run {program.name}"):
-                    run.end(self._wait)
+                    end()
                 self._draw(began, launched, time.perf_counter())
             else:
                 results = flight.start(arrays, given, relied_on)
                 launched = time.perf_counter()
-                run.end(self._wait)
+                end()
         except RUNTIME_ERRORS as error:
             if launched:
                 raise  # a host call raised it
