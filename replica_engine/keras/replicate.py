@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from replica_engine._tf.hook import hide_frames
 from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import ReplicateError
 from replica_engine.errors.base import brief, positive_int, shown
@@ -104,7 +105,7 @@ def _check(model: Any) -> None:
         raise ReplicateError(
             f"The model {model.name!r} is replicated already. Replicate the original one, with other replicas."
         )
-    if keras_model.strategy_of(model) is not None:
+    if keras_trainer.strategy_of(model) is not None:
         raise ReplicateError(
             f"The model {model.name!r} was built under strategy.scope(), so it already runs on the replicas of "
             "that strategy. Build it outside of the scope to replicate it."

@@ -28,7 +28,7 @@ from replica_engine._tf import distribute, thread_state
 from replica_engine._tf.graphs import replaced_ops
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import state as keras_state
-from replica_engine._tf.keras.trainer import has_keras_step
+from replica_engine._tf.keras.trainer import has_keras_step, strategy_of
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
@@ -333,7 +333,7 @@ def _dataset(batch: Any) -> tf.data.Dataset:
 
 
 def _build(model: keras.Model, batch: Any) -> None:
-    if keras_model.strategy_of(model) is None and keras_model.unbuilt_layers(model):
+    if strategy_of(model) is None and keras_model.unbuilt_layers(model):
         if isinstance(model, keras.Sequential) and isinstance(batch[0], tf.Tensor):
             model.build((None, *batch[0].shape[1:]))  # a call would fix the batch size
         else:

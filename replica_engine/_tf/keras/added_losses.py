@@ -12,7 +12,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 from replica_engine._tf.hook import FIRST_SCOPE, Hook
 
@@ -37,12 +36,12 @@ class _OfThreads:
         self._shares = shares
         self._of_thread = threading.local()
 
-    def __get__(self, layer: Any, owner: type) -> Any:
+    def __get__(self, layer: object | None, owner: type) -> object:
         if layer is None:
             return self
         if self._shares():
             # By identity, since a layer may define equality. An id is free again when its layer is gone.
-            lists: dict[int, tuple[Any, list[Any]]] = vars(self._of_thread).setdefault("lists", {})
+            lists: dict[int, tuple[weakref.ref[object], list[object]]] = vars(self._of_thread).setdefault("lists", {})
             known = lists.get(id(layer))
             if known is None or known[0]() is not layer:
                 known = lists[id(layer)] = weakref.ref(layer, functools.partial(_forget, lists, id(layer))), []
@@ -52,14 +51,14 @@ class _OfThreads:
         except KeyError:
             raise AttributeError(LOSSES.name) from None
 
-    def __set__(self, layer: Any, value: Any) -> None:
+    def __set__(self, layer: object, value: object) -> None:
         vars(layer)[LOSSES.name] = value
 
-    def __delete__(self, layer: Any) -> None:
+    def __delete__(self, layer: object) -> None:
         del vars(layer)[LOSSES.name]
 
 
-def _forget(lists: dict[int, Any], number: int, _: Any) -> None:
+def _forget(lists: dict[int, tuple[weakref.ref[object], list[object]]], number: int, _: object) -> None:
     lists.pop(number, None)
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+
+import tensorflow as tf
 
 from replica_engine._tf.checkpoints import Worker, saved_by
 from replica_engine._tf.hook import FIRST_WORKERS_SCOPE, Hook
@@ -29,7 +30,7 @@ MAKE_FOLDER = Hook(
 )
 
 
-def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
+def let_the_chief_write(worker_of: Callable[[object], Worker | None]) -> None:
     """Keeps all workers but the chief from writing models; only once per process.
 
     Args:
@@ -40,23 +41,23 @@ def let_the_chief_write(worker_of: Callable[[Any], Worker | None]) -> None:
     MAKE_FOLDER.around(_make_folder)
 
 
-def built_under(model: Any) -> Any:
+def built_under(model: object) -> tf.distribute.Strategy | None:
     """The strategy that a model was built under; None for anything else."""
     return getattr(model, "_distribute_strategy", None)
 
 
 def _save(
-    worker_of: Callable[[Any], Worker | None],
-    own: Callable[..., Any],
-    model: Any,
-    filepath: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    worker_of: Callable[[object], Worker | None],
+    own: Callable[..., object],
+    model: object,
+    filepath: str | os.PathLike[str],
+    *args: object,
+    **kwargs: object,
+) -> object:
     return saved_by("a model", worker_of(model), filepath, lambda path: own(model, path, *args, **kwargs))
 
 
-def _make_folder(own: Callable[..., Any], path: Any) -> None:
+def _make_folder(own: Callable[[str], object], path: str) -> None:
     """ModelCheckpoint first asks whether a folder exists, and another worker may make it before this one does."""
     try:
         own(path)

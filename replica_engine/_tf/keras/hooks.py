@@ -11,8 +11,9 @@ import contextlib
 import contextvars
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
@@ -32,6 +33,12 @@ from replica_engine._tf.keras.trainer import (
 )
 from replica_engine.errors import InputsError
 from replica_engine.process import scoped
+
+if TYPE_CHECKING:
+    import keras
+
+    Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
+    Weights = Sequence[keras.Variable]
 
 _OTHERS = "passes on to Keras for models of other strategies"
 _SHARDS = "passes on to Keras outside the steps of a replicated model"
@@ -150,27 +157,29 @@ class FirstBatch(NamedTuple):
         is_fit: whether the method is `fit`.
     """
 
-    model: Any
-    strategy: Any
-    batch: Any
+    model: keras.Model
+    strategy: tf.distribute.Strategy
+    batch: object
     rest: int | None
     is_fit: bool
 
 
-Make = Callable[[Any, Callable[..., Any], Callable[..., Any]], Callable[..., Any]]
+Own = Callable[..., object]
+"""A function of Keras or TensorFlow, which a hook calls."""
+Make = Callable[["keras.Model", Own, Own], Own]
 """Takes a model, its step and Keras' own function; returns the function to call with an iterator."""
 
 
 def extend_trainer(make: Make) -> None:
     """Makes models call the function that `make` returns."""
 
-    def extended(own: Callable[..., Any], model: Any, step_function: Callable[..., Any]) -> Callable[..., Any]:
+    def extended(own: Callable[..., Own], model: keras.Model, step_function: Own) -> Own:
         return make(model, step_function, own(model, step_function))
 
     MAKE_FUNCTION.around(extended)
 
 
-def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
+def compile_in_scope(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     """Makes `compile` work under the scope of the model that it is called for.
 
     `compile` makes the variables of the loss, of metrics and of an optimizer that is given by its name, and users call
@@ -181,7 +190,7 @@ def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
         is_ours: whether a strategy is one of this library's.
     """
 
-    def compiled(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    def compiled(own: Own, model: keras.Model, *args: object, **kwargs: object) -> object:
         strategy = strategy_of(model)
         # A replica is in the scope already, and must not enter it.
         outside = strategy is not None and is_ours(strategy) and tf.distribute.get_strategy() is not strategy
@@ -194,8 +203,8 @@ def compile_in_scope(is_ours: Callable[[Any], bool]) -> None:
 def extend_build(
     check: Callable[[FirstBatch], None],
     explained: Callable[[Exception], Exception],
-    is_ours: Callable[[Any], bool],
-    built_now: Callable[[Any], None],
+    is_ours: Callable[[tf.distribute.Strategy], bool],
+    built_now: Callable[[keras.Model], None],
 ) -> None:
     """Makes Keras build a model from one replica's part of the first batch.
 
@@ -211,7 +220,7 @@ def extend_build(
     `fit` and `evaluate` then raise InputsError if their data has no batch.
     """
 
-    def built(own: Callable[..., Any], model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+    def built(own: Own, model: keras.Model, iterator: object = None, data_batch: object = None) -> object:
         strategy = strategy_of(model)
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
@@ -239,11 +248,11 @@ def extend_build(
     FIT.around(_fit)
 
 
-_begun: contextvars.ContextVar[Any] = contextvars.ContextVar("replica_engine_fit", default=None)
+_begun: contextvars.ContextVar[keras.Model | None] = contextvars.ContextVar("replica_engine_fit", default=None)
 """The model whose `fit` has been called and has not built it yet. Keras builds it in the same way in `evaluate`."""
 
 
-def _fit(own: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _fit(own: Own, model: keras.Model, *args: object, **kwargs: object) -> object:
     with scoped.variable(_begun, model):
         return own(model, *args, **kwargs)
 
@@ -254,7 +263,7 @@ def combine_logs(strategies: type) -> None:
     It is called as `combined(own, values, reduction)`, with Keras' own function.
     """
 
-    def combined(own: Callable[..., Any], values: Any, strategy: Any, reduction: str) -> Any:
+    def combined(own: Own, values: object, strategy: tf.distribute.Strategy, reduction: str) -> object:
         ours = isinstance(strategy, strategies)
         return strategy.combined(own, values, reduction) if ours else own(values, strategy, reduction)
 
@@ -262,10 +271,10 @@ def combine_logs(strategies: type) -> None:
 
 
 def extend_optimizers(
-    apply: Callable[[Any, Any, Any], None],
-    agreed: Callable[[Any], Any],
-    is_ours: Callable[[Any], bool],
-    check_foreign: Callable[[Any, Any], None],
+    apply: Callable[[keras.optimizers.Optimizer, Gradients, Weights], None],
+    agreed: Callable[[tf.Tensor], tf.Tensor],
+    is_ours: Callable[[tf.distribute.Strategy], bool],
+    check_foreign: Callable[[keras.optimizers.Optimizer, Weights], None],
     explained: Callable[[Exception], Exception],
 ) -> None:
     """Makes Keras' optimizers accumulate gradients on each replica separately.
@@ -282,7 +291,9 @@ def extend_optimizers(
         context = tf.distribute.get_replica_context()
         return context is not None and is_ours(context.strategy)
 
-    def applied(own: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any) -> None:
+    def applied(
+        own: Own, optimizer: keras.optimizers.Optimizer, grads: Gradients, trainable_variables: Weights
+    ) -> None:
         if names.accumulates(optimizer) and in_replica_of_ours():
             apply(optimizer, grads, trainable_variables)
             return
@@ -291,8 +302,12 @@ def extend_optimizers(
         own(optimizer, grads, trainable_variables)
 
     def added(
-        own: Callable[..., Any], optimizer: Any, reference_variable: Any, name: Any = None, initializer: Any = "zeros"
-    ) -> Any:
+        own: Own,
+        optimizer: keras.optimizers.Optimizer,
+        reference_variable: keras.Variable,
+        name: str | None = None,
+        initializer: object = "zeros",
+    ) -> object:
         of_each = name == names.ACCUMULATOR and is_ours(optimizer._distribution_strategy)
         with tf.variable_creator_scope(_for_each_replica) if of_each else contextlib.nullcontext():
             try:
@@ -303,7 +318,7 @@ def extend_optimizers(
                 optimizer.built = False
                 raise explained(error)
 
-    def checked(own: Callable[..., Any], optimizer: Any, grads: Any) -> Any:
+    def checked(own: Callable[..., tf.Tensor], optimizer: keras.optimizers.Optimizer, grads: Gradients) -> tf.Tensor:
         finite = own(optimizer, grads)
         return agreed(finite) if in_replica_of_ours() else finite
 
@@ -312,17 +327,17 @@ def extend_optimizers(
     CHECK_FINITE.around(checked)
 
 
-def _for_each_replica(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+def _for_each_replica(next_creator: Own, **kwargs: object) -> object:
     """A variable creator: the variable has one value on each replica, and elsewhere their sum."""
     kwargs.update(synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
     return next_creator(**kwargs)
 
 
 def extend_losses(
-    reduce: Callable[..., Any],
-    sample_weight: Callable[[Any, Any], Any],
+    reduce: Own,
+    sample_weight: Callable[[object, object], object],
     in_shard: Callable[[], bool],
-    around_call: Callable[[Any], contextlib.AbstractContextManager[object]],
+    around_call: Callable[[keras.losses.Loss], contextlib.AbstractContextManager[object]],
 ) -> None:
     """Makes Keras' losses and means treat the values of a shard in another way.
 
@@ -333,12 +348,12 @@ def extend_losses(
         around_call: returns what is around the call of a loss in a shard.
     """
 
-    def weighted(own: Callable[..., Any], values: Any, weight: Any, reduce_fn: Any, dtype: Any) -> Any:
+    def weighted(own: Own, values: object, weight: object, reduce_fn: Own, dtype: object) -> object:
         if in_shard() and reduce_fn is sys.modules["keras"].ops.mean:
             weight = sample_weight(values, weight)
         return own(values, weight, reduce_fn=reduce_fn, dtype=dtype)
 
-    def called(own: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+    def called(own: Own, loss: keras.losses.Loss, *args: object, **kwargs: object) -> object:
         with around_call(loss) if in_shard() else contextlib.nullcontext():
             return own(loss, *args, **kwargs)
 
@@ -356,7 +371,7 @@ class _Backend(StandIn):
         in_shard: whether a shard is being computed.
     """
 
-    def __init__(self, own: Any, in_shard: Callable[[], bool]):
+    def __init__(self, own: ModuleType, in_shard: Callable[[], bool]):
         super().__init__(own)
         self._in_shard = in_shard
 
@@ -365,9 +380,7 @@ class _Backend(StandIn):
         return "" if self._in_shard() else self._own.backend()
 
 
-def extend_averages(
-    average: Callable[..., Any], regularization: Callable[..., Any], in_shard: Callable[[], bool]
-) -> None:
+def extend_averages(average: Own, regularization: Own, in_shard: Callable[[], bool]) -> None:
     """Makes `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` compute something else in a shard.
 
     Args:
@@ -379,13 +392,11 @@ def extend_averages(
     REGULARIZATION.around(functools.partial(_in_shards, regularization, in_shard))
 
 
-def _in_shards(
-    other: Callable[..., Any], in_shard: Callable[[], bool], own: Callable[..., Any], *args: Any, **kw: Any
-) -> Any:
+def _in_shards(other: Own, in_shard: Callable[[], bool], own: Own, *args: object, **kw: object) -> object:
     return other(own, *args, **kw) if in_shard() else own(*args, **kw)
 
 
-def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[], bool]) -> None:
+def note_gradients(note: Callable[[object, object, object], None], in_shard: Callable[[], bool]) -> None:
     """Tells of each gradient that a tape or `tf.gradients` computes in a shard.
 
     Args:
@@ -393,15 +404,17 @@ def note_gradients(note: Callable[[Any, Any, Any], None], in_shard: Callable[[],
         in_shard: whether a shard is being computed.
     """
 
-    def of_tape(own: Callable[..., Any], tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_tape(
+        own: Own, tape: tf.GradientTape, target: object, sources: object, *args: object, **kwargs: object
+    ) -> object:
         return noted(functools.partial(own, tape), target, sources, *args, **kwargs)
 
-    def of_graph(own: Callable[..., Any], ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_graph(own: Own, ys: object, xs: object, *args: object, **kwargs: object) -> object:
         # Loops, branches and functions name the graph that they differentiate, and have gradients of their own.
         is_whole = len(args) < _BEFORE_GRAPH and "src_graph" not in kwargs
         return noted(own, ys, xs, *args, **kwargs) if is_whole else own(ys, xs, *args, **kwargs)
 
-    def noted(own: Callable[..., Any], ys: Any, xs: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(own: Own, ys: object, xs: object, *args: object, **kwargs: object) -> object:
         if not in_shard():
             return own(ys, xs, *args, **kwargs)
         note(ys, xs, None)

@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,6 +20,9 @@ from replica_engine._tf import distribute, variables, versions
 from replica_engine._tf.hook import Hook, StandIn
 from replica_engine._tf.keras import accumulation as names
 from replica_engine.process import scoped
+
+if TYPE_CHECKING:
+    import keras
 
 _OPS = "keras.src.backend.tensorflow.ops" if versions.keras_renamed() else "keras.src.backend.tensorflow"
 _INITIALIZERS = "keras.src.initializers"
@@ -63,6 +66,12 @@ OUTPUT = "/output"
 _in_parts: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_in_parts", default=False)
 
 
+LayoutOf = Callable[[str], object]
+"""The layout for the path of a layer and "/output", or None."""
+Constrain = Callable[[str, tf.Tensor, object], tf.Tensor]
+"""Divides a tensor, given the path, as a layout says."""
+
+
 class Making(NamedTuple):
     """What is being made.
 
@@ -72,9 +81,9 @@ class Making(NamedTuple):
         initializer: Keras' own initializer that makes its value, or None.
     """
 
-    variable: Any = None
-    reference: Any = None
-    initializer: Any = None
+    variable: keras.Variable | None = None
+    reference: keras.Variable | None = None
+    initializer: keras.initializers.Initializer | None = None
 
 
 _NOTHING = Making()
@@ -94,17 +103,21 @@ def being_made() -> Making:
     return _making.get()
 
 
-def making(variable: Any, reference: Any = None, initializer: Any = None) -> contextlib.AbstractContextManager[Making]:
+def making(
+    variable: keras.Variable | None,
+    reference: keras.Variable | None = None,
+    initializer: keras.initializers.Initializer | None = None,
+) -> contextlib.AbstractContextManager[Making]:
     """Inside, TensorFlow variables are made for a Keras variable."""
     return scoped.variable(_making, Making(variable, reference, initializer))
 
 
-def _initialized(own: Callable[..., Any], variable: Any, value: Any) -> Any:
+def _initialized(own: Callable[..., object], variable: keras.Variable, value: object) -> object:
     with making(variable, _making.get().reference, _initializer_in(value)):
         return own(variable, value)
 
 
-def _initializer_in(value: Any) -> Any:
+def _initializer_in(value: object) -> keras.initializers.Initializer | None:
     """Keras' own initializer that a function calls, which Keras has made of it: `lambda: initializer(shape, dtype)`."""
     if not isinstance(value, types.FunctionType):
         return None
@@ -112,7 +125,9 @@ def _initializer_in(value: Any) -> Any:
     return initializer if type(initializer).__module__.startswith(_INITIALIZERS) else None
 
 
-def _added(own: Callable[..., Any], optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+def _added(
+    own: Callable[..., object], optimizer: object, reference_variable: keras.Variable, *args: object, **kwargs: object
+) -> object:
     with making(None, reference_variable):
         return own(optimizer, reference_variable, *args, **kwargs)
 
@@ -122,7 +137,7 @@ def in_parts() -> contextlib.AbstractContextManager[bool]:
     return scoped.variable(_in_parts, True)
 
 
-def _divide(own: Callable[..., Any], x1: Any, x2: Any) -> Any:
+def _divide(own: Callable[..., tf.Tensor], x1: object, x2: object) -> tf.Tensor | tf.IndexedSlices:
     """`keras.ops.divide`, with which optimizers such as Adagrad divide the rows of a table's gradient.
 
     Keras adds the rows whose divisor is zero or NaN, and their number depends on data: XLA cannot divide such values
@@ -144,24 +159,20 @@ class _Outputs(StandIn):
         constrain: divides a tensor, given the path, as a layout says.
     """
 
-    def __init__(
-        self, own: Any, layout_of: Callable[[str], Any], constrain: Callable[[str, tf.Tensor, Any], tf.Tensor]
-    ):
+    def __init__(self, own: object, layout_of: LayoutOf, constrain: Constrain):
         super().__init__(own)
         self.constrain = constrain
         self.path = ""
         self._layout_of = layout_of
 
-    def get_tensor_layout(self, path: str) -> Any:
+    def get_tensor_layout(self, path: str) -> object:
         """Called by Keras."""
         self.path = path
         return self._layout_of(path)
 
 
 @contextlib.contextmanager
-def outputs_divided(
-    given: Any, layout_of: Callable[[str], Any], constrain: Callable[[str, tf.Tensor, Any], tf.Tensor]
-) -> Iterator[None]:
+def outputs_divided(given: object, layout_of: LayoutOf, constrain: Constrain) -> Iterator[None]:
     """Inside, the outputs of Keras' layers are divided, see `_Outputs`, and what `distribute_tensor` gets."""
     state: Any = sys.modules[_GLOBAL_STATE]
     before = state.get_global_attribute(_ATTRIBUTE)
@@ -172,7 +183,7 @@ def outputs_divided(
         state.set_global_attribute(_ATTRIBUTE, before)
 
 
-def _distribute(value: Any, layout: Any) -> Any:
+def _distribute(value: object, layout: object) -> object:
     """`keras.distribution.distribute_tensor`, which does nothing outside of `outputs_divided`."""
     current: Any = sys.modules[_GLOBAL_STATE].get_global_attribute(_ATTRIBUTE)
     if not isinstance(current, _Outputs):
@@ -181,13 +192,13 @@ def _distribute(value: Any, layout: Any) -> Any:
     return tf.nest.map_structure(lambda each: current.constrain(path, each, layout), value)
 
 
-def handle_of(variable: Any) -> Any:
+def handle_of(variable: keras.Variable | tf.Variable) -> tf.Tensor:
     """The handle of the first component of a Keras or TensorFlow variable."""
     value = getattr(variable, "_value", variable)
     return variables.raw_handle(value._values[0] if isinstance(value, distribute.DistributedVariable) else value)
 
 
-def is_distribution(value: Any) -> bool:
+def is_distribution(value: object) -> bool:
     """Whether a value is a `keras.distribution.Distribution`."""
     kind = getattr(sys.modules.get(_DISTRIBUTION), "Distribution", None)
     return kind is not None and isinstance(value, kind)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -47,24 +46,26 @@ STRATEGY = "_distribution_strategy"
 """The attribute of an optimizer with the strategy under which it was made and through which it updates variables."""
 
 _FUNCTIONS = ("train", "test", "predict")
+Functions = tuple[list[object], dict[str, Callable[..., object] | None]]
+"""What `compile` made, and the functions that Keras traced for it, by the names of the attributes."""
 
 
-def underlying(variable: keras.Variable) -> Any:
+def underlying(variable: keras.Variable) -> tf.Variable:
     """The TensorFlow variable under a Keras variable."""
     return variable._value
 
 
-def underlying_or_itself(variable: Any) -> Any:
+def underlying_or_itself(variable: keras.Variable | tf.Variable) -> tf.Variable:
     """The TensorFlow variable under a Keras variable; any other variable itself."""
     return underlying(variable) if isinstance(variable, keras.Variable) else variable
 
 
-def put_underneath(variable: keras.Variable, value: Any) -> None:
+def put_underneath(variable: keras.Variable, value: tf.Variable) -> None:
     """Puts another TensorFlow variable under a Keras variable."""
     variable._value = value
 
 
-def contain(component: Any, container: Any | None) -> None:
+def contain(component: tf.Variable, container: tf.Variable | None) -> None:
     """Marks a plain variable as a component of a distributed one, as TensorFlow does; None removes the mark."""
     for holder in (component, component._handle):
         if container is None:
@@ -73,12 +74,12 @@ def contain(component: Any, container: Any | None) -> None:
             holder._distributed_container = weakref.ref(container)
 
 
-def is_loss_of(compiled: Any, loss: Any) -> bool:
+def is_loss_of(compiled: object, loss: object) -> bool:
     """Whether an object is what `compile` made of all losses, and another one is the loss of an output in it."""
     return isinstance(compiled, _CompileLoss) and any(each.loss is loss for each in compiled._flat_losses or ())
 
 
-def compiled_loss(model: keras.Model) -> Any:
+def compiled_loss(model: keras.Model) -> keras.losses.Loss | None:
     """What `compile` made of all losses of a model; None if there is none. It calls its attribute `call`."""
     return getattr(model, "_compile_loss", None)
 
@@ -107,7 +108,7 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list(unique.values())
 
 
-def leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
+def leaves(values: Iterable[object], depth: int) -> Iterator[object]:
     """The values themselves, and those inside lists, tuples and dictionaries among them, which may be nested."""
     for value in values:
         if isinstance(value, (list, tuple, dict)) and depth:
@@ -119,11 +120,6 @@ def leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
 def layers_of(model: keras.Model, include_self: bool = True) -> list[keras.layers.Layer]:
     """All layers of a model, also nested ones; the model itself comes first."""
     return list(model._flatten_layers(include_self=include_self))
-
-
-def strategy_of(model: keras.Model) -> Any:
-    """The strategy under which a model was built; None if it was built under none."""
-    return model._distribute_strategy
 
 
 def unbuilt_layers(model: keras.Model) -> list[str]:
@@ -174,7 +170,7 @@ def _is_input_of_data(model: keras.Sequential) -> bool:
     return given is not None and not is_named and given.config.get("dtype") is not None and not given.config["shape"]
 
 
-def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer was built for."""
     return list(optimizer._trainable_variables)
 
@@ -201,7 +197,12 @@ def with_inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.o
     return [optimizer, *(deeper for each in inner if each is not None for deeper in with_inner_optimizers(each))]
 
 
-def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any], grads: Any, variables: Any) -> None:
+def apply_across(
+    optimizer: keras.optimizers.Optimizer,
+    apply: Callable[..., object],
+    grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    variables: Sequence[keras.Variable] | None,
+) -> None:
     """Calls the optimizer's own `apply` in cross-replica context, where LossScaleOptimizer's would raise."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer._common_apply(grads, variables)
@@ -209,7 +210,7 @@ def apply_across(optimizer: keras.optimizers.Optimizer, apply: Callable[..., Any
         apply(grads, variables)
 
 
-def is_overwritten(variable: Any) -> bool:
+def is_overwritten(variable: keras.Variable | tf.Variable) -> bool:
     """Whether an optimizer puts a variable's gradient in place of its value, as for the scales of float8."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
@@ -261,7 +262,7 @@ def is_built(model: keras.Model) -> bool:
     return all(part is None or part.built for part in parts)
 
 
-def build(model: keras.Model, batch: Any) -> None:
+def build(model: keras.Model, batch: object) -> None:
     """Makes the variables of a model's loss, metrics and optimizer, from a batch or its specs.
 
     The loss and the metrics get what they get in a step: outputs with values if the model runs eagerly, otherwise those
@@ -302,7 +303,7 @@ def _unchanged(variables: Iterable[tf.Variable]) -> Iterator[None]:
             variable.assign(value)
 
 
-def _build_from(model: keras.Model, batch: Any) -> None:
+def _build_from(model: keras.Model, batch: object) -> None:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     outputs = model(x, training=False) if model._call_has_training_arg else model(x)
     metrics, losses = model._compile_metrics, model._compile_loss
@@ -312,10 +313,10 @@ def _build_from(model: keras.Model, batch: Any) -> None:
         model._compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
 
 
-def _placeholders(batch: Any) -> Any:
+def _placeholders(batch: object) -> object:
     """Stands for a batch in a graph; a sparse tensor keeps the length of its rows, which its components lose."""
 
-    def placeholder(leaf: Any) -> Any:
+    def placeholder(leaf: object) -> object:
         if isinstance(leaf, (tf.SparseTensor, tf.SparseTensorSpec)):
             return tf.compat.v1.sparse_placeholder(leaf.dtype, leaf.shape)
         components = tf.nest.flatten(leaf, expand_composites=True)
@@ -325,7 +326,7 @@ def _placeholders(batch: Any) -> Any:
     return tf.nest.map_structure(placeholder, batch)
 
 
-def state_of(model: keras.Model) -> Any:
+def state_of(model: keras.Model) -> list[object]:
     """A value that changes whenever the model's steps may trace to other graphs: what `compile` and layers set."""
     parts = [getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")]
     layers = [(layer, layer.trainable) for layer in layers_of(model)]
@@ -362,7 +363,7 @@ def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Vari
     return [variable for variable in variables if inner._var_key(variable) not in inner._trainable_variables_indices]
 
 
-def exchange_functions(model: keras.Model, others: Any) -> Any:
+def exchange_functions(model: keras.Model, others: Functions | None) -> Functions:
     """Replaces the functions that Keras traced for a model; returns the functions that were replaced.
 
     Args:
@@ -373,8 +374,10 @@ def exchange_functions(model: keras.Model, others: Any) -> Any:
     names = [f"{name}_function" for name in _FUNCTIONS]
     compiled = [vars(model).get(name) for name in ("optimizer", "_loss_tracker")]
     found = compiled, {name: vars(model).get(name) for name in names}
-    is_of_now = others is not None and all(one is other for one, other in zip(others[0], compiled, strict=True))
-    vars(model).update(others[1] if is_of_now else dict.fromkeys(names))
+    if others is not None and all(one is other for one, other in zip(others[0], compiled, strict=True)):
+        vars(model).update(others[1])
+    else:
+        vars(model).update(dict.fromkeys(names))
     return found
 
 
@@ -394,7 +397,7 @@ def own_functions(model: keras.Model) -> list[str]:
     ]
 
 
-def masked(sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+def masked(sample_weight: object, mask: object, dtype: tf.DType, reduction: str) -> tf.Tensor:
     """The sample weights combined with the mask, as Keras' losses use them."""
     return getattr(_loss, MASKED)(sample_weight, mask, dtype=dtype, reduction=reduction)
 
@@ -408,7 +411,7 @@ def mixes_samples(model: keras.Model) -> bool:
     )
 
 
-def _is_of_batches(loss: Any) -> bool:
+def _is_of_batches(loss: object) -> bool:
     if isinstance(loss, _OF_BATCHES):
         return getattr(loss, "axis", None) is None
     return getattr(loss, "fn", None) in (keras.losses.dice, keras.losses.tversky, keras.losses.circle)

@@ -7,13 +7,18 @@ the sums behind them are those of all replicas. Checked on Keras 3.15.1. This mo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from replica_engine._tf.hook import FIRST_SCOPE, Hook
 
+if TYPE_CHECKING:
+    import keras
+
+Moments = tuple[tf.Tensor, tf.Tensor]
+"""A mean and a variance."""
 MOMENTS = Hook(
     "keras.src.layers.normalization.batch_normalization.BatchNormalization",
     "_moments",  # returns the mean and the variance of what it gets
@@ -32,7 +37,9 @@ def synchronize_masked(is_ours: Callable[[tf.distribute.Strategy], bool]) -> Non
         is_ours: whether a strategy is one of this library's.
     """
 
-    def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+    def moments(
+        own: Callable[..., Moments], layer: keras.layers.Layer, inputs: tf.Tensor, mask: tf.Tensor | None
+    ) -> Moments:
         context = tf.distribute.get_replica_context() if mask is not None and layer.synchronized else None
         if context is None or context.num_replicas_in_sync == 1 or not is_ours(context.strategy):
             return own(layer, inputs, mask)
@@ -41,8 +48,10 @@ def synchronize_masked(is_ours: Callable[[tf.distribute.Strategy], bool]) -> Non
     MOMENTS.around(moments)
 
 
-def _of_all_replicas(context: Any, inputs: Any, mask: Any, axes: Any) -> tuple[Any, Any]:
-    def over_samples(values: Any) -> Any:
+def _of_all_replicas(
+    context: tf.distribute.ReplicaContext, inputs: tf.Tensor, mask: tf.Tensor, axes: Sequence[int]
+) -> Moments:
+    def over_samples(values: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(values, axes, keepdims=True)
 
     seen = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))

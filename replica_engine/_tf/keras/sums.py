@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import keras
 import numpy as np
@@ -34,6 +34,9 @@ _OF_LAST = ("Maximum", "Minimum", "Max", "Min", "Mean")  # what one of these mad
 _ASSIGNING = ("AssignVariableOp", "ResourceScatter")
 
 T = TypeVar("T")
+UpdateState: TypeAlias = Callable[..., object]
+Keywords: TypeAlias = Mapping[str, object]
+Place: TypeAlias = Callable[[], str]
 
 _thread = threading.local()
 
@@ -70,14 +73,14 @@ def is_looking() -> bool:
 
 
 def only_adds(
-    metric: keras.metrics.Metric, update_state: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords
 ) -> bool:
     """Whether a call of `update_state` adds to the variables of a metric, as far as a graph tells; see `updates_of`."""
     return all(update.kind == SUM for update in updates_of(metric, update_state, args, kwargs, lambda: ""))
 
 
 def adds_over_samples(
-    metric: keras.metrics.Metric, update_state: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords
 ) -> bool:
     """Whether what a call of `update_state` adds for a batch is what it adds for two parts of the batch.
 
@@ -87,7 +90,9 @@ def adds_over_samples(
     return bool(_looked_at(metric, _adds_in_parts, update_state, args, kwargs))
 
 
-def _adds_in_parts(metric: Any, update_state: Any, args: Any, kwargs: Any) -> bool:
+def _adds_in_parts(
+    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords
+) -> bool:
     leaves = tf.nest.flatten((args, kwargs))
     if any(getattr(each, "_keras_mask", None) is not None for each in leaves):
         return False
@@ -115,7 +120,7 @@ def _adds_in_parts(metric: Any, update_state: Any, args: Any, kwargs: Any) -> bo
     parts = [[_numbers_like(each, rows, random) for each in given if tf.is_tensor(each)] for rows in (3, 2)]
     whole = [np.concatenate(both) if both[0].ndim else both[0] for both in zip(*parts, strict=True)]
 
-    def after(part: list[Any]) -> list[Any]:
+    def after(part: list[np.ndarray]) -> list[np.ndarray]:
         values = [tf.convert_to_tensor(each) for each in [*part, *state]] + outside
         return [each.numpy() for each in subgraphs.run(graph, inner, inputs, values, new)]
 
@@ -127,12 +132,12 @@ def _adds_in_parts(metric: Any, update_state: Any, args: Any, kwargs: Any) -> bo
     return all(np.all(np.isfinite(c)) and np.allclose(a + b, c, rtol=1e-3, atol=1e-5) for a, b, c in added)
 
 
-def _of_any_length(tensor: Any) -> Any:
+def _of_any_length(tensor: tf.Tensor) -> tf.Tensor:
     rank = tensor.shape.rank
     return tf.compat.v1.placeholder(tensor.dtype, [None, *tensor.shape[1:]] if rank else tensor.shape)
 
 
-def _numbers_like(tensor: Any, rows: int, random: Any) -> Any:
+def _numbers_like(tensor: tf.Tensor, rows: int, random: np.random.Generator) -> np.ndarray:
     """Numbers of the dtype of a tensor, for so many samples."""
     shape = [rows, *(each or 2 for each in tensor.shape[1:])] if tensor.shape.rank else []
     numbers = random.uniform(0.1, 0.9, shape) if tensor.dtype.is_floating else random.integers(0, 2, shape)
@@ -141,10 +146,10 @@ def _numbers_like(tensor: Any, rows: int, random: Any) -> Any:
 
 def updates_of(
     metric: keras.metrics.Metric,
-    update_state: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    place: Callable[[], str],
+    update_state: UpdateState,
+    args: Sequence[object],
+    kwargs: Keywords,
+    place: Place,
 ) -> list[Update]:
     """What a call of `update_state` does to the variables of a metric. The call changes no variable.
 
@@ -160,7 +165,7 @@ def updates_of(
     return _looked_at(metric, _updates, update_state, args, kwargs, place) or []
 
 
-def _looked_at(metric: Any, look: Callable[..., T], *args: Any) -> T | None:
+def _looked_at(metric: keras.metrics.Metric, look: Callable[..., T], *args: object) -> T | None:
     """What `look(metric, *args)` returns on a thread of its own; None if it fails. The metric is as before then."""
     found: list[T] = []
     context = contextvars.copy_context()
@@ -181,8 +186,10 @@ def _looked_at(metric: Any, look: Callable[..., T], *args: Any) -> T | None:
     return found[0] if found else None
 
 
-def _updates(metric: Any, update_state: Any, args: Any, kwargs: Any, place: Any) -> list[Update]:
-    variables: list[Any] = metric.variables
+def _updates(
+    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords, place: Place
+) -> list[Update]:
+    variables: list[keras.Variable] = metric.variables
     graph = tf.__internal__.FuncGraph("metric")
     try:
         with graph.as_default(), function.inlined():
@@ -220,12 +227,12 @@ class _Watching(keras.StatelessScope):
         places: the user's line of the last assignment, by the id of the variable.
     """
 
-    def __init__(self, state_mapping: list[tuple[Any, Any]], place: Callable[[], str]):
+    def __init__(self, state_mapping: list[tuple[keras.Variable, tf.Tensor]], place: Place):
         super().__init__(state_mapping=state_mapping, initialize_variables=False)
         self.places: dict[int, str] = {}
         self._place = place
 
-    def add_update(self, update: Any) -> None:
+    def add_update(self, update: tuple[keras.Variable, object]) -> None:
         self.places[id(update[0])] = self._place()
         super().add_update(update)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,6 +23,9 @@ from tensorflow.python.data.ops.batch_op import _BatchDataset, _ParallelBatchDat
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset
 
 from replica_engine._tf import versions
+
+if TYPE_CHECKING:
+    import keras
 
 MODULE = "keras.src.backend.tensorflow.trainer"
 TRAINER = "Trainer" if versions.keras_renamed() else "TensorFlowTrainer"
@@ -41,23 +45,23 @@ BASE = "BaseTrainer" if versions.keras_renamed() else "Trainer"
 """The class of all backends' trainers, which has `compile`, and its module."""
 
 
-def class_of_trainers() -> Any:
+def class_of_trainers() -> type | None:
     """The class of models' trainers under TensorFlow, which has Keras' own step methods; None before Keras is there."""
     return getattr(sys.modules.get(MODULE), TRAINER, None)
 
 
-def strategy_of(model: Any) -> Any:
+def strategy_of(model: keras.Model) -> Any:
     """The strategy under which a model was built; None if it was built under none."""
     return model._distribute_strategy
 
 
-def has_keras_step(model: Any, name: str) -> bool:
+def has_keras_step(model: keras.Model, name: str) -> bool:
     """Whether a step such as `train_step` is Keras' own and not overridden by the model."""
     own = getattr(type(model), name) is not getattr(class_of_trainers(), name)
     return not own and name not in vars(model)
 
 
-def first_batch(iterator: Any, strategy: Any) -> Any:
+def first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> object:
     """The first batch that an epoch will give the replicas, which the epoch still gives.
 
     A dataset begins again for each iterator. A generator does not: what is taken of it here would be missing in the
@@ -72,7 +76,7 @@ def first_batch(iterator: Any, strategy: Any) -> Any:
     return next(iter(strategy.experimental_distribute_dataset(type(adapter)(copies).get_tf_dataset())))
 
 
-def size_of_rest(iterator: Any) -> int | None:
+def size_of_rest(iterator: object) -> int | None:
     """The number of samples in the last batch of an epoch, if it is known to be smaller than the others.
 
     Keras knows it of arrays. Of a dataset, see `_rest_of_dataset`. None too if an epoch ends before that batch, because
@@ -114,16 +118,16 @@ def _rest_of_dataset(dataset: tf.data.Dataset) -> int | None:
     return None
 
 
-def reduced(outputs: Any, strategy: Any) -> Any:
+def reduced(outputs: object, strategy: tf.distribute.Strategy) -> Any:
     """Combines the logs of all replicas."""
     return getattr(sys.modules[MODULE], REDUCE)(outputs, strategy, reduction="auto")
 
 
-def plain_logs(logs: Any) -> Any:
+def plain_logs(logs: Mapping[str, object] | None) -> dict[str, object] | None:
     """Logs as numbers of Python, as `fit` gives them to callbacks; None stays None."""
     return None if logs is None else {name: _plain(value) for name, value in logs.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else array

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import BatchError, ReplicaMismatchError
 from replica_engine.strategies.backend import compiles
+from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 
+if TYPE_CHECKING:
+    import keras
 
-def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+
+def device_loop(
+    model: keras.Model, step_function: Callable[[object], object], plain: Callable[[Iterator[object]], object]
+) -> Callable[[Iterator[object]], object]:
     """Returns the function that `fit` or `evaluate` calls for `steps_per_execution` steps.
 
     Args:
@@ -33,7 +39,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
     if strategy.extended.distribution is not None:
         strategy.extended.distribution.check_layouts()
 
-    def one_step(iterator: Any) -> Any:
+    def one_step(iterator: Iterator[object]) -> object:
         try:
             return plain(iterator)
         except ReplicaMismatchError as mismatch:
@@ -46,19 +52,19 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
                 ) from None
             raise
 
-    def step(context: Any, data: Any) -> None:
+    def step(context: MultiStepContext, data: object) -> None:
         context.set_last_step_output("logs", step_function(data))
 
     programs = strategy.extended.own_programs()  # they live as long as the model
 
-    def function(iterator: Any) -> Any:
+    def function(iterator: Iterator[object]) -> object:
         if model.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
             return one_step(iterator)
         logs, left = None, model.steps_per_execution
         for shapes, alike in itertools.groupby(_next_batches(iterator, left), _shapes):
             if all(shape == of_leaf[0] for of_leaf in shapes for shape in of_leaf):
                 # All workers must ask for as many steps: the first one without a batch ends the launch of all.
-                context = _launch(strategy, programs, step, alike, left)
+                context = _launch(strategy, step, alike, LoopSettings(left, spread=False, programs=programs))
                 left -= context.steps
                 logs = context.last_step_outputs["logs"]
             else:
@@ -72,7 +78,7 @@ def device_loop(model: Any, step_function: Callable[..., Any], plain: Callable[.
     return function
 
 
-def _next_batches(iterator: Any, most: int) -> Iterator[Any]:
+def _next_batches(iterator: Iterator[object], most: int) -> Iterator[object]:
     """Up to `most` batches, each taken when it is asked for: a launch runs while its next batches are read."""
     for _ in range(most):
         try:
@@ -82,21 +88,23 @@ def _next_batches(iterator: Any, most: int) -> Iterator[Any]:
         yield tf.nest.map_structure(_without_optional, batch)
 
 
-def _launch(strategy: Any, programs: Any, step: Callable[..., Any], batches: Iterator[Any], most: int) -> Any:
+def _launch(
+    strategy: tf.distribute.Strategy, step: Callable[..., None], batches: Iterator[object], settings: LoopSettings
+) -> MultiStepContext:
     try:
-        return strategy.extended.run_steps(step, batches, LoopSettings(most, spread=False, programs=programs))
+        return strategy.extended.run_steps(step, batches, settings)
     except tf.errors.OutOfRangeError as ended:
         if not getattr(ended, "context", None):
             raise
         return ended.context
 
 
-def _shapes(batch: Any) -> list[tuple]:
+def _shapes(batch: object) -> list[tuple]:
     """For each leaf of a batch, its shapes on the replicas."""
     leaves = tf.nest.flatten(batch)
     return [tuple(getattr(part, "shape", None) for part in getattr(leaf, "values", (leaf,))) for leaf in leaves]
 
 
-def _without_optional(value: Any) -> Any:
+def _without_optional(value: object) -> object:
     """Replaces an empty optional by None. Keras passes one where data is missing, for example sample weights."""
     return None if isinstance(value, tf.experimental.Optional) else value
