@@ -68,23 +68,18 @@ def layers_named(model: keras.Model) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def sparse_inputs_named(batch: Any) -> Iterator[None]:
-    """Adds a note to an error of this library inside the `with` block: the sparse and ragged tensors of the batch."""
-    try:
-        yield
-    except ReplicaEngineError as error:
-        inputs = [(name, kind, call) for name, leaf in samples.named(batch) for kind, call in _not_dense(leaf)]
-        if inputs:
-            named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
-            calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
-            add_note(
-                error,
-                f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
-                f"{calls}. Replicas on threads accept these inputs unchanged: "
-                "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
-            )
-        raise
+def name_sparse_inputs(error: ReplicaEngineError, batch: Any) -> None:
+    """Adds a note to an error of this library: the sparse and ragged tensors of the batch."""
+    inputs = [(name, kind, call) for name, leaf in samples.named(batch) for kind, call in _not_dense(leaf)]
+    if inputs:
+        named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
+        calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
+        add_note(
+            error,
+            f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
+            f"{calls}. Replicas on threads accept these inputs unchanged: "
+            "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
+        )
 
 
 def _not_dense(leaf: Any) -> list[tuple[str, str]]:

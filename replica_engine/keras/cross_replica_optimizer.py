@@ -11,7 +11,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import OptimizerError
 from replica_engine.errors.base import brief, shown
-from replica_engine.keras.optimizer import REDUCTIONS, apply_across_replicas
+from replica_engine.keras.optimizer import REDUCTIONS, Gradient, Weights, apply_across_replicas
 
 
 @keras.saving.register_keras_serializable(package="replica_engine")
@@ -64,7 +64,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = optimizer
         self.reduction = reduction
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(self, variables: Weights) -> None:
         """Makes the variables of the wrapped optimizer."""
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
@@ -72,7 +72,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         self.built = True
 
     @autograph.artifact
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def apply(self, grads: Sequence[Gradient], trainable_variables: Weights | None = None) -> None:
         """Reduces gradients over replicas and applies them.
 
         Args:
@@ -91,16 +91,16 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         self._trainable_variables = variables
         self.built = True
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Scales a loss as the wrapped optimizer does."""
         return self.inner_optimizer.scale_loss(loss)
 
-    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+    def finalize_variable_values(self, var_list: Weights) -> None:
         """Sets the final values of variables as the wrapped optimizer does."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[keras.Variable]:
         """The variables of the wrapped optimizer."""
         return self.inner_optimizer.variables
 
@@ -114,11 +114,11 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.learning_rate = learning_rate
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> keras.Variable:
         """The number of updates so far."""
         return self.inner_optimizer.iterations
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """The configuration from which `from_config` makes an equal optimizer."""
         return {
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),

@@ -39,7 +39,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -53,7 +53,7 @@ from replica_engine._tf.keras import sums as sums
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine._tf.reduction import changed
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
-from replica_engine.keras.optimizer import apply_across_replicas, of_whole_batch
+from replica_engine.keras.optimizer import Gradient, Weights, apply_across_replicas, of_whole_batch
 from replica_engine.keras.shard import Shard, current_shard
 from replica_engine.keras.sums import (
     NotASum,
@@ -71,6 +71,7 @@ from replica_engine.process.interrupts import held_off_once
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _NOTHING = object()
+HasWeighted = Callable[[keras.optimizers.Optimizer], bool]
 _logger = logging.getLogger("replica_engine")
 _lock = threading.Lock()
 _found: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # no sums, by their ids
@@ -84,10 +85,8 @@ def extend_keras() -> None:
     keras_hooks.note_gradients(note_gradients, _in_shard)
 
 
-def needs_whole_batches(model: keras.Model) -> bool:
-    """Whether a loss or metric of the model is of the batch as a whole, as far as is known."""
-    if keras_model.mixes_samples(model):
-        return True
+def has_no_sum(model: keras.Model) -> bool:
+    """Whether a metric of the model was found whose values do not add up over parts of a batch."""
     return bool(_found) and any(id(metric) in _found for metric in keras_model.metrics_of(model))
 
 
@@ -129,7 +128,7 @@ class Hooks:
         self._build_shared = build
         self._changed = changed
         self._reconcile = reconcile
-        self._there: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._there: dict[tuple[int, str], tuple[object, object]] = {}
 
     def put(self) -> None:
         """Installs the hooks that the model needs now, and removes those on objects that the model no longer has."""
@@ -155,7 +154,7 @@ class Hooks:
         else:
             vars(target)[key[1]] = before
 
-    def _wanted(self) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    def _wanted(self) -> Iterator[tuple[object, str, Callable[[Any], object]]]:
         """Yields each hook as its target object, its attribute name, and the function that makes it."""
         yield self._model, "compile", lambda model: _then(model.compile, self._changed)
         for name in _READING:
@@ -181,24 +180,24 @@ class Hooks:
         is_main = optimizer is getattr(self._model, "optimizer", None)
         return is_main and keras_trainer.has_keras_step(self._model, "train_step")
 
-    def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Any], None]:
+    def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Sequence[keras.Variable]], None]:
         own = optimizer.build
         return lambda variables: self._build_shared(optimizer, lambda: own(variables))
 
-    def _reading(self, model: keras.Model, name: str) -> Callable[..., Any]:
+    def _reading(self, model: keras.Model, name: str) -> Callable[..., object]:
         own = getattr(model, name)
 
         @functools.wraps(own)
-        def read(*args: Any, **kwargs: Any) -> Any:
+        def read(*args: object, **kwargs: object) -> object:
             self._reconcile()
             return own(*args, **kwargs)
 
         return read
 
 
-def _then(own: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+def _then(own: Callable[..., object], after: Callable[[], None]) -> Callable[..., object]:
     @functools.wraps(own)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: object, **kwargs: object) -> object:
         result = own(*args, **kwargs)
         after()
         return result
@@ -206,18 +205,18 @@ def _then(own: Callable[..., Any], after: Callable[[], None]) -> Callable[..., A
     return method
 
 
-def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], bool]) -> Callable[..., None]:
+def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> Callable[..., None]:
     # A CrossReplicaOptimizer reduces gradients itself. It must not do so a second time.
     updated = optimizer.inner_optimizer if isinstance(optimizer, CrossReplicaOptimizer) else optimizer
     own = updated.apply
 
-    def apply(grads: Any, trainable_variables: Any = None) -> None:
+    def apply(grads: Iterable[Gradient], trainable_variables: Weights | None = None) -> None:
         share = current_shard()
         if share is None:
             own(grads, trainable_variables)
             return
 
-        def weighted(values: Any) -> Any:
+        def weighted(values: tf.Tensor) -> tf.Tensor:
             return values * share.weight(values.dtype)
 
         grads = list(grads)
@@ -237,16 +236,16 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], 
         else:
             apply_reduced(grads, trainable_variables)
 
-    def apply_reduced(grads: Any, trainable_variables: Any) -> None:
+    def apply_reduced(grads: Sequence[Gradient], trainable_variables: Weights | None) -> None:
         apply_across_replicas(updated, own, grads, trainable_variables, "sum")
 
     return apply
 
 
-def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[Any], bool]) -> Callable[[Any], Any]:
+def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> Callable[[object], tf.Tensor]:
     own = optimizer.scale_loss
 
-    def scale_loss(loss: Any) -> Any:
+    def scale_loss(loss: object) -> tf.Tensor:
         share = current_shard()
         if share is None:
             return own(loss)
@@ -255,7 +254,7 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[A
         check_sum(loss, share)
         return like_sum(of_shard(loss, own(loss), share), loss, share)
 
-    def of_shard(loss: Any, scaled: Any, share: Shard) -> Any:
+    def of_shard(loss: tf.Tensor, scaled: tf.Tensor, share: Shard) -> tf.Tensor:
         # The gradient of a vector is the gradient of its sum: such a loss is a sum over samples, not a mean.
         is_sum = len(loss.shape) > 0
         if has_weighted(optimizer):
@@ -268,10 +267,10 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: Callable[[A
     return scale_loss
 
 
-def _result(metric: keras.metrics.Metric) -> Callable[[], Any]:
+def _result(metric: keras.metrics.Metric) -> Callable[[], object]:
     own = metric.result
 
-    def result() -> Any:
+    def result() -> object:
         found = own()
         if (share := current_shard()) is not None:
             parts = found.items() if isinstance(found, dict) else [(None, found)]
@@ -281,33 +280,33 @@ def _result(metric: keras.metrics.Metric) -> Callable[[], Any]:
     return result
 
 
-def _update(metric: keras.metrics.Metric) -> Callable[..., Any]:
+def _update(metric: keras.metrics.Metric) -> Callable[..., object]:
     """For the metric of one output's loss: in a graph Keras counts each batch as 1; a shard counts as its fraction."""
     own = metric.update_state
 
-    def update_state(values: Any, sample_weight: Any = None) -> Any:
+    def update_state(values: object, sample_weight: object = None) -> object:
         share = current_shard()
         return own(values, sample_weight=sample_weight if share is None else share.fraction())
 
     return update_state
 
 
-def _compiled_loss(compiled: Any) -> Callable[..., Any]:
+def _compiled_loss(compiled: keras.losses.Loss) -> Callable[..., tf.Tensor]:
     """The losses of `compile` together, which call each of them."""
     own = compiled.call
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> tf.Tensor:
         with called(compiled):
             return own(*args, **kwargs)
 
     return call
 
 
-def _looked_at(metric: keras.metrics.Metric) -> Callable[..., Any]:
+def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
     """The `update_state` of a metric of the user's own; it gives up a step of a shard whose values do not add up."""
     own = metric.update_state
 
-    def update_state(*args: Any, **kwargs: Any) -> Any:
+    def update_state(*args: object, **kwargs: object) -> object:
         share = current_shard()
         for each in tf.nest.flatten((args, kwargs)):
             check_sum(each, share)
@@ -339,13 +338,13 @@ def _in_shard() -> bool:
 
 
 def _reduce(
-    original: Callable[..., Any],
-    values: Any,
-    sample_weight: Any = None,
-    mask: Any = None,
-    reduction: Any = "sum_over_batch_size",
-    dtype: Any = None,
-) -> Any:
+    original: Callable[..., tf.Tensor],
+    values: object,
+    sample_weight: object = None,
+    mask: object = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: object = None,
+) -> tf.Tensor:
     loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     share = current_shard()
     assert share is not None
@@ -359,13 +358,13 @@ def _reduce(
     return loss if divisor is None else loss * _correction(divisor, share)
 
 
-def _are_numbers(values: Any) -> bool:
+def _are_numbers(values: object) -> bool:
     """Whether losses are a number, or numbers that a function lists: they have no row for each sample."""
     parts = values if isinstance(values, (list, tuple)) else [values]
     return all(len(getattr(each, "shape", ())) == 0 for each in parts)
 
 
-def _weight(values: Any, sample_weight: Any) -> Any:
+def _weight(values: object, sample_weight: object) -> object:
     share = current_shard()
     assert share is not None
     check_sum(values, share)
@@ -373,7 +372,7 @@ def _weight(values: Any, sample_weight: Any) -> Any:
     return share.fraction() if is_number else sample_weight
 
 
-def _divisor(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
+def _divisor(sample_weight: object, mask: object, reduction: str, dtype: tf.DType) -> tf.Tensor | None:
     """The divisor of a shard's losses; None if it is the number of samples or a multiple of that number."""
     if reduction == "mean_with_sample_weight":
         if sample_weight is None and mask is None:
@@ -382,7 +381,7 @@ def _divisor(sample_weight: Any, mask: Any, reduction: str, dtype: Any) -> Any:
     return None if mask is None else ops.sum(ops.cast(mask, dtype))
 
 
-def _correction(divisor: Any, share: Shard) -> Any:
+def _correction(divisor: tf.Tensor, share: Shard) -> tf.Tensor:
     """The factor from the shard's mean to its part of the global mean; a later weight by samples is divided out."""
     context = tf.distribute.get_replica_context()
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stop_gradient(divisor))

@@ -29,8 +29,7 @@ _SLOT = "_replica_engine_replicas"
 def replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
     """Makes a second object of the same model, which runs on the replicas of `strategy`."""
     model_class: Any = type(model)
-    kind = _class_of(model_class)
-    twin: Any = object.__new__(kind)
+    twin: keras.Model = object.__new__(_class_of(model_class))
     object.__setattr__(twin, "__dict__", model.__dict__)
     object.__setattr__(twin, _SLOT, Replicas(model, twin, strategy))
     return twin
@@ -47,7 +46,7 @@ def original_of(model: keras.Model) -> keras.Model:
     return original
 
 
-def build_for(model: keras.Model, batch: Any) -> None:
+def build_for(model: keras.Model, batch: object) -> None:
     """Makes all variables of a model, its metrics and optimizer, from a batch or its specs."""
     if is_replicated(model):
         getattr(model, _SLOT).build_for(batch)
@@ -56,8 +55,8 @@ def build_for(model: keras.Model, batch: Any) -> None:
 
 
 @functools.cache
-def _class_of(kind: Any) -> type:
-    members: dict[str, Any] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}
+def _class_of(kind: Any) -> type[keras.Model]:
+    members: dict[str, object] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}
     members.update({name: _running(kind, name) for name in _RUN})
     members.update({f"make_{name}_function": _make_nothing for name in ("train", "test", "predict")})
     members.update({f"{name}_function": _function(name) for name in ("train", "test", "predict")})
@@ -72,7 +71,7 @@ def _class_of(kind: Any) -> type:
     return keras_model.serialized_as(type(kind.__name__, (kind,), members), kind)
 
 
-def _described(self: Any) -> str:
+def _described(self: keras.Model) -> str:
     """The replicated model in a notebook."""
     strategy = getattr(self, _SLOT).strategy
     weights = sum(math.prod(weight.shape) for weight in self.trainable_weights)
@@ -89,16 +88,16 @@ def _described(self: Any) -> str:
 class _Strategy:
     """The strategy that a replicated model runs on, unless the model has an attribute of that name."""
 
-    def __get__(self, model: Any, kind: type | None = None) -> Any:
+    def __get__(self, model: keras.Model | None, kind: type | None = None) -> object:
         return self if model is None else getattr(model, _SLOT).strategy
 
 
-def _running(kind: type, name: str) -> Callable[..., Any]:
+def _running(kind: type[keras.Model], name: str) -> Callable[..., object]:
     method = getattr(kind, name)
 
     @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replicas = getattr(self, _SLOT)
+    def wrapper(self: keras.Model, *args: object, **kwargs: object) -> object:
+        replicas: Replicas = getattr(self, _SLOT)
         data = args[0] if args else kwargs.get("x")
         if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
             raise BatchError(
@@ -115,24 +114,25 @@ def _running(kind: type, name: str) -> Callable[..., Any]:
     return wrapper
 
 
-def _resetting(kind: Any) -> Callable[..., None]:
+def _resetting(kind: type[keras.Model]) -> Callable[..., None]:
     @functools.wraps(kind.reset_metrics)
-    def reset_metrics(self: Any) -> None:
+    def reset_metrics(self: keras.Model) -> None:
         with getattr(self, _SLOT).metrics_left():
             kind.reset_metrics(self)
 
     return reset_metrics
 
 
-def _make_nothing(self: Any, force: bool = False) -> None:
+def _make_nothing(self: keras.Model, force: bool = False) -> None:
     """Replaces a method of Keras; `Replicas` makes its own functions."""
 
 
 def _function(name: str) -> property:
-    def get(self: Any) -> Callable[..., Any]:
-        return getattr(getattr(self, _SLOT), name)
+    def get(self: keras.Model) -> Callable[..., object]:
+        replicas: Replicas = getattr(self, _SLOT)
+        return replicas.predict if name == "predict" else functools.partial(replicas.run, f"{name}_step")
 
-    def put(self: Any, value: Any) -> None:
+    def put(self: keras.Model, value: object) -> None:
         self.__dict__[f"{name}_function"] = value  # goes to the original's attribute, which compile() clears
 
     return property(get, put)

@@ -21,6 +21,12 @@ from replica_engine.keras.variables import kept_if
 from replica_engine.values import samples
 from replica_engine.values.regroup import select
 
+_NOTHING = contextlib.nullcontext()
+Kind = tuple[str, str, str, object]
+"""One of the functions of `OnThreads`, the method of the model, and what batches are like but for their length."""
+Function = Callable[[object], Any]
+"""Runs a step on a batch."""
+
 
 class OnThreads:
     """Runs the steps of a model on a strategy with threads.
@@ -34,72 +40,80 @@ class OnThreads:
         self._model = model
         self._strategy = strategy
         self._size = strategy.num_replicas_in_sync
-        self._functions: dict[Any, Any] = {}
-        self._traced: set[Any] = set()
+        self._is_eager = bool(model.run_eagerly)
+        self._functions: dict[tuple[str, str], tf.types.experimental.PolymorphicFunction] = {}
+        self._traced: dict[Kind, Function] = {}
         self._is_undivided = False
         self._whole_steps = Undivided(model)
         self._tried: set[str] = set()
 
-    def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
-        """Runs `train_step` or `test_step` on batches of at least one sample; returns the logs of the last batch."""
-        for batch in batches:
-            logs = self._step(name, batch)
+    def step(self, name: str, batches: Sequence[tuple[object, int]]) -> dict[str, tf.Tensor]:
+        """Runs `train_step` or `test_step` on batches of at least one sample, each with its number of samples.
+
+        Returns:
+            The logs of the last batch.
+        """
+        logs: dict[str, tf.Tensor] = {}
+        for batch, total in batches:
+            # An eager step cannot be given up when one of its metrics turns out not to be a sum.
+            is_whole = name in self._whole_steps or (self._is_eager and has_own_metrics(self._model))
+            if total >= self._size and not is_whole:
+                try:
+                    with self._undone_if_given_up(name) if self._is_eager else _NOTHING:
+                        logs = self._ready(self._shared, name, batch)(batch)
+                    continue
+                except NotASum as found:
+                    self._whole_steps.note(name, found)
+            logs = self._ready(self._whole, name, batch)(batch)
         return logs
 
-    def _step(self, name: str, batch: Any) -> Any:
-        # An eager step cannot be given up when one of its metrics turns out not to be a sum.
-        is_whole = name in self._whole_steps or (self._model.run_eagerly and has_own_metrics(self._model))
-        if samples.count(batch) >= self._size and not is_whole:
-            with self._whole_steps.noted(name), self._undone_if_given_up(name):
-                return self._call(self._shared, name, batch)
-        return self._call(self._whole, name, batch)
-
     def _undone_if_given_up(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Around a step that may be given up: an eager one has changed variables then, which its graph has not.
+        """Around an eager step that may be given up: it has changed variables then, which its graph has not.
 
         Keras' own steps do in each call what they did in the first one; a step of the user's own may begin to clip.
         """
         is_known = name in self._tried and keras_trainer.has_keras_step(self._model, name)
         self._tried.add(name)
-        if is_known or not self._model.run_eagerly:
-            return contextlib.nullcontext()
-        return kept_if(NotASum, self._model)
+        return _NOTHING if is_known else kept_if(NotASum, self._model)
 
-    def predict(self, batch: Any) -> Any:
-        """The outputs for a batch of at least one sample, in the order of the samples."""
+    def predict(self, batch: object, total: int) -> object:
+        """The outputs for a batch of so many samples, of at least one, in the order of the samples."""
         # An eager step does not tell an output with a row per sample from another one of that length.
-        if not self._is_undivided and (not self._model.run_eagerly or keras_model.gives_rows(self._model)):
-            outputs, are_of_rows = self._call(self._predict, "predict_step", batch)
+        if not self._is_undivided and (not self._is_eager or keras_model.gives_rows(self._model)):
+            outputs, are_of_rows = self._ready(self._predict, "predict_step", batch)(batch)
             if are_of_rows:
                 return outputs
             self._is_undivided = True  # the outputs have no row per sample
-        return self._call(self._predict_whole, "predict_step", batch)
+        return self._ready(self._predict_whole, "predict_step", batch)(batch)
 
-    def _call(self, function: Callable[..., Any], name: str, batch: Any) -> Any:
-        if self._model.run_eagerly:
-            return function(name, batch)
-        key = (function.__name__, name)
-        if key not in self._functions:
+    def _ready(self, function: Callable[[str, object], object], name: str, batch: object) -> Function:
+        """What runs one of the functions below on batches of this kind: its graph, unless the model runs eagerly."""
+        if self._is_eager:
+            return functools.partial(function, name)
+        kind = (function.__name__, name, samples.described(batch), samples.places(batch))
+        return self._traced.get(kind) or functools.partial(self._first, function, kind)
+
+    def _first(self, function: Callable[[str, object], object], kind: Kind, batch: object) -> object:
+        """Traces the graph, or the one more that batches of a new kind need, and runs it."""
+        _, name, described, _ = kind
+        if kind[:2] not in self._functions:
             named: Any = functools.partial(function, name)
             named.__name__ = name  # as the watchdog calls it
-            self._functions[key] = tf.function(named, reduce_retracing=True, autograph=False)
-        compiled = self._functions[key]
-        kind = (key, samples.described(batch), samples.places(batch))
-        if kind in self._traced:
-            return compiled(batch)
-        what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {samples.described(batch)}"
+            self._functions[kind[:2]] = tf.function(named, reduce_retracing=True, autograph=False)
+        graph = self._functions[kind[:2]]
+        what = f"{name} of {self._model.name!r} for {self._size} replicas, batches of {described}"
         with compiling(what, only_traced=True):
             # The graph takes any number of samples, so the last batch of a dataset needs no other graph.
-            compiled.get_concrete_function(samples.generalized(batch))
-            outputs = compiled(batch)
-        self._traced.add(kind)
+            graph.get_concrete_function(samples.generalized(batch))
+            outputs = graph(batch)
+        self._traced[kind] = graph
         return outputs
 
-    def _shared(self, name: str, batch: Any) -> Any:
+    def _shared(self, name: str, batch: object) -> dict[str, tf.Tensor]:
         total = samples.count_in_graph(batch)
         each, more = total // self._size, total % self._size  # the first `more` replicas get one sample more
 
-        def step(data: Any) -> Any:
+        def step(data: object) -> dict[str, tf.Tensor]:
             replica = _replica()
             size = each + tf.cast(replica < more, tf.int32)
             start = replica * each + tf.minimum(replica, more)
@@ -108,19 +122,19 @@ class OnThreads:
 
         return select(0, self._strategy.run(step, args=(batch,)))
 
-    def _whole(self, name: str, batch: Any) -> Any:
+    def _whole(self, name: str, batch: object) -> dict[str, tf.Tensor]:
         total = samples.count_in_graph(batch)
 
-        def step(data: Any) -> Any:
+        def step(data: object) -> dict[str, tf.Tensor]:
             return run_step(self._model, name, data, Shard(total, total, self._size, whole=True))
 
         return select(0, self._strategy.run(step, args=(batch,)))
 
-    def _predict(self, name: str, batch: Any) -> Any:
+    def _predict(self, name: str, batch: object) -> tuple[object, bool | tf.Tensor]:
         total = samples.count_in_graph(batch)
         size = -(-total // self._size)
 
-        def step(padded: Any) -> Any:
+        def step(padded: object) -> object:
             replica = _replica()
             return getattr(self._model, name)(
                 samples.on_device(samples.take(padded, replica * size, (replica + 1) * size))
@@ -132,10 +146,10 @@ class OnThreads:
             return select(0, outputs), False
         return samples.take(joined(self._strategy, outputs), 0, total), of_rows
 
-    def _predict_whole(self, name: str, batch: Any) -> Any:
+    def _predict_whole(self, name: str, batch: object) -> object:
         return select(0, self._strategy.run(getattr(self._model, name), args=(batch,)))
 
 
-def _replica() -> Any:
+def _replica() -> int | tf.Tensor:
     """The id of this replica among those of all workers."""
     return tf.distribute.get_replica_context().replica_id_in_sync_group

@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -24,11 +25,13 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine.errors import CollectiveError
+from replica_engine.errors import CollectiveError, ReplicaEngineError
 from replica_engine.errors.base import warning
-from replica_engine.keras.compiling import compiling, layers_named, sparse_inputs_named
-from replica_engine.keras.shard import Shard
+from replica_engine.keras.compiling import compiling, layers_named, name_sparse_inputs
+from replica_engine.keras.shard import Shard, Update
 from replica_engine.keras.steps import Logs, Undivided, across_replicas, follow, joined, run_step
+from replica_engine.keras.sums import NotASum
+from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import rows, samples
 from replica_engine.values.regroup import regroup, select
@@ -42,6 +45,10 @@ _WASTE = 4
 """A prediction may use an existing program whose batch size is up to this many times as large."""
 
 _logger = logging.getLogger("replica_engine")
+Step = Callable[[str, Any, int], Any]
+"""A step of `OnXla`: it takes the name of the model's method, the samples, and the size of the batch."""
+Parts: TypeAlias = "tf.Tensor | list[tf.IndexedSlices]"
+"""A gradient; that of a table in parts, one for each lookup."""
 _as_keras_does = tf.autograph.experimental.do_not_convert
 
 
@@ -64,60 +71,75 @@ class OnXla:
         several = self._size > 1 and strategy.extended.device_group.mesh is not None
         self._undivided = {"train_step", "test_step"} if several else set()
         self._whole = Undivided(model)
-        self._predicted: set[Any] = set()
+        self._predicted: set[tuple[str, int]] = set()
         self._gives: dict[str, bool] = {}
-        self._compiled: set[Any] = set()
-        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._compiled: set[tuple[str, str, int, str]] = set()
+        self._functions: dict[tuple[str, str, int, bool], Callable[..., object]] = {}
         if strategy.extended.distribution is not None:
             strategy.extended.distribution.check_layouts()
         self._programs = strategy.extended.own_programs()  # they hold the model and are freed with it
 
-    def step(self, name: str, batches: Sequence[Any]) -> dict[str, Any]:
-        """Runs `train_step` or `test_step` on batches of at least one sample each; returns the logs of the last batch.
+    def step(self, name: str, batches: Sequence[tuple[object, int]]) -> dict[str, tf.Tensor]:
+        """Runs `train_step` or `test_step` on batches of at least one sample, each with its number of samples.
 
         Consecutive batches of one size, as `steps_per_execution` requests them, run in one launch: a device loop.
+
+        Returns:
+            The logs of the last batch.
         """
-        with sparse_inputs_named(batches[0]):
-            return select(0, self._launches(name, batches))
-
-    def _launches(self, name: str, batches: Sequence[Any]) -> Any:
-        """Runs the launches of a step; returns the logs of the last batch, for all replicas."""
-        logs: Any = None
-        for total, same in itertools.groupby(batches, samples.count):
-            data = list(same)
-            if len(data) > 1 and total % self._size == 0 and name not in self._whole:
-                with self._whole.noted(name):
-                    logs = self._run(self._loop, name, [self._shares(each, total) for each in data], total)
+        logs: object = None
+        try:
+            for step, data, size, group in self._launches(name, batches):
+                try:
+                    logs = self._run(step, name, data, size)
                     continue
-            for each in data:
-                logs = self._single(name, each, total)
-        return logs
+                except NotASum as found:
+                    self._whole.note(name, found)
+                except CollectiveError:
+                    if step != self._step_of_unequal_shares:
+                        raise
+                    self._undivided.add(name)
+                for batch, total in group:
+                    logs = self._run(self._step_of_whole_batch, name, batch, total)
+        except ReplicaEngineError as error:
+            name_sparse_inputs(error, batches[0][0])
+            raise
+        return select(0, logs)
 
-    def _single(self, name: str, data: Any, total: int) -> Any:
-        if name not in self._whole:
-            with self._whole.noted(name):
-                return self._divided(name, data, total)
-        return self._run(self._step_of_whole_batch, name, data, total)
+    def _launches(
+        self, name: str, batches: Sequence[tuple[object, int]]
+    ) -> Iterator[tuple[Step, object, int, list[tuple[object, int]]]]:
+        """For each launch: one of the steps below, what it takes, its batch size, and the batches that it computes."""
+        for total, same in itertools.groupby(batches, operator.itemgetter(1)):
+            group = list(same)
+            divides = total % self._size == 0
+            if len(group) > 1 and divides and name not in self._whole:
+                yield self._loop, [self._shares(data, total) for data, _ in group], total, group
+                continue
+            for data, _ in group:
+                own = [(data, total)]
+                if name in self._whole or not (divides or self._has_unequal_shares(name, total)):
+                    yield self._step_of_whole_batch, data, total, own
+                elif divides:
+                    yield self._step, self._shares(data, total), total, own
+                else:
+                    # One program serves all totals between two multiples of N: the number of larger shards is an input.
+                    shares = self._shares(data, total), np.int32(total)
+                    yield self._step_of_unequal_shares, shares, total // self._size, own
 
-    def _divided(self, name: str, data: Any, total: int) -> Any:
-        if total % self._size == 0:
-            return self._run(self._step, name, self._shares(data, total), total)
-        if total > self._size and name not in self._undivided and self._is_divisible(name):
-            try:
-                # One program serves all totals between two multiples of N: the number of larger shards is an input.
-                size = total // self._size
-                return self._run(self._step_of_unequal_shares, name, (self._shares(data, total), np.int32(total)), size)
-            except CollectiveError:
-                self._undivided.add(name)
-        return self._run(self._step_of_whole_batch, name, data, total)
+    def _has_unequal_shares(self, name: str, total: int) -> bool:
+        is_divisible = name != "train_step" or keras_trainer.has_keras_step(self._model, name)
+        return total > self._size and name not in self._undivided and is_divisible
 
-    def predict(self, batch: Any) -> Any:
-        """The outputs for a batch of at least one sample, in the order of the samples."""
-        with sparse_inputs_named(batch):
-            return self._outputs(batch)
+    def predict(self, batch: object, total: int) -> object:
+        """The outputs for a batch of so many samples, of at least one, in the order of the samples."""
+        try:
+            return self._outputs(batch, total)
+        except ReplicaEngineError as error:
+            name_sparse_inputs(error, batch)
+            raise
 
-    def _outputs(self, batch: Any) -> Any:
-        total = samples.count(batch)
+    def _outputs(self, batch: object, total: int) -> object:
         data = samples.views(batch)
         kind = samples.described(data)
         known = [size for before, size in self._predicted if before == kind and total <= size <= _WASTE * total]
@@ -131,13 +153,13 @@ class OnXla:
             self._undivided.add("predict_step")  # the outputs have no row per sample
         return select(0, self._run(self._predict_step, "predict_step", data, total))
 
-    def _gives_rows(self, kind: str, data: Any, total: int, outputs: Any) -> bool:
+    def _gives_rows(self, kind: str, data: object, total: int, outputs: object) -> bool:
         """Whether outputs that are as long as a shard have a row per sample: those of a longer shard are longer."""
         if kind not in self._gives:
             self._gives[kind] = keras_model.gives_rows(self._model) or self._grows(data, total, select(0, outputs))
         return self._gives[kind]
 
-    def _grows(self, data: Any, total: int, outputs: Any) -> bool:
+    def _grows(self, data: object, total: int, outputs: object) -> bool:
         rows = -(-total // self._size) + 1
         longer = self._shares(samples.pad(data, rows * self._size - total), rows * self._size)
         args = ("predict_step", longer, rows * self._size)
@@ -150,14 +172,14 @@ class OnXla:
         # Ragged and sparse outputs, of several parts, have told their numbers of rows.
         return all(spec.shape.rank and spec.shape[0] == rows for spec, *more in of_leaves if not more)
 
-    def _run(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
+    def _run(self, step: Step, name: str, data: object, size: int) -> Any:
         """Runs one of the steps below on all replicas; `size` is the batch size for which the program is compiled."""
-        if step == self._loop:
-            run = step
-        elif (known := self._again(step, name, data, size)) is not None:
-            return known[0]
-        else:
-            run = functools.partial(self._launch, step)
+        if type(data) is tuple:  # a batch like the last one, of dense tensors, is found again by its objects
+            function = self._functions.get((step.__name__, name, size, True))
+            known = None if function is None else self._strategy.extended.run_again(function, data, self._programs)
+            if known is not None:
+                return known[0]
+        run: Step = step if step == self._loop else functools.partial(self._launch, step)
         key = (step.__name__, name, size, samples.described(select(0, data)))
         if key in self._compiled:
             return run(name, data, size)
@@ -173,7 +195,7 @@ class OnXla:
         self._tell_of_many(name)
         return outputs
 
-    def _what(self, name: str, step: Callable[..., Any], size: int) -> str:
+    def _what(self, name: str, step: Step, size: int) -> str:
         first = last = size
         if step == self._step_of_unequal_shares:
             first, last = size * self._size + 1, (size + 1) * self._size - 1
@@ -190,35 +212,28 @@ class OnXla:
             )
             _logger.warning(warning("many_batch_sizes", text))
 
-    def _again(self, step: Callable[..., Any], name: str, data: Any, size: int) -> tuple[Any] | None:
-        """Runs a step on a batch like its last one, of dense tensors; see `TPUExtended.run_again`."""
-        function = self._functions.get((step.__name__, name, size, True))
-        if function is None or type(data) is not tuple:
-            return None
-        return self._strategy.extended.run_again(function, data, self._programs)
-
-    def _launch(self, step: Callable[..., Any], name: str, data: Any, size: int) -> Any:
+    def _launch(self, step: Step, name: str, data: object, size: int) -> object:
         key = (step.__name__, name, size, type(data) is tuple)
         if key not in self._functions:  # one function for all batches: `run_again` knows it by the objects that it uses
             self._functions[key] = self._function(*key)
         args = data if type(data) is tuple else (data,)
         return self._strategy.extended.run_of(self._programs, self._functions[key], args)
 
-    def _function(self, step: str, name: str, size: int, in_parts: bool) -> Callable[..., Any]:
+    def _function(self, step: str, name: str, size: int, in_parts: bool) -> Callable[..., object]:
         """A step under the name of the model's method that it runs, as messages about its program call it."""
 
         @_as_keras_does
-        def run(*data: Any) -> Any:
+        def run(*data: object) -> object:
             return getattr(self, step)(name, data if in_parts else data[0], size)
 
         run.__name__ = name
         return run
 
-    def _loop(self, name: str, data: list[Any], total: int) -> Any:
+    def _loop(self, name: str, data: list[object], total: int) -> object:
         """Runs several steps in one launch."""
 
         @_as_keras_does
-        def step(context: Any, shares: Any) -> None:
+        def step(context: MultiStepContext, shares: object) -> None:
             context.set_last_step_output("logs", self._step(name, shares, total))
 
         step.__name__ = name
@@ -226,10 +241,7 @@ class OnXla:
         context = self._strategy.extended.run_steps(step, iter(data), settings)
         return context.last_step_outputs["logs"]
 
-    def _is_divisible(self, name: str) -> bool:
-        return name != "train_step" or keras_trainer.has_keras_step(self._model, name)
-
-    def _shares(self, data: Any, total: int) -> Any:
+    def _shares(self, data: object, total: int) -> object:
         """Each replica's rows, equally many for all; a smaller shard also gets the row before its first."""
         if total % self._size == 0:
             parts = samples.split(data, self._size)
@@ -241,15 +253,15 @@ class OnXla:
         return regroup([samples.take(data, stops[replica] - size, stops[replica]) for replica in self._own])
 
     @_as_keras_does
-    def _step(self, name: str, data: Any, total: int) -> Any:
+    def _step(self, name: str, data: object, total: int) -> dict[str, tf.Tensor]:
         return run_step(self._model, name, data, Shard(total // self._size, total, self._size))
 
     @_as_keras_does
-    def _step_of_whole_batch(self, name: str, data: Any, total: int) -> Any:
+    def _step_of_whole_batch(self, name: str, data: object, total: int) -> dict[str, tf.Tensor]:
         return run_step(self._model, name, data, Shard(total, total, self._size, whole=True))
 
     @_as_keras_does
-    def _step_of_unequal_shares(self, name: str, data: tuple[Any, Any], size: int) -> Any:
+    def _step_of_unequal_shares(self, name: str, data: tuple[object, tf.Tensor], size: int) -> dict[str, tf.Tensor]:
         shares, total = data
         larger = _Branch(self._model, name, shares, Shard(size + 1, total, self._size))
         smaller = _Branch(self._model, name, shares, Shard(size, total, self._size), larger)
@@ -259,7 +271,7 @@ class OnXla:
         return across_replicas(self._model, logs, weight)
 
     @_as_keras_does
-    def _predict_step(self, name: str, data: Any, total: int) -> Any:
+    def _predict_step(self, name: str, data: object, total: int) -> object:
         return getattr(self._model, name)(data)
 
 
@@ -274,15 +286,15 @@ class _Branch:
         larger: the branch of the larger shard, which is traced first; None if this is that branch.
     """
 
-    def __init__(self, model: keras.Model, name: str, data: Any, share: Shard, larger: _Branch | None = None):
+    def __init__(self, model: keras.Model, name: str, data: object, share: Shard, larger: _Branch | None = None):
         self.share = share
         self._model, self._name = model, name
-        self._step: Callable[[Any], Any] = getattr(model, name)
+        self._step: Callable[[object], object] = getattr(model, name)
         self._data = data
         self._larger = larger
-        self._updates: list[tuple[Any, list[Any], Any]] = []
+        self._updates: list[Update] = []
 
-    def run(self) -> tuple[Any, Any]:
+    def run(self) -> tuple[dict[str, tf.Tensor], list[list[object]]]:
         """Traces the step; returns its logs and the gradients of each update."""
         data = samples.take(self._data, samples.count_in_graph(self._data) - self.share.rows, None)
         self._updates = self.share.deferred = []
@@ -307,7 +319,7 @@ class _Branch:
         gradients = [[_tensors(grad) for grad in grads if grad is not None] for _, grads, _ in self._updates]
         return self._logs.values, gradients
 
-    def finish(self, outputs: tuple[Any, Any], smaller: _Branch) -> Logs:
+    def finish(self, outputs: tuple[dict[str, tf.Tensor], list[list[object]]], smaller: _Branch) -> Logs:
         """Applies the updates with the gradients of the branch that ran; returns the logs."""
         self._logs.values, gradients = outputs
         for (apply, traced, variables), (_, others, _), grads in zip(
@@ -324,16 +336,18 @@ class _Branch:
         return self._logs
 
 
-def _parts(grad: Any) -> Any:
+def _parts(grad: tf.Tensor | tf.IndexedSlices | None) -> Parts | None:
     """The rows of each lookup of a table; any other gradient itself."""
     return rows.pieces(grad) if isinstance(grad, tf.IndexedSlices) else grad
 
 
-def _tensors(grad: Any) -> Any:
+def _tensors(grad: Parts) -> tf.Tensor | list[list[tf.Tensor]]:
     return [[part.values, part.indices] for part in grad] if isinstance(grad, list) else tf.convert_to_tensor(grad)
 
 
-def _gradient(tensors: Any, like: Any, other: Any, variable: Any) -> Any:
+def _gradient(
+    tensors: tf.Tensor | list[list[tf.Tensor]], like: Parts, other: Parts, variable: keras.Variable
+) -> tf.Tensor | tf.IndexedSlices:
     """The gradient of the branch that ran; `like` and `other` are those of both branches."""
     if not isinstance(like, list):
         return tensors
@@ -346,11 +360,11 @@ def _gradient(tensors: Any, like: Any, other: Any, variable: Any) -> Any:
     return rows.joined(parts)
 
 
-def _like(grad: Any, wanted: Any) -> Any:
+def _like(grad: Parts, wanted: Parts) -> Parts:
     """Pads a gradient to the shape of `wanted`: repeats one table row with zeros as its values."""
     if isinstance(grad, list):
         return [_like(part, other) for part, other in zip(grad, wanted, strict=True)]
-    if not isinstance(grad, tf.IndexedSlices):
+    if not isinstance(grad, tf.IndexedSlices) or isinstance(wanted, list):
         return grad
     if (more := wanted.indices.shape[0] - grad.indices.shape[0]) == 0:
         return grad

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -35,14 +35,17 @@ from replica_engine.errors import OptimizerError
 from replica_engine.values import linear
 
 REDUCTIONS = ("mean", "sum")
+Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
+"""What a tape gives for a weight; None if the loss does not depend on it."""
+Weights: TypeAlias = Sequence[keras.Variable]
 
 
 @autograph.artifact
 def apply_across_replicas(
     optimizer: keras.optimizers.Optimizer,
-    apply: Callable[..., Any],
-    grads: Sequence[Any],
-    variables: Sequence[Any] | None,
+    apply: Callable[..., object],
+    grads: Sequence[Gradient],
+    variables: Weights | None,
     reduction: str,
 ) -> None:
     """Reduces the gradients of all replicas and applies them.
@@ -80,7 +83,7 @@ def apply_across_replicas(
     context.merge_call(merge.run, args=(list(grads),))
 
 
-def of_whole_batch(grads: Sequence[Any]) -> list[Any]:
+def of_whole_batch(grads: Sequence[Gradient]) -> list[Gradient]:
     """Moves the rows of tables to the first replica, for a batch that every replica has computed.
 
     Only the loss of the first replica counts. But a synchronized batch normalization sends its gradient to all
@@ -133,7 +136,13 @@ def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distrib
 class _Merge:
     """The merge function: one object per replica; all run the same code, so the engine sees one merge function."""
 
-    def __init__(self, optimizer: Any, apply: Callable[..., Any], variables: Any, reduction: str):
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        apply: Callable[..., object],
+        variables: Weights | None,
+        reduction: str,
+    ):
         self._optimizer = optimizer
         self._apply = apply
         self._variables = None if variables is None else list(variables)
@@ -147,7 +156,7 @@ class _Merge:
                 self._optimizer.build(self._variables)
 
     @autograph.artifact
-    def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
+    def run(self, strategy: tf.distribute.Strategy, grads: list[Gradient]) -> None:
         """Reduces and applies the gradients; runs in cross-replica context."""
         optimizer = self._optimizer
         with through_strategy(optimizer, strategy):
@@ -161,7 +170,7 @@ class _Merge:
             linear.mark(tf.nest.flatten([getattr(each, "values", each) for each in reduced]), linear.COMMON)
             if keras_model.touches_gradients(optimizer):
                 reduced = [distribute.first_values(grad) for grad in reduced]
-            whole: list[Any] = [None] * len(grads)
+            whole: list[Gradient] = [None] * len(grads)
             for index, grad in zip(given, reduced, strict=True):
                 whole[index] = grad
             for index in same:
@@ -170,23 +179,23 @@ class _Merge:
                 keras_model.apply_across(optimizer, self._apply, whole, self._variables)
 
 
-def _with_largest(grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+def _with_largest(grads: Sequence[Gradient], variables: Weights) -> list[Gradient]:
     """The gradients, where those that overwrite their variable are the largest of all replicas, on each replica."""
-    places = [
-        place
+    overwriting = {
+        place: grad
         for place, (grad, variable) in enumerate(zip(grads, variables, strict=False))
         if grad is not None and keras_model.is_overwritten(variable)
-    ]
+    }
     context = tf.distribute.get_replica_context()
     found = list(grads)
-    if places and context.num_replicas_in_sync > 1:
-        all_values = context.all_gather([found[place][tf.newaxis] for place in places], axis=0)
-        for place, values in zip(places, all_values, strict=True):
+    if overwriting and context.num_replicas_in_sync > 1:
+        all_values = context.all_gather([grad[tf.newaxis] for grad in overwriting.values()], axis=0)
+        for place, values in zip(overwriting, all_values, strict=True):
             found[place] = tf.reduce_max(values, 0)
     return found
 
 
-def _if(condition: Any, value: tf.Tensor) -> tf.Tensor:
+def _if(condition: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
     return tf.where(condition, value, tf.zeros([], value.dtype))
 
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -43,8 +43,11 @@ from replica_engine.strategies.backend import compiles
 from replica_engine.telemetry import timeline
 from replica_engine.values import samples
 
+if TYPE_CHECKING:
+    from replica_engine.keras.on_xla import OnXla
+
 _lock = threading.RLock()
-_inside: weakref.WeakKeyDictionary[Any, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
+_inside: weakref.WeakKeyDictionary[keras.Model, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
 
 
 _thread = threading.local()
@@ -63,7 +66,7 @@ def _at_work() -> contextlib.AbstractContextManager[object]:
     return scoped.attribute(_thread, "is_at_work", True)
 
 
-def _called(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+def _called(original: Callable[..., object], function: object, *args: object, **kwargs: object) -> object:
     """A call of a traced function. Outside the methods of replicated models, and in their steps, there is no more."""
     if (
         not _inside
@@ -94,17 +97,17 @@ class Replicas:
         self._model = model
         self._variables = ReplicatedVariables(original, strategy)
         self._hooks = Hooks(original, strategy, self.build, self.changed, self.reconcile)
-        self._functions: Any = None
+        self._functions: keras_model.Functions | None = None
         self._is_resumed = False
         self._depth = 0
         self._thread = 0
         self._outer: Replicas | None = None
         self._entered: list[tuple[Replicas | None, int, int]] = []  # the same three of the blocks around the last one
-        self._known: Any = None
-        self._counted: Any = None
-        self._steps: Any = None
+        self._known: object = None
+        self._counted: object = None
+        self._steps: OnThreads | OnXla | None = None
         # By step and thread, the iterator that it was last called with, as `end_apart` takes it.
-        self._iterators: dict[tuple[str, int], list[Any]] = {}
+        self._iterators: dict[tuple[str, int], list[tf.data.Iterator]] = {}
         self._calling = timeline.Track(type(strategy).__name__, "Keras", order=-1)
         self._feeding = timeline.Track(type(strategy).__name__, "feeding", order=-1)
 
@@ -238,7 +241,7 @@ class Replicas:
                 build()
             self._renew(in_step=True)
 
-    def build_for(self, batch: Any) -> None:
+    def build_for(self, batch: object) -> None:
         """Makes all variables of the model, its metrics and optimizer, from a batch or its specs."""
         self._ready(batch)
 
@@ -247,22 +250,15 @@ class Replicas:
         self.changed()
         return self._variables.metrics_left()
 
-    def train(self, iterator: Any) -> dict[str, Any]:
-        """Runs training steps on the next batches; replaces Keras' `train_function`."""
-        return self._run("train_step", iterator)
-
-    def test(self, iterator: Any) -> dict[str, Any]:
-        """Runs test steps on the next batches; replaces Keras' `test_function`."""
-        return self._run("test_step", iterator)
-
-    def predict(self, batches: list[Any]) -> Any:
+    def predict(self, batches: Sequence[object]) -> object:
         """Returns the outputs of some batches as one batch; replaces Keras' `predict_function`."""
         outputs = [self._predict(samples.as_tensors(batch)) for batch in batches]
         return outputs[0] if len(outputs) == 1 else samples.join(outputs)
 
-    def _run(self, name: str, iterator: Any) -> dict[str, Any]:
+    def run(self, name: str, iterator: Iterator[object]) -> dict[str, tf.Tensor]:
+        """Runs a step on the next batches; replaces Keras' `train_function` and `test_function`."""
         self._keep(name, iterator)
-        batches: list[Any] = []
+        batches: list[object] = []
         failed: Exception | None = None
         for _ in range(self._model.steps_per_execution):
             try:
@@ -275,19 +271,19 @@ class Replicas:
             except Exception as error:  # the steps before it count, as if they ran one by one
                 failed = error
                 break
-        batches = [batch for batch in batches if samples.count(batch)]
-        with timeline.span(self._calling, name, "launch", {"batches": len(batches)}):
-            if batches:
-                steps = self._ready(batches[0])
+        counted = [(batch, total) for batch in batches if (total := samples.count(batch))]
+        with timeline.span(self._calling, name, "launch", {"batches": len(counted)}):
+            if counted:
+                steps = self._ready(counted[0][0])
                 with _at_work():
-                    logs = steps.step(name, batches)
+                    logs = steps.step(name, counted)
             else:
                 logs = self._model.get_metrics_result()
         if failed is not None:
             raise failed
         return logs
 
-    def _keep(self, name: str, iterator: Any) -> None:
+    def _keep(self, name: str, iterator: Iterator[object]) -> None:
         """Keeps an iterator of tf.data for longer than Keras does, which would wait for its end."""
         key = name, threading.get_ident()
         last = self._iterators.get(key)
@@ -300,15 +296,15 @@ class Replicas:
         if last is not None:
             end_apart(last)
 
-    def _predict(self, batch: Any) -> Any:
+    def _predict(self, batch: object) -> object:
         total = samples.count(batch)
         steps = self._ready(None)
         with _at_work():
             if total:
-                return steps.predict(batch)
-            return samples.take(steps.predict(samples.blank(batch)), 0, 0)
+                return steps.predict(batch, total)
+            return samples.take(steps.predict(samples.blank(batch), 1), 0, 0)
 
-    def _ready(self, batch: Any) -> Any:
+    def _ready(self, batch: object) -> OnThreads | OnXla:
         """The object that runs steps, with all variables shared; a new object if the model has changed."""
         if batch is not None and not keras_model.is_built(self._model):
             with _lock:
@@ -316,14 +312,15 @@ class Replicas:
                 with afterwards(self._resume, "giving the model to the replicas"):
                     keras_model.build(self._model, batch)
         state, counted = keras_model.state_of(self._model), keras_model.counts(self._model)
-        if self._known != state or self._counted != counted:
+        steps = self._steps
+        if steps is None or self._known != state or self._counted != counted:
             self.changed()
             self._check_trainable()
-            self._steps = self._make_steps()
+            steps = self._steps = self._make_steps()
             self._known = state
-        return self._steps
+        return steps
 
-    def _make_steps(self) -> Any:
+    def _make_steps(self) -> OnThreads | OnXla:
         if not compiles(self.strategy):
             return OnThreads(self._model, self.strategy)
         from replica_engine.keras.on_xla import OnXla  # not at module level: it needs jax

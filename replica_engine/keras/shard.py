@@ -14,11 +14,16 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from replica_engine.process import scoped
+
+Update = tuple[Callable[..., None], list[Any], Sequence[keras.Variable]]
+"""An update of weights by an optimizer: what makes it, its gradients, and the weights."""
 
 
 @dataclasses.dataclass
@@ -40,28 +45,28 @@ class Shard:
         updates: whether an optimizer has got gradients.
     """
 
-    rows: Any
-    total: Any
+    rows: int | tf.Tensor
+    total: int | tf.Tensor
     replicas: int
     whole: bool = False
-    results: list[tuple[Any, Any, str | None]] = dataclasses.field(default_factory=list)
-    deferred: list[tuple[Any, list[Any], Any]] | None = None
+    results: list[tuple[object, keras.metrics.Metric, str | None]] = dataclasses.field(default_factory=list)
+    deferred: list[Update] | None = None
     is_own: bool = False
     sums: bool = False
-    gradients: list[Any] = dataclasses.field(default_factory=list)
+    gradients: list[tf.Tensor] = dataclasses.field(default_factory=list)
     updates: bool = False
 
-    def fraction(self, dtype: Any = "float32") -> Any:
+    def fraction(self, dtype: str | tf.DType = "float32") -> tf.Tensor:
         """The fraction of the batch that this replica has, as a scalar of `dtype`."""
         if self.whole:
             return tf.ones([], dtype)
         return tf.cast(self.rows, dtype) / tf.cast(self.total, dtype)
 
-    def weight(self, dtype: Any = "float32") -> Any:
+    def weight(self, dtype: str | tf.DType = "float32") -> tf.Tensor:
         """The weight of a mean over this replica's samples in the mean over all samples, as a scalar of `dtype`."""
         return self.once(dtype) if self.whole else self.fraction(dtype)
 
-    def once(self, dtype: Any = "float32") -> Any:
+    def once(self, dtype: str | tf.DType = "float32") -> tf.Tensor:
         """The weight of a sum over this replica's samples in the sum over all samples, as a scalar of `dtype`."""
         if not self.whole:
             return tf.ones([], dtype)

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LogError
 from replica_engine.errors.models import warn_whole_steps
-from replica_engine.keras.hooks import needs_whole_batches, overwrites_in_own_step
+from replica_engine.keras.hooks import has_no_sum, overwrites_in_own_step
 from replica_engine.keras.shard import Shard
 from replica_engine.keras.sums import NotASum, check_sum, check_weights
 from replica_engine.values import late_weights, linear, rows, samples
 from replica_engine.values.regroup import select
 
 
-def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str, Any]:
+def run_step(model: keras.Model, name: str, data: object, share: Shard) -> dict[str, tf.Tensor]:
     """Runs `train_step` or `test_step` of a model.
 
     Args:
@@ -50,7 +50,7 @@ def run_step(model: keras.Model, name: str, data: Any, share: Shard) -> dict[str
     return across_replicas(model, Logs(logs, share), share.weight("float64"))
 
 
-def follow(model: keras.Model, name: str, data: Any, share: Shard) -> None:
+def follow(model: keras.Model, name: str, data: object, share: Shard) -> None:
     """Says which tensors are the samples of a step, and whether a method of the user's own uses the loss of `compile`.
 
     Called before a step of a shard, so that it can be seen what the step does to gradients and to sums of losses.
@@ -68,32 +68,32 @@ class Undivided:
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._overwrites = overwrites_in_own_step(model)
         self._names: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
-        return self._overwrites or name in self._names or needs_whole_batches(self._model)
+        return name in self._names or self._all or has_no_sum(self._model)
 
-    @contextlib.contextmanager
-    def noted(self, name: str) -> Iterator[None]:
-        """Inside, a step is tried; if it is given up, the block ends, and a warning says so once for each line."""
-        try:
-            yield
-        except NotASum as found:
-            if not found.why:
-                return  # a metric, which the hooks know
-            self._names.add(name)
-            key = name, found.why, found.where
-            with _lock:
-                told = _told.setdefault(self._model, set())
-                is_new = key not in told
-                told.add(key)
-            if is_new:
-                _logger.warning(warn_whole_steps(name, self._model.name, found.why, found.where, found.instead))
+    @functools.cached_property
+    def _all(self) -> bool:
+        """What `compile` and the step tell. Asked in a step: before, a model may have no losses and metrics yet."""
+        return overwrites_in_own_step(self._model) or keras_model.mixes_samples(self._model)
+
+    def note(self, name: str, found: NotASum) -> None:
+        """Notes why a step was given up; a warning says so once for each line."""
+        if not found.why:
+            return  # a metric, which the hooks know
+        self._names.add(name)
+        key = name, found.why, found.where
+        with _lock:
+            told = _told.setdefault(self._model, set())
+            is_new = key not in told
+            told.add(key)
+        if is_new:
+            _logger.warning(warn_whole_steps(name, self._model.name, found.why, found.where, found.instead))
 
 
 _lock = threading.Lock()
-_told: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+_told: weakref.WeakKeyDictionary[keras.Model, set[tuple[str, str, str]]] = weakref.WeakKeyDictionary()
 _logger = logging.getLogger("replica_engine")
 
 
@@ -114,10 +114,10 @@ class Logs:
         LogError: a value is not a number that all replicas together can give as one device would.
     """
 
-    def __init__(self, returned: Any, share: Shard):
+    def __init__(self, returned: object, share: Shard):
         flat = _flat(returned) if isinstance(returned, Mapping) else {"loss": returned}
         self.metrics: dict[str, tuple[keras.metrics.Metric, str | None]] = {}
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, tf.Tensor] = {}
         for key, value in flat.items():
             found = [(metric, part) for result, metric, part in share.results if result is value]
             if found:
@@ -128,7 +128,7 @@ class Logs:
         self.names = [key for key in flat if key in self.metrics or key in self.values]
 
 
-def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, Any]:
+def across_replicas(model: keras.Model, logs: Logs, weight: tf.Tensor) -> dict[str, tf.Tensor]:
     """Combines the logs of all replicas: metric results over all samples, and weighted means of all other numbers.
 
     Args:
@@ -150,7 +150,7 @@ def across_replicas(model: keras.Model, logs: Logs, weight: Any) -> dict[str, An
     return {key: means[key] if key in means else logs.values[key] for key in logs.names}
 
 
-def joined(strategy: tf.distribute.Strategy, outputs: Any) -> Any:
+def joined(strategy: tf.distribute.Strategy, outputs: object) -> object:
     """The rows of all replicas, in the order of the replicas, as one batch."""
     size = len(strategy.extended.worker_devices)
     if size < strategy.num_replicas_in_sync:  # the other workers have the rest
@@ -163,7 +163,7 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
     return [variable for variable in model.metrics_variables if keras_model.is_counted(variable)]
 
 
-def _value(name: str, value: Any, share: Shard) -> tf.Tensor:
+def _value(name: str, value: object, share: Shard) -> tf.Tensor:
     """A value of the logs as a tensor; numbers of half precision in float32."""
     is_variable = isinstance(value, (keras.Variable, tf.Variable))
     tensor = tf.convert_to_tensor(value)
@@ -185,7 +185,7 @@ def _value(name: str, value: Any, share: Shard) -> tf.Tensor:
     return tf.cast(tensor, "float32") if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
 
 
-def _check_integer(name: str, tensor: tf.Tensor, shard: Any) -> None:
+def _check_integer(name: str, tensor: tf.Tensor, shard: np.ndarray | None) -> None:
     """Raises LogError unless the graph shows that an integer has nothing to do with the samples of the shard."""
     known = rows.origin(tensor, of_variables=True)
     if known is None or known.of_lengths or shard in known.numbers:  # a length of a known shape is a constant
@@ -201,8 +201,8 @@ def _is_mean(value: tf.Tensor) -> bool:
     return bool(value.dtype.is_floating or value.dtype.is_complex)
 
 
-def _flat(logs: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(logs: Mapping[str, object]) -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in logs.items():
         flat.update(_flat(value) if isinstance(value, Mapping) else {key: value})
     return flat

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
+import keras
 import tensorflow as tf
 
 from replica_engine._tf import variables
@@ -31,7 +31,7 @@ from replica_engine.keras.shard import Shard, current_shard
 from replica_engine.process import scoped
 from replica_engine.values import linear
 
-_calls: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("replica_engine_losses", default=())
+_calls: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("replica_engine_losses", default=())
 
 
 class NotASum(BaseException):
@@ -65,7 +65,7 @@ _WRITE_UPDATE = (
 )
 
 
-def called(loss: Any) -> contextlib.AbstractContextManager[object]:
+def called(loss: object) -> contextlib.AbstractContextManager[object]:
     """Notes that a loss, or what `compile` made of several, is being called."""
     return scoped.variable(_calls, (*_calls.get(), loss))
 
@@ -88,12 +88,12 @@ class _InMetric:
     has_sum = False
 
 
-def metric_of_sums() -> Any:
+def metric_of_sums() -> _InMetric | None:
     """The innermost metric of the user's own that is being updated, in which `has_sum` may be set; None outside."""
     return next((each for each in reversed(_calls.get()) if isinstance(each, _InMetric)), None)
 
 
-def summed(loss: Any, share: Shard) -> Any:
+def summed(loss: tf.Tensor, share: Shard) -> tf.Tensor:
     """A sum of losses over the samples of a shard, as a part of the step's loss, which counts by its samples.
 
     Raises:
@@ -113,7 +113,7 @@ def summed(loss: Any, share: Shard) -> Any:
     return value
 
 
-def check_sum(value: Any, share: Shard | None) -> None:
+def check_sum(value: object, share: Shard | None) -> None:
     """Looks at a value that counts as a mean over the samples of a shard.
 
     Raises:
@@ -131,14 +131,14 @@ def check_sum(value: Any, share: Shard | None) -> None:
         )
 
 
-def like_sum(new: Any, old: Any, share: Shard) -> Any:
+def like_sum(new: tf.Tensor, old: tf.Tensor, share: Shard) -> tf.Tensor:
     """A value that this library has made of a checked one: it counts as that one does."""
     if share.sums and linear.Ways(linear.SUMS).to(old) == linear.LINEAR:
         linear.mark([new], linear.SUMS)
     return new
 
 
-def note_gradients(targets: Any, sources: Any, gradients: Any) -> None:
+def note_gradients(targets: object, sources: object, gradients: object) -> None:
     """Called in a shard before a tape makes gradients, with None, and with them afterwards."""
     share = current_shard()
     if share is None or share.whole or share.replicas == 1:
@@ -161,7 +161,7 @@ def note_gradients(targets: Any, sources: Any, gradients: Any) -> None:
         share.gradients += leaves
 
 
-def check_gradients(gradients: Sequence[Any], share: Shard) -> None:
+def check_gradients(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], share: Shard) -> None:
     """Looks at the gradients that an optimizer gets in a shard.
 
     Raises:
@@ -181,7 +181,7 @@ def check_gradients(gradients: Sequence[Any], share: Shard) -> None:
         )
 
 
-def check_weights(model: Any, share: Shard) -> None:
+def check_weights(model: keras.Model, share: Shard) -> None:
     """Looks, at the end of a step of a shard, whether it has changed weights by gradients of its own samples.
 
     An optimizer reduces its gradients before it changes weights. A step that assigns weights itself has those of a
@@ -204,14 +204,19 @@ def check_weights(model: Any, share: Shard) -> None:
         raise NotASum(why, _WRITE_UPDATE, "" if ways.bent is None else user_line(ways.bent))
 
 
-def _check_gradient(value: Any, share: Shard, why: str, instead: str) -> None:
+def _check_gradient(value: tf.Tensor | tf.IndexedSlices | None, share: Shard, why: str, instead: str) -> None:
     ways = linear.Ways(linear.GRADIENTS, of_lengths=share.sums, rows=share.rows)
     if ways.to(value) == linear.OTHER:
         kind, line = ("", "") if ways.bent is None else (f" (by the op {ways.bent.type})", user_line(ways.bent))
         raise NotASum(f"{why}{kind}", instead, line or here())
 
 
-def average_loss(own: Any, per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
+def average_loss(
+    own: Callable[..., tf.Tensor],
+    per_example_loss: object,
+    sample_weight: object = None,
+    global_batch_size: int | tf.Tensor | None = None,
+) -> tf.Tensor:
     """What `tf.nn.compute_average_loss` is in a shard: there, one device has one replica and the whole batch.
 
     Raises:
@@ -219,11 +224,11 @@ def average_loss(own: Any, per_example_loss: Any, sample_weight: Any = None, glo
     """
     share = current_shard()
     assert share is not None
-    per_example_loss = tf.convert_to_tensor(per_example_loss)
+    losses = tf.convert_to_tensor(per_example_loss)
     if global_batch_size is None:
-        size = None if per_example_loss.shape.rank == 0 else tf.shape(per_example_loss)[0]
-        return own(per_example_loss, sample_weight, size)
-    value = own(per_example_loss, sample_weight, global_batch_size)
+        size = None if losses.shape.rank == 0 else tf.shape(losses)[0]
+        return own(losses, sample_weight, size)
+    value = own(losses, sample_weight, global_batch_size)
     if share.whole or share.replicas == 1 or metric_of_sums() is not None:
         return value
     if not _is_of_all(global_batch_size, share):
@@ -235,7 +240,7 @@ def average_loss(own: Any, per_example_loss: Any, sample_weight: Any = None, glo
     return value
 
 
-def _is_of_all(size: Any, share: Shard) -> bool:
+def _is_of_all(size: int | tf.Tensor, share: Shard) -> bool:
     """Whether a size of a batch is known to be the same for a shard as for the batch."""
     if linear.Ways(linear.SUMS, of_lengths=True).to(size) != linear.APART:
         return False
@@ -245,6 +250,6 @@ def _is_of_all(size: Any, share: Shard) -> bool:
     return bool(number % own) or (total is not None and number == total)
 
 
-def regularization(own: Any, regularization_loss: Any) -> Any:
+def regularization(own: Callable[..., tf.Tensor], regularization_loss: object) -> tf.Tensor:
     """What `tf.nn.scale_regularization_loss` is in a shard: the weight of the shard divides it already."""
     return tf.reduce_sum(regularization_loss)

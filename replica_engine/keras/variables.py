@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -200,7 +199,7 @@ class _Shared:
             if component is not self.plain:
                 setattr(variables.raw_handle(component), _SHARED, (self._this, False))
 
-    def is_of(self, value: Any) -> bool:
+    def is_of(self, value: object) -> bool:
         """Whether `value` is one of these two variables."""
         return value is self.plain or value is self._distributed
 
@@ -330,7 +329,9 @@ def _with_all(shared: dict[int, _Shared], do: Callable[[_Shared], None]) -> Call
 
 
 @contextlib.contextmanager
-def used_by(function: Any, is_between_steps: bool, at_work: Callable[[], Any]) -> Iterator[None]:
+def used_by(
+    function: object, is_between_steps: bool, at_work: Callable[[], contextlib.AbstractContextManager[object]]
+) -> Iterator[None]:
     """Around a call of a traced function: the plain variables that it has captured are as those of one device.
 
     A function that has captured a variable of a replica was traced while the model had them, and knows what to do.
@@ -391,11 +392,16 @@ def _mean(values: list[tf.Tensor]) -> tf.Tensor:
 _AGGREGATED = {tf.VariableAggregation.SUM: reduction.total, tf.VariableAggregation.MEAN: _mean}
 
 
-def _around(plain: Any, strategy: tf.distribute.Strategy, synchronization: Any, aggregation: Any) -> Any:
+def _around(
+    plain: tf.Variable,
+    strategy: tf.distribute.Strategy,
+    synchronization: tf.VariableSynchronization,
+    aggregation: tf.VariableAggregation,
+) -> distribute.DistributedVariable:
     """Makes a distributed variable whose first component is `plain`, if `plain` is on the first device."""
     unused = [plain] if plain.device == strategy.extended.worker_devices[0] else []
 
-    def creator(next_creator: Any, **kwargs: Any) -> Any:
+    def creator(next_creator: Callable[..., tf.Variable], **kwargs: object) -> tf.Variable:
         return unused.pop() if unused else next_creator(**kwargs)
 
     with tf.variable_creator_scope(creator), strategy.scope():
@@ -423,5 +429,5 @@ def kept_if(raised: type[BaseException], model: keras.Model) -> Iterator[None]:
         raise
 
 
-def _components(variable: Any) -> Any:
+def _components(variable: tf.Variable) -> Sequence[tf.Variable]:
     return variable.values if isinstance(variable, distribute.DistributedValues) else (variable,)

@@ -160,7 +160,7 @@ def are_of(outputs: object, count: Rows) -> bool | tf.Tensor:
 def described(batch: object) -> str:
     """The shapes of a batch without the number of samples, for messages."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)]
-    return ", ".join(f"{tf.as_dtype(leaf.dtype).name}{[None, *leaf.shape[1:]]}" for leaf in leaves)
+    return ", ".join(f"{tf.as_dtype(leaf.dtype).name}{[None, *tuple(leaf.shape)[1:]]}" for leaf in leaves)
 
 
 def places(batch: object) -> int | str:
