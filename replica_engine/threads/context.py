@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -339,10 +340,10 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if operation is None:
             if name not in _EXTREMES:
                 raise CollectiveError.unknown_reduction(reduce_op, sorted([*_OPERATIONS, *_EXTREMES]))
-            return late_weights.reduced(value, lambda value: self._extreme(name, value, options))
-        return late_weights.reduced(value, lambda value: self._all_reduce(operation, name, value, options))
+            return late_weights.reduced(value, functools.partial(self._extreme, name, options))
+        return late_weights.reduced(value, functools.partial(self._all_reduce, operation, name, options))
 
-    def _all_reduce(self, operation: Any, name: str, value: Any, options: Any) -> Any:
+    def _all_reduce(self, operation: Any, name: str, options: Any, value: Any) -> Any:
         with _detailed(self, "all_reduce", name):
             own = self._own(value) if isinstance(value, tf.Tensor) else tf.nest.map_structure(self._own, value)
             tensors = [own] if isinstance(own, tf.Tensor) else tf.nest.flatten(own)
@@ -357,7 +358,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
                 reduced = self._merged(operation, tensors, options)
             return reduced[0] if own is tensors[0] else tf.nest.pack_sequence_as(own, reduced)
 
-    def _extreme(self, name: str, value: Any, options: Any) -> Any:
+    def _extreme(self, name: str, options: Any, value: Any) -> Any:
         """The minimum or maximum over replicas: TensorFlow has none across devices, so each replica takes it of all."""
 
         def row(leaf: Any) -> tf.Tensor:
@@ -417,9 +418,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             axis: the dimension to concatenate along.
             options: `tf.distribute.experimental.CommunicationOptions`.
         """
-        return late_weights.reduced(value, lambda value: self._all_gather(value, axis, options))
+        return late_weights.reduced(value, functools.partial(self._all_gather, axis, options))
 
-    def _all_gather(self, value: Any, axis: int, options: Any) -> Any:
+    def _all_gather(self, axis: int, options: Any, value: Any) -> Any:
         with _detailed(self, "all_gather", axis):
             own = tf.nest.map_structure(self._own, value)
             return super().all_gather(own, axis, options) if tf.nest.flatten(own) else own
