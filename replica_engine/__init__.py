@@ -11,6 +11,7 @@ a package imports only itself and lower layers:
                   your own strategy
     threads/      first backend: the replica context of a thread, its inherited state, variables, gradients
     xla/          second backend: a replica body traced, lowered, compiled and launched; host calls; device loops
+    backend.py    what both backends fulfil, and how to find the one of a strategy
     diagnostics/  the user's frames and lines, the flight record, what a failed run leaves
     values/       N values to one distributed value and back; the samples of a batch
     engine/       replica threads and the sync points where they meet; standard library only

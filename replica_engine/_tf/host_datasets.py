@@ -59,7 +59,7 @@ _COPIED = frozenset(
 )
 
 
-class HostDatasets:
+class HostDatasets(tf.distribute.StrategyExtended):
     """Distributes datasets over CPU devices without copies. Put it before an extended class of `tf.distribute`.
 
     With several workers, a pass over a dataset ends on all of them with the one that has the fewest batches. So the
@@ -85,9 +85,9 @@ class HostDatasets:
                 "    dataset = strategy.experimental_distribute_dataset(dataset)"
             )
         if isinstance(dataset, tf.data.Dataset):
-            _check_shares(dataset, self._num_replicas_in_sync)  # type: ignore[attr-defined]
+            _check_shares(dataset, self._num_replicas_in_sync)
         try:
-            distributed = super()._experimental_distribute_dataset(_in_own_memory(dataset), options)  # type: ignore[misc]
+            distributed = super()._experimental_distribute_dataset(_in_own_memory(dataset), options)
             return _on_host(distributed)
         except IndexError:  # TensorFlow looks for the first dimension of each part of an element
             if not any(getattr(spec, "shape", None) == [] for spec in tf.nest.flatten(dataset.element_spec)):
@@ -108,7 +108,7 @@ class HostDatasets:
         def copied(context: tf.distribute.InputContext) -> tf.data.Dataset:
             return _in_own_memory(dataset_fn(context))
 
-        return _on_host(super()._distribute_datasets_from_function(copied, options))  # type: ignore[misc]
+        return _on_host(super()._distribute_datasets_from_function(copied, options))
 
 
 def _check_shares(dataset: tf.data.Dataset, replicas: int) -> None:

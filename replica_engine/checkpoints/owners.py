@@ -9,9 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import checkpoints, distribute
+from replica_engine._tf import distribute
 from replica_engine._tf.keras import files
+from replica_engine.backend import backend_of, has_backend
 from replica_engine.errors import ReplicaValueError
+from replica_engine.hosts.saving import Saving
 
 
 def concerns(saved: object) -> bool:
@@ -20,7 +22,7 @@ def concerns(saved: object) -> bool:
     if any(getattr(type(part), "_saves_at_once", False) for part in tracked):
         return True
     strategies = (each.distribute_strategy for each in _distributed(tracked))
-    return any(hasattr(strategy.extended, "compiles") for strategy in strategies) or team_of(saved) is not None
+    return any(map(has_backend, strategies)) or team_of(saved) is not None
 
 
 def check_values(saved: object) -> None:
@@ -47,12 +49,12 @@ def _distributed(tracked: list[object]) -> Iterator[distribute.DistributedVariab
             yield own
 
 
-def belong(team: checkpoints.Worker, *models: object) -> None:
+def belong(team: Saving, *models: object) -> None:
     """Notes that models are trained on several workers, although they were not built under a strategy."""
     _belonging.update(dict.fromkeys(models, team))
 
 
-def team_of(saved: object) -> Any:
+def team_of(saved: object) -> Saving | None:
     """The workers that save a model, a checkpoint, or anything trackable together; None if it is a single one."""
     own = _of_object(saved)
     if own is not None or not isinstance(saved, tf.__internal__.tracking.Trackable):
@@ -69,7 +71,7 @@ def parts(root: object) -> list[object]:
     return list(tf.train.TrackableView(root).descendants())
 
 
-def _of_parts(saved: list[object]) -> checkpoints.Worker | None:
+def _of_parts(saved: list[object]) -> Saving | None:
     """The team, if any of these objects is part of a model in `_belonging`: a layer, a variable, the optimizer."""
     identities = {id(part) for part in saved}
     for model, team in list(_belonging.items()):
@@ -83,17 +85,19 @@ def _of_parts(saved: list[object]) -> checkpoints.Worker | None:
     return None
 
 
-def _of_object(each: object) -> checkpoints.Worker | None:
+def _of_object(each: object) -> Saving | None:
     if isinstance(each, distribute.DistributedVariable):
-        return _of_strategy(each.distribute_strategy)
+        return team_of_strategy(each.distribute_strategy)
     with contextlib.suppress(TypeError):  # not hashable
         if each in _belonging:
             return _belonging[each]
-    return _of_strategy(files.built_under(each))
+    return team_of_strategy(files.built_under(each))
 
 
-def _of_strategy(strategy: object) -> checkpoints.Worker | None:
-    return getattr(getattr(strategy, "extended", None), "saving", None)
+def team_of_strategy(strategy: tf.distribute.Strategy | None) -> Saving | None:
+    """The workers on which a strategy runs, as those that save together; None if it is a single one."""
+    backend = backend_of(strategy)
+    return None if backend is None else backend.saving
 
 
-_belonging: weakref.WeakKeyDictionary[object, checkpoints.Worker] = weakref.WeakKeyDictionary()
+_belonging: weakref.WeakKeyDictionary[Any, Saving] = weakref.WeakKeyDictionary()

@@ -95,7 +95,7 @@ class TPUStrategy(_TPUStrategy):
     ) -> MultiStepContext:
         """Runs `fn(context, *inputs)` `iterations` times in one launch, in cross-tower context; `run_steps` today."""
         settings = LoopSettings(iterations, initial_loop_values, in_replica=False, context_class=MultiStepContext)
-        return self.extended.run_steps(fn, iterator, settings)
+        return self.extended.backend.run_steps(fn, iterator, settings)
 
     @autograph.artifact
     def map(self, map_over: Iterable[object], fn: Callable[..., object], *args: object, **kwargs: object) -> MapOutput:

@@ -172,7 +172,7 @@ def check_optimizer(optimizer: Any, variables: Sequence[object]) -> None:
     """
     strategy = tf.distribute.get_strategy()
     size = strategy.num_replicas_in_sync
-    if size == 1 or strategy.extended.compiles:
+    if size == 1 or strategy.extended.backend.compiles:
         return
     if any(isinstance(getattr(each, "value", each), distribute.DistributedVariable) for each in variables):
         name, kind = optimizer.name, type(optimizer).__name__

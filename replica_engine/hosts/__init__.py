@@ -13,6 +13,7 @@ process is, and tells every worker which other one is lost, missing or different
     strangers     connections that have not proved that they know the token
     member        a worker's side: `member` what it does, `channel` questions and answers, `connection` the thread,
                   `links` whether the other machines answer
+    saving        which worker writes files, and where the workers meet
     launch_log    what the workers launched, compared
     failure       the first failure of a job, as data
     wire          messages, and the proof of the token

@@ -75,9 +75,9 @@ class OnXla:
         self._gives: dict[str, bool] = {}
         self._compiled: set[tuple[str, str, int, str]] = set()
         self._functions: dict[tuple[str, str, int, bool], Callable[..., object]] = {}
-        if strategy.extended.distribution is not None:
-            strategy.extended.distribution.check_layouts()
-        self._programs = strategy.extended.own_programs()  # they hold the model and are freed with it
+        if strategy.extended.backend.distribution is not None:
+            strategy.extended.backend.distribution.check_layouts()
+        self._programs = strategy.extended.backend.own_programs()  # they hold the model and are freed with it
 
     def step(self, name: str, batches: Sequence[tuple[object, int]]) -> dict[str, tf.Tensor]:
         """Runs `train_step` or `test_step` on batches of at least one sample, each with its number of samples.
@@ -163,7 +163,7 @@ class OnXla:
         rows = -(-total // self._size) + 1
         longer = self._shares(samples.pad(data, rows * self._size - total), rows * self._size)
         args = ("predict_step", longer, rows * self._size)
-        specs = self._strategy.extended.result_specs(self._programs, self._predict_step, args)
+        specs = self._strategy.extended.backend.result_specs(self._programs, self._predict_step, args)
         leaves = [tf.nest.flatten(leaf, expand_composites=True) for leaf in tf.nest.flatten(outputs)]
         if len(specs) != sum(map(len, leaves)):
             return False  # a variable is among them
@@ -176,7 +176,8 @@ class OnXla:
         """Runs one of the steps below on all replicas; `size` is the batch size for which the program is compiled."""
         if type(data) is tuple:  # a batch like the last one, of dense tensors, is found again by its objects
             function = self._functions.get((step.__name__, name, size, True))
-            known = None if function is None else self._strategy.extended.run_again(function, data, self._programs)
+            backend = self._strategy.extended.backend
+            known = None if function is None else backend.run_again(function, data, self._programs)
             if known is not None:
                 return known[0]
         run: Step = step if step == self._loop else functools.partial(self._launch, step)
@@ -217,7 +218,7 @@ class OnXla:
         if key not in self._functions:  # one function for all batches: `run_again` knows it by the objects that it uses
             self._functions[key] = self._function(*key)
         args = data if type(data) is tuple else (data,)
-        return self._strategy.extended.run_of(self._programs, self._functions[key], args)
+        return self._strategy.extended.backend.run(self._functions[key], args, programs=self._programs)
 
     def _function(self, step: str, name: str, size: int, in_parts: bool) -> Callable[..., object]:
         """A step under the name of the model's method that it runs, as messages about its program call it."""
@@ -238,7 +239,7 @@ class OnXla:
 
         step.__name__ = name
         settings = LoopSettings(len(data), spread=False, programs=self._programs)
-        context = self._strategy.extended.run_steps(step, iter(data), settings)
+        context = self._strategy.extended.backend.run_steps(step, iter(data), settings)
         return context.last_step_outputs["logs"]
 
     def _shares(self, data: object, total: int) -> object:

@@ -29,6 +29,7 @@ from replica_engine._tf.graphs import captures
 from replica_engine._tf.host_datasets import end_apart
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.backend import compiles
 from replica_engine.engine import current_replica
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
@@ -39,7 +40,6 @@ from replica_engine.process import scoped
 from replica_engine.process.afterwards import afterwards
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import models
-from replica_engine.strategies.backend import compiles
 from replica_engine.telemetry import timeline
 from replica_engine.values import samples
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from replica_engine._tf.hook import hide_frames
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.backend import backend_of
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import ReplicateError
 from replica_engine.errors.base import brief, positive_int, shown
@@ -18,7 +19,6 @@ from replica_engine.keras.choice import choose
 from replica_engine.keras.hooks import extend_keras
 from replica_engine.keras.model import is_replicated, replicated
 from replica_engine.keras.replicas import extend_functions
-from replica_engine.strategies.backend import has_backend
 from replica_engine.strategies.validation import names_keywords
 
 _logger = logging.getLogger("replica_engine")
@@ -71,7 +71,8 @@ def replicate_model(
         _logger.info("%s", chosen)
         if replicas is None:  # nobody said how many, so the reader is to see it
             print(chosen)
-    elif not isinstance(strategy, tf.distribute.Strategy) or not has_backend(strategy):
+    backend = backend_of(strategy)
+    if backend is None:
         raise ReplicateError(
             "strategy must be a MirroredStrategy, MultiWorkerMirroredStrategy or TPUStrategy of replica_engine, or "
             "one of your own whose extended class has ReplicaThreads, or None to let replicate_model choose; got "
@@ -88,7 +89,7 @@ def replicate_model(
     extend_keras()
     extend_functions()
     twin = replicated(model, strategy)
-    if strategy.extended.saving is not None:
+    if backend.saving is not None:
         strategy.leave_files_to_chief(model, twin)
     return twin
 

@@ -29,8 +29,8 @@ from replica_engine._tf.graphs import captures
 from replica_engine._tf.keras import layouts
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.thread_state import unobserved
+from replica_engine.backend import backend_of
 from replica_engine.process.afterwards import afterwards
-from replica_engine.strategies.backend import backend_of
 from replica_engine.values.seeds import seed_of
 
 _SHARED = "_replica_engine_shared"  # on a handle: the `_Shared` of its variable, and whether it is the plain one

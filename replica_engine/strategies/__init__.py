@@ -3,10 +3,9 @@
 - `mirrored`: MirroredStrategy and its extended half.
 - `multi_worker`: MultiWorkerMirroredStrategy, its extended half, and its place in a job of several processes.
 - `tpu`: TPUStrategy and its extended half; the replica context of a compiled body; variables on the devices.
-- `backend`: the contract that both kinds of strategy fulfil, and that the layers above rely on; ReplicaThreads, which
-  runs the replicas of any extended half on this library's threads; OnReplicaThreads, the strategy half for it;
-  OnBackend, the strategy half of all.
-- `saving_together`: who writes the files of several workers, and where they meet.
+- `backend`: OnBackend, the strategy half of all; OnReplicaThreads, the one for replicas on threads.
+- `extended`: ExtendedHooks, the hooks that all have in common; ReplicaThreads, which runs the replicas of any extended
+  half on this library's threads.
 - `multi_step`: the context object of a device loop, which carries the outputs of its steps.
 - `validation`: checks the arguments of `run` and `reduce`. `call_advice`: what to write for a call of `run` that does
   not fit its function. `devices`: parses and checks device names.
@@ -18,7 +17,7 @@
 """
 
 from replica_engine._tf.distribute import MultiWorkerMirroredExtended
-from replica_engine.strategies.backend import ReplicaThreads
+from replica_engine.strategies.extended import ReplicaThreads
 from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
 from replica_engine.threads.call import ReplicaOptions
 

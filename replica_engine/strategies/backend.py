@@ -1,27 +1,22 @@
-"""The contract of a backend, and the base class of every strategy whose replicas run on this library's threads.
+"""The strategy half of every strategy of this library: the methods that users call.
 
-A `tf.distribute.Strategy` has two halves: the strategy, with the methods that users call, and its `extended`, with the
-hooks that implement them. `Backend` is what this library needs of an extended half beyond the hooks of `tf.distribute`.
-
-There are two backends. `ReplicaThreads` runs each replica's Python code on a thread. It goes in front of an extended
-class and changes the hooks that call replicas and create variables. Everything else (datasets, reductions) stays as
-the extended class has it. `TPUExtended` compiles one trace for all replicas.
-
-Code above the strategies (Keras, the parity check) relies on the contract and never on a class. The contract suite
-(`tests/contract`) runs over every strategy that fulfils it.
+It checks arguments, says errors in the user's terms, and passes on to the extended half (`extended`) and to its backend
+(`replica_engine.backend`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar, overload, runtime_checkable
+from typing import Any, NoReturn, TypeAlias, TypeVar, overload
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
+from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import autograph
+from replica_engine._tf.keras import files
 from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine.checkpoints import saving
+from replica_engine.backend import Backend, has_backend
+from replica_engine.checkpoints import owners, saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
 from replica_engine.diagnostics.op_lines import here
@@ -29,10 +24,9 @@ from replica_engine.diagnostics.suspicions import check_inputs
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
-from replica_engine.strategies import accumulation, models
+from replica_engine.strategies import models
 from replica_engine.strategies.call_advice import note_arguments
 from replica_engine.strategies.devices import described
-from replica_engine.strategies.saving_together import Saving, let_the_chief_write
 from replica_engine.strategies.validation import (
     NOT_REDUCED,
     check_call,
@@ -42,7 +36,7 @@ from replica_engine.strategies.validation import (
     not_gathered,
     not_reduced,
 )
-from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, install, short_name, sync_points
+from replica_engine.threads.call import short_name
 
 R = TypeVar("R")
 Arguments: TypeAlias = "Sequence[Any] | tf.distribute.DistributedValues"
@@ -51,88 +45,11 @@ Keywords: TypeAlias = "Mapping[str, Any] | tf.distribute.DistributedValues | Non
 differs by replica; types cannot say more of it than that None stays None."""
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """The extended half of a strategy that runs on a backend of this library.
+class OnBackend(tf.distribute.Strategy):
+    """The strategy half for an extended half that has a `Backend`. Put it before a class of `tf.distribute`."""
 
-    Attributes:
-        compiles: whether one trace stands for all replicas; otherwise each replica runs the Python code.
-        saving: this worker, as one that saves together with the others; None if it is the only one.
-    """
-
-    compiles: bool
-    saving: Saving | None
-
-    def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        """Calls `fn` once per replica, in replica context, and returns the regrouped results."""
-
-    def sync_points(self) -> list[SyncPointRecord]:
-        """The last sync points of each replica, in the order of time."""
-
-    def host_side_of(self, variable: Any) -> HostSide | None:
-        """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""
-
-
-class HostSide(Protocol):
-    """The host's side of a variable whose value lives on the devices."""
-
-    def attach(self) -> None:
-        """Makes the variable show the value on the devices, and makes writes to the variable reach the devices."""
-
-    def used(self, writes: bool) -> None:
-        """Called before something uses the variable's handle unnoticed; `writes` tells whether it may write."""
-
-    def release(self) -> None:
-        """Makes the variable a plain one again, with the newest value; does nothing if it is one."""
-
-
-class ReplicaThreads:
-    """Runs the replicas of a `tf.distribute` extended class on this library's threads.
-
-    Put it before an extended class in the list of base classes. `docs/custom_strategy.md` describes the hooks.
-
-    Attributes:
-        replica_options: how replicas run; set it on the class or on the instance.
-
-    Example:
-        >>> from replica_engine.strategies import MirroredExtended, ReplicaThreads
-        >>> issubclass(MirroredExtended, ReplicaThreads)
-        True
-    """
-
-    replica_options = ReplicaOptions()
-    compiles = False
-    saving: Saving | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        install()
-        super().__init__(*args, **kwargs)
-
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The hook of `tf.distribute`: runs `fn` once per replica, in replica context."""
-        return call_for_each_replica(self._container_strategy(), fn, args, kwargs)  # type: ignore[attr-defined]
-
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
-        accumulation.extend_keras(has_backend)
-        return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
-
-    def _use_merge_call(self) -> bool:
-        """The hook of `tf.distribute`: an optimizer must not merge in the merge call of `replicate_model`."""
-        return not distribute.is_merged() and super()._use_merge_call()  # type: ignore[misc]
-
-    def sync_points(self) -> list[SyncPointRecord]:
-        """Same as `replica_engine.sync_points`."""
-        return sync_points(self._container_strategy())  # type: ignore[attr-defined]
-
-    def host_side_of(self, variable: Any) -> None:
-        """Always None: with replica threads, a variable holds its value itself."""
-
-
-class OnBackend:
-    """The strategy half for an extended half that is a `Backend`. Put it before a class of `tf.distribute`."""
-
-    extended: Any
+    _runs_again: type | None = None
+    """The extended class whose backend may know a run; a class of the user's may run functions in another way."""
 
     @overload
     def run(
@@ -176,9 +93,10 @@ class OnBackend:
             raise misspelt("strategy.run", name, ["fn", "args", "kwargs", "options"])
         try:
             extended = self.extended
-            compiles = extended.compiles
-            if compiles and (kwargs is None or (type(kwargs) is dict and not kwargs)):
-                results = extended.run_again(fn, args)
+            backend: Backend = extended.backend
+            compiles = backend.compiles
+            if type(extended) is self._runs_again and (kwargs is None or (type(kwargs) is dict and not kwargs)):
+                results = backend.run_again(fn, args)
                 if results is not None:
                     return results[0]
             check_call(fn, args, kwargs)
@@ -188,7 +106,7 @@ class OnBackend:
             if compiles:
                 return extended.call_for_each_replica(fn, args, kwargs or {})
             if not autograph.is_out_of_play():
-                return super().run(fn, args, kwargs, options)  # type: ignore[misc]
+                return super().run(fn, args, kwargs, options)
             before = distribute.scopes()
             try:
                 with distribute.in_scope(self):  # once here, instead of again in each call on the way
@@ -215,15 +133,18 @@ class OnBackend:
         saving.install()
         keras_hooks.combine_logs(OnBackend)
         self.leave_files_to_chief()
-        return super().scope()  # type: ignore[misc]
+        return super().scope()
 
     def leave_files_to_chief(self, *models: Any) -> None:
         """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.
 
         It is called for the models of `replicate_model`; models that were built in the scope do not need it.
         """
-        if self.extended.saving is not None:
-            let_the_chief_write(self.extended.saving, *models)
+        together = self.extended.backend.saving
+        if together is not None:
+            files.let_the_chief_write(owners.team_of)
+            checkpoints.let_the_chief_write(owners.team_of)
+            owners.belong(together, *models)
 
     def combined(self, own: Callable[..., Any], values: Any, reduction: str) -> Any:
         """What Keras takes for the values of all replicas; `own` is Keras' function, for one worker.
@@ -233,7 +154,7 @@ class OnBackend:
         """
         if reduction == "auto":
             reduction = "mean"
-        if self.extended.saving is None or reduction not in ("mean", "sum"):
+        if self.extended.backend.saving is None or reduction not in ("mean", "sum"):
             return own(values, self, reduction)
         return self.reduce(reduction.upper(), values, axis=None)
 
@@ -249,7 +170,7 @@ class OnBackend:
         check_outside_replicas("reduce")
         reduce_op, value, axis = checked_reduction(reduce_op, value, axis)
         try:
-            return super().reduce(reduce_op, value, axis)  # type: ignore[misc]
+            return super().reduce(reduce_op, value, axis)
         except NOT_REDUCED as error:
             raise not_reduced(error, value, axis)
 
@@ -262,7 +183,7 @@ class OnBackend:
             CollectiveError: the values have no such axis.
         """
         try:
-            return super().gather(value, axis)  # type: ignore[misc]
+            return super().gather(value, axis)
         except NOT_REDUCED as error:
             raise not_gathered(error, value, axis)
 
@@ -272,7 +193,7 @@ class OnBackend:
         A compiled program runs where the host cannot observe it. So under `TPUStrategy` the times of a record are those
         of its launch, and each collective appears once, even if it is in a loop. See `replica_engine.sync_points`.
         """
-        return self.extended.sync_points()
+        return self.extended.backend.sync_points()
 
 
 class OnReplicaThreads(OnBackend):
@@ -300,20 +221,3 @@ class OnReplicaThreads(OnBackend):
             f"{type(self).__name__} has no plan: a plan is of a compiled step. Ask the strategy that compiles it, "
             "without running it: replica_engine.TPUStrategy(num_cores=n).plan(step, args=...)."
         )
-
-
-def backend_of(strategy: tf.distribute.Strategy) -> Backend | None:
-    """The backend of a strategy; None for a strategy that does not run on a backend of this library."""
-    extended = strategy.extended
-    return extended if isinstance(extended, Backend) else None
-
-
-def has_backend(strategy: tf.distribute.Strategy) -> bool:
-    """Whether a strategy runs on a backend of this library."""
-    return backend_of(strategy) is not None
-
-
-def compiles(strategy: tf.distribute.Strategy) -> bool:
-    """Whether one trace stands for all replicas of a strategy."""
-    backend = backend_of(strategy)
-    return backend is not None and backend.compiles

@@ -12,14 +12,14 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import calls
-from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.reduction import QuietReduction
 from replica_engine.errors import DeviceError, ReplicaValueError
 from replica_engine.errors.base import shown
 from replica_engine.errors.devices import warn_one_replica
-from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
+from replica_engine.strategies.backend import OnReplicaThreads
 from replica_engine.strategies.devices import listed, resolve_devices
-from replica_engine.strategies.reductions import Reductions, by_dtype
+from replica_engine.strategies.extended import ThreadHooks
+from replica_engine.strategies.reductions import by_dtype
 from replica_engine.strategies.updates import Updates
 from replica_engine.strategies.validation import check_choice, check_flags, check_seconds, check_updated, refuse
 from replica_engine.threads.call import short_name
@@ -35,14 +35,12 @@ _COLLECTIVE_KEYS = itertools.count(1_000_000, 16)
 _OF_NCCL = frozenset((tf.float16, tf.float32, tf.float64, tf.int64))  # that TensorFlow's op for NCCL takes on a GPU
 
 
-class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.MirroredExtended):
+class MirroredExtended(ThreadHooks, distribute.MirroredExtended):
     """The extended half of `MirroredStrategy`: TensorFlow's own extended half, on this library's replica threads.
 
     Subclass it to change how values are reduced, how variables are made or how datasets are distributed. Then name
     your class in a strategy's `extended_class`. `docs/custom_strategy.md` shows an example.
     """
-
-    adds_up_rows = True
 
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
         """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
@@ -103,7 +101,7 @@ class MirroredExtended(ReplicaThreads, Reductions, HostDatasets, distribute.Mirr
 
     def _use_merge_call(self) -> bool:
         """The hook that says whether replicas must meet to update a variable; inside XLA programs they cannot meet."""
-        return super()._use_merge_call() or (tf.executing_eagerly() and not distribute.is_merged())
+        return (tf.executing_eagerly() and not distribute.is_merged()) or super()._use_merge_call()
 
 
 class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):

@@ -55,12 +55,12 @@ def check_distribution(strategy: tf.distribute.Strategy) -> None:
     Raises:
         DistributionError: another one is set.
     """
-    given = layouts.current_distribution()
-    if given is not None and given is not getattr(getattr(strategy.extended, "distribution", None), "given", None):
+    given, backend = layouts.current_distribution(), strategy.extended.backend
+    if given is not None and given is not getattr(getattr(backend, "distribution", None), "given", None):
         name = type(strategy).__name__
         how = (
             f"{name}(distribution=...)"
-            if strategy.extended.compiles
+            if backend.compiles
             else f"replica_engine.TPUStrategy(distribution=...), since {name} has whole variables on each replica"
         )
         raise DistributionError(
@@ -85,16 +85,16 @@ def _check_batch(first: keras_hooks.FirstBatch) -> None:
     Raises:
         BatchError: `fit` gives the replicas unequal shares.
     """
-    size, extended = first.strategy.num_replicas_in_sync, first.strategy.extended
+    size, backend = first.strategy.num_replicas_in_sync, first.strategy.extended.backend
     has_own_test_step = not keras_trainer.has_keras_step(first.model, "test_step")
     if not first.is_fit and not has_own_test_step:
         return
     known: list[Any] = [[_shares(first.batch), first.rest]]
-    if extended.saving is not None:
-        known = extended.saving.exchange(f"the first batch of `{'fit' if first.is_fit else 'evaluate'}`", known[0])
+    if backend.saving is not None:
+        known = backend.saving.exchange(f"the first batch of `{'fit' if first.is_fit else 'evaluate'}`", known[0])
     rows = _unequal([shares for shares, _ in known])
     rest = next((rest for _, rest in known if rest and rest % size), None)
-    warns = extended.saving is None or extended.saving.is_chief
+    warns = backend.saving is None or backend.saving.is_chief
     if not first.is_fit:
         uneven = sum(rows) or rest
         if uneven and warns:
@@ -111,7 +111,7 @@ def _check_batch(first: keras_hooks.FirstBatch) -> None:
         )
     if rest is None:
         return
-    if not extended.compiles:
+    if not backend.compiles:
         if warns:
             warn_once(first.strategy, "rest", warn_uneven_rest(rest, size))
     elif keras_trainer.has_keras_step(first.model, "train_step"):

@@ -6,7 +6,7 @@ tensors, a plain zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,91 +16,13 @@ from replica_engine._tf import distribute, reduction
 from replica_engine.diagnostics.misuse import check_outside_replicas
 from replica_engine.errors import ReplicaValueError, ScopeError
 from replica_engine.errors.base import brief
-from replica_engine.strategies.validation import NOT_REDUCED, as_reduction, not_reduced
-from replica_engine.values.rows import are_rows
-from replica_engine.values.structure import as_tensor, flatten
+from replica_engine.strategies.validation import NOT_REDUCED, not_reduced
+from replica_engine.values.structure import as_tensor
 
-_NUMBERS = (bool, int, float, complex, np.generic)
-
-
-class Reductions:
-    """Reduces any structure of tensors and numbers. Put it before an extended class of `tf.distribute`.
-
-    Attributes:
-        adds_up_rows: whether `_batch_reduce_to` adds up rows of tables whose indices are not the batch's.
-    """
-
-    adds_up_rows = False
-
-    def reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp | str, value: object, destinations: object, options: object = None
-    ) -> Any:
-        """Like `tf.distribute.StrategyExtended.reduce_to`, with errors that say what to write."""
-        try:
-            return super().reduce_to(as_reduction(reduce_op), value, destinations, options)  # type: ignore[misc]
-        except (RuntimeError, *NOT_REDUCED) as error:
-            raise _better(error, "extended.reduce_to", value)
-
-    def batch_reduce_to(
-        self,
-        reduce_op: tf.distribute.ReduceOp | str,
-        value_destination_pairs: Iterable[tuple[object, object]],
-        options: object = None,
-    ) -> list[Any]:
-        """Like `tf.distribute.StrategyExtended.batch_reduce_to`; numbers are reduced as `reduce_to` does it."""
-        reduce_op, pairs = as_reduction(reduce_op), list(value_destination_pairs)
-        if any(isinstance(value, _NUMBERS) for value, _ in pairs):
-            check_outside_replicas("extended.batch_reduce_to")
-            return [self.reduce_to(reduce_op, value, destinations, options) for value, destinations in pairs]
-        try:
-            return super().batch_reduce_to(reduce_op, pairs, options)  # type: ignore[misc]
-        except (RuntimeError, *NOT_REDUCED) as error:
-            raise _better(error, "extended.batch_reduce_to", [value for value, _ in pairs])
-
-    def _reduce_to(
-        self, reduce_op: tf.distribute.ReduceOp, value: object, destinations: object, options: object
-    ) -> object:
-        """The hook of `reduce` and `reduce_to`; it reduces one leaf of a structure at a time."""
-        if not isinstance(value, distribute.DistributedValues):  # it may have the attributes of the value that it wraps
-            leaves, spec = flatten(value, what="the values to reduce")
-            if not spec.is_leaf:
-                return spec.rebuild([self._reduce_to(reduce_op, leaf, destinations, options) for leaf in leaves])
-            try:
-                if tf.nest.is_nested(value):  # a structure that only TensorFlow knows: a deque, a range
-                    return tf.nest.map_structure(
-                        lambda leaf: self._reduce_to(reduce_op, leaf, destinations, options), value
-                    )
-            except RecursionError:
-                raise ReplicaValueError.endless("the values to reduce") from None
-        if (
-            isinstance(value, (*_NUMBERS, np.ndarray))
-            and isinstance(destinations, distribute.DistributedVariable)
-            and reduce_op == tf.distribute.ReduceOp.SUM
-        ):
-            # Every replica of this worker adds one number, which became one value. Those of others may add another.
-            number = tf.convert_to_tensor(value, destinations.dtype)
-            value = distribute.PerReplica([number for _ in self.worker_devices])  # type: ignore[attr-defined]
-        if isinstance(value, (bool, int, float, complex)) and not value:
-            return value  # the sum of zeros is zero, and so is their mean
-        if distribute.is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.SUM:
-            raise ReplicaValueError.sum_of_one(value, isinstance(value, tf.Variable))
-        value = as_tensors(value, self.worker_devices)  # type: ignore[attr-defined]
-        if self.adds_up_rows and are_rows(value):
-            return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]  # type: ignore[attr-defined]
-        several_workers = self._in_multi_worker_mode()  # type: ignore[attr-defined]
-        if _is_narrow(value) and not several_workers and reduction.adds_on_one_device(value, destinations):
-            # TensorFlow would take an object of its own, which rounds after each addition.
-            return reduction.QuietReduction().reduce(reduce_op, value, destinations)
-        return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
-
-    def _broadcast_to(self, tensor: object, destinations: object) -> object:
-        """The hook of `broadcast_to`. TensorFlow's asks for the truth of the values of a tensor, not for its device."""
-        if isinstance(destinations, tf.Tensor):  # the value of an only replica
-            destinations = destinations.device or None
-        return super()._broadcast_to(tensor, destinations)  # type: ignore[misc]
+NUMBERS = (bool, int, float, complex, np.generic)
 
 
-def _is_narrow(value: object) -> bool:
+def is_narrow(value: object) -> bool:
     """Whether each replica has a tensor of 16-bit floats of its own."""
     if not isinstance(value, (distribute.PerReplica, distribute.DistributedVariable)) or distribute.is_mirrored(value):
         return False
@@ -123,7 +45,7 @@ def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> 
     return results
 
 
-def _better(error: Exception, method: str, value: object) -> Exception:
+def better(error: Exception, method: str, value: object) -> Exception:
     """The error that says what an error of TensorFlow in a method of the extended half means; otherwise that error."""
     try:
         check_outside_replicas(method)
@@ -161,7 +83,7 @@ def _is_tensor(component: object) -> bool:
 def _as_tensor(component: object, index: int, devices: Sequence[str]) -> object:
     if _is_tensor(component):
         return component
-    if not isinstance(component, (*_NUMBERS, np.ndarray)):
+    if not isinstance(component, (*NUMBERS, np.ndarray)):
         raise ReplicaValueError(
             f"Values of replicas are reduced as tensors, but a replica has {brief(component)}. Return tensors or "
             "numbers from the replicas. For ragged and sparse tensors, reduce the parts: x.flat_values, "

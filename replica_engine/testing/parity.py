@@ -29,6 +29,7 @@ from replica_engine._tf.graphs import replaced_ops
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import state as keras_state
 from replica_engine._tf.keras.trainer import has_keras_step, strategy_of
+from replica_engine.backend import compiles
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
@@ -36,7 +37,6 @@ from replica_engine.keras.choice import compiled_strategy, is_divided
 from replica_engine.keras.model import original_of
 from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.backend import compiles
 from replica_engine.testing.parity_report import RTOL, Difference, Numbers, ParityReport, compare
 from replica_engine.values import samples
 

@@ -1,6 +1,7 @@
 """The first backend: each replica runs the user's function on its own thread.
 
-- `call`: calls a function once per replica. Read this module first.
+- `call`: the backend, which calls a function once per replica. Read this module first.
+- `merging`: runs the merge functions of a run.
 - `context`: the replica context and its merge call.
 - `inherited_state`: the state that a replica thread takes over from the calling thread.
 - `joint`: merge calls in branches, loops and nested functions.

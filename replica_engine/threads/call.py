@@ -1,19 +1,19 @@
 """Calls a function once per replica: the TensorFlow side of a run.
 
-The engine handles bodies and requests. This module turns functions in replica context into bodies, and merge functions
-in cross-replica context into requests. The path of one call: `call_for_each_replica` lifts a `tf.function`; `_run`
-leases threads and makes the bodies; each body enters the inherited state and calls the function; `_merge` runs the
-merge function once for all replicas.
+The engine handles bodies and requests. This module turns functions in replica context into bodies, and `merging` turns
+merge functions in cross-replica context into what the engine does with requests. The path of one call:
+`ThreadBackend.run` lifts a `tf.function`; `_run` leases threads and makes the bodies; each body enters the inherited
+state and calls the function; `merging.Merge` runs the merge function once for all replicas.
 """
 
 from __future__ import annotations
 
-import contextlib
+import contextvars
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -22,42 +22,45 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, own_attributes, thread_state
 from replica_engine._tf.graphs import autograph, calls, function, made_ops, marks
+from replica_engine.backend import Backend
 from replica_engine.diagnostics import hooks
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
-from replica_engine.diagnostics.suspicions import check_additions, check_lines
+from replica_engine.diagnostics.suspicions import check_additions
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.traced_calls import supervise
 from replica_engine.diagnostics.traced_places import TracedRun
 from replica_engine.diagnostics.user_frames import identity
-from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint, current_replica
+from replica_engine.engine import GroupPool, Replica, Run, current_replica
 from replica_engine.errors import ScopeError
-from replica_engine.errors.base import add_note
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
 from replica_engine.threads import random_numbers
-from replica_engine.threads.agreement import assertions, check_alike, check_variables_and_gradients
-from replica_engine.threads.context import MergeRequest, ReplicaContext
+from replica_engine.threads.context import ReplicaContext
 from replica_engine.threads.function_record import record_of
 from replica_engine.threads.inherited_state import InheritedState
 from replica_engine.threads.joint import hooks as joint_hooks
 from replica_engine.threads.joint.attempt import Attempts
-from replica_engine.threads.joint.operator import JointOperator, Part
 from replica_engine.threads.marks import StepMarks
+from replica_engine.threads.merging import Around, Merge
 from replica_engine.threads.random_numbers import Draws, Seeds
 from replica_engine.threads.variables import SharedVariables
 from replica_engine.values.regroup import parts, regroup, spread
 from replica_engine.values.structure import flatten
 
 _log = logging.getLogger("replica_engine")
-_records: weakref.WeakKeyDictionary[tf.distribute.Strategy, _Record] = weakref.WeakKeyDictionary()
-_records_lock = threading.Lock()
+_backends: weakref.WeakKeyDictionary[tf.distribute.Strategy, ThreadBackend] = weakref.WeakKeyDictionary()
+_backends_lock = threading.Lock()
 _lift_lock = threading.Lock()
 
 
-class _Record:
-    """What is kept of a strategy.
+class ThreadBackend(Backend):
+    """Runs the replicas of a strategy on this library's threads.
+
+    Args:
+        strategy: the strategy whose variables and merge functions are used.
+        devices: the full names of its devices.
 
     Attributes:
         pool: its replica threads, which end when the strategy is freed.
@@ -65,15 +68,55 @@ class _Record:
         steps: the marks of the steps that were traced, as long as their graphs live.
     """
 
-    def __init__(self, pool: GroupPool):
-        self.pool = pool
+    compiles = False
+
+    def __init__(self, strategy: tf.distribute.Strategy, devices: Sequence[str]):
+        super().__init__(strategy)
+        install()  # a strategy of TensorFlow's has not done so
+        self.pool = GroupPool([short_name(device) for device in devices], type(strategy).__name__)
         self.creates_nothing: set[Any] = set()
         self.steps: weakref.WeakSet[StepMarks] = weakref.WeakSet()
 
-    def records(self, worker: int | None) -> SyncPoints:
-        """The last sync points of each replica."""
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | tf.distribute.DistributedValues = (),
+        kwargs: Mapping[str, Any] | tf.distribute.DistributedValues | None = None,
+    ) -> Any:
+        """Same as `call_for_each_replica` of this module."""
+        check_not_forked()
+        strategy = self.strategy
+        kwargs = kwargs or {}
+        if isinstance(args, distribute.DistributedValues) or isinstance(kwargs, distribute.DistributedValues):
+            size = len(strategy.extended.worker_devices)
+            args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
+        with distribute.in_scope(strategy):
+            if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
+                name, thread = getattr(fn, "__name__", "a function"), threading.current_thread()
+                track = timeline.Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
+                with timeline.span(track, name, "launch"):
+                    return _lift(self, fn)(*args, **kwargs)
+            if not tf.executing_eagerly():
+                fn = autograph.convert(fn)
+            return _run(self, fn, tuple(args), kwargs)
+
+    def sync_points(self) -> SyncPoints:
+        """The last sync points of each replica, in the order of time."""
         executions = {key: last for step in list(self.steps) for key, last in step.executions().items()}
+        worker = _options(self.strategy).worker
         return records(self.pool.record.rings, self.pool.devices, worker, executions)
+
+    def host_side_of(self, variable: tf.Variable) -> None:
+        """Always None: with replica threads, a variable holds its value itself."""
+
+
+def backend_on_threads(strategy: tf.distribute.Strategy, extended: tf.distribute.StrategyExtended) -> ThreadBackend:
+    """The backend that runs the replicas of a strategy on threads; `extended` is the strategy's, or will be."""
+    with _backends_lock:
+        backend = _backends.get(strategy)
+        if backend is None:
+            backend = _backends[strategy] = ThreadBackend(strategy, extended.worker_devices)
+        return backend
 
 
 @autograph.artifact
@@ -111,20 +154,7 @@ def call_for_each_replica(
         >>> call_for_each_replica(strategy, lambda x: x + 1, args=(1,))
         2
     """
-    check_not_forked()
-    kwargs = kwargs or {}
-    if isinstance(args, distribute.DistributedValues) or isinstance(kwargs, distribute.DistributedValues):
-        size = len(strategy.extended.worker_devices)
-        args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
-    with distribute.in_scope(strategy):
-        if function.is_tf_function(fn) and not _collectives_inside_xla(strategy, fn):
-            name, thread = getattr(fn, "__name__", "a function"), threading.current_thread()
-            track = timeline.Track(type(strategy).__name__, f"coordinator ({thread.name})", thread.ident or 0)
-            with timeline.span(track, name, "launch"):
-                return _lift(strategy, fn)(*args, **kwargs)
-        if not tf.executing_eagerly():
-            fn = autograph.convert(fn)
-        return _run(strategy, fn, tuple(args), kwargs)
+    return backend_on_threads(strategy, strategy.extended).run(fn, args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -152,32 +182,32 @@ class ReplicaOptions:
     context_class: type[ReplicaContext] = ReplicaContext
     graph_optimizer: str | None = None
     marks: bool | None = None
-    merging: Callable[[SyncPoint], contextlib.AbstractContextManager[None]] | None = None
+    merging: Around | None = None
     worker: int | None = None
 
 
-def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Does one run of the engine: runs `fn` on every replica and regroups the results."""
+    strategy = backend.strategy
     options = _options(strategy)
     devices = strategy.extended.worker_devices
     of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
     state = InheritedState.capture()
     source = identity(fn)
-    record = _record(strategy, devices)
     step_marks: StepMarks | None = None
     if not state.eager:
         first_op = len(state.graph.get_operations())
         effects_wait = _effects_after_arguments(of_replicas, state.graph)
         thread_state.make_stacks_thread_local(state.graph)
-        step_marks = _marks(state.graph, options, devices, record.pool)
+        step_marks = _marks(state.graph, options, devices, backend.pool)
         if step_marks is not None:
-            record.steps.add(step_marks)
+            backend.steps.add(step_marks)
         loops = calls.is_in_loop(state.graph)
         traced = TracedRun(options.timeout, options.warn_after, step_marks, loops)  # not the strategy, which may go
         calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), traced, supervise)
     concurrent = options.concurrent and state.eager
     variables = SharedVariables(concurrent)
-    known = record.creates_nothing if concurrent else set()
+    known = backend.creates_nothing if concurrent else set()
     decisions: dict[int, Any] = {}
     draws = Draws(state.graph)
 
@@ -200,12 +230,12 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
         finally:
             context.detach()
 
-    of_context: Callable[..., Any] = body  # `Context.run` gets its argument from the replica
-    with shutdown.running(), record.pool.lease() as group:
-        run = Run(
+    merge = Merge(strategy, step_marks, options.merging)
+    with shutdown.running(), backend.pool.lease() as group:
+        run = merge.run = Run(
             group,
-            [functools.partial(state.context.copy().run, of_context) for _ in devices],
-            lambda requests: _merge(strategy, requests, run, step_marks),
+            [_in_own_copy(state.context, body) for _ in devices],
+            merge,
             concurrent=concurrent,
             builds=None if source in known else lambda: variables.any,
             timeout=options.timeout,
@@ -220,7 +250,7 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             if step_marks is not None:
                 step_marks.end(own_results)
         except BaseException as error:
-            note_failed_run(error, lambda: record.records(options.worker), run.number)
+            note_failed_run(error, backend.sync_points, run.number)
             raise
         if not variables.any:
             known.add(source)
@@ -229,6 +259,12 @@ def _run(strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: tuple, 
             effects_wait()
             _check_compiled(state.graph, devices, source)
         return results
+
+
+def _in_own_copy(context: contextvars.Context, body: Callable[[Replica], Any]) -> Callable[[Replica], Any]:
+    """A body in a copy of the caller's context, which Python's own function enters."""
+    enter: Callable[..., Any] = context.copy().run
+    return functools.partial(enter, body)
 
 
 def _effects_after_arguments(of_replicas: Sequence[tuple], graph: tf.Graph) -> Callable[[], None]:
@@ -290,65 +326,6 @@ def _described(source: Any) -> str:
     return f"`{source.co_name}` ({file}:{line})"
 
 
-def _merge(
-    strategy: tf.distribute.Strategy, requests: list[MergeRequest], run: Run, step_marks: StepMarks | None
-) -> list[Any]:
-    """Runs the merge function once for the requests of all replicas, on the thread that called `run`.
-
-    The merge function continues where replica 0 paused: in its name scope and variable scope, and in eager mode if the
-    merge call was made under `tf.init_scope`. Ops of the merge function depend on the control inputs of all replicas.
-    """
-    first, points = requests[0], run.sync_point()
-    point = points[0]
-    if isinstance(first.args, Part):
-        return _build(requests, run)
-    check_alike(points, run.replicas)
-    check_lines(strategy, points)
-    what = f"The arguments of merge_call ({point})"
-    args = regroup([request.args for request in requests], what, "args")
-    of_kwargs = [request.kwargs for request in requests]
-    kwargs = regroup(of_kwargs, what, "kwargs") if any(of_kwargs) else {}
-    meeting = None
-    if step_marks is not None and not first.eager and marks.can_mark(thread_state.default_graph()):
-        meeting = step_marks.met(point, requests)
-    with first.continued(requests):
-        try:
-            checks = [] if first.eager else assertions(point, run.replicas, [request.args for request in requests])
-            merging = _options(strategy).merging
-            with tf.control_dependencies(checks), merging(point) if merging else contextlib.nullcontext():
-                merged = first.merge_fn(strategy, *args, **kwargs)
-            results = parts(merged, len(requests), f"the result of {point.name}")
-            if meeting is not None and step_marks is not None:
-                meeting.left(results, closes=thread_state.default_graph() is not step_marks.graph)
-            return results
-        except BaseException as error:
-            failure = as_raised(error)
-    if isinstance(failure, Exception):
-        check_variables_and_gradients(first.merge_fn, point, (args, kwargs), failure)
-    place = f"raised in merge function {point.name}, in cross-replica context; the replicas met at {point.where}"
-    add_note(failure, place)
-    raise failure
-
-
-def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
-    """Builds an operator that all replicas enter together, where replica 0 stands."""
-    first = requests[0]
-    with first.continued(requests):
-        operator = JointOperator(run, [request.args for request in requests])
-        try:
-            return first.merge_fn(operator)
-        except ErrandsFailed as failed:
-            return list(failed.outcomes)
-        except Exception as error:
-            failure = as_raised(error)
-            for replica in run.replicas:
-                if replica.error is error:  # so that its note goes to the exception that leaves the run
-                    replica.error = failure
-        finally:
-            operator.close()
-    raise failure
-
-
 def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     """Returns the last sync points of each replica of a strategy, in the order in which they were reached.
 
@@ -366,26 +343,12 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
         >>> [(point.replica, point.name, point.dtypes, point.shapes) for point in strategy.sync_points()]
         [(0, 'all_reduce', ('float32',), ((3,),))]
     """
-    with _records_lock:
-        record = _records.get(strategy)
-    if record is None:
-        return SyncPoints()
-    return record.records(_options(strategy).worker)
+    return backend_on_threads(strategy, strategy.extended).sync_points()
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:
     """Whether `fn` is compiled as a whole on each GPU, with collectives instead of merge calls."""
     return function.is_compiled(fn) and all("GPU" in device for device in strategy.extended.worker_devices)
-
-
-def _record(strategy: tf.distribute.Strategy, devices: Sequence[str]) -> _Record:
-    with _records_lock:
-        record = _records.get(strategy)
-        if record is None:
-            install()  # a strategy of TensorFlow's has not done so
-            pool = GroupPool([short_name(device) for device in devices], type(strategy).__name__)
-            record = _records[strategy] = _Record(pool)
-        return record
 
 
 def short_name(device: str) -> str:
@@ -414,7 +377,7 @@ def _place() -> own_attributes.Place | None:
     return None if replica is None else own_attributes.Place(replica.run.record, replica.run.number, replica.index)
 
 
-def _lift(strategy: tf.distribute.Strategy, fn: Any) -> Callable[..., Any]:
+def _lift(backend: ThreadBackend, fn: Any) -> Callable[..., Any]:
     """Lifts a `tf.function`: returns one like it that runs its Python function on all replicas.
 
     Each replica could not trace its own copy. A trace holds the function's lock, so the first replica that pauses at a
@@ -425,23 +388,24 @@ def _lift(strategy: tf.distribute.Strategy, fn: Any) -> Callable[..., Any]:
     The same strategy and function give the same result each time, so that it keeps its traces.
 
     Args:
-        strategy: the strategy whose replicas run the function.
+        backend: runs the function.
         fn: a `tf.function`.
     """
+    strategy = backend.strategy
     with _lift_lock:
         lifted = record_of(fn).lifted
         if strategy not in lifted:
-            lifted[strategy] = function.clone(fn, _around(strategy, fn.python_function))
+            lifted[strategy] = function.clone(fn, _around(backend, fn.python_function))
         return lifted[strategy]
 
 
-def _around(strategy: tf.distribute.Strategy, inner: Callable[..., Any]) -> Callable[..., Any]:
-    strategy_ref = weakref.ref(strategy)
+def _around(backend: ThreadBackend, inner: Callable[..., Any]) -> Callable[..., Any]:
+    backend_ref = weakref.ref(backend)
 
     @autograph.artifact
     def on_all_replicas(*args: Any, **kwargs: Any) -> Any:
-        alive = strategy_ref()
+        alive = backend_ref()
         assert alive is not None, "called by `run`, a method of the strategy"
-        return call_for_each_replica(alive, inner, args=args, kwargs=kwargs)
+        return alive.run(inner, args, kwargs)
 
     return on_all_replicas

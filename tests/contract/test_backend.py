@@ -5,14 +5,16 @@ import tensorflow as tf
 from helpers.devices import DEVICES
 
 from replica_engine import MirroredStrategy
-from replica_engine.strategies.backend import Backend, backend_of, compiles
+from replica_engine.backend import Backend, backend_of, compiles
 
 
 @pytest.mark.replicas(2)
-def test_every_strategy_fulfils_the_contract(strategy):
+def test_every_strategy_has_a_backend_that_fulfils_the_contract(strategy):
     backend = backend_of(strategy)
-    assert backend is strategy.extended
+    assert backend is strategy.extended.backend
     assert isinstance(backend, Backend)
+    assert backend.strategy is strategy
+    assert backend.saving is None
     assert compiles(strategy) == backend.compiles
 
     def body():
@@ -20,7 +22,7 @@ def test_every_strategy_fulfils_the_contract(strategy):
         return tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
 
     traced = []
-    results = backend.call_for_each_replica(body)
+    results = backend.run(body)
     assert [float(each) for each in strategy.experimental_local_results(results)] == [2.0, 2.0]
     assert len(traced) == (1 if backend.compiles else 2)
     assert [record.kind for record in backend.sync_points()] == ["all_reduce"] * 2
@@ -36,7 +38,7 @@ def test_a_variable_that_follows_the_devices_says_how(strategy):
     with strategy.scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
     plain = variable._values[0]
-    side = strategy.extended.host_side_of(plain)
+    side = backend_of(strategy).host_side_of(plain)
     assert (side is not None) == compiles(strategy)
     if side is not None:
         strategy.run(lambda: variable.assign_add(tf.constant(1.0)))

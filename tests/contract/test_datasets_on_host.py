@@ -192,15 +192,18 @@ def test_an_error_of_the_dataset_is_raised(strategy):
 
 
 def test_datasets_for_other_devices_stay_as_they_are():
-    class Extended:
+    class Extended(tf.distribute.StrategyExtended):
+        _num_replicas_in_sync = 1
+
         def _experimental_distribute_dataset(self, dataset, options):
             return dataset
 
     class ForHost(HostDatasets, Extended):
         pass
 
-    made = tf.distribute.OneDeviceStrategy(DEVICES[0]).experimental_distribute_dataset(numbers(8, 4))
-    hook = ForHost()._experimental_distribute_dataset
+    strategy = tf.distribute.OneDeviceStrategy(DEVICES[0])
+    made = strategy.experimental_distribute_dataset(numbers(8, 4))
+    hook = ForHost(strategy)._experimental_distribute_dataset
     assert type(hook(made, None)) is not type(made)
     made._input_workers = type(made._input_workers)([(DEVICES[0], ("GPU:0", "GPU:1"))])
     assert hook(made, None) is made

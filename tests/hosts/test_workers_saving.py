@@ -8,8 +8,8 @@ import pytest
 from helpers.jobs import LONGER, job
 from helpers.workers import HEAD, TAIL, alone, failing, files, outputs
 
+from replica_engine.hosts.saving import Saving
 from replica_engine.strategies.multi_worker.launches import Launches
-from replica_engine.strategies.saving_together import Saving
 
 SAVING = """
 import keras
@@ -353,14 +353,14 @@ def test_the_timeout_does_not_bound_how_long_the_chief_writes():
 
 
 RAISES_WHILE_WRITING = """
-from replica_engine.strategies import saving_together
+from replica_engine.hosts import saving
 
 strategy = KIND()
 with strategy.scope():
     w = tf.Variable(2.0)
 checkpoint = tf.train.Checkpoint(w=w)
 if me:  # so the chief waits for it
-    saving_together.Turn.tell = lambda turn, name, value: None
+    saving.Turn.tell = lambda turn, name, value: None
 checkpoint.save(os.environ["FOLDER"] + "/ckpt", tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True))
 if me:
     raise ValueError("my mistake")

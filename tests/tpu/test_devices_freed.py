@@ -37,7 +37,7 @@ def test_devices_are_freed_once_the_program_that_was_given_up_has_ended(programs
             try:
                 strategy.run(step, args=(tf.constant(1.0),))
             except TimeoutError:
-                return weakref.ref(strategy.extended.own_programs().devices)
+                return weakref.ref(strategy.extended.backend.own_programs().devices)
 
         replaced = use()
         print("replaced", device_group("cpu", 2) is not replaced())

@@ -11,6 +11,7 @@ import tensorflow as tf
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ReplicaValueError
 from replica_engine.strategies.tpu import TPUExtended
+from replica_engine.strategies.tpu.backend import CompiledBackend
 from replica_engine.xla.stages.results import _MOST_BYTES
 
 SIZES = (1, 2)
@@ -29,14 +30,14 @@ def values(strategy, result):
 def recognised(monkeypatch):
     """For each call, whether it was recognised."""
     found = []
-    original = TPUExtended.run_again
+    original = CompiledBackend.run_again
 
     def run_again(self, fn, args):
         results = original(self, fn, args)
         found.append(results is not None)
         return results
 
-    monkeypatch.setattr(TPUExtended, "run_again", run_again)
+    monkeypatch.setattr(CompiledBackend, "run_again", run_again)
     return found
 
 

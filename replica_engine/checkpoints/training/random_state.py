@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from replica_engine._tf.graphs import replaced_ops
+from replica_engine.backend import backend_of
 
 
 def captured(strategy: object = None) -> dict[str, Any]:
@@ -47,4 +48,4 @@ def has_seed() -> bool:
 
 def _of(strategy: object) -> Any:
     """What the replicas of a strategy draw from, if that is not TensorFlow's own state."""
-    return getattr(getattr(strategy, "extended", None), "random_numbers", None)
+    return getattr(backend_of(strategy), "random_numbers", None)

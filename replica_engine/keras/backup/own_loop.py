@@ -73,7 +73,7 @@ class TrainingState(tf.train.experimental.PythonState):
         self.epoch = self.batch = 0
         self.values: dict[str, Any] = {}
         self._strategy = strategy
-        self._saving = getattr(getattr(strategy, "extended", None), "saving", None)
+        self._saving = owners.team_of_strategy(strategy)
         workers = 1 if self._saving is None else self._saving.size
         self._size = [workers, 1 if strategy is None else strategy.num_replicas_in_sync]
         self._variables = None if model is None else Variables(model, workers)

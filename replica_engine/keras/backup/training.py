@@ -22,7 +22,7 @@ import tensorflow as tf
 from replica_engine._tf.keras import fitting
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine.checkpoints import saving
+from replica_engine.checkpoints import owners, saving
 from replica_engine.checkpoints.training import plain, random_state
 from replica_engine.checkpoints.training.folder import BackupFolder, in_words
 from replica_engine.checkpoints.training.preemption import Preemption, status_of
@@ -77,7 +77,7 @@ class Training:
         self._epochs = container.params["epochs"]
         self._folder, self._save_freq, self._delete = folder, save_freq, delete
         self.strategy = self._model.strategy if is_replicated(self._model) else keras_trainer.strategy_of(self._model)
-        team = getattr(getattr(self.strategy, "extended", None), "saving", None)
+        team = owners.team_of_strategy(self.strategy)
         self._exchange = None if team is None else team.exchange
         self._worker = 0 if team is None else team.worker
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0

@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from replica_engine._tf import collectives, distribute
-from replica_engine._tf.host_datasets import HostDatasets, rows_of_batches
-from replica_engine.strategies.backend import OnReplicaThreads, ReplicaThreads
+from replica_engine._tf.host_datasets import rows_of_batches
+from replica_engine.hosts.saving import Saving
+from replica_engine.strategies.backend import OnReplicaThreads
+from replica_engine.strategies.extended import ThreadHooks
 from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_batches, of_variable
 from replica_engine.strategies.multi_worker.reduction import WorkerReduction
-from replica_engine.strategies.reductions import Reductions, by_dtype
-from replica_engine.strategies.saving_together import Saving
+from replica_engine.strategies.reductions import by_dtype
 from replica_engine.strategies.validation import check_seconds, refuse
 from replica_engine.threads.call import ReplicaOptions
 from replica_engine.threads.cpu_reduction import CpuReduction
@@ -27,8 +28,8 @@ from replica_engine.values.rows import reduces_rows
 _COLLECTIVE_KEYS = itertools.count(500_000_000, 16)
 
 
-class _Compared:
-    """Tells the job which reduction a collective belongs to. It stands before TensorFlow's extended half."""
+class _Compared(distribute.MultiWorkerMirroredExtended):
+    """TensorFlow's extended half, which tells the job which reduction a collective belongs to."""
 
     launches: Launches | None = None
 
@@ -41,11 +42,11 @@ class _Compared:
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         with self._doing("reduce", reduce_op, value):
-            return super()._reduce_to(reduce_op, value, destinations, options)  # type: ignore[misc]
+            return super()._reduce_to(reduce_op, value, destinations, options)
 
     @reduces_rows
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        batch_reduce = super()._batch_reduce_to  # type: ignore[misc]
+        batch_reduce = super()._batch_reduce_to
 
         def reduce(batch: list[Any]) -> list[Any]:
             with self._doing("reduce", reduce_op):
@@ -55,14 +56,13 @@ class _Compared:
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         with self._doing("gather along", axis):
-            return super()._gather_to_implementation(value, destinations, axis, options)  # type: ignore[misc]
+            return super()._gather_to_implementation(value, destinations, axis, options)
 
 
-class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, distribute.MultiWorkerMirroredExtended):
+class MultiWorkerExtended(ThreadHooks, _Compared):
     """The extended half of `MultiWorkerMirroredStrategy`: TensorFlow's own, on this library's replica threads."""
 
     _enable_check_health = False  # the job notices who is lost, and says it
-    adds_up_rows = True
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class MultiWorkerExtended(ReplicaThreads, Reductions, _Compared, HostDatasets, d
             if self._kind == "CPU":
                 ring, replicas = self._host_cross_device_ops, self._num_replicas_in_sync
                 self._cross_device_ops = WorkerReduction(ring, self.worker_devices[0], replicas, self._num_workers)
-            self.saving = Saving(self.job.member, self.launches.meet)
+            self.backend.saving = Saving(self.job.member, self.launches.meet)
             self.job.begin()
         for operations in {self._cross_device_ops, self._host_cross_device_ops}:
             collectives.defer_in_branches(operations)

@@ -15,63 +15,24 @@ platform:
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import DeviceError
 from replica_engine.errors.base import shown
 from replica_engine.xla.body import in_body
-from replica_engine.xla.constraints import as_int, check, devices_of_replica, divided, logical_device, whole
+from replica_engine.xla.constraints import as_int, check, devices_of_replica, divided, whole
 
 
-class TPUFacts:
-    """Attributes of the extended half of TensorFlow's TPUStrategy. Put it before an extended class.
-
-    Attributes:
-        steps_per_run: how many steps one launch of a device loop runs if the call does not say.
-        only_splits: whether tensors may not be assigned to one logical device.
-    """
-
-    steps_per_run = 1
-    only_splits = False
-
-    @property
-    def num_hosts(self) -> int:
-        """The number of workers: processes with devices."""
-        return self.device_group.workers  # type: ignore[attr-defined]
-
-    @property
-    def num_replicas_per_host(self) -> int:
-        """The number of replicas of each worker."""
-        return self.device_group.size  # type: ignore[attr-defined]
-
-    @property
-    def tpu_hardware_feature(self) -> Any:
-        """A `tf.tpu.experimental.HardwareFeature` that has no embedding accelerator."""
-        return distribute.hardware_without_embeddings()
-
-    def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
-        """Names a device of each replica for variables and ops. XLA's partitioner chooses the devices of both.
-
-        Raises:
-            DeviceError: a replica has no device of this number.
-        """
-        return logical_device(logical_device_id, devices_of(self))
-
-
-class LogicalDevices:
-    """The model parallelism of `tf.distribute.TPUStrategy`. Put it before that class.
+class LogicalDevices(tf.distribute.TPUStrategy):
+    """`tf.distribute.TPUStrategy`, with its model parallelism on devices of any platform.
 
     In a replica, these methods say how XLA divides a value over the devices of the replica. Elsewhere they return it.
     """
-
-    extended: Any
 
     @autograph.artifact
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> tf.Tensor:

@@ -113,7 +113,7 @@ def run_steps(
     except BaseException as error:
         _keep(error, context, iterations)
         raise
-    if not workers.all_have(strategy.extended.device_group, first is not None, strategy.extended.limits):
+    if not workers.all_have(strategy.extended.device_group, first is not None, strategy.extended.backend.limits):
         raise _out_of_range(context, iterations)
     assert first is not None, "all workers have a batch"
     with strategy.scope(), shutdown.running():

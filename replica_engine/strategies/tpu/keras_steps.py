@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.backend import compiles
 from replica_engine.errors import BatchError, ReplicaMismatchError
-from replica_engine.strategies.backend import compiles
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 
@@ -36,8 +36,8 @@ def device_loop(
     if strategy is None or not compiles(strategy) or model.run_eagerly:
         return plain
 
-    if strategy.extended.distribution is not None:
-        strategy.extended.distribution.check_layouts()
+    if strategy.extended.backend.distribution is not None:
+        strategy.extended.backend.distribution.check_layouts()
 
     def one_step(iterator: Iterator[object]) -> object:
         try:
@@ -55,7 +55,7 @@ def device_loop(
     def step(context: MultiStepContext, data: object) -> None:
         context.set_last_step_output("logs", step_function(data))
 
-    programs = strategy.extended.own_programs()  # they live as long as the model
+    programs = strategy.extended.backend.own_programs()  # they live as long as the model
 
     def function(iterator: Iterator[object]) -> object:
         if model.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
@@ -92,7 +92,7 @@ def _launch(
     strategy: tf.distribute.Strategy, step: Callable[..., None], batches: Iterator[object], settings: LoopSettings
 ) -> MultiStepContext:
     try:
-        return strategy.extended.run_steps(step, batches, settings)
+        return strategy.extended.backend.run_steps(step, batches, settings)
     except tf.errors.OutOfRangeError as ended:
         if not getattr(ended, "context", None):
             raise

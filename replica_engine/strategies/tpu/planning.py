@@ -11,15 +11,14 @@ from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
+from replica_engine.strategies.backend import OnBackend
 from replica_engine.strategies.tpu.variable_table import Layouts
 from replica_engine.strategies.validation import check_call, names_keywords
 from replica_engine.xla.signature.stand_ins import with_values
 
 
-class Planning:
-    """The methods `plan` and `memory` of `TPUStrategy`. Put it before a class of `tf.distribute`."""
-
-    extended: tf.distribute.StrategyExtended
+class Planning(OnBackend):
+    """The strategy half for compiled replicas, with the methods `plan`, `memory` and `layouts`."""
 
     @autograph.artifact
     @names_keywords("strategy.plan")
@@ -79,7 +78,7 @@ class Planning:
                 raise InputsError(f"plan takes args and kwargs first. Write plan(fn, args, topology={kwargs!r}).")
             check_call(fn, args, kwargs)
             args, kwargs = with_values((args, dict(kwargs or {})), "plan")
-            return self.extended.plan(fn, args, kwargs, topology)
+            return self.extended.backend.plan(fn, args, kwargs, topology)
         except Exception as error:
             raise shortened(explained(error))
 
@@ -99,7 +98,7 @@ class Planning:
             >>> strategy.memory().variables
             [4000, 4000]
         """
-        return self.extended.memory()
+        return self.extended.backend.memory()
 
     def layouts(self) -> Layouts:
         """How the variables of this strategy are divided over the devices of a replica: a table when printed.
@@ -120,4 +119,4 @@ class Planning:
             b         (200,)      float32  (None,)          800
             mesh: 'batch'=4; a device has 131,872 of 525,088 bytes
         """
-        return self.extended.variable_table.layouts()
+        return self.extended.backend.variable_table.layouts()

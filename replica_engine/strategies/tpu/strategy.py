@@ -2,301 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine import xla
-from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
-from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine._tf.reduction import QuietReduction
-from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors.base import positive_int, shown
-from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
-from replica_engine.process import pool, shutdown
-from replica_engine.process.fork import check_not_forked
-from replica_engine.strategies import accumulation
-from replica_engine.strategies.backend import HostSide, OnBackend, has_backend
+from replica_engine.process import pool
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
-from replica_engine.strategies.reductions import Reductions
-from replica_engine.strategies.tpu import keras_steps, variables
-from replica_engine.strategies.tpu.api import LogicalDevices, TPUFacts
-from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
-from replica_engine.strategies.tpu.distribution import Distribution, assigned, read
+from replica_engine.strategies.tpu import keras_steps
+from replica_engine.strategies.tpu.api import LogicalDevices
+from replica_engine.strategies.tpu.device_loops import LoopSettings
+from replica_engine.strategies.tpu.distribution import assigned, read
+from replica_engine.strategies.tpu.extended import TPUExtended
 from replica_engine.strategies.tpu.planning import Planning
-from replica_engine.strategies.tpu.variable_table import VariableTable
-from replica_engine.strategies.tpu.workers import ModelsOverWorkers, OverWorkers, explain_failures, saving_on
-from replica_engine.strategies.validation import check_flags, check_seconds, check_updated, names_keywords
-from replica_engine.values.regroup import spread
-from replica_engine.xla import own_values, shared_sums
-from replica_engine.xla.analysis.differences import is_equal_everywhere
-from replica_engine.xla.body import LaunchLimits, check_mode, in_body
-from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf, use_own_values
-from replica_engine.xla.graph_op import call_with_numbers
-from replica_engine.xla.graph_op import plan as plan_call
+from replica_engine.strategies.validation import check_flags, check_seconds, names_keywords
+from replica_engine.xla.body import LaunchLimits, check_mode
+from replica_engine.xla.context import BodyReplicaContext
 from replica_engine.xla.resolver import PjrtClusterResolver
-from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.stages.launch import Launch
-from replica_engine.xla.stages.program_table import ProgramTable
-from replica_engine.xla.state.host_variable import handles_compared
 
 
-class TPUExtended(TPUFacts, Reductions, HostDatasets, OverWorkers, distribute.MirroredExtended):
-    """The extended half of `TPUStrategy`.
-
-    Before and after a run, values are on the host. In cross-replica context, TensorFlow's own code
-    (`MirroredExtended`, with the host as the device of every replica) works on them there. Inside a body, every
-    operation of a merge function becomes an op of the compiled program.
-
-    Attributes:
-        device_group: the devices that the replicas run on.
-        limits: how long a launch, or a wait for other workers, may take.
-        distribution: how variables are divided over the devices of a replica; None if it has one.
-        variable_table: the variables of the strategy.
-        initial_programs: the programs that make initial values of variables in parts.
-    """
-
-    compiles = True
-
-    def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        devices: DeviceGroup,
-        same_random: bool,
-        limits: LaunchLimits,
-        soft_placement: bool | None = None,
-        distribution: Distribution | None = None,
-    ):
-        use_own_values()
-        self.device_group = devices
-        self.distribution = distribution
-        self.limits = limits
-        self.saving = saving_on(devices, limits)
-        if devices.member is not None:
-            explain_failures(devices.member)
-        self._same_random = same_random
-        self.variable_table = VariableTable(devices.mesh.axes if devices.mesh else ())
-        name = type(strategy).__name__
-        self._programs = ProgramTable(
-            devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
-        )
-        self.initial_programs = self._programs.for_owner()
-        self.random_numbers = self._programs.body.random  # for checkpoints
-        host = distribute.resolve("CPU:0")
-        super().__init__(strategy, [host] * devices.size, QuietReduction())
-
-    def _initialize_strategy(self, devices: list[str]) -> None:
-        """The hook that sets up devices; TensorFlow's own hook requires a different device for each replica."""
-        self._initialize_single_worker(tuple(devices))
-
-    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The hook that runs `fn` on the replicas."""
-        if in_body() is not None:  # called by a merge function, or by strategy.reduce(axis=...) in one
-            with BodyReplicaContext(self._container_strategy()):
-                return fn(*args, **kwargs)
-        check_not_forked()
-        return self.run_of(self._programs, fn, args, kwargs)
-
-    def run_of(self, programs: ProgramTable, fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        """Like `strategy.run`, with a table of programs of the caller (see `own_programs`)."""
-        source, size = FunctionSpec.of(fn), self.device_group.size
-        # In eager mode no code below needs the scope; a trace enters it.
-        with contextlib.nullcontext() if tf.executing_eagerly() else self._container_strategy().scope():
-            args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
-            return call_with_numbers(programs, source, args, kwargs)
-
-    def result_specs(self, programs: ProgramTable, fn: Callable[..., Any], args: Any) -> list[tf.TensorSpec]:
-        """The specs of the tensors that `run_of` would return on a replica; the function is traced and does not run."""
-        source, size = FunctionSpec.of(fn), self.device_group.size
-        with self._container_strategy().scope():
-            arguments, shapes = source.arguments(spread(args, size, "args"), {}, size)
-            return list(programs.trace(source, arguments, shapes).traced.outputs)
-
-    def run_again(self, fn: Callable[..., Any], args: Any, programs: ProgramTable | None = None) -> tuple[Any] | None:
-        """Runs a function in eager mode, outside all scopes, whose last call was like this one.
-
-        What is checked in every other call was checked in that one. A subclass may run functions in another way.
-        With a table of programs of the caller, this is the quick half of `run_of`.
-        """
-        if type(self) is not TPUExtended or not tf.executing_eagerly() or in_body() is not None:
-            return None
-        if not distribute.is_outside_scopes():
-            return None
-        if not isinstance(args, (list, tuple)):
-            return None  # nothing has checked them yet
-        check_not_forked()
-        found = (programs or self._programs).last(fn, args)
-        if found is None:
-            return None
-        compiled, slots = found
-        with shutdown.running():
-            columns = Launch(compiled)(slots).columns()
-        return (compiled.program.traced.grouped_results(columns),)
-
-    @contextlib.contextmanager
-    def _in_replica_context(self) -> Iterator[None]:
-        strategy = self._container_strategy()
-        layouts = contextlib.nullcontext() if self.distribution is None else self.distribution.while_traced(strategy)
-        with strategy.scope(), BodyReplicaContext(strategy), layouts:
-            yield
-
-    def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        """Same as in every strategy; in a step of `run_steps`, which is in replica context, it calls `fn` directly."""
-        if distribute.is_outside_scopes() and tf.executing_eagerly():  # the usual case: nothing is around the call
-            return self._call_for_each_replica(fn, args, kwargs or {})
-        context = tf.distribute.get_replica_context()
-        if isinstance(context, BodyReplicaContext) and context.is_step:
-            return fn(*args, **kwargs or {})
-        if in_body() is not None or not tf.executing_eagerly():
-            return super().call_for_each_replica(fn, args, kwargs)
-        distribute.check_cross_replica(self)
-        return self._call_for_each_replica(fn, args, kwargs or {})
-
-    def plan(self, fn: Callable[..., Any], args: Any, kwargs: Any, topology: str | None) -> Plan:
-        """Same as `TPUStrategy.plan`."""
-        size = self.device_group.size
-        args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
-        return plan_call(self._programs, FunctionSpec.of(fn), args, kwargs, topology)
-
-    def memory(self) -> DeviceMemory:
-        """Same as `TPUStrategy.memory`."""
-        names = self.device_group.device_names
-        return DeviceMemory([self.variable_table.bytes] * len(names), self._programs.last_memory(), names)
-
-    def sync_points(self) -> list[SyncPointRecord]:
-        """Same as `TPUStrategy.sync_points`."""
-        return self._programs.sync_points()
-
-    def host_side_of(self, variable: Any) -> HostSide | None:
-        """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""
-        return variables.host_side_of(variable)
-
-    def own_programs(self) -> ProgramTable:
-        """A new table of programs for `run_of` or `run_steps`, which the strategy does not keep alive."""
-        return self._programs.for_owner()
-
-    def experimental_run_steps_on_iterator(
-        self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
-    ) -> MultiStepContext:
-        """Runs steps in cross-replica context, as in every strategy; `iterations` defaults to `steps_per_run`."""
-        settings = LoopSettings(iterations, initial_loop_values, in_replica=False, spread=False)
-        return self.run_steps(fn, iterator, settings)
-
-    def run_steps(self, fn: Callable[..., Any], iterator: Any, settings: LoopSettings) -> Any:
-        """Same as `TPUStrategy.run_steps`, with all settings of a device loop."""
-        return run_steps(self._container_strategy(), self._programs, fn, iterator, settings)
-
-    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
-        """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
-        accumulation.extend_keras(has_backend)
-        colocate_with = kwargs.pop("colocate_with", None)
-        if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
-            return next_creator(**kwargs)
-        return variables.create(self._container_strategy(), next_creator, kwargs, self._same_random, self.distribution)
-
-    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        """The hook of `reduce` and `reduce_to`."""
-        if in_body() is None or isinstance(value, (int, float)):
-            return super()._reduce_to(reduce_op, value, destinations, options)
-        if reduce_op == tf.distribute.ReduceOp.SUM:
-            for leaf in tf.nest.flatten(value):
-                shared_sums.note(leaf)
-        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, _own(own_values.own_values(leaf))), value)
-
-    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
-        """The hook of `batch_reduce_to`."""
-        return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
-
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        """The hook of `gather`."""
-        if in_body() is None:
-            return super()._gather_to_implementation(value, destinations, axis, options)
-        return gather_leaf(value, axis)
-
-    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """The hook of `broadcast_to`."""
-        return super()._broadcast_to(tensor, destinations) if in_body() is None else tensor
-
-    def _local_results(self, value: Any) -> tuple:
-        """The hook of `experimental_local_results`; for a tensor in a body, the values of all replicas."""
-        if isinstance(value, distribute.DistributedVariable):
-            return value.values
-        if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
-            return super()._local_results(value)
-        if isinstance(value, tf.__internal__.CompositeTensor):  # such as the rows that a variable is updated with
-            columns = map(self._local_results, tf.nest.flatten(value, expand_composites=True))
-            rows = zip(*columns, strict=True)
-            return tuple(tf.nest.pack_sequence_as(value, row, expand_composites=True) for row in rows)
-        if not tf.is_symbolic_tensor(value) or is_equal_everywhere(value):
-            return (value,) * self.device_group.replicas
-        return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
-
-    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook of `update`: one call if all replicas share one value, one call per component of on-read ones."""
-        check_updated(var)
-        components = list({id(component): component for component in var._values}.values())
-        if in_body() is not None:
-            with distribute.UpdateContext(0), tf.name_scope("update_0"):
-                args, kwargs = distribute.first_values(own_values.own_values((args, kwargs)))
-                result = fn(components[0], *args, **kwargs)
-            if group:
-                return tf.nest.map_structure(_as_value, result)
-            return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.replicas, result)
-        if len(components) < self.device_group.size and own_values.has_several((args, kwargs)):
-            if not tf.executing_eagerly():
-                args, kwargs = own_values.check_equal((args, kwargs))
-            elif own_values.differ((args, kwargs)):
-                rows = [distribute.select_replica(index, (args, kwargs)) for index in range(self.device_group.size)]
-                return self._updated(own_values.update_each(components[0], fn, rows), group)
-        updates = []
-        for index, component in enumerate(components):
-            with tf.device(component.device), distribute.UpdateContext(index), tf.name_scope(f"update_{index}"):
-                updates.append(
-                    fn(component, *distribute.select_replica(index, args), **distribute.select_replica(index, kwargs))
-                )
-        return self._updated(updates, group)
-
-    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook of `update_non_slot`: one call, because all replicas share one variable on the host."""
-        with distribute.UpdateContext(0), tf.name_scope("update_0"):
-            result = fn(*distribute.select_replica(0, args), **distribute.select_replica(0, kwargs))
-        return self._updated([result], group)
-
-    def _updated(self, updates: list[Any], group: bool) -> Any:
-        """The return value of an update: from one result for all replicas, or from one result per replica."""
-        size = self.device_group.size
-        if len(updates) == 1 and not group:
-            return tf.nest.map_structure(lambda leaf: (leaf,) * size, updates[0])
-        with handles_compared():
-            return distribute.update_regroup(self, updates * (size // len(updates)), group)
-
-    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """The hook of the all-reduces that TensorFlow itself makes in replica context."""
-        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
-
-    def _use_merge_call(self) -> bool:
-        """The hook that says whether replicas must meet to update a variable."""
-        return not distribute.is_merged()
-
-
-def _own(value: Any) -> Any:
-    """In a body, each replica's own value of a variable; reading the distributed variable would reduce it first."""
-    return value._values[0] if isinstance(value, distribute.DistributedVariable) else value
-
-
-def _as_value(result: Any) -> Any:
-    return tf.identity(result) if isinstance(result, tf.Variable) else result
-
-
-class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.distribute.TPUStrategy):
+class TPUStrategy(Planning, LogicalDevices):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that
@@ -366,6 +97,7 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
     """
 
     _collective_key_base = 0  # TensorFlow's extended class asks for a key; no collective of TensorFlow is used
+    _runs_again = TPUExtended
 
     @names_keywords("TPUStrategy")
     def __init__(
@@ -405,9 +137,16 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
         pool.make_room(pool.FOR_LAUNCHES)
         limits = LaunchLimits(timeout, warn_after)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
-        extended = TPUExtended(self, devices, same_random_numbers, limits, soft_placement, divided)
-        extended.steps_per_run = steps
-        extended.only_splits = experimental_spmd_xla_partitioning
+        extended = TPUExtended(
+            self,
+            devices,
+            same_random_numbers,
+            limits,
+            soft_placement,
+            divided,
+            steps_per_run=steps,
+            only_splits=experimental_spmd_xla_partitioning,
+        )
         tf.distribute.Strategy.__init__(self, extended)
         self._resolver = tpu_cluster_resolver
 
@@ -487,7 +226,7 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
         """
         settings = LoopSettings(iterations, initial_loop_values, prefetch=prefetch)
         try:
-            return self.extended.run_steps(fn, iterator, settings)
+            return self.extended.backend.run_steps(fn, iterator, settings)
         except Exception as error:
             raise shortened(explained(error))
         except KeyboardInterrupt as interrupt:
@@ -503,6 +242,25 @@ class TPUStrategy(LogicalDevices, Planning, ModelsOverWorkers, OnBackend, tf.dis
                 lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
             )
         return super().reduce(reduce_op, value, axis)
+
+    def combined(self, own: Callable[..., Any], values: Any, reduction: str) -> Any:
+        """As in every strategy; predictions are joined by `join_rows`."""
+        if self.extended.backend.saving is not None and reduction == "concat":
+            return tf.nest.map_structure(self.join_rows, values)
+        return super().combined(own, values, reduction)
+
+    def join_rows(self, value: Any) -> tf.Tensor:
+        """The rows of all replicas of all workers, in the order of the whole batch that they were taken from.
+
+        TensorFlow deals the shares of a batch out in turns: with two workers of two replicas, worker 0 has the first
+        and the third share. Keras calls this for predictions.
+        """
+        devices = self.extended.device_group
+        rows = self.gather(value, axis=0)
+        shape = tf.shape(rows)
+        shares = tf.reshape(rows, tf.concat([[devices.replicas // devices.size, devices.size, -1], shape[1:]], 0))
+        swapped = tf.transpose(shares, tf.concat([[1, 0], tf.range(2, tf.rank(shares))], 0))
+        return tf.reshape(swapped, shape)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -16,13 +16,13 @@ import tensorflow as tf
 from replica_engine._tf import checkpoints, distribute, variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._tf.keras import layouts
+from replica_engine.backend import HostSide
 from replica_engine.checkpoints import parts
 from replica_engine.errors import DistributionError
 from replica_engine.errors.base import byte_size
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes
-from replica_engine.strategies.backend import HostSide
 from replica_engine.strategies.tpu import initial_parts, workers
 from replica_engine.strategies.tpu.distribution import Distribution, Made
 from replica_engine.values import seeds
@@ -48,7 +48,7 @@ class _OnDevices:
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
         original: DeviceValue = variable._values[0]._replica_engine[0]
         device_value = make_device_value(values, strategy.extended.device_group, original.spread, original.axes)
-        table = strategy.extended.variable_table
+        table = strategy.extended.backend.variable_table
         table.note(device_value, table.path_of(original))
         if len(device_value.handles) == 1 and (own := original.on_replicas()) is not None:
             device_value.set_values(own)
@@ -115,12 +115,12 @@ class OnReadDeviceVariable(_OnDevices, distribute.SyncOnReadVariable):
         if self._aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
             extended = self.distribute_strategy.extended
             if extended.device_group.member is not None:
-                return extended.over_workers(workers.FIRST, self)
+                return extended.backend.over_workers(workers.FIRST, self)
         return super()._get_cross_replica()
 
 
 class _HostSide:
-    """Implements `strategies.backend.HostSide`."""
+    """Implements `backend.HostSide`."""
 
     def __init__(self, variable: tf.Variable, device_value: DeviceValue, replica: int):
         self._variable = variable
@@ -141,7 +141,7 @@ class _HostSide:
 
 
 def host_side_of(variable: object) -> HostSide | None:
-    """Implements `strategies.backend.Backend.host_side_of`."""
+    """Implements `backend.Backend.host_side_of`."""
     found = HostVariable.device_value(variable)
     return None if found is None else _HostSide(variable, *found)
 
@@ -158,7 +158,7 @@ def create(
     name = kwargs.get("name") or "Variable"
     spread = seeds.states if name.endswith(_KERAS_SEED) and not same_random else None
     early = None if distribution is None else _known_early(distribution, devices, name, kwargs)
-    array = None if early is None else _made_in_parts(strategy.extended, name, early, kwargs)
+    array = None if early is None else _made_in_parts(strategy.extended.backend, name, early, kwargs)
     if array is not None:
         assert early is not None, "its axes are known"
         stand_in = host_memory.zeros(early.shape, np.dtype(early.dtype.as_numpy_dtype))
@@ -181,12 +181,12 @@ def create(
         axes = _axes(distribution, devices, name, tuple(variable.shape), variable.dtype)
     if devices.member is not None and array is None:
         how = None if distribution is None else distribution.described(axes)
-        workers.start_from_chief(name, variable._values, devices, strategy.extended.limits, how)
+        workers.start_from_chief(name, variable._values, devices, strategy.extended.backend.limits, how)
     device_value = make_device_value(variable._values, devices, spread, axes, array)
-    device_value.limits = strategy.extended.limits
+    device_value.limits = strategy.extended.backend.limits
     is_mirrored = isinstance(variable, MirroredDeviceVariable) and spread is None
     device_value.kept_equal = is_mirrored and variable.aggregation != tf.VariableAggregation.NONE
-    strategy.extended.variable_table.note(device_value, _path(name))
+    strategy.extended.backend.variable_table.note(device_value, _path(name))
     return variable
 
 
@@ -271,22 +271,20 @@ def _path(name: str) -> str:
     return _plain(name) if made is None else made.path
 
 
-def _made_in_parts(
-    extended: tf.distribute.StrategyExtended, name: str, early: _Early, kwargs: dict[str, Any]
-) -> Array | None:
+def _made_in_parts(backend: Any, name: str, early: _Early, kwargs: dict[str, Any]) -> Array | None:
     """The initial value of a large divided variable on the devices; None if the host makes it."""
     value, initializer = kwargs.get("initial_value"), layouts.being_made().initializer
     is_large = early.dtype.size * math.prod(early.shape) >= initial_parts.LARGE
     if early.axes == WHOLE or not is_large or tf.inside_function() or initializer is None:
         return None
-    devices: DeviceGroup = extended.device_group
+    devices: DeviceGroup = backend.device_group
     assert callable(value), "Keras passes a function"
     assert devices.mesh is not None, "the value is divided"
     if devices.member is not None:
-        workers.agree_to_make(name, early, devices, extended.limits, extended.distribution.described(early.axes))
-        workers.take_seed_of_chief(initializer, devices, extended.limits)
+        workers.agree_to_make(name, early, devices, backend.limits, backend.distribution.described(early.axes))
+        workers.take_seed_of_chief(initializer, devices, backend.limits)
     value = initial_parts.InitialValue(value, early.shape, early.dtype, early.axes, devices.mesh)
-    return initial_parts.made(extended.initial_programs, value)
+    return initial_parts.made(backend.initial_programs, value)
 
 
 def _listed(variable: MirroredDeviceVariable, shown: Callable[[tf.Variable], str]) -> str:

@@ -174,7 +174,7 @@ def a_function_that_fails_in_a_replica():
             tf.function(lambda x: strategy.run(lambda y: checked(y), args=(x,)))(ONE)
         said = "".join(traceback.format_exception(failure.value))
         assert "in checked" in said
-        assert ("replica 0 of 2" in said) != strategy.extended.compiles
+        assert ("replica 0 of 2" in said) != strategy.extended.backend.compiles
 
     return use
 

@@ -16,11 +16,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from replica_engine import hosts
-from replica_engine._tf import checkpoints
-from replica_engine._tf.keras import files
-from replica_engine.checkpoints import owners
 from replica_engine.errors.hosts import SAVING
+from replica_engine.hosts.member import Member
 
 
 class Saving:
@@ -36,7 +33,7 @@ class Saving:
         is_chief: whether this worker writes the files of a path that all have.
     """
 
-    def __init__(self, member: hosts.Member, meet: Callable[[str, bool], None]):
+    def __init__(self, member: Member, meet: Callable[[str, bool], None]):
         self.worker, self.size = member.worker, member.size
         self.is_chief = member.worker == 0
         self._member = member
@@ -157,18 +154,6 @@ def _is_same(ours: list[str], theirs: list[str]) -> bool:
 
 
 _numbers = itertools.count()  # all workers save the same in the same order, or do not get past the meeting
-
-
-def let_the_chief_write(saving: Saving, *models: Any) -> None:
-    """Keeps all workers but the chief from writing to the chief's path what is trained on several workers, from now on.
-
-    Args:
-        saving: this worker.
-        models: further models that are trained on several workers, although they were not built under a strategy.
-    """
-    files.let_the_chief_write(owners.team_of)
-    checkpoints.let_the_chief_write(owners.team_of)
-    owners.belong(saving, *models)
 
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_saves", default=False)

@@ -1,0 +1,304 @@
+"""The extended half of TPUStrategy: the hooks of `tf.distribute`, on the host and in a compiled body."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine import xla
+from replica_engine._tf import distribute
+from replica_engine._tf.reduction import QuietReduction
+from replica_engine.backend import has_backend
+from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
+from replica_engine.strategies import accumulation
+from replica_engine.strategies.extended import ExtendedHooks
+from replica_engine.strategies.multi_step import MultiStepContext
+from replica_engine.strategies.tpu import workers
+from replica_engine.strategies.tpu.api import devices_of
+from replica_engine.strategies.tpu.backend import CompiledBackend
+from replica_engine.strategies.tpu.device_loops import LoopSettings
+from replica_engine.strategies.tpu.distribution import Distribution
+from replica_engine.strategies.validation import check_updated
+from replica_engine.xla import own_values, shared_sums
+from replica_engine.xla.analysis.differences import is_equal_everywhere
+from replica_engine.xla.body import LaunchLimits, in_body
+from replica_engine.xla.constraints import logical_device
+from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf, use_own_values
+from replica_engine.xla.state.host_variable import handles_compared
+
+
+class _OverWorkers(distribute.MirroredExtended):
+    """TensorFlow's extended half, with the hooks that concern the replicas of all workers."""
+
+    backend: CompiledBackend
+    device_group: DeviceGroup
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        """The hook of `reduce` and `reduce_to`, for one value in cross-replica context."""
+        if self.device_group.member is None or not self._has_parts(value):
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        return self.backend.over_workers(reduce_op, value)
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        """The hook of `gather`."""
+        if self.device_group.member is None or not self._has_parts(value):
+            return super()._gather_to_implementation(value, destinations, axis, options)
+        return self.backend.over_workers(("gather", axis), value)
+
+    def _has_parts(self, value: Any) -> bool:
+        """Whether a value may differ by replica. What `run` returns is not wrapped where a worker has one replica."""
+        if isinstance(value, distribute.DistributedVariable):
+            return isinstance(value, distribute.SyncOnReadVariable)
+        if isinstance(value, (distribute.DistributedValues, tf.Variable)):
+            return isinstance(value, distribute.PerReplica)
+        return self.device_group.size == 1
+
+    def _make_input_context(self) -> tf.distribute.InputContext:
+        """The hook of TensorFlow's code for several workers."""
+        devices = self.device_group
+        return tf.distribute.InputContext(
+            devices.replicas // devices.size, devices.first // devices.size, devices.replicas
+        )
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        """The hook of `experimental_distribute_dataset`: this worker's part of the dataset."""
+        if self.device_group.member is None:
+            return super()._experimental_distribute_dataset(dataset, options)
+        return distribute.MultiWorkerMirroredExtended._experimental_distribute_dataset(self, dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        """The hook of `distribute_datasets_from_function`."""
+        if self.device_group.member is None:
+            return super()._distribute_datasets_from_function(dataset_fn, options)
+        return distribute.MultiWorkerMirroredExtended._distribute_datasets_from_function(self, dataset_fn, options)
+
+    def have_batches(self) -> Callable[[Any], Any] | None:
+        """How the workers agree whether there is a batch; see `HostDatasets`."""
+        return None if self.device_group.member is None else self._all_have_batch
+
+    def _all_have_batch(self, has: Any) -> Any:
+        """Like `all_have`; but batches that are fetched for a running program are agreed on by that program."""
+        if not tf.executing_eagerly():
+            mine = tf.cast(has, tf.int32)
+            return self.backend.over_workers("MIN", distribute.PerReplica((mine,) * self.device_group.size)) > 0
+        return has if is_needed_by_a_program() else workers.all_have(self.device_group, bool(has), self.backend.limits)
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        """The hook of `experimental_distribute_values_from_function`: the values of this worker's replicas."""
+        devices = self.device_group
+        if devices.member is None:
+            return super()._experimental_distribute_values_from_function(value_fn)
+        ids = range(devices.first, devices.first + devices.size)
+        contexts = [tf.distribute.experimental.ValueContext(id, devices.replicas) for id in ids]
+        return distribute.PerReplica(tuple(value_fn(context) for context in contexts))
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self.device_group.replicas
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this worker is the chief."""
+        return self.device_group.is_chiefs
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this worker writes checkpoints: the chief does."""
+        return self.device_group.is_chiefs
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this worker writes summaries: the chief does."""
+        return self.device_group.is_chiefs
+
+
+class TPUExtended(ExtendedHooks, _OverWorkers):
+    """The extended half of `TPUStrategy`.
+
+    Before and after a run, values are on the host. In cross-replica context, TensorFlow's own code
+    (`MirroredExtended`, with the host as the device of every replica) works on them there. Inside a body, every
+    operation of a merge function becomes an op of the compiled program.
+
+    Attributes:
+        backend: compiles and runs functions.
+        device_group: the devices that the replicas run on.
+        steps_per_run: how many steps one launch of a device loop runs if the call does not say.
+        only_splits: whether tensors may not be assigned to one logical device.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        devices: DeviceGroup,
+        same_random: bool,
+        limits: LaunchLimits,
+        soft_placement: bool | None = None,
+        distribution: Distribution | None = None,
+        steps_per_run: int = 1,
+        only_splits: bool = False,
+    ):
+        use_own_values()
+        self.device_group = devices
+        self.steps_per_run, self.only_splits = steps_per_run, only_splits
+        if devices.member is not None:
+            workers.explain_failures(devices.member)
+        self.backend = CompiledBackend(strategy, devices, same_random, limits, soft_placement, distribution)
+        host = distribute.resolve("CPU:0")
+        super().__init__(strategy, [host] * devices.size, QuietReduction())
+
+    def _initialize_strategy(self, devices: list[str]) -> None:
+        """The hook that sets up devices; TensorFlow's own hook requires a different device for each replica."""
+        self._initialize_single_worker(tuple(devices))
+
+    def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The hook that runs `fn` on the replicas."""
+        if in_body() is not None:  # called by a merge function, or by strategy.reduce(axis=...) in one
+            with BodyReplicaContext(self._container_strategy()):
+                return fn(*args, **kwargs)
+        return self.backend.run(fn, args, kwargs)
+
+    def call_for_each_replica(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+        """Same as in every strategy; in a step of `run_steps`, which is in replica context, it calls `fn` directly."""
+        if distribute.is_outside_scopes() and tf.executing_eagerly():  # the usual case: nothing is around the call
+            return self._call_for_each_replica(fn, args, kwargs or {})
+        context = tf.distribute.get_replica_context()
+        if isinstance(context, BodyReplicaContext) and context.is_step:
+            return fn(*args, **kwargs or {})
+        if in_body() is not None or not tf.executing_eagerly():
+            return super().call_for_each_replica(fn, args, kwargs)
+        distribute.check_cross_replica(self)
+        return self._call_for_each_replica(fn, args, kwargs or {})
+
+    def experimental_run_steps_on_iterator(
+        self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
+    ) -> MultiStepContext:
+        """Runs steps in cross-replica context, as in every strategy; `iterations` defaults to `steps_per_run`."""
+        settings = LoopSettings(iterations, initial_loop_values, in_replica=False, spread=False)
+        return self.backend.run_steps(fn, iterator, settings)
+
+    def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
+        accumulation.extend_keras(has_backend)
+        colocate_with = kwargs.pop("colocate_with", None)
+        if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
+            return next_creator(**kwargs)
+        return self.backend.create_variable(next_creator, kwargs)
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of workers: processes with devices."""
+        return self.device_group.workers
+
+    @property
+    def num_replicas_per_host(self) -> int:
+        """The number of replicas of each worker."""
+        return self.device_group.size
+
+    @property
+    def tpu_hardware_feature(self) -> Any:
+        """A `tf.tpu.experimental.HardwareFeature` that has no embedding accelerator."""
+        return distribute.hardware_without_embeddings()
+
+    def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
+        """Names a device of each replica for variables and ops. XLA's partitioner chooses the devices of both.
+
+        Raises:
+            DeviceError: a replica has no device of this number.
+        """
+        return logical_device(logical_device_id, devices_of(self))
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        """The hook of `reduce` and `reduce_to`."""
+        if in_body() is None or isinstance(value, (int, float)):
+            return super()._reduce_to(reduce_op, value, destinations, options)
+        if reduce_op == tf.distribute.ReduceOp.SUM:
+            for leaf in tf.nest.flatten(value):
+                shared_sums.note(leaf)
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, _own(own_values.own_values(leaf))), value)
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        """The hook of `batch_reduce_to`."""
+        return [self._reduce_to(reduce_op, value, to, options) for value, to in value_destination_pairs]
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        """The hook of `gather`."""
+        if in_body() is None:
+            return super()._gather_to_implementation(value, destinations, axis, options)
+        return gather_leaf(value, axis)
+
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """The hook of `broadcast_to`."""
+        return super()._broadcast_to(tensor, destinations) if in_body() is None else tensor
+
+    def _local_results(self, value: Any) -> tuple:
+        """The hook of `experimental_local_results`; for a tensor in a body, the values of all replicas."""
+        if isinstance(value, distribute.DistributedVariable):
+            return value.values
+        if in_body() is None or isinstance(value, (distribute.DistributedValues, tf.Variable)):
+            return super()._local_results(value)
+        if isinstance(value, tf.__internal__.CompositeTensor):  # such as the rows that a variable is updated with
+            columns = map(self._local_results, tf.nest.flatten(value, expand_composites=True))
+            rows = zip(*columns, strict=True)
+            return tuple(tf.nest.pack_sequence_as(value, row, expand_composites=True) for row in rows)
+        if not tf.is_symbolic_tensor(value) or is_equal_everywhere(value):
+            return (value,) * self.device_group.replicas
+        return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
+
+    def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        """The hook of `update`: one call if all replicas share one value, one call per component of on-read ones."""
+        check_updated(var)
+        components = list({id(component): component for component in var._values}.values())
+        if in_body() is not None:
+            with distribute.UpdateContext(0), tf.name_scope("update_0"):
+                args, kwargs = distribute.first_values(own_values.own_values((args, kwargs)))
+                result = fn(components[0], *args, **kwargs)
+            if group:
+                return tf.nest.map_structure(_as_value, result)
+            return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.replicas, result)
+        if len(components) < self.device_group.size and own_values.has_several((args, kwargs)):
+            if not tf.executing_eagerly():
+                args, kwargs = own_values.check_equal((args, kwargs))
+            elif own_values.differ((args, kwargs)):
+                rows = [distribute.select_replica(index, (args, kwargs)) for index in range(self.device_group.size)]
+                return self._updated(own_values.update_each(components[0], fn, rows), group)
+        updates = []
+        for index, component in enumerate(components):
+            with tf.device(component.device), distribute.UpdateContext(index), tf.name_scope(f"update_{index}"):
+                updates.append(
+                    fn(component, *distribute.select_replica(index, args), **distribute.select_replica(index, kwargs))
+                )
+        return self._updated(updates, group)
+
+    def _update_non_slot(self, colocate_with: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        """The hook of `update_non_slot`: one call, because all replicas share one variable on the host."""
+        with distribute.UpdateContext(0), tf.name_scope("update_0"):
+            result = fn(*distribute.select_replica(0, args), **distribute.select_replica(0, kwargs))
+        return self._updated([result], group)
+
+    def _updated(self, updates: list[Any], group: bool) -> Any:
+        """The return value of an update: from one result for all replicas, or from one result per replica."""
+        size = self.device_group.size
+        if len(updates) == 1 and not group:
+            return tf.nest.map_structure(lambda leaf: (leaf,) * size, updates[0])
+        with handles_compared():
+            return distribute.update_regroup(self, updates * (size // len(updates)), group)
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        """The hook of the all-reduces that TensorFlow itself makes in replica context."""
+        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+
+    def _use_merge_call(self) -> bool:
+        """The hook that says whether replicas must meet to update a variable."""
+        return not distribute.is_merged()
+
+
+def _own(value: Any) -> Any:
+    """In a body, each replica's own value of a variable; reading the distributed variable would reduce it first."""
+    return value._values[0] if isinstance(value, distribute.DistributedVariable) else value
+
+
+def _as_value(result: Any) -> Any:
+    return tf.identity(result) if isinstance(result, tf.Variable) else result
