@@ -282,23 +282,29 @@ class _Step:
         self._around = around
 
     def run(self, *inputs: np.ndarray) -> list[np.ndarray]:
-        """Runs the program on concrete inputs."""
+        """Runs the program on concrete inputs. Returns at least one result, by which the op can be found."""
         rest = [np.asarray(each, object) if isinstance(each, bytes) else each for each in inputs]  # a single string
         slots = []
         for number in self._counts:
             slots.append(rest[:number])
             del rest[:number]
-        launch = Launch(self._programs.ready(self._entry, slots, rest))
-        with self.devices.in_flight:
-            self._around.before_run(self.device_values)
-            columns: Any  # arrays
-            if self._locals is None:
-                columns = launch(slots, rest).columns(as_arrays=True)
-            else:
-                with thread_state.enter_locals(self._locals):
+        try:
+            launch = Launch(self._programs.ready(self._entry, slots, rest))
+            with self.devices.in_flight:
+                self._around.before_run(self.device_values)
+                columns: Any  # arrays
+                if self._locals is None:
                     columns = launch(slots, rest).columns(as_arrays=True)
-            self._around.after_run(self.device_values)
-        return [value for column in columns for value in column]
+                else:
+                    with thread_state.enter_locals(self._locals):
+                        columns = launch(slots, rest).columns(as_arrays=True)
+                self._around.after_run(self.device_values)
+        except tf.errors.InvalidArgumentError as error:
+            again = InvalidArgumentError(error.message)
+            for note in getattr(error, "__notes__", ()):
+                add_note(again, note)
+            raise again from error
+        return [value for column in columns for value in column] or [np.array(True)]
 
 
 class InvalidArgumentError(ValueError):
@@ -322,19 +328,9 @@ def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) 
         ),
     ]
 
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        try:
-            return step.run(*arrays) or [np.array(True)]
-        except tf.errors.InvalidArgumentError as error:
-            again = InvalidArgumentError(error.message)
-            for note in getattr(error, "__notes__", ()):
-                add_note(again, note)
-            raise again from error
-
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:
-        # There is always at least one result, by which the op can be found.
-        results = python_op(run, inputs, [spec.dtype for spec in outputs] or [tf.bool])
+        results = python_op(step.run, inputs, [spec.dtype for spec in outputs] or [tf.bool])
         for result, spec in zip(results, outputs, strict=False):
             result.set_shape(spec.shape)
         return tuple(results)
