@@ -6,8 +6,8 @@
 One device is plain Keras, which also uses all cores. `tf.distribute` is Keras under its MirroredStrategy with
 `ReductionToOneDevice`, the fastest on CPUs, and batches that split evenly. All contenders get the same NumPy arrays and
 initial weights, and their losses must agree after the first epoch. The rows of `replicate_model` use the strategy that
-it chooses itself. The rows for threads and XLA are the two that it chooses from; `replica_engine.keras.choice` is based
-on them. "between epochs" is the time from the end of the last step of an epoch to the beginning of the next step.
+it chooses itself. The rows for threads and XLA are the two that it chooses from; its choice is based on them. "between
+epochs" is the time from the end of the last step of an epoch to the beginning of the next step.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 - `tracebacks`: exceptions with only the user's frames.
 - `graph_errors`: the same for the tracebacks in the text of an error that a graph raised.
 - `flight_record`: the last sync points of each replica as data, for replica threads and for compiled programs.
-- `marked_step`: where the replicas of a traced step are, from the marks in its graph. `traced_places`, `traced_calls`
-  and `traced_timeline` tell it, watch it and draw it.
+- `marked_step`: where the replicas of a traced step are, from the marks in its graph. `traced_places` tells it and
+  draws it; `traced_calls` watches it.
 - `failed_run`: the notes and the file that a failed run leaves.
 - `misuse`: TensorFlow's errors about strategies, in the user's terms.
 - `suspicions`: warnings about programs that run and probably do not do what their author wants.

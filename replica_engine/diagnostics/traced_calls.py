@@ -29,8 +29,7 @@ from typing import Any
 
 from replica_engine._tf import collectives, thread_state
 from replica_engine._tf.graphs import calls, waiting
-from replica_engine.diagnostics.traced_places import TracedRun, Whereabouts
-from replica_engine.diagnostics.traced_timeline import draw
+from replica_engine.diagnostics.traced_places import TracedRun, Whereabouts, draw
 from replica_engine.engine import ReplicaThread
 from replica_engine.errors import ReplicaTimeoutError, ReplicaUnwound
 from replica_engine.errors.base import add_note

@@ -1,7 +1,6 @@
 """Keras models on N replicas.
 
 - `replicate`: `replicate_model`, the one line that a user writes.
-- `choice`: picks the faster strategy for a model.
 - `model`: the replicated model, a second object of the same model; `replicas`: the state that only this second object
   has.
 - `variables`: the variables that the original, the replicated model and all replicas share.

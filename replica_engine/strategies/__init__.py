@@ -4,12 +4,11 @@
 - `multi_worker`: MultiWorkerMirroredStrategy, its extended half, and its place in a job of several processes.
 - `tpu`: TPUStrategy and its extended half; the replica context of a compiled body; variables on the devices.
 - `backend`: OnBackend, the strategy half of all; OnReplicaThreads, the one for replicas on threads.
-- `extended`: ExtendedHooks, the hooks that all have in common; ReplicaThreads, which runs the replicas of any extended
-  half on this library's threads.
+- `extended`: ExtendedHooks, the hooks that all have in common, and what prepares values for TensorFlow's reductions;
+  ReplicaThreads, which runs the replicas of any extended half on this library's threads.
 - `multi_step`: the context object of a device loop, which carries the outputs of its steps.
 - `validation`: checks the arguments of `run` and `reduce`. `call_advice`: what to write for a call of `run` that does
   not fit its function. `devices`: parses and checks device names.
-- `reductions`: prepares values for TensorFlow's reductions.
 - `accumulation`: Keras' `gradient_accumulation_steps` on replicas.
 - `models`: checks and errors for Keras models that are built under a scope.
 

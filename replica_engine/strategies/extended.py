@@ -2,12 +2,15 @@
 
 `ReplicaThreads` is for strategies of the user's own too. It changes the hooks that call replicas and create variables;
 everything else (datasets, reductions) stays as the extended class has it.
+
+TensorFlow's reductions take tensors. They fail on other values that replicas may return: Python numbers, None, ragged
+tensors, a plain zero. So these are prepared for them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +21,15 @@ from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.backend import has_backend
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas
-from replica_engine.errors import ReplicaValueError
+from replica_engine.errors import ReplicaValueError, ScopeError
+from replica_engine.errors.base import brief
 from replica_engine.strategies import accumulation
-from replica_engine.strategies.reductions import NUMBERS, as_tensors, better, is_narrow
-from replica_engine.strategies.validation import NOT_REDUCED, as_reduction
+from replica_engine.strategies.validation import NOT_REDUCED, as_reduction, not_reduced
 from replica_engine.threads.call import ReplicaOptions, ThreadBackend, backend_on_threads, install
 from replica_engine.values.rows import are_rows
-from replica_engine.values.structure import flatten
+from replica_engine.values.structure import as_tensor, flatten
+
+_NUMBERS = (bool, int, float, complex, np.generic)
 
 
 class ExtendedHooks(HostDatasets):
@@ -43,18 +48,18 @@ class ExtendedHooks(HostDatasets):
         try:
             return super().reduce_to(as_reduction(reduce_op), value, destinations, options)
         except (RuntimeError, *NOT_REDUCED) as error:
-            raise better(error, "extended.reduce_to", value)
+            raise _better(error, "extended.reduce_to", value)
 
     def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
         """Like `tf.distribute.StrategyExtended.batch_reduce_to`; numbers are reduced as `reduce_to` does it."""
         reduce_op, pairs = as_reduction(reduce_op), list(value_destination_pairs)
-        if any(isinstance(value, NUMBERS) for value, _ in pairs):
+        if any(isinstance(value, _NUMBERS) for value, _ in pairs):
             check_outside_replicas("extended.batch_reduce_to")
             return [self.reduce_to(reduce_op, value, destinations, options) for value, destinations in pairs]
         try:
             return super().batch_reduce_to(reduce_op, pairs, options)
         except (RuntimeError, *NOT_REDUCED) as error:
-            raise better(error, "extended.batch_reduce_to", [value for value, _ in pairs])
+            raise _better(error, "extended.batch_reduce_to", [value for value, _ in pairs])
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`; it reduces one leaf of a structure at a time."""
@@ -70,7 +75,7 @@ class ExtendedHooks(HostDatasets):
             except RecursionError:
                 raise ReplicaValueError.endless("the values to reduce") from None
         if (
-            isinstance(value, (*NUMBERS, np.ndarray))
+            isinstance(value, (*_NUMBERS, np.ndarray))
             and isinstance(destinations, distribute.DistributedVariable)
             and reduce_op == tf.distribute.ReduceOp.SUM
         ):
@@ -85,7 +90,7 @@ class ExtendedHooks(HostDatasets):
         if self.adds_up_rows and are_rows(value):
             return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
         several_workers = self._in_multi_worker_mode()
-        if is_narrow(value) and not several_workers and reduction.adds_on_one_device(value, destinations):
+        if _is_narrow(value) and not several_workers and reduction.adds_on_one_device(value, destinations):
             # TensorFlow would take an object of its own, which rounds after each addition.
             return reduction.QuietReduction().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)
@@ -144,3 +149,74 @@ class ThreadHooks(ReplicaThreads, ExtendedHooks):
     """What the extended halves of `MirroredStrategy` and `MultiWorkerMirroredStrategy` have in common."""
 
     adds_up_rows = True
+
+
+def _is_narrow(value: object) -> bool:
+    """Whether each replica has a tensor of 16-bit floats of its own."""
+    if not isinstance(value, (distribute.PerReplica, distribute.DistributedVariable)) or distribute.is_mirrored(value):
+        return False
+    return reduction.is_narrow(value.values[0])
+
+
+def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Reduces pairs of a value and its destination, those of each dtype in a call of its own.
+
+    TensorFlow packs a batch into one tensor, and fails at two dtypes.
+    """
+    places: dict[tuple[bool, tf.DType], list[int]] = {}
+    for place, (value, _) in enumerate(pairs):
+        first = value.values[0] if isinstance(value, distribute.DistributedValues) else value
+        places.setdefault((type(first) is tf.IndexedSlices, tf.as_dtype(first.dtype)), []).append(place)
+    results: list[Any] = [None] * len(pairs)
+    for indices in places.values():
+        for index, reduced in zip(indices, reduce([pairs[index] for index in indices]), strict=True):
+            results[index] = reduced
+    return results
+
+
+def _better(error: Exception, method: str, value: object) -> Exception:
+    """The error that says what an error of TensorFlow in a method of the extended half means; otherwise that error."""
+    try:
+        check_outside_replicas(method)
+    except ScopeError as scope:
+        scope.__suppress_context__ = True
+        return scope
+    return not_reduced(error, value) if isinstance(error, NOT_REDUCED) else error
+
+
+def as_tensors(value: object, devices: Sequence[str]) -> object:
+    """Converts the numbers in a distributed value to tensors; returns any other value unchanged.
+
+    Args:
+        value: the value.
+        devices: the devices of the replicas, in their order.
+
+    Raises:
+        ReplicaValueError: a component is neither a tensor nor a number.
+    """
+    if not isinstance(value, distribute.DistributedValues) or isinstance(value, distribute.DistributedVariable):
+        return value
+    if all(map(_is_tensor, value.values)):
+        return value
+    return distribute.PerReplica(
+        tuple(_as_tensor(component, index, devices) for index, component in enumerate(value.values))
+    )
+
+
+def _is_tensor(component: object) -> bool:
+    if isinstance(component, tf.IndexedSlices):
+        return isinstance(component.values, tf.Tensor) and isinstance(component.indices, tf.Tensor)
+    return isinstance(component, (tf.Tensor, tf.Variable))
+
+
+def _as_tensor(component: object, index: int, devices: Sequence[str]) -> object:
+    if _is_tensor(component):
+        return component
+    if not isinstance(component, (*_NUMBERS, np.ndarray)):
+        raise ReplicaValueError(
+            f"Values of replicas are reduced as tensors, but a replica has {brief(component)}. Return tensors or "
+            "numbers from the replicas. For ragged and sparse tensors, reduce the parts: x.flat_values, "
+            "tf.sparse.to_dense(x)."
+        )
+    with tf.device(devices[index] if index < len(devices) else None):
+        return as_tensor(component, f"The value of replica {index}")

@@ -18,8 +18,7 @@ from replica_engine.errors.base import shown
 from replica_engine.errors.devices import warn_one_replica
 from replica_engine.strategies.backend import OnReplicaThreads
 from replica_engine.strategies.devices import listed, resolve_devices
-from replica_engine.strategies.extended import ThreadHooks
-from replica_engine.strategies.reductions import by_dtype
+from replica_engine.strategies.extended import ThreadHooks, by_dtype
 from replica_engine.strategies.updates import Updates
 from replica_engine.strategies.validation import check_choice, check_flags, check_seconds, check_updated, refuse
 from replica_engine.threads.call import short_name

@@ -33,8 +33,8 @@ from replica_engine.backend import compiles
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
-from replica_engine.keras.choice import compiled_strategy, is_divided
 from replica_engine.keras.model import original_of
+from replica_engine.keras.replicate import compiled_strategy, is_divided
 from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.testing.parity_report import RTOL, Difference, Numbers, ParityReport, compare

@@ -18,7 +18,7 @@ from tensorflow.python.util import _pywrap_determinism  # nothing public turns i
 
 from replica_engine import MirroredStrategy, logical_devices, timeline
 from replica_engine.__main__ import main
-from replica_engine.diagnostics import traced_calls, traced_timeline
+from replica_engine.diagnostics import traced_calls, traced_places
 from replica_engine.errors import ReplicaTimeoutError
 from replica_engine.keras import replicate_model
 from replica_engine.telemetry.report import spans
@@ -472,7 +472,7 @@ def test_an_arrival_that_is_marked_late_makes_no_spans_that_overlap(tmp_path):
 
     path = str(tmp_path / "run.json")
     with timeline(path):
-        traced_timeline.draw(Late(), Late.began)
+        traced_places.draw(Late(), Late.began)
     tracks = [track for track in spans.read(path).tracks if track.is_replica]
     lengths = [[(span.kind, round(span.end - span.begin, 3)) for span in track.spans] for track in tracks]
     assert lengths == [[("run", 1.0), ("run", 2.0)], [("run", 0.5), ("waiting", 0.5), ("merge", 0.5), ("run", 1.5)]]

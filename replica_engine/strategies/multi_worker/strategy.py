@@ -13,11 +13,10 @@ from replica_engine._tf import collectives, distribute
 from replica_engine._tf.host_datasets import rows_of_batches
 from replica_engine.hosts.saving import Saving
 from replica_engine.strategies.backend import OnReplicaThreads
-from replica_engine.strategies.extended import ThreadHooks
+from replica_engine.strategies.extended import ThreadHooks, by_dtype
 from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_batches, of_variable
 from replica_engine.strategies.multi_worker.reduction import WorkerReduction
-from replica_engine.strategies.reductions import by_dtype
 from replica_engine.strategies.validation import check_seconds, refuse
 from replica_engine.threads.call import ReplicaOptions
 from replica_engine.threads.cpu_reduction import CpuReduction

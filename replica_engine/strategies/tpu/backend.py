@@ -16,8 +16,8 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
+from replica_engine.strategies.extended import as_tensors
 from replica_engine.strategies.multi_step import MultiStepContext
-from replica_engine.strategies.reductions import as_tensors
 from replica_engine.strategies.tpu import variables, workers
 from replica_engine.strategies.tpu.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.tpu.distribution import Distribution

@@ -23,7 +23,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import thread_state
+from replica_engine._tf import distribute, thread_state
+from replica_engine._tf.eager import EagerTensor, described
 from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
 from replica_engine.errors.base import warning
 from replica_engine.pjrt import cpu_rewrites
@@ -34,9 +35,8 @@ from replica_engine.values.structure import ById, by_id
 from replica_engine.xla import hooks
 from replica_engine.xla.body import Body, LaunchLimits
 from replica_engine.xla.host_calls.call import CallOrder
-from replica_engine.xla.signature.arguments import Arguments, Shapes
+from replica_engine.xla.signature.arguments import Arguments, Shapes, is_viewed
 from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts, used_objects
-from replica_engine.xla.signature.warm import Warm, is_one
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Launchable, Slots
@@ -155,7 +155,7 @@ class ProgramTable:
         slots = warm.values(args)
         if slots is None or not last.uses(used_objects(fn, last.hosts)):
             return None
-        if any(is_one(args[index]) for index in last.entry.traced.sums.slots):
+        if any(_is_one(args[index]) for index in last.entry.traced.sums.slots):
             return None  # an error, perhaps
         compiled = last.entry.compiled.get((warm.shapes, ()))
         return None if compiled is None else (compiled, slots)
@@ -186,7 +186,7 @@ class ProgramTable:
                 if made.uses(source.used(function.hosts)):
                     last = function.last = made
         if last is not None and args is not None:
-            last.warm = Warm.of(args, arguments)
+            last.warm = _Warm.of(args, arguments)
         return entry
 
     def _by_key(self, function: _Function, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Entry:
@@ -425,7 +425,7 @@ class _Last:
         self.hosts = hosts
         self.moves_ops = moves_ops
         self.entry = entry
-        self.warm: Warm | None = None
+        self.warm: _Warm | None = None
         self._key = key
         self._shapes = shapes
         self._ids = list(map(id, used))
@@ -475,3 +475,70 @@ class _Function:
 
 def _hashable(shape: tf.TensorShape) -> tuple[int | None, ...] | None:
     return None if shape.rank is None else tuple(shape)
+
+
+class _Warm:
+    """Positional arguments that are all tensors, one for all replicas or one for each.
+
+    Args:
+        slots: for each argument, how many values it has, and the dtype and the shape of each of them.
+
+    Attributes:
+        shapes: the shape of each argument.
+    """
+
+    def __init__(self, slots: Sequence[tuple[int, tuple[Any, tuple[int, ...]]]]):
+        self._slots = slots
+        self.shapes = tuple(shape for _, (_, shape) in slots)
+
+    @classmethod
+    def of(cls, args: Sequence[Any], arguments: Arguments) -> _Warm | None:
+        """The arguments of a call; None if some are not tensors whose memory NumPy can see, or are of uneven shapes.
+
+        Args:
+            args: the positional arguments; there are no others.
+            arguments: the same, taken apart.
+        """
+        if type(args) is not tuple or len(args) != len(arguments.slots) or arguments.summary_writer is not None:
+            return None
+        slots = []
+        for value in args:
+            values = _values(value)
+            if not values or not all(type(each) is EagerTensor and is_viewed(each) for each in values):
+                return None
+            kinds = set(map(described, values))
+            if len(kinds) > 1:
+                return None
+            slots.append((len(values), kinds.pop()))
+        return cls(slots)
+
+    def values(self, args: Sequence[Any]) -> list[list[np.ndarray]] | None:
+        """The values of arguments like these, as arrays; None if the arguments are not like these."""
+        if type(args) is not tuple or len(args) != len(self._slots):
+            return None
+        found = []
+        for value, (count, kind) in zip(args, self._slots, strict=True):
+            values = _values(value)
+            if len(values) != count:
+                return None
+            for each in values:
+                if type(each) is not EagerTensor or described(each) != kind:
+                    return None
+            found.append(list(map(np.asarray, values)))  # what `view` does with these dtypes
+        return found
+
+
+def _is_one(value: Any) -> bool:
+    """Whether all replicas get the same tensor of an argument."""
+    first, *others = _values(value)
+    return all(each is first for each in others)
+
+
+def _values(value: Any) -> Sequence[Any]:
+    """The values of an argument; none if it is neither a tensor nor a distributed value of a plain type."""
+    if type(value) is EagerTensor:
+        return (value,)
+    return value.values if type(value) in _DISTRIBUTED else ()
+
+
+_DISTRIBUTED = frozenset((distribute.PerReplica, distribute.LaterPerReplica, distribute.Mirrored))
