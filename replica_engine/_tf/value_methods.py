@@ -5,7 +5,7 @@ A class of this library becomes the last base of TensorFlow's class. So what Ten
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,7 +51,7 @@ class _Numbers:
     def __complex__(self) -> complex:
         return complex(self.numpy())
 
-    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if not tf.executing_eagerly():
             raise NotImplementedError("numpy() is only available when eager execution is enabled.")  # as TensorFlow
         return np.array(self.numpy(), dtype)  # a copy, whatever `copy` is
@@ -63,28 +63,28 @@ def install_numbers() -> None:
 
 
 def note_writes(variable: tf.Variable, note: Callable[[tf.Variable], None]) -> tf.Variable:
-    """Lets a function know of a new distributed variable before it is assigned or added to; returns the variable."""
+    """Lets a function know of a distributed variable, and of its copies, before one is assigned or added to.
+
+    The attributes are those of the variable: its class is TensorFlow's own, which programs compare and pickle.
+
+    Returns:
+        The variable.
+    """
     if isinstance(variable, distribute.DistributedVariable):
-        kind: Any = type(variable)
-        variable.__class__ = _noting(kind, note)
+        kind, this = type(variable), weakref.ref(variable)  # a cycle would keep the memory of the components
+
+        def _update(*args: object, **kwargs: object) -> object:
+            note(this())
+            return kind._update(this(), *args, **kwargs)
+
+        def __deepcopy__(memo: dict[int, object]) -> tf.Variable:
+            return note_writes(kind.__deepcopy__(this(), memo), note)
+
+        vars(variable).update(_update=_update, __deepcopy__=__deepcopy__)
     return variable
 
 
-@functools.cache
-def _noting(kind: Any, note: Callable[[tf.Variable], None]) -> Any:
-    """A class of variables that looks like TensorFlow's and differs in what it notes."""
-
-    def _update(
-        self: distribute.DistributedVariable, update_fn: Callable[..., object], value: object, **kwargs: object
-    ) -> object:
-        note(self)
-        return kind._update(self, update_fn, value, **kwargs)
-
-    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind)(kind.__name__, (kind,), {**same, "_update": _update})
-
-
-def refuse_several(methods: Mapping[str, Callable[..., object]], as_tensor: Callable[..., object]) -> None:
+def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callable[..., Any]) -> None:
     """Adds methods that raise to the class of values of several replicas; only once per process.
 
     Args:

@@ -4,8 +4,10 @@ Python raises them where a function begins and where the call of a function in C
 such instant of an operation, one after the other, with the help of Python's profiler, which is called there.
 """
 
+import copy
 import ctypes
 import itertools
+import pickle
 import random
 import sys
 import threading
@@ -15,6 +17,7 @@ import pytest
 import tensorflow as tf
 from helpers.devices import DEVICES
 from helpers.versions import HAS_XLA
+from tensorflow.python.distribute.values import MirroredVariable
 
 import replica_engine
 from replica_engine.process import interrupts
@@ -162,6 +165,18 @@ def test_an_update_is_whole_at_each_instant():
         check_nothing_is_left(strategy)
         number += 1
     assert number > 25
+
+
+def test_a_variable_whose_updates_are_whole_is_of_the_class_of_tensorflow():
+    with replica_engine.MirroredStrategy(DEVICES[:2]).scope():
+        variable = tf.Variable(1.0)
+        copied = copy.deepcopy(variable)
+    for each in (variable, copied):
+        assert type(each) is MirroredVariable
+        assert "_update" in vars(each)
+    assert pickle.loads(pickle.dumps(type(variable))) is MirroredVariable
+    copied.assign(2.0)
+    assert [part.numpy() for each in (variable, copied) for part in each.values] == [1.0, 1.0, 2.0, 2.0]
 
 
 def test_an_error_of_the_update_is_no_half_update():
