@@ -39,6 +39,10 @@ class Backend(abc.ABC):
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = weakref.ref(strategy)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A deep copy of a strategy makes a backend of its own."""
+        return None
+
     @property
     def strategy(self) -> tf.distribute.Strategy:
         """The strategy; only for code that one of its methods calls."""

@@ -1,5 +1,6 @@
 """The strategies of examples/: what docs/custom_strategy.md says can be done, done."""
 
+import copy
 import importlib.util
 import pathlib
 import threading
@@ -8,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import replica_engine
-from replica_engine.strategies import ReplicaOptions
+from replica_engine.strategies import MirroredExtended, ReplicaOptions, ReplicaThreads
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -95,11 +96,45 @@ def test_a_context_class_of_ones_own():
     assert strategy.experimental_local_results(result) == ("replica 0", "replica 1")
 
 
+class _OnThreads(ReplicaThreads, tf.distribute.MirroredStrategy(["CPU:0"]).extended.__class__):
+    def sync_points(self):
+        return [*super().sync_points(), "one of its own"]
+
+
+def replica_id():
+    return int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+
+class _Own(tf.distribute.MirroredStrategy):
+    def __init__(self, devices):
+        tf.distribute.Strategy.__init__(self, _OnThreads(self, devices))
+
+
+def test_a_deep_copy_of_a_strategy_that_has_run_runs_too():
+    strategy = _Own(replica_engine.logical_devices(2))
+    assert strategy.experimental_local_results(strategy.run(replica_id)) == (0, 1)
+    copied = copy.deepcopy(strategy)
+    assert copied.experimental_local_results(copied.run(replica_id)) == (0, 1)
+
+
+def test_an_extended_half_may_add_sync_points():
+    assert _Own(replica_engine.logical_devices(1)).extended.sync_points() == ["one of its own"]
+
+
+def test_the_backend_of_an_extended_half_cannot_be_set():
+    with pytest.raises(AttributeError, match="Give your own attribute another name"):
+        _Own(replica_engine.logical_devices(2)).extended.backend = "nccl"
+
+
+def test_sync_points_of_what_has_not_run_are_none():
+    assert replica_engine.sync_points(tf.distribute.get_strategy()) == []
+    assert replica_engine.sync_points(tf.distribute.MirroredStrategy(["CPU:0"])) == []
+
+
 def test_replicate_model_runs_on_a_strategy_of_one_s_own():
     import keras
 
     from replica_engine.keras import replicate_model
-    from replica_engine.strategies import MirroredExtended
 
     class Own(tf.distribute.MirroredStrategy):
         def __init__(self):

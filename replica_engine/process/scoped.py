@@ -1,17 +1,21 @@
 """A value for the time of a `with` block; the one before it comes back however the block ends.
 
-No generators: these blocks are around each step, and an interrupt has no line more to come at than in a `finally`.
+Generators, although classes were faster: an exception of a signal may come before the first line of `__exit__`, and
+then Python still ends the generator, which restores the value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class attribute(Generic[T]):
+@contextlib.contextmanager
+def attribute(owner: object, name: str, value: T) -> Iterator[T]:
     """Inside, an attribute has a value, which the block gets; afterwards the one before, or None if there was none.
 
     Args:
@@ -19,32 +23,19 @@ class attribute(Generic[T]):
         name: the attribute.
         value: its value.
     """
-
-    __slots__ = ("_before", "_name", "_owner", "_value")
-
-    def __init__(self, owner: object, name: str, value: T):
-        self._owner, self._name, self._value = owner, name, value
-
-    def __enter__(self) -> T:
-        self._before = getattr(self._owner, self._name, None)
-        setattr(self._owner, self._name, self._value)
-        return self._value
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self._owner, self._name, self._before)
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
+    try:
+        yield value
+    finally:
+        setattr(owner, name, before)
 
 
-class variable(Generic[T]):
+@contextlib.contextmanager
+def variable(which: contextvars.ContextVar[Any], value: T) -> Iterator[T]:
     """Inside, a context variable has a value, which the block gets."""
-
-    __slots__ = ("_token", "_value", "_which")
-
-    def __init__(self, which: contextvars.ContextVar[Any], value: T):
-        self._which, self._value = which, value
-
-    def __enter__(self) -> T:
-        self._token = self._which.set(self._value)
-        return self._value
-
-    def __exit__(self, *_: object) -> None:
-        self._which.reset(self._token)
+    token = which.set(value)
+    try:
+        yield value
+    finally:
+        which.reset(token)

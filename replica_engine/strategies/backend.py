@@ -193,7 +193,7 @@ class OnBackend(tf.distribute.Strategy):
         A compiled program runs where the host cannot observe it. So under `TPUStrategy` the times of a record are those
         of its launch, and each collective appears once, even if it is in a loop. See `replica_engine.sync_points`.
         """
-        return self.extended.backend.sync_points()
+        return self.extended.sync_points()
 
 
 class OnReplicaThreads(OnBackend):

@@ -9,9 +9,8 @@ tensors, a plain zero. So these are prepared for them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -109,6 +108,7 @@ class ReplicaThreads(tf.distribute.StrategyExtended):
 
     Attributes:
         replica_options: how replicas run; set it on the class or on the instance.
+        backend: what runs the replicas.
 
     Example:
         >>> from replica_engine.strategies import MirroredExtended, ReplicaThreads
@@ -117,15 +117,25 @@ class ReplicaThreads(tf.distribute.StrategyExtended):
     """
 
     replica_options = ReplicaOptions()
+    _backend: ThreadBackend | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         install()
         super().__init__(*args, **kwargs)
 
-    @functools.cached_property
+    @property
     def backend(self) -> ThreadBackend:
-        """What runs the replicas."""
-        return backend_on_threads(self._container_strategy(), self)
+        """What runs the replicas; it is made when it is first asked for."""
+        if self._backend is None:
+            self._backend = backend_on_threads(self._container_strategy(), self)
+        return self._backend
+
+    @backend.setter
+    def backend(self, value: object) -> NoReturn:
+        raise AttributeError(
+            "`backend` is what runs the replicas of an extended half with ReplicaThreads, and cannot be set. Give your "
+            "own attribute another name."
+        )
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The hook of `tf.distribute`: runs `fn` once per replica, in replica context."""

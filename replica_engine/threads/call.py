@@ -112,11 +112,13 @@ class ThreadBackend(Backend):
 
 def backend_on_threads(strategy: tf.distribute.Strategy, extended: tf.distribute.StrategyExtended) -> ThreadBackend:
     """The backend that runs the replicas of a strategy on threads; `extended` is the strategy's, or will be."""
-    with _backends_lock:
-        backend = _backends.get(strategy)
-        if backend is None:
-            backend = _backends[strategy] = ThreadBackend(strategy, extended.worker_devices)
-        return backend
+    backend = _backends.get(strategy)
+    if backend is None:
+        with _backends_lock:
+            backend = _backends.get(strategy)
+            if backend is None:
+                backend = _backends[strategy] = ThreadBackend(strategy, extended.worker_devices)
+    return backend
 
 
 @autograph.artifact
@@ -343,7 +345,8 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
         >>> [(point.replica, point.name, point.dtypes, point.shapes) for point in strategy.sync_points()]
         [(0, 'all_reduce', ('float32',), ((3,),))]
     """
-    return backend_on_threads(strategy, strategy.extended).sync_points()
+    backend = _backends.get(strategy)
+    return SyncPoints() if backend is None else backend.sync_points()
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:

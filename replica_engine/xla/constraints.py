@@ -107,7 +107,7 @@ def _factored(mesh: ReplicaMesh, parts: Sequence[int]) -> Axes:
 
 
 def logical_device(logical_device_id: int, count: int) -> contextlib.AbstractContextManager[None]:
-    """A block whose variables and ops are on a device of their replica; see `TPUFacts`.
+    """A block whose variables and ops are on a device of their replica; see `TPUExtended`.
 
     Raises:
         DeviceError: a replica has no device of this number.

@@ -272,13 +272,13 @@ def test_a_strategy_is_used_for_a_loop_of_ones_own_between_calls(both, alike):
 def test_a_batch_like_the_last_one_is_not_taken_apart_again(both, monkeypatch):
     strategy = both(2)
     replicated = replicate_model(classifier(), strategy=strategy)
-    kind, taken_apart = type(strategy.extended), []
-    run_of = kind.run_of
+    kind, taken_apart = type(strategy.extended.backend), []
+    run = kind.run
 
-    def noted(extended, programs, fn, args):
+    def noted(backend, fn, args, programs):
         taken_apart.append(args[0].values[0].shape)
-        return run_of(extended, programs, fn, args)
+        return run(backend, fn, args, programs=programs)
 
-    monkeypatch.setattr(kind, "run_of", noted)
+    monkeypatch.setattr(kind, "run", noted)
     replicated.fit(X[:50], Y[:50], 12, epochs=2, shuffle=False, verbose=0)
     assert taken_apart == 2 * [(6, 4), (1, 4)]  # of the five batches of an epoch the first four are alike

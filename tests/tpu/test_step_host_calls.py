@@ -34,6 +34,18 @@ def test_host_calls_run_in_each_step_in_order(two):
         assert seen[replica] == [value for x in steps for value in (x, x * 10.0 + 0.5)] * 2
 
 
+def test_a_step_that_calls_the_host_and_sums_its_batch_runs_again(two):
+    def step(context, x):
+        hosted(lambda value: value, SCALAR)(x)
+        total = replica_context().merge_call(lambda strategy, value: strategy.reduce("SUM", value, axis=None), (x,))
+        context.set_last_step_output("total", total)
+
+    for _ in range(3):
+        batches = [two.spread(lambda i, n=n: float(n + i)) for n in range(2)]
+        context = two.strategy.run_steps(step, batches, 2)
+        assert two.each(context.last_step_outputs["total"]) == [3.0, 3.0]
+
+
 def test_gradients_go_through_host_calls_of_each_step(two):
     def host_square(x):
         return x * x

@@ -12,6 +12,7 @@ from replica_engine import xla
 from replica_engine._tf import distribute
 from replica_engine._tf.reduction import QuietReduction
 from replica_engine.backend import has_backend
+from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies import accumulation
 from replica_engine.strategies.extended import ExtendedHooks
@@ -152,6 +153,10 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
     def _initialize_strategy(self, devices: list[str]) -> None:
         """The hook that sets up devices; TensorFlow's own hook requires a different device for each replica."""
         self._initialize_single_worker(tuple(devices))
+
+    def sync_points(self) -> list[SyncPointRecord]:
+        """Same as `TPUStrategy.sync_points`."""
+        return self.backend.sync_points()
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The hook that runs `fn` on the replicas."""

@@ -143,11 +143,12 @@ def arguments_like(specs: tuple[tf.TensorSpec, ...], most: int, size: int, calls
     """Arguments of the shapes and dtypes that the body takes, for its trace. Each replica has values of its own."""
 
     def values(spec: tf.TensorSpec) -> Any:
-        shape = tuple(spec.shape) if calls_host else (most, *spec.shape)
+        shape = spec.shape if calls_host else [most, *spec.shape]
+        empty = np.full(shape, "" if spec.dtype == tf.string else 0, spec.dtype.as_numpy_dtype)
         with tf.device("CPU:0"):
-            return distribute.PerReplica([tf.zeros(shape, spec.dtype) for _ in range(size)])
+            return distribute.PerReplica([tf.constant(empty) for _ in range(size)])
 
-    return (*(() if calls_host else (tf.constant(0),)), *map(values, specs))
+    return (*(() if calls_host else (np.int32(0),)), *map(values, specs))
 
 
 class Chunks:

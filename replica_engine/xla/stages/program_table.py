@@ -177,14 +177,16 @@ class ProgramTable:
         used, last, moves_ops = source.used(function.hosts), function.last, self.body.moves_ops
         if last is not None and last.serves(used, arguments.key, shapes, moves_ops):
             entry = last.entry
-            entry.traced.sums.check(arguments)
         else:
             entry, last = self._by_key(function, source, arguments, shapes), None
+        if (
+            source.step is None
+        ):  # the arguments of a loop are values of each replica, and its trace may be found by those of another
             entry.traced.sums.check(arguments)
-            if used is not None:
-                made = _Last(used, function.hosts, arguments.key, shapes, moves_ops, entry)
-                if made.uses(source.used(function.hosts)):
-                    last = function.last = made
+        if last is None and used is not None:
+            made = _Last(used, function.hosts, arguments.key, shapes, moves_ops, entry)
+            if made.uses(source.used(function.hosts)):
+                last = function.last = made
         if last is not None and args is not None:
             last.warm = _Warm.of(args, arguments)
         return entry
