@@ -123,9 +123,9 @@ def reduced(outputs: object, strategy: tf.distribute.Strategy) -> Any:
     return getattr(sys.modules[MODULE], REDUCE)(outputs, strategy, reduction="auto")
 
 
-def plain_logs(logs: Mapping[str, object] | None) -> dict[str, object] | None:
-    """Logs as numbers of Python, as `fit` gives them to callbacks; None stays None."""
-    return None if logs is None else {name: _plain(value) for name, value in logs.items()}
+def plain_logs(logs: Mapping[str, object]) -> dict[str, object]:
+    """Logs as numbers of Python, as `fit` gives them to callbacks."""
+    return {name: _plain(value) for name, value in logs.items()}
 
 
 def _plain(value: object) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -90,21 +90,23 @@ class BackupAndRestore(keras.callbacks.Callback):
         saving.install()  # which reads folders whose names TensorFlow takes for patterns
         fitting.watch(_begin, steps_of, fit)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: dict[str, object] | None = None) -> None:
         """Does nothing. It is here because Keras runs callbacks without it on another thread, behind the training."""
 
-    def start(self, container: Any) -> Training:
+    def start(self, container: keras.callbacks.CallbackList) -> Training:
         """Begins to back up the `fit` of a list of callbacks."""
         return Training(container, self._folder, **self._options)
 
-    def prepare(self, container: Any) -> None:
+    def prepare(self, container: keras.callbacks.CallbackList) -> None:
         """Called before the callbacks of a list begin."""
         wait_for_last()
         if self._folder.last() is not None:
             states.prepare(container.callbacks)
 
 
-def _begin(own: Any, container: Any, *args: Any, **kwargs: Any) -> None:
+def _begin(
+    own: Callable[..., object], container: keras.callbacks.CallbackList, *args: object, **kwargs: object
+) -> None:
     """Called in the place of the `on_train_begin` of a list of callbacks, which is `own`."""
     backup = next((each for each in container.callbacks if isinstance(each, BackupAndRestore)), None)
     if backup is None:

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import callbacks
 
 from replica_engine.checkpoints.training import plain
 
 OF_CHECKPOINT = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
 OF_BOARD = ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations")
-_ATTRIBUTES: dict[Any, tuple[str, ...]] = {
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
     callbacks.ReduceLROnPlateau: ("best", "wait", "cooldown_counter"),
     callbacks.ModelCheckpoint: OF_CHECKPOINT,
@@ -29,7 +30,7 @@ _ATTRIBUTES: dict[Any, tuple[str, ...]] = {
 }
 """The attributes of Keras' callbacks that change while they run and that matter later."""
 
-_STATELESS: tuple[Any, ...] = (
+_STATELESS: tuple[type, ...] = (
     callbacks.LearningRateScheduler,
     callbacks.ProgbarLogger,
     callbacks.TerminateOnNaN,
@@ -41,7 +42,7 @@ _STATELESS: tuple[Any, ...] = (
 _OF_KERAS = ("_model", "params")  # what Keras sets in each callback
 
 
-def captured(listed: Sequence[keras.callbacks.Callback]) -> dict[str, Any]:
+def captured(listed: Sequence[keras.callbacks.Callback]) -> dict[str, object]:
     """The state of each callback that has one, by its name.
 
     Raises:
@@ -50,7 +51,7 @@ def captured(listed: Sequence[keras.callbacks.Callback]) -> dict[str, Any]:
     return {name: state for name, each in _named(listed) if (state := _state(each))}
 
 
-def restore(listed: Sequence[keras.callbacks.Callback], states: dict[str, Any]) -> None:
+def restore(listed: Sequence[keras.callbacks.Callback], states: dict[str, dict[str, Any]]) -> None:
     """Gives callbacks the states that `captured` returned; one that is new keeps its own."""
     for name, each in _named(listed):
         if name in states:
@@ -85,7 +86,7 @@ class Unsaved:
         return [type(each).__name__ for each, before in self._before if _outline(each) != before]
 
 
-def _named(listed: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, Any]]:
+def _named(listed: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
     seen: collections.Counter[str] = collections.Counter()
     for each in listed:
         name = type(each).__name__
@@ -93,7 +94,7 @@ def _named(listed: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, An
         yield f"{name} {seen[name]}", each
 
 
-def _state(each: Any) -> dict[str, Any]:
+def _state(each: keras.callbacks.Callback) -> dict[str, object]:
     attributes = next((names for kind, names in _ATTRIBUTES.items() if isinstance(each, kind)), ())
     state = {name: vars(each)[name] for name in attributes if name in vars(each)}
     if _has_own(each):
@@ -105,23 +106,23 @@ def _state(each: Any) -> dict[str, Any]:
     return state
 
 
-def _has_own(each: Any) -> bool:
+def _has_own(each: keras.callbacks.Callback) -> bool:
     return hasattr(each, "get_state") and hasattr(each, "set_state")
 
 
-def _is_known(each: Any) -> bool:
+def _is_known(each: keras.callbacks.Callback) -> bool:
     """Whether a callback's state is saved, or it has none: one of Keras' own, or one with the two methods."""
     is_ours = type(each).__module__.split(".")[0] == __name__.split(".")[0]  # BackupAndRestore
     return _has_own(each) or type(each) in _ATTRIBUTES or type(each) in _STATELESS or is_ours
 
 
-def _outline(each: Any) -> dict[str, Any]:
+def _outline(each: keras.callbacks.Callback) -> dict[str, str]:
     """What the attributes of a callback are now: plain data as text, everything else by its identity."""
     found = {}
     for name, value in vars(each).items():
         if name in _OF_KERAS:
             continue
-        arrays: dict[str, Any] = {}
+        arrays: dict[str, np.ndarray] = {}
         try:
             text = repr(plain.encode(value, arrays))
         except plain.NotPlainError:
@@ -131,7 +132,7 @@ def _outline(each: Any) -> dict[str, Any]:
     return found
 
 
-def _cut(logger: Any, length: int) -> None:
+def _cut(logger: keras.callbacks.CSVLogger, length: int) -> None:
     """Takes off a file what was written after the backup: it will be written again."""
     logger.csv_file.flush()
     logger.csv_file.truncate(length)

@@ -13,10 +13,11 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from replica_engine._tf.keras import fitting
@@ -37,6 +38,9 @@ _logger = logging.getLogger("replica_engine")
 _thread = threading.local()
 
 _FORMAT = 3
+Logs: TypeAlias = dict[str, object] | None
+Steps: TypeAlias = Callable[[Any], Iterator[Step]]
+"""Keras' generator of the steps of an epoch."""
 
 
 def wait_for_last() -> None:
@@ -64,7 +68,7 @@ class Training:
 
     def __init__(
         self,
-        container: Any,
+        container: keras.callbacks.CallbackList,
         folder: BackupFolder,
         *,
         save_freq: str | int,
@@ -72,7 +76,7 @@ class Training:
         delete: bool,
         signals: tuple[int, ...],
     ):
-        self._model: Any = container.model
+        self._model: keras.Model = container.model
         self._callbacks = container.callbacks
         self._epochs = container.params["epochs"]
         self._folder, self._save_freq, self._delete = folder, save_freq, delete
@@ -89,7 +93,7 @@ class Training:
         self._place, self._validation = Place(self._say), Place(self._say)
         self._begins = False  # the next steps that Keras asks for are those of an epoch
         self._epoch = self._batch = self._since = 0
-        self._logs: dict[str, Any] | None = None
+        self._logs: Logs = None
         self._resumes: dict[str, Any] | None = None  # the state to restore in the epoch that begins
         self._validates: dict[str, Any] | None = None  # the place in the validation data that the next one begins with
         self._from = Path()
@@ -123,21 +127,21 @@ class Training:
         fitting.begin_at(self._model, self._epochs if state["stopped"] else self._epoch)
         self._say(f"resuming from {self._from}, after {in_words(self._epoch, self._batch)}")
 
-    def epoch_begins(self, own: Any, epoch: int, logs: Any = None) -> None:
+    def epoch_begins(self, own: Callable[..., object], epoch: int, logs: Logs = None) -> None:
         """Called in the place of the callbacks' `on_epoch_begin`, which is `own`."""
         fitting.begin_at(self._model, None)  # `fit` has begun where it said, and an exception may end it
         own(epoch, logs)
         self._epoch, self._batch, self._logs = epoch, 0, None
         _thread.training, self._begins = self, True
 
-    def steps(self, own: Any, source: Any) -> Any:
+    def steps(self, own: Steps, source: Any) -> Iterator[Step]:
         """The steps of an epoch, of a validation, or of data of others, in the place of Keras' generator `own`."""
         if fitting.validates(self._model, source):
             return self._validate(own, source)
         begins, self._begins = self._begins, False
         return self._train(own, source) if begins else own(source)
 
-    def _validate(self, own: Any, source: Any) -> Iterator[Step]:
+    def _validate(self, own: Steps, source: Any) -> Iterator[Step]:
         """The steps of a validation, which takes another iterator, and so another order of `shuffle`, than the last."""
         self._validation.follow(source)
         steps, (place, self._validates) = own(source), (self._validates, None)
@@ -156,7 +160,7 @@ class Training:
         place = self._validation.save(None, 0)
         return place | {"has_current": place["has_current"] and keras_trainer.strategy_of(self._model) is not None}
 
-    def _train(self, own: Any, source: Any) -> Iterator[Step]:
+    def _train(self, own: Steps, source: Any) -> Iterator[Step]:
         self._place.follow(source)
         steps = own(source)
         state, self._resumes = self._resumes, None
@@ -172,7 +176,7 @@ class Training:
             self._give_replicas(state, metrics=False)
         yield from steps
 
-    def batch_ends(self, own: Any, batch: int, logs: Any = None) -> None:
+    def batch_ends(self, own: Callable[..., object], batch: int, logs: Logs = None) -> None:
         """Called in the place of the callbacks' `on_train_batch_end`, which is `own`."""
         own(batch, logs)
         self._since += batch + 1 - self._batch
@@ -182,7 +186,7 @@ class Training:
         if not is_last:
             self._save_if(isinstance(self._save_freq, int) and self._since >= self._save_freq)
 
-    def epoch_ends(self, own: Any, epoch: int, logs: Any = None) -> None:
+    def epoch_ends(self, own: Callable[..., object], epoch: int, logs: Logs = None) -> None:
         """Called in the place of the callbacks' `on_epoch_end`, which is `own`."""
         if logs is not None and self._logs is not None and not logs.keys() & self._logs.keys():
             logs.update(keras_trainer.plain_logs(self._logs))  # the backup came after the last batch of the epoch
@@ -190,7 +194,7 @@ class Training:
         self._epoch, self._batch = epoch + 1, 0
         self._save_if(isinstance(self._save_freq, str) or self._since >= self._save_freq)
 
-    def ends(self, own: Any, logs: Any = None) -> None:
+    def ends(self, own: Callable[..., object], logs: Logs = None) -> None:
         """Called in the place of the callbacks' `on_train_end`, which is `own`."""
         own(logs)
         fitting.begin_at(self._model, None)
@@ -234,7 +238,7 @@ class Training:
             "size": self._size,
             "epoch": self._epoch,
             "batch": self._batch,
-            "logs": keras_trainer.plain_logs(self._logs),
+            "logs": None if self._logs is None else keras_trainer.plain_logs(self._logs),
             "stopped": bool(self._model.stop_training),
             "variables": self._variables.describe(),
             "built": self._variables.trained(),
@@ -261,7 +265,7 @@ class Training:
         if not self._asynchronous:
             self._folder.finish(half)
 
-    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+    def _scope(self) -> contextlib.AbstractContextManager[object]:
         """The scope that the model was made in; a replicated model was made in none."""
         in_none = self.strategy is None or is_replicated(self._model)
         return contextlib.nullcontext() if in_none else self.strategy.scope()
@@ -309,7 +313,7 @@ class Training:
             print(text, flush=True)
 
 
-def _check_built(model: Any) -> None:
+def _check_built(model: keras.Model) -> None:
     """Raises an error if a layer would get its variables only in the first step, after the restore."""
     unbuilt = [name for name in keras_model.unbuilt_layers(model) if name != model.name or not model.variables]
     if unbuilt:
@@ -322,7 +326,7 @@ def _check_built(model: Any) -> None:
         )
 
 
-def begun(training: Training, container: Any) -> None:
+def begun(training: Training, container: keras.callbacks.CallbackList) -> None:
     """Lets a training see what the callbacks of a list are told."""
     for name, method in (
         ("on_epoch_begin", training.epoch_begins),
@@ -334,7 +338,7 @@ def begun(training: Training, container: Any) -> None:
         setattr(container, name, functools.partial(method, own))
 
 
-def fit(own: Any, *args: Any, **kwargs: Any) -> Any:
+def fit(own: Callable[..., object], *args: object, **kwargs: object) -> object:
     """Keras' `fit`; whatever ends it, handlers of signals are the program's again."""
     outer = getattr(_thread, "fits", None)
     training = None if outer is None else getattr(_thread, "training", None)
@@ -345,7 +349,7 @@ def fit(own: Any, *args: Any, **kwargs: Any) -> Any:
             _thread.fits, _thread.training = outer, training
 
 
-def steps_of(own: Any, source: Any) -> Any:
+def steps_of(own: Steps, source: Any) -> Iterator[Step]:
     """The steps of an epoch, which the training that runs on this thread follows, if there is one."""
-    training = getattr(_thread, "training", None)
+    training: Training | None = getattr(_thread, "training", None)
     return own(source) if training is None else training.steps(own, source)
