@@ -502,8 +502,8 @@ class Job:
     def _on_parted(self, worker: int, member: _Member, other: int, reason: str) -> None:
         """A member does not reach another one: perhaps nobody does, and it is silent here too."""
         there = self._members[int(other)]
-        if member.left or there.left or there.closed:
-            return
+        if member is there or member.left or there.left or there.closed:
+            return  # TensorFlow may give a member the text of the other one, which names this member
         row = self._row(int(other), member.heard)
         if row.silent > _QUIET:
             self._fail(Failure.of(WorkerLostError.silent, row, round(row.silent, 1)))

@@ -100,6 +100,16 @@ def test_two_that_do_not_reach_each_other():
     assert error.worker == 2
 
 
+def test_one_that_is_told_that_it_does_not_reach_itself():
+    """By the text of the other one's error: what the other one says counts, whichever comes first."""
+    played = Played()
+    played.wait(5, beats=(0, 1, 2))
+    played.say(1, "parted", 1, "their connection broke")
+    assert played.job.failure is None
+    played.say(0, "parted", 1, "their connection broke")
+    assert "worker 1 of 3 (node-1, pid 101) is not reached by worker 0 of 3 (" in str(played.job.failure.error())
+
+
 def test_one_that_nobody_reaches_is_silent():
     """The coordinator does not hear it either, and it has not fallen silent for the heartbeat limit yet."""
     played = Played()
