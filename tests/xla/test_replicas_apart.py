@@ -515,3 +515,25 @@ def test_batches_of_a_device_loop_are_data_of_each_replica(two, caplog):
     assert "all_reduce at" in warning
     with pytest.raises(CollectiveError, match="it is reached once by replica 0 and never by replica 1"):
         two.run_steps(apart, iter(batches), iterations=2)
+
+
+def test_a_function_of_which_only_tensorflow_knows_the_graph_is_not_run_to_find_out(run):
+    """It may take any time."""
+
+    @tf.function
+    def counts(i):
+        return tf.while_loop(lambda i: i < 3, lambda i: i + 1, [i])[0]
+
+    calls = tf.function(lambda i: counts(i)).get_concrete_function(tf.TensorSpec([], tf.int32)).graph
+    (given,), ended = calls.inputs, calls.outputs[0].op.inputs[0]
+
+    def body(x):
+        inputs = {given.op.name: replica_id() * 0}
+        (number,) = tf.graph_util.import_graph_def(calls.as_graph_def(), inputs, [ended.name])
+        if number > 2:
+            x = total(x)
+        return x
+
+    results, (warning,) = run(body)
+    assert results == [[3.0, 4.0]] * 2
+    assert "depends on the replica id" in warning

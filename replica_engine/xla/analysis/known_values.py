@@ -67,7 +67,9 @@ class Decisions:
         )
         with tf.init_scope(), tf.device("CPU:0"):
             self._ids = [tf.constant(replica) for replica in range(size)]
-            self._run(graph, [[_outside(inside)] * size for inside in graph.inputs], [True] * size)
+            captures = {id(inside): outside for outside, inside in getattr(graph, "captures", ())}
+            inputs = [[_known(captures.get(id(inside)))] * size for inside in graph.inputs]
+            self._run(graph, inputs, [True] * size)
 
     def _behind(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
         """The tensors from which a tensor is computed, in functions and around them."""
@@ -200,9 +202,8 @@ def _branch(op: tf.Operation, number: Any, count: int) -> int:
     return 0 if number else 1
 
 
-def _outside(inside: tf.Tensor) -> Value:
-    """The value of an input of the body, if the input is a small eager tensor from outside."""
-    outside = subgraphs.captured(inside)
+def _known(outside: Any) -> Value:
+    """The value that an input of the body has outside, if that is a small eager tensor."""
     is_known = isinstance(outside, tf.Tensor) and not tf.is_symbolic_tensor(outside) and _is_small(outside)
     return outside if is_known else None
 
@@ -220,6 +221,7 @@ def _constant(op: tf.Operation) -> Value:
 def _only_computes(op: tf.Operation) -> bool:
     return (
         not op.op_def.is_stateful
+        and not subgraphs.runs_functions(op)  # a call of a function without a graph: nobody knows how long it takes
         and not op.type.startswith("Xla")
         and op.type != "Placeholder"
         and all(map(_is_small, (*op.inputs, *op.outputs)))
