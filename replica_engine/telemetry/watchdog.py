@@ -159,6 +159,7 @@ class Wait:
         of_workers: bool = False,
         progress: Callable[[], float] | None = None,
     ):
+        assert timeout is None or breaker is not None, "the watchdog would look at it without end, and end nothing"
         self._describe = describe
         self._late = late
         self._breaker = breaker

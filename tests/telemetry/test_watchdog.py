@@ -3,6 +3,7 @@
 import functools
 import logging
 import threading
+import time
 import types
 
 import pytest
@@ -67,7 +68,12 @@ def clock(monkeypatch):
     alone, now = watchdog._Watchdog(), 100.0
     alone._thread = threading.current_thread()  # so that it starts none
     monkeypatch.setattr(watchdog, "_watchdog", alone)
-    monkeypatch.setattr(watchdog, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    here = threading.current_thread()  # the thread of the other watchdog keeps its own time
+    monkeypatch.setattr(
+        watchdog,
+        "time",
+        types.SimpleNamespace(perf_counter=lambda: now if threading.current_thread() is here else time.perf_counter()),
+    )
 
     def move(seconds):
         nonlocal now
@@ -128,6 +134,11 @@ def test_one_that_is_over_is_not_ended():
         pass
     wait.end(ValueError("late"))
     assert (wait.error, ends) == (None, [])
+
+
+def test_a_limit_that_could_end_nothing_is_refused():
+    with pytest.raises(AssertionError, match="without end"):
+        Wait(None, timeout=1.0, late=TimeoutError)
 
 
 def test_it_ends_although_nobody_can_say_why(clock):
