@@ -236,7 +236,8 @@ def _prepared(
     slots = arguments.numpy()
     compiled = programs.ready(entry, slots)
     results_of = entry.traced.grouped_results if grouped else entry.traced.replicas_results
-    return lambda: results_of(Launch(compiled)(slots).columns())
+    at_once = compiled.is_queued and not grouped  # one wait for all
+    return lambda: results_of(Launch(compiled)(slots).columns(as_arrays=at_once))
 
 
 def _in_graph(programs: ProgramTable, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:

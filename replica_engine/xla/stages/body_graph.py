@@ -56,6 +56,7 @@ class BodyGraph:
         handles: handles of captured variables.
         outputs: specs of the tensors among the results.
         rebuild: builds the structure that the function returned, from other tensors.
+        is_plain: whether anything may stand in their places; see `Outputs`.
         host_calls: its calls to the host.
         collectives: its cross-replica operations.
         apart: those of them that perhaps not all replicas reach.
@@ -89,7 +90,7 @@ class BodyGraph:
         self.is_sparse = [slot.is_sparse for slot in arguments.slots]
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
         self.rebuild = outputs.rebuild
-        self._is_plain = outputs.is_plain
+        self.is_plain = outputs.is_plain
         self.host_calls = host_calls
         self.collectives = collectives
         self.apart: list[Apart] = []
@@ -174,7 +175,7 @@ class BodyGraph:
 
     def grouped_results(self, columns: Sequence[Column]) -> Any:
         """What the replicas returned, regrouped; see `replicas_results`."""
-        if not columns or not self._is_plain:
+        if not columns or not self.is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
         if self.body.own == 1:
             return self.rebuild([tensor for (tensor,) in map(tensors_of, columns)])

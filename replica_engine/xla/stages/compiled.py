@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,13 @@ from replica_engine.xla.stages.launch import Launch, Launchable, Slots
 from replica_engine.xla.stages.program import BodyProgram
 from replica_engine.xla.stages.results import Column, column
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue
+
+_LARGE = 1 << 20
+"""Bytes of a result in each replica that other devices than CPUs keep until somebody reads it.
+
+A loop seldom reads its losses and metrics, which are smaller. Larger results are predictions: a loop that collects them
+would fill the devices' memory, so they are fetched at once.
+"""
 
 _logger = logging.getLogger("replica_engine")
 
@@ -54,9 +62,15 @@ class Compiled(Launchable):
         self._constants: list[Array] | None = None
         self._axes = program.axes
         returned = program.results[: program.returned]
-        self._columns: list[Callable[[Array], Column]] | None = None  # None: they are fetched at once
-        if self.is_queued and devices.size > 1:  # a replica alone returns tensors, which nothing can stand for
-            self._columns = [functools.partial(functools.partial, self.awaited.tensors, shape) for shape, _ in returned]
+        self._columns: list[Callable[[Array], Column] | None] = [None] * len(returned)  # None: it is fetched at once
+        # A replica alone returns tensors, which nothing can stand for. A sparse tensor, say, is
+        # made of all its values at once.
+        if self.is_queued and devices.size > 1 and program.traced.is_plain:
+            later = functools.partial(functools.partial, self.awaited.tensors)
+            self._columns = [
+                None if math.prod(shape) * dtype.itemsize > _LARGE else functools.partial(later, shape)
+                for shape, dtype in returned
+            ]
         elif not self.is_queued and program.layout is None:
             self._columns = [column(*each) for each in returned]
 
@@ -105,13 +119,15 @@ class Compiled(Launchable):
     def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
         """See `Pending.columns`."""
         program = self.program
-        columns: list[Column]
-        if self._columns is None or as_arrays:
-            launch.wait_for(results[: program.returned])
-            shapes = [shape for shape, _ in program.results[: program.returned]]
-            columns = list(map(self.devices.fetch_all, results, shapes))
-        else:
-            columns = [make(array) for make, array in zip(self._columns, results, strict=False)]
+        makes: Sequence[Callable[[Array], Column] | None]
+        makes = [None] * program.returned if as_arrays else self._columns
+        now = [array for make, array in zip(makes, results, strict=False) if make is None]
+        if now:
+            launch.wait_for(now)
+        columns: list[Column] = [
+            self.devices.fetch_all(array, shape) if make is None else make(array)
+            for make, array, (shape, _) in zip(makes, results, program.results, strict=False)
+        ]
         if program.host_results:
             for index, number in sorted(program.host_results.items()):
                 columns.insert(index, launch.stored([number] * self.devices.size))
@@ -155,7 +171,7 @@ class Compiled(Launchable):
                 f"`{program.name}` is compiled and runs in eager mode. In a tf.function, call xla.replicate(fn, "
                 "inputs)."
             )
-        return program.traced.replicas_results(self.run(arguments.numpy()))
+        return program.traced.replicas_results(self.run(arguments.numpy(), as_arrays=self.is_queued))
 
 
 def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:

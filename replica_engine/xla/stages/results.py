@@ -4,6 +4,7 @@ On CPU devices a result stays where the program left it until somebody looks at 
 long as a small program. Then small values become views of the device's memory, which no later program writes: only
 values of variables are donated. Large values are copied, as jaxlib may free the memory of a view late. On other devices
 the program may still run: who looks at a result waits for it, and gets the error if the program has failed (`Awaited`).
+Large results are fetched at once (`Compiled`).
 """
 
 from __future__ import annotations
