@@ -227,10 +227,21 @@ class ProgramError(ReplicaEngineError, RuntimeError):
     plan: Any = None
 
     @classmethod
-    def failed(cls, name: str, devices: Sequence[str], message: str, where: str = "") -> ProgramError:
-        """The runtime reports a failure, perhaps after others were launched: `where` is the line of the program."""
+    def failed(
+        cls, name: str, devices: Sequence[str], message: str, where: str = "", takes: bool = False
+    ) -> ProgramError:
+        """The runtime reports a failure of a program.
+
+        Args:
+            name: its name.
+            devices: the names of the devices.
+            message: what the runtime says.
+            where: the line of the program, which tells it from others that were launched since.
+            takes: whether it may have taken values of a program before it that had failed, which nobody had noticed.
+        """
+        before = ", or a program before it whose values it took," if takes else ""
         return cls(
-            f"The compiled program of `{name}`{at(where)} failed while it ran on {len(devices)} replicas "
+            f"The compiled program of `{name}`{at(where)}{before} failed while it ran on {len(devices)} replicas "
             f"({', '.join(devices)}):\n"
             f"{message}\n"
             "The variables that the program writes may be lost; reading a lost variable raises LostVariableError. "

@@ -29,7 +29,7 @@ from replica_engine._version import __version__
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.hosts import Program
 from replica_engine.pjrt import conversions, cpu_rewrites, folded_divisions, host_transfers
-from replica_engine.pjrt.group import Array, DeviceGroup, held_off
+from replica_engine.pjrt.group import Array, Computed, DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import (
     APART,
     BY_TRANSFERS,
@@ -70,22 +70,32 @@ class Stores:
     Args:
         writes: objects, and for each the index of the result that becomes its attribute `on_devices`, or `ALL`.
         patience: the attribute.
+        by: what their attribute `written_by` becomes at the same instant; None leaves it.
 
     Attributes:
         objects: the objects.
+        targets, names, notes: what is set, beside the results: the objects, of each the attribute, and the last values.
         patience: seconds that an interrupted launch waits for the program to end, so that it can call `launched`.
     """
 
-    def __init__(self, writes: Sequence[tuple[Any, int | slice]] = (), patience: float = 0.0):
+    def __init__(
+        self, writes: Sequence[tuple[Any, int | slice]] = (), patience: float = 0.0, by: Computed | None = None
+    ):
         self.objects = [each for each, _ in writes]
         self.patience = patience
+        count = len(self.objects)
+        noted = 0 if by is None else count
+        self.targets = self.objects + self.objects[:noted]
+        self.names = ["on_devices"] * count + ["written_by"] * noted
+        self.notes = [by] * noted
         indices = [index for _, index in writes]
         self.of_launch = operator.itemgetter(ALL, 0, *indices)  # all, the first one, and one for each object
         self._values = operator.itemgetter(*indices, slice(0))  # a slice too: the getter of one index makes no tuple
 
     def store(self, results: list[Array]) -> None:
         """Stores results that a launch with other `Stores` made: all or none, as a launch does."""
-        deque(map(setattr, self.objects, itertools.repeat("on_devices"), self._values(results)), 0)
+        values = itertools.chain(self._values(results)[:-1], self.notes)
+        deque(map(setattr, self.targets, self.names, values), 0)
 
     def launched(self) -> None:
         """Completes on the host what new values of variables mean there. May be called again after an exception."""
@@ -251,9 +261,9 @@ class Executable:
             if devices.member is not None and self._compared is not None:
                 devices.member.launched(self._compared)
             made = map(self._take, map(self._executable.execute_sharded, (arrays,)))
-            values = itertools.chain.from_iterable(map(stores.of_launch, made))
-            objects = itertools.chain((launched, devices), stores.objects)
-            names = itertools.chain(_NAMES, itertools.repeat("on_devices"))
+            values = itertools.chain(itertools.chain.from_iterable(map(stores.of_launch, made)), stores.notes)
+            objects = itertools.chain((launched, devices), stores.targets)
+            names = itertools.chain(_NAMES, stores.names)
             devices.interrupted = True  # until `wait` has waited for it
             try:
                 deque(map(setattr, objects, names, values), 0)

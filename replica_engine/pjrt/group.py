@@ -11,7 +11,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,20 @@ Array = Any
 """An array on the devices of a group: a `jax.Array`."""
 
 _thread = threading.local()
+
+
+class Computed(NamedTuple):
+    """Which program computes an array.
+
+    Attributes:
+        name: its name.
+        where: the file and the line of its function; "" if it has none.
+        takes: whether it takes values that programs before it have computed: if one of those failed, so does this.
+    """
+
+    name: str
+    where: str = ""
+    takes: bool = False
 
 
 class needed_by_a_program:
@@ -413,14 +427,14 @@ class DeviceGroup:
         return self.platform != "cpu"
 
     def wait_for(
-        self, *arrays: Array, describe: Callable[[float], str] | None = None, of: tuple[str, str] | None = None
+        self, *arrays: Array, describe: Callable[[float], str] | None = None, of: Computed | None = None
     ) -> None:
         """Waits for arrays that a program may still be computing. Afterwards fetching them takes no time.
 
         Args:
             arrays: the arrays, which no program was given to overwrite.
             describe: the warning of the watchdog, given the seconds so far.
-            of: the name of the program that computes them, and its line; None for the one launched last.
+            of: the program that computes them; None for the one launched last.
 
         Raises:
             StuckProgramError: an interrupted program computes them, and they are not ready in time.
@@ -437,8 +451,8 @@ class DeviceGroup:
             for array in arrays:
                 array.block_until_ready()
         except RUNTIME_ERRORS as error:
-            name, where = of or (self.running_name, "")
-            raise ProgramError.failed(name, self.names, str(error), where) from error
+            name, where, takes = of or Computed(self.running_name)
+            raise ProgramError.failed(name, self.names, str(error), where, takes) from error
         except BaseException:  # nothing waits for the program any more, but the next launch must
             self.running, self.interrupted = arrays[0], True
             raise

@@ -5,10 +5,12 @@ CPU devices stand in for them. Where a program must still run, a stand-in for it
 
 import itertools
 import re
+import signal
 import threading
 
 import pytest
 import tensorflow as tf
+from helpers.interrupted import ctrl_c_at_line
 from helpers.time_limits import PATIENT, wait_until_time_is_up
 
 import replica_engine
@@ -19,6 +21,8 @@ from replica_engine.pjrt.executable import NO_STORES, Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.telemetry import watchdog
+from replica_engine.xla.stages.launch import Launch
+from replica_engine.xla.state.device_value import home_of
 
 
 @pytest.fixture(autouse=True)
@@ -256,19 +260,27 @@ def test_nobody_waits_for_a_result_that_nobody_reads(monkeypatch):
 
 
 def lost_at(monkeypatch, number):
-    """Has the program that is launched as the `number`-th from now on fail, which shows when it is awaited."""
-    failed = Result(lambda: True, RUNTIME_ERRORS[0]("INTERNAL: the core has halted"))
-    failed.is_deleted = lambda: False
+    """Has the program that is launched as the `number`-th from now on fail, which shows when it is awaited.
+
+    What takes its values fails too, with the same error.
+    """
+
+    def lost(value):
+        failed = Result(lambda: True, RUNTIME_ERRORS[0]("INTERNAL: the core has halted"))
+        failed.value, failed.is_deleted = value, lambda: False
+        return failed
+
     at_once, launched = Executable.launch, itertools.count(1)
 
     def launch(executable, arrays, stores=NO_STORES):
-        results = at_once(executable, arrays, stores)
+        fails = next(launched) == number or any(isinstance(each, Result) for each in arrays)
+        results = at_once(executable, [each.value if isinstance(each, Result) else each for each in arrays], stores)
         executable._devices.running.block_until_ready()
-        if next(launched) != number:
+        if not fails:
             return results
         for variable in stores.objects:
-            variable.on_devices = failed
-        return [failed for _ in results]
+            variable.on_devices = lost(variable.on_devices)
+        return list(map(lost, results))
 
     monkeypatch.setattr(Executable, "launch", launch)
 
@@ -290,7 +302,7 @@ def test_a_failure_that_comes_late_names_its_own_step_and_loses_what_that_step_w
     steps = [train, train, train, evaluate, evaluate, evaluate]
     results = [strategy.run(step, args=(tf.constant(float(number)),)) for number, step in enumerate(steps)]
     assert [float(each.values[1]) for each in (results[1], *results[3:])] == [2.0, 21.0, 28.0, 35.0]
-    own = rf"`train` at .*test_devices_with_a_queue.py:{train.__code__.co_firstlineno} failed(?s:.*)the core has halted"
+    own = _failure_of(train)
     for _ in range(2):
         with pytest.raises(ProgramError, match=own):
             len(results[2].values)
@@ -305,6 +317,103 @@ def test_a_failure_that_comes_late_names_its_own_step_and_loses_what_that_step_w
     total.assign(3.0)
     strategy.run(train, args=(tf.constant(1.0),))
     assert total.numpy() == 4.0
+
+
+def _failure_of(step):
+    """What is said of a program that took values of programs before it."""
+    line = rf"`{step.__name__}` at .*test_devices_with_a_queue.py:{step.__code__.co_firstlineno}"
+    return rf"{line}, or a program before it whose values it took, failed(?s:.*)the core has halted"
+
+
+def test_a_failure_that_a_second_writer_took_over_is_not_laid_at_its_door_alone(monkeypatch):
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+
+    def first(x):
+        total.assign_add(x)
+        return x
+
+    def second():
+        total.assign_add(1.0)
+
+    lost_at(monkeypatch, 2)
+    for _ in range(2):
+        strategy.run(first, args=(tf.constant(1.0),))
+    strategy.run(second)
+    with pytest.raises(LostVariableError) as caught:
+        total.numpy()
+    assert re.search(_failure_of(second), str(caught.value.__context__))
+
+
+def test_a_program_that_took_no_values_failed_itself(monkeypatch):
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    lost_at(monkeypatch, 1)
+    result = strategy.run(lambda x: x + 1.0, args=(tf.constant(1.0),))
+    with pytest.raises(ProgramError, match=r"`lambda` at .*test_devices_with_a_queue.py:\d+ failed while"):
+        len(result.values)
+
+
+def test_ctrl_c_comes_before_a_new_value_and_the_name_of_its_writer_or_after_both():
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    with strategy.scope():
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+    home = home_of(total.handle)
+
+    def one():
+        total.assign(1.0)
+
+    def two():
+        total.assign(2.0)
+
+    strategy.run(one)
+    strategy.run(two)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    came = 0
+    try:
+        for code in (Launch.__call__.__code__, Launch._fly.__code__, Executable.launch.__code__):
+            number = 1
+            while ctrl_c_at_line(number, code, lambda: strategy.run(two)):
+                assert home.written_by.name == ("one" if float(total) == 1.0 else "two")
+                strategy.run(one)
+                number, came = number + 1, came + 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert came > 20
+
+
+def test_large_results_do_not_stay_on_the_devices(monkeypatch):
+    """A loop that keeps its predictions would fill the devices' memory."""
+    waited, wait_for = [], DeviceGroup.wait_for
+    monkeypatch.setattr(
+        DeviceGroup,
+        "wait_for",
+        lambda devices, *arrays, **options: (waited.append(len(arrays)), wait_for(devices, *arrays))[1],
+    )
+    strategy = replica_engine.TPUStrategy(num_cores=2)
+    large, small = strategy.run(lambda: (tf.ones([1 << 19]), tf.ones([1 << 18])))
+    assert waited == [1]
+    assert large.values[1].shape == [1 << 19]
+    assert waited == [1]
+    assert small.values[1].shape == [1 << 18]
+    assert waited == [1, 1]
+
+
+def test_results_that_are_all_looked_at_are_awaited_together(monkeypatch):
+    waited, wait_for = [], DeviceGroup.wait_for
+    monkeypatch.setattr(
+        DeviceGroup,
+        "wait_for",
+        lambda devices, *arrays, **options: (waited.append(len(arrays)), wait_for(devices, *arrays))[1],
+    )
+
+    def step():
+        return {1.0: tf.ones([]), 2.0: tf.zeros([])}, tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
+
+    xla.replicate(step, num_replicas=2)
+    xla.lower(step, num_replicas=2).compile()()
+    replica_engine.TPUStrategy(num_cores=2).run(step)
+    assert len(waited) == 3
 
 
 def test_a_host_call_that_fails_in_the_third_of_six_steps_leaves_what_the_second_wrote():

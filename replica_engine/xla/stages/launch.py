@@ -56,7 +56,7 @@ from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import NO_STORES, Flies, Flight, Stores
-from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts, shutdown
 from replica_engine.process.interrupts import raise_in
@@ -82,14 +82,12 @@ class Awaited(NamedTuple):
     Attributes:
         body: the replicas it is for.
         devices: the devices.
-        name: its name.
-        where: the file and the line of its function; "" if it has none.
+        program: which program it is.
     """
 
     body: Body
     devices: DeviceGroup
-    name: str
-    where: str
+    program: Computed
 
     def records(self) -> list[SyncPointRecord]:
         """The collectives of the last launches."""
@@ -102,7 +100,7 @@ class Awaited(NamedTuple):
             ProgramError: the program failed while it ran.
         """
         try:
-            self.devices.wait_for(*results, describe=describe, of=(self.name, self.where))
+            self.devices.wait_for(*results, describe=describe, of=self.program)
         except BaseException as error:
             abandoned.add(self.devices)
             note_failed_run(error, self.records, None)
@@ -129,7 +127,7 @@ class Launchable:
         awaited: waits for its results.
         is_queued: whether a launch returns before the program has run; see `DeviceGroup.has_queue`.
         stores: the variables that it writes.
-        itself: what the body keeps as the reference to its last program.
+        itself: what the body keeps as the reference to its last program; None if each replica has a program of its own.
     """
 
     itself: Callable[[], object] | None = None
@@ -138,11 +136,13 @@ class Launchable:
         self.program = program
         self.devices = devices
         self.flight = Flight(executable, devices, program.name)
-        self.awaited = Awaited(program.body, devices, program.name, program.traced.where)
+        computed = Computed(program.name, program.traced.where, takes=bool(program.traced.handles))
+        self.awaited = Awaited(program.body, devices, computed)
         self.is_queued = devices.has_queue
         self.variables = [device_value_of(handle, devices) for handle in program.traced.handles]
         writes = [(self.variables[variable], result) for variable, result in program.writes]
-        self.stores = Stores(writes, patience_of([variable for variable, _ in writes]) if program.donates else 0.0)
+        patience = patience_of([variable for variable, _ in writes]) if program.donates else 0.0
+        self.stores = Stores(writes, patience, computed if self.is_queued else None)
 
     def prepared(self, slots: Slots, captured: Sequence[np.ndarray] | None) -> Callable[[], list[Array]]:
         """Takes the arguments; returns a function that adds the values of variables, once it is the launch's turn."""
@@ -209,9 +209,6 @@ class Launch:
                 results = self._fly(arrays) if self._woken is None else self._within_limit(arrays, self._woken)
                 if not program.donates:
                     stores.store(results)
-                if self.compiled.is_queued:
-                    for variable in stores.objects:
-                        variable.written_by = self.compiled.awaited[2:]
                 stores.launched()
                 self._end(None, None)
             except BaseException as error:
@@ -348,7 +345,10 @@ class Launch:
 
     def _failed(self, error: BaseException) -> ProgramError:
         """What an error of the runtime becomes."""
-        return ProgramError.failed(self._program.name, self._devices.names, str(error))
+        name, where, takes = self.compiled.awaited.program
+        if self.compiled.is_queued:
+            return ProgramError.failed(name, self._devices.names, str(error), where, takes)
+        return ProgramError.failed(name, self._devices.names, str(error))
 
     def _draw(self, began: float, launched: float, ended: float) -> None:
         """Adds a finished launch to the timeline."""

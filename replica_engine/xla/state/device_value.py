@@ -35,7 +35,7 @@ from replica_engine._tf import variables
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LostVariableError, ProgramError
 from replica_engine.pjrt import exchange
-from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.partitions import WHOLE, Axes, Part, ReplicaMesh
 from replica_engine.process import scoped, shutdown
@@ -68,15 +68,17 @@ class DeviceValue:
 
     Attributes:
         limits: seconds to wait for other workers when they read it together, and seconds until a warning.
-        written_by: on devices with a queue, the name and the line of the program that wrote it last; None if unknown.
+        written_by: on devices with a queue, the program that wrote it last, set together with `on_devices`; None if
+            unknown.
         read_anywhere: whether the host's value may be read unnoticed, as functions of datasets do.
         loops: the device loops that write the variable and that run or are about to run. Their inputs must
             never see the variable, however early they read it: a read raises an error on their thread.
         asked: the objects that host functions call to get a handle (`host_functions`). Saving a model needs to know
             them.
         kept_equal: whether all replicas have one value, because what they assign is aggregated.
-        on_devices: the value on the devices; None if only the host has it. A launch sets this attribute and no other,
-            of all its variables at once (`Stores`): then the host's value is stale, since `_on_host` is another array.
+        on_devices: the value on the devices; None if only the host has it. A launch sets this attribute (and
+            `written_by`) of all its variables at once (`Stores`): then the host's value is stale, since `_on_host` is
+            another array.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class DeviceValue:
         self._told = False
         self._steps = 0  # that have written it
         self.limits: tuple[float | None, float | None] = (None, None)
-        self.written_by: tuple[str, str] | None = None
+        self.written_by: Computed | None = None
         self.mark()
 
     @property
@@ -448,7 +450,7 @@ class Borrowed:
         self._dtype = described[0]
         self._shape = tuple(described[1]) if described[1].is_fully_defined() else None
         self.on_devices: Array | None = None  # what a body wrote, until `launched`
-        self.written_by: tuple[str, str] | None = None  # see `DeviceValue`
+        self.written_by: Computed | None = None  # see `DeviceValue`
 
     def array(self) -> Array:
         """The value on these devices, sent for this launch; see `DeviceValue.array`."""

@@ -1,0 +1,48 @@
+"""Ctrl-C at a line of the library that a test names."""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+
+def ctrl_c_at_line(number: int, code: CodeType, block: Callable[[], None]) -> bool:
+    """Runs `block`, with Ctrl-C before the `number`-th line of `code` that it executes. Returns whether it came.
+
+    The end of a `with` block does not count. It calls the release of a lock in C, and Python looks for no signal
+    between the last call in the block and that.
+    """
+    lines = last = 0
+
+    def each(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines, last
+        if event == "line":
+            before, last = last, frame.f_lineno
+            is_end = last < before and linecache.getline(code.co_filename, last).lstrip().startswith("with ")
+            lines += not is_end
+            if lines == number and not is_end:
+                signal.raise_signal(signal.SIGINT)
+        return each
+
+    def calls(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal last
+        if frame.f_code is not code:
+            return None
+        last = 0
+        return each
+
+    before = sys.gettrace()
+    sys.settrace(calls)
+    try:
+        block()
+    except KeyboardInterrupt:
+        assert lines >= number
+    else:
+        assert lines < number, "the interrupt was lost"
+    finally:
+        sys.settrace(before)
+    return lines >= number
