@@ -22,23 +22,23 @@ def elapse(seconds: float) -> None:
 
     Two calls without a sign of life between them add up.
     """
-    for watch in _watches():
-        watch.since -= seconds
+    for wait in _waits():
+        wait.since -= seconds
     _wake()
 
 
 def time_is_nearly_up(left: float = LEFT) -> None:
     """Leaves so many seconds of the limit `PATIENT`."""
-    for watch in _watches():
-        watch.since = time.perf_counter() - PATIENT + left
+    for wait in _waits():
+        wait.since = time.perf_counter() - PATIENT + left
     _wake()
 
 
 def wait_until_time_is_up() -> None:
     """Has the limit `PATIENT` run out, and returns when the run knows it."""
-    watches = _watches()
+    waits = _waits()
     time_is_nearly_up(0.0)
-    until(lambda: all(watch.expired for watch in watches))
+    until(lambda: all(wait.expired for wait in waits))
 
 
 @contextlib.contextmanager
@@ -59,12 +59,12 @@ def time_runs_out(left: float = 0.4) -> Iterator[None]:
         thread.join()
 
 
-def _watches() -> list[watchdog.Wait]:
-    return [watch for watch in list(watchdog._watchdog._watches.values()) if watch._timeout == PATIENT]
+def _waits() -> list[watchdog.Wait]:
+    return [wait for wait in list(watchdog._watchdog._watches.values()) if wait._timeout == PATIENT]
 
 
 def _wake() -> None:
-    """Has the watchdog look at once, and see when each watch is due now."""
+    """Has the watchdog look at once, and see when each wait is due now."""
     dog = watchdog._watchdog
     with dog._planning:
         dog._next = 0.0
