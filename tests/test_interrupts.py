@@ -6,45 +6,20 @@ import contextlib
 import itertools
 import operator
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import CodeType, FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.interrupted import ctrl_c_at_line
 
 from replica_engine.pjrt.group import ProgramOrder, Turn
 from replica_engine.process import interrupts
 from replica_engine.telemetry.watchdog import Wait
 from replica_engine.xla.body import LaunchLimits
 from replica_engine.xla.stages.launch import Launch
-
-
-def ctrl_c_at_line(number: int, code: CodeType, block: Callable[[], None]) -> bool:
-    """Runs `block`, with Ctrl-C before the `number`-th line of `code` that it executes. Returns whether it came."""
-    lines = 0
-
-    def each(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal lines
-        if event == "line":
-            lines += 1
-            if lines == number:
-                signal.raise_signal(signal.SIGINT)
-        return each
-
-    before = sys.gettrace()
-    sys.settrace(lambda frame, event, _: each if frame.f_code is code else None)
-    try:
-        block()
-    except KeyboardInterrupt:
-        assert lines >= number
-    else:
-        assert lines < number, "the interrupt was lost"
-    finally:
-        sys.settrace(before)
-    return lines >= number
 
 
 @pytest.fixture

@@ -9,9 +9,12 @@ import threading
 import pytest
 import tensorflow as tf
 from helpers.host_work import check_strategy_works, check_works
+from helpers.interrupted import ctrl_c_at_line
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ProgramError
+from replica_engine.telemetry import watchdog
+from replica_engine.xla.host_calls.session import Session
 from replica_engine.xla.state import device_value
 
 
@@ -187,3 +190,29 @@ def test_an_error_after_the_launch_does_not_hide_what_ended_it(monkeypatch):
     monkeypatch.setattr(device_value.DeviceValue, "launched", launched)
     with pytest.raises(ValueError, match="the first error"):
         strategy.run(body)
+
+
+def test_ctrl_c_after_a_host_call_has_failed_leaves_nothing_that_interrupts_later():
+    """What limits the wait for such a program would interrupt whatever the user runs by then."""
+    strategy = TPUStrategy(num_cores=2)
+
+    def fails():
+        raise KeyError("the user's")
+
+    def run():
+        with pytest.raises(KeyError):
+            strategy.run(lambda: xla.outside_compilation(fails))
+
+    run()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for code in (Session.end.__code__, watchdog.Wait.__exit__.__code__):
+            number = 1
+            while ctrl_c_at_line(number, code, run):
+                check_strategy_works(strategy)  # which waits for the end of the program
+                waits = [wait._breaker for wait in list(watchdog._watchdog._watches.values())]
+                assert _thread.interrupt_main not in waits, f"{code.co_name}, line {number}"
+                number += 1
+            assert number > 5
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -161,6 +161,7 @@ class HostCalls:
         """Called when the launch is over; `failed` if it raised, for example because of Ctrl-C."""
         try:
             if failed:
+                run.leave_wait()  # again: a second exception may have come while it was left
                 self._order.invalidate()
                 run.give_up()
                 if not run.has_ended:

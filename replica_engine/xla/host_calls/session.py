@@ -213,8 +213,19 @@ class Session:
         """
         if self._is_awaited and self.failures and self._wait is None:
             breaker = self.wake or _thread.interrupt_main  # the runtime waits in C++, where only a signal reaches it
-            self._wait = Wait(None, timeout=_STUCK_AFTER, late=TimeoutError, breaker=breaker)
+            self._wait = Wait(None, timeout=_STUCK_AFTER, late=self._late, breaker=breaker)
             self._wait.__enter__()
+
+    def _late(self) -> TimeoutError | None:
+        """What ends the wait; None if it was left already: an interrupt would come in whatever the user does now."""
+        return TimeoutError() if self._is_awaited else None
+
+    def leave_wait(self) -> None:
+        """Notes that no thread waits for the program. May be called again if an exception comes in it."""
+        with self._lock:
+            self._is_awaited = False
+            if self._wait is not None:
+                self._wait.__exit__(None, None, None)
 
     @property
     def _is_stuck(self) -> bool:
@@ -230,20 +241,17 @@ class Session:
             Exception: the first exception that a call raised, with notes that say where it and others were raised;
                 otherwise the exception that `wait` raised.
         """
-        with self._lock:
-            self._is_awaited = True
-            self._limit_wait()
         try:
+            with self._lock:
+                self._is_awaited = True
+                self._limit_wait()
             wait()
         except (Exception, KeyboardInterrupt) as error:
             # A call's exception comes first: it may be the reason why the program, or the wait for it, ended.
             if not self.failures or (isinstance(error, KeyboardInterrupt) and not self._is_stuck):
                 raise
         finally:
-            with self._lock:
-                self._is_awaited = False
-                if self._wait is not None:
-                    self._wait.__exit__(None, None, None)
+            self.leave_wait()
         self.has_ended = not self._is_stuck
         for kept in self.kept:
             kept.clear()
