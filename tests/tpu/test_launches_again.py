@@ -12,6 +12,7 @@ from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ReplicaValueError
 from replica_engine.strategies.tpu import TPUExtended
 from replica_engine.strategies.tpu.backend import CompiledBackend
+from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.results import _MOST_BYTES
 
 SIZES = (1, 2)
@@ -326,3 +327,18 @@ def test_a_partial_that_is_made_anew_of_a_callable_without_code_is_traced_once()
     for _ in range(3):
         strategy.run(functools.partial(step, factor=2.0), args=(tf.ones([2]),))
     assert traces == [2.0]
+
+
+def _unlike_shares(strategy):
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.ones([1 + context.replica_id_in_sync_group])
+    )
+
+
+def test_what_is_compiled_for_unlike_shares_computes_in_each_launch(monkeypatch):
+    strategy, launched, begin = TPUStrategy(num_cores=2), [], Launch.__init__
+    monkeypatch.setattr(Launch, "__init__", lambda self, compiled: launched.append(compiled) or begin(self, compiled))
+    assert values(strategy, strategy.run(lambda x: 2.0 * x, args=(_unlike_shares(strategy),))) == [[2.0], [2.0, 2.0]]
+    others = [np.array([5.0], np.float32), np.array([6.0, 7.0], np.float32)]
+    (column,) = Launch(launched[0])([others]).columns()
+    assert [each.tolist() for each in column] == [[10.0], [12.0, 14.0]]

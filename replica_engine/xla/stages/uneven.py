@@ -16,6 +16,7 @@ import numpy as np
 
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.errors.base import at
+from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.pjrt.executable import ALL, NO_STORES, Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
@@ -35,6 +36,8 @@ Compile = Callable[[str, Lowered, DeviceGroup], Executable]
 
 class Uneven(Launchable):
     """A body compiled for shares of different shapes, for a `Launch`.
+
+    Its `itself` stays None: the replicas run different programs, and the body has no last one then.
 
     Args:
         devices: the devices; one replica runs on each.
@@ -127,9 +130,16 @@ class _Results:
         self.on_devices: list[Array] | None = None
         self.stores = Stores([(self, ALL)])
 
+    def invalidate(self) -> None:
+        """See `Stores.invalidate`."""
+        self.on_devices = None
+
+    def launched(self) -> None:
+        """See `Stores.launched`: nothing is to be done on the host."""
+
 
 class _Apart:
-    """The executables of one launch, one for each replica; they do not wait for each other.
+    """Executables that are launched together, one for each replica; they do not wait for each other.
 
     Args:
         devices: the devices.
@@ -141,7 +151,6 @@ class _Apart:
         self._devices = devices
         self._executables = executables
         self._written = written
-        self._launched = [_Results() for _ in executables]
 
     def wait_for_turn(self) -> None:
         for executable in self._executables:
@@ -153,20 +162,22 @@ class _Apart:
         Returns:
             For each result of the body the arrays of the replicas, and each variable's value, joined.
         """
+        launched = [_Results() for _ in self._executables]
         try:
-            return self._launch(arrays, stores)
-        except RUNTIME_ERRORS:
+            return self._launch(launched, arrays, stores)
+        except (*RUNTIME_ERRORS, *JOB_FAILURES):
             raise
         except BaseException:  # of a signal or a thread: the programs that are not launched yet are launched too
-            if stores.objects and any(each.on_devices for each in self._launched):
-                self._launch(arrays, stores)
+            # The values that some replicas gave away are gone, and only all new ones can be joined.
+            if stores.objects and any(each.on_devices for each in launched):
+                self._launch(launched, arrays, stores)
             raise
 
-    def _launch(self, arrays: list[Array], stores: Stores) -> list[Array]:
-        for launched, executable, given in zip(self._launched, self._executables, arrays, strict=True):
-            if launched.on_devices is None:
-                executable.launch(given, launched.stores)
-        of_each = [each.on_devices or [] for each in self._launched]
+    def _launch(self, launched: Sequence[_Results], arrays: list[Array], stores: Stores) -> list[Array]:
+        for each, executable, given in zip(launched, self._executables, arrays, strict=True):
+            if each.on_devices is None:
+                executable.launch(given, each.stores)
+        of_each = [each.on_devices or [] for each in launched]
         results: list[Any] = list(map(list, zip(*of_each, strict=True)))
         for index in self._written:
             results[index] = self._devices.join(results[index])
