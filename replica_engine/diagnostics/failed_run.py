@@ -82,8 +82,7 @@ def _dump(folder: str, error: BaseException, found: Sequence[SyncPointRecord]) -
 
 def _stacks() -> list[dict[str, str | list[str]]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    return [
+    return [  # no local variable has the frames: one of them would be this call's, and would hold itself
         {"thread": names.get(ident, str(ident)), "stack": traceback.format_stack(frame)}
-        for ident, frame in frames.items()
+        for ident, frame in sys._current_frames().items()
     ]

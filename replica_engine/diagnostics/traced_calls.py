@@ -92,25 +92,29 @@ class _Call:
         )
 
     def __call__(self, execute: Callable[[], Any]) -> Any:
-        if self._function.is_watched:
-            self._wait.__enter__()
-        tells_others = self._function.marked and has_workers()
-        if tells_others:
-            describe_replicas(self._places.brief)
         try:
+            if self._function.is_watched:
+                self._wait.__enter__()
+            if self._function.marked and has_workers():
+                describe_replicas(self._places.brief)
             make = self._apart if self._function.may_stay and self._can_be_left() else self._here
             result = self._drawn(make, execute) if timeline.recording() else make(execute)
             collectives.ended()  # here too: a concrete function may be called without its tf.function
+            self._leave()
             return result
         except BaseException as error:
-            collectives.left(error)
+            try:
+                collectives.left(error)
+            finally:
+                self._leave()
             raise
-        finally:
-            self._is_over = True
-            if tells_others:
-                forget_replicas(self._places.brief)
-            self._wait.__exit__(None, None, None)  # which lets go of this call; also if it was not entered
-            self._wait.error = None  # whose traceback has this frame
+
+    def _leave(self) -> None:
+        """Ends the watch over the call. May be called again if an exception comes in it."""
+        self._is_over = True
+        forget_replicas(self._places.brief)
+        self._wait.__exit__(None, None, None)  # which lets go of this call; also if it was not entered
+        self._wait.error = None  # whose traceback has frames of this call
 
     def _drawn(self, make: Callable[..., Any], execute: Callable[[], Any]) -> Any:
         since = time.time()
@@ -138,8 +142,11 @@ class _Call:
             if ended_by is not None:
                 if isinstance(ended_by, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt):
                     ended_by = error  # Python's own handler has come before, or comes now
-                self._say_what_was_updated(ended_by)
-                raise ended_by from None
+                try:
+                    self._say_what_was_updated(ended_by)
+                    raise ended_by from None
+                finally:
+                    del ended_by  # the exception holds this frame too
             if not isinstance(error, Exception) and self._places.have_begun():
                 collectives.ended()  # TensorFlow was not told to stop, so the step has come to its end before Ctrl-C
             raise
@@ -176,7 +183,10 @@ class _Call:
         if late is not None and not outcome:
             self._end(done, late, worker)
             if not outcome:
-                raise late
+                try:
+                    raise late
+                finally:
+                    del late  # the exception holds this frame too
         else:
             _idle.append(worker)
         if failures:

@@ -113,14 +113,17 @@ def _run(devices: DeviceGroup, value: np.ndarray, of_chief: bool, limits: Limits
     with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
         executable = _program(devices, value, of_chief, f"{what}, {value.size} numbers", limits)
         _wait_for_turn(executable, group)
+        wait = Wait(None, timeout=timeout, late=TimeoutError, breaker=left.set)
         try:
-            with Wait(None, timeout=timeout, late=TimeoutError, breaker=left.set):
-                (result,) = Flight(executable, devices, what).start([devices.put([value])])
-                executable.wait(left)
+            wait.__enter__()
+            (result,) = Flight(executable, devices, what).start([devices.put([value])])
+            executable.wait(left)
+            wait.__exit__(None, None, None)
             if devices.interrupted:  # the wait was left
                 raise late()
         except BaseException:
             _leave(group)
+            wait.__exit__(None, None, None)
             raise
         return np.array(devices.fetch(result, 0))
 

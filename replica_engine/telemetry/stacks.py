@@ -33,6 +33,7 @@ def in_users_code(thread: int) -> bool:
     if frame is None:
         return True
     filename = frame.f_code.co_filename
+    del frame  # see `stack_of`
     return not _is_internal(filename) or (filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename)
 
 
@@ -45,6 +46,7 @@ def stack_of(thread: int | None) -> str:
     if frame is None:
         return ""
     frames = traceback.extract_stack(frame)
+    del frame  # perhaps that of this call: it would hold itself, and all that calls of this thread have
     shown = [each for each in frames if not _is_internal(each.filename)]
     if frames[-1] not in shown:
         shown.append(frames[-1])

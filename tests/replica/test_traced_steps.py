@@ -1,5 +1,6 @@
 """Steps that are already traced: where their replicas are while they run, and how a step that stands still ends."""
 
+import gc
 import logging
 import os
 import re
@@ -8,11 +9,13 @@ import statistics
 import threading
 import time
 import types
+import weakref
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.interrupted import ctrl_c_at_line
 from helpers.time_limits import PATIENT, time_runs_out
 from tensorflow.python.util import _pywrap_determinism  # nothing public turns it off again
 
@@ -21,6 +24,7 @@ from replica_engine.__main__ import main
 from replica_engine.diagnostics import traced_calls, traced_places
 from replica_engine.errors import ReplicaTimeoutError
 from replica_engine.keras import replicate_model
+from replica_engine.telemetry import watchdog
 from replica_engine.telemetry.report import spans
 
 DEVICES = logical_devices(4)
@@ -509,3 +513,42 @@ def test_a_traced_step_runs_where_ops_must_be_deterministic():
     finally:
         _pywrap_determinism.enable(False)
     assert [float(each) for each in strategy.experimental_local_results(total)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("how", ["queue", "python"])
+def test_an_error_goes_without_the_garbage_collector(how, release):
+    """Its frames have the values of the step."""
+    program = Program(how, False, release, timeout=PATIENT)
+    program.stands.assign(True)
+    gc.collect()
+    gc.disable()
+    try:
+        with time_runs_out():
+            try:
+                program()
+            except ReplicaTimeoutError as error:
+                left = weakref.ref(error)
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_no_wait_stays_behind_when_ctrl_c_comes_as_a_step_is_left():
+    """It would warn for ever of a step that has ended."""
+    strategy = MirroredStrategy(DEVICES[:2])
+    step = tf.function(lambda x: strategy.run(lambda x: x + 1.0, args=(x,)))
+    one = tf.constant(1.0)
+    step(one)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        codes = [watchdog.Wait.__exit__.__code__, traced_calls._Call.__call__.__code__]
+        for code in codes:
+            number = 1
+            while ctrl_c_at_line(number, code, lambda: step(one)):
+                waits = [wait._describe for wait in list(watchdog._watchdog._watches.values())]
+                owners = [getattr(each, "__self__", None) for each in waits]
+                assert not any(isinstance(each, traced_calls._Call) for each in owners), f"{code.co_name}, {number}"
+                number += 1
+            assert number > 3
+    finally:
+        signal.signal(signal.SIGINT, before)

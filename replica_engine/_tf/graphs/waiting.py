@@ -76,6 +76,7 @@ def threads_in(tokens: Iterable[str]) -> dict[str, list[int]]:
             token = frame.f_locals.get("token") if frame.f_code is _CALLER else None
             if token in wanted:
                 found.setdefault(token, []).append(ident)
+    del innermost, frame  # perhaps that of this call: it would hold itself, and all that calls of this thread have
     return found
 
 
