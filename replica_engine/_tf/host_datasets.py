@@ -68,9 +68,7 @@ class HostDatasets(tf.distribute.StrategyExtended):
     """
 
     def _experimental_distribute_dataset(
-        self,
-        dataset: tf.data.Dataset | tf.distribute.DistributedDataset,
-        options: tf.distribute.InputOptions | None,
+        self, dataset: tf.data.Dataset | tf.distribute.DistributedDataset, options: tf.distribute.InputOptions | None
     ) -> tf.distribute.DistributedDataset:
         """The hook of `experimental_distribute_dataset`.
 

@@ -80,11 +80,7 @@ class QuietReduction(tf.distribute.ReductionToOneDevice):
         return self.broadcast(reduced, destinations)
 
     def _gather_implementation(
-        self,
-        per_replica_value: tf.distribute.DistributedValues,
-        destinations: object,
-        axis: int,
-        options: object,
+        self, per_replica_value: tf.distribute.DistributedValues, destinations: object, axis: int, options: object
     ) -> tf.distribute.DistributedValues:
         """The hook that gathers one value; `options` have no meaning for it."""
         gathered = _ops._simple_gather(per_replica_value, self._first(per_replica_value, destinations), axis)

@@ -100,12 +100,7 @@ class Saves:
         return alias
 
     def save(
-        self,
-        saved: object,
-        path: str,
-        take: Callable[[], object],
-        finish: Callable[[bool], None],
-        asynchronous: bool,
+        self, saved: object, path: str, take: Callable[[], object], finish: Callable[[bool], None], asynchronous: bool
     ) -> None:
         """Saves a checkpoint; see `_tf.checkpoints.Saves`.
 

@@ -46,10 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         subparsers: the result of `ArgumentParser.add_subparsers`.
     """
     parser = subparsers.add_parser(
-        "launch",
-        help="start N workers of a script on this machine",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        "launch", help="start N workers of a script on this machine", description=DESCRIPTION, epilog=EPILOG
     )
     add = parser.add_argument
     add(

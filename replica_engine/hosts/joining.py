@@ -172,10 +172,7 @@ def check_joins_once(cluster: Cluster) -> None:
 def limits_of(environ: Mapping[str, str]) -> Limits:
     """How long to wait, from REPLICA_ENGINE_JOIN_TIMEOUT and REPLICA_ENGINE_HEARTBEAT_TIMEOUT."""
     limits = Limits()
-    return Limits(
-        _seconds(environ, JOIN_TIMEOUT, limits.join),
-        _seconds(environ, HEARTBEAT_TIMEOUT, limits.heartbeat),
-    )
+    return Limits(_seconds(environ, JOIN_TIMEOUT, limits.join), _seconds(environ, HEARTBEAT_TIMEOUT, limits.heartbeat))
 
 
 def welcome(connection: socket.socket, token: str, hello: Message, address: str) -> tuple[float, Lines, list[Message]]:

@@ -212,14 +212,7 @@ class _Attempt:
     """
 
     def __init__(
-        self,
-        plan: LaunchPlan,
-        slots: Slots,
-        start: int,
-        is_last: bool,
-        woken: socket.socket,
-        out: Output,
-        err: Output,
+        self, plan: LaunchPlan, slots: Slots, start: int, is_last: bool, woken: socket.socket, out: Output, err: Output
     ):
         self._plan = plan
         self._slots = slots

@@ -230,13 +230,7 @@ class span:
             add(track, name, what, self._begin, now(), details)
 
 
-def write(
-    path: str,
-    spans: Iterable[Span],
-    began: float,
-    ended: float,
-    dropped: int,
-) -> None:
+def write(path: str, spans: Iterable[Span], began: float, ended: float, dropped: int) -> None:
     """Writes a trace file, completely or not at all, in the Trace Event Format of Chrome ("JSON Object Format").
 
     Source of the format: "Trace Event Format", Google, 2016. Times are in microseconds from the beginning of the

@@ -23,10 +23,7 @@ _names = map(f"ReplicaEngineAllReduce_{uuid.uuid4().hex}_{{}}".format, itertools
 
 
 def differentiable(
-    context: Any,
-    operation: tf.distribute.ReduceOp,
-    tensors: Sequence[tf.Tensor],
-    reduced: Sequence[tf.Tensor],
+    context: Any, operation: tf.distribute.ReduceOp, tensors: Sequence[tf.Tensor], reduced: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """Returns the results of an all-reduce in a graph as tensors that have a gradient.
 

@@ -133,9 +133,7 @@ class _Parts:
     def _with_rest(self, totals: Sums, start: samples.Rows, rest: samples.Rows) -> Sums:
         """Adds the results of the last rows if there are any; their number is not known while the graph is built."""
         sums = tf.cond(
-            rest > 0,
-            lambda: self._added(totals, start, rest),
-            lambda: [tf.identity(each) for each in _tensors(totals)],
+            rest > 0, lambda: self._added(totals, start, rest), lambda: [tf.identity(each) for each in _tensors(totals)]
         )
         return _filled(totals, sums)
 

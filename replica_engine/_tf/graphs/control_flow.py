@@ -91,10 +91,7 @@ REPEAT_ROWS = _hook("ops.ragged.ragged_util", "repeat", FIRST_COMPILED, "sums al
 COND = _hook("ops.cond_v2", "cond_v2", FIRST_THREADS, "merge calls in tf.cond, and in `if` on a tensor")
 SWITCH_CASE = _hook("ops.cond_v2", "indexed_case", FIRST_THREADS, "merge calls in tf.switch_case")
 WHILE_LOOP = _hook(
-    "ops.while_v2",
-    "while_loop",
-    FIRST_THREADS,
-    "merge calls in tf.while_loop, and in `for` and `while` on a tensor",
+    "ops.while_v2", "while_loop", FIRST_THREADS, "merge calls in tf.while_loop, and in `for` and `while` on a tensor"
 )
 TRIAL = _hook(
     "autograph.operators.control_flow",

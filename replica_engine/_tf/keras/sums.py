@@ -145,11 +145,7 @@ def _numbers_like(tensor: tf.Tensor, rows: int, random: np.random.Generator) -> 
 
 
 def updates_of(
-    metric: keras.metrics.Metric,
-    update_state: UpdateState,
-    args: Sequence[object],
-    kwargs: Keywords,
-    place: Place,
+    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords, place: Place
 ) -> list[Update]:
     """What a call of `update_state` does to the variables of a metric. The call changes no variable.
 

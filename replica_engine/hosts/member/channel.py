@@ -58,12 +58,7 @@ class Channel:
         welcome: what is known from the welcome.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        lines: Lines,
-        welcome: Welcome,
-    ):
+    def __init__(self, sock: socket.socket, lines: Lines, welcome: Welcome):
         self.worker, self.size, self.heartbeat = welcome.worker, welcome.size, welcome.heartbeat
         self.failed = threading.Event()
         self.refused = False

@@ -74,13 +74,7 @@ class Member(Channel):
         shorten: leaves only the frames of the user in the traceback of an error of this library that ends the process.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        lines: Lines,
-        welcome: Welcome,
-        early: Sequence[Message] = (),
-    ):
+    def __init__(self, connection: socket.socket, lines: Lines, welcome: Welcome, early: Sequence[Message] = ()):
         super().__init__(connection, lines, welcome)
         self._on_silence: list[Callable[[], None]] = []
         self._links: Links | None = None

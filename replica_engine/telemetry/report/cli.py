@@ -29,10 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         subparsers: the object that `ArgumentParser.add_subparsers` returned.
     """
     parser = subparsers.add_parser(
-        "timeline",
-        help="draw a recorded timeline and name the slowest replica",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        "timeline", help="draw a recorded timeline and name the slowest replica", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument("path", metavar="run.json", help="the recording")
     parser.add_argument(

@@ -43,11 +43,7 @@ class Decisions:
     """
 
     def __init__(
-        self,
-        graph: Any,
-        suspects: Sequence[tf.Operation],
-        size: int,
-        ops_of: Callable[[Any], Iterable[tf.Operation]],
+        self, graph: Any, suspects: Sequence[tf.Operation], size: int, ops_of: Callable[[Any], Iterable[tf.Operation]]
     ):
         self.found: dict[int, list[list[int | None]]] = {id(op): [] for op in suspects}
         self._unknown: list[Value] = [None] * size

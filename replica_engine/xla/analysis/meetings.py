@@ -53,12 +53,7 @@ def diverging(graph: Any, of_input: Callable[[int], Reason]) -> str:
     return ""
 
 
-def check(
-    graph: Any,
-    size: int,
-    of_input: Callable[[int], Reason],
-    names: dict[str, str],
-) -> list[Apart]:
+def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[str, str]) -> list[Apart]:
     """Looks at the conditions around the collectives of a body.
 
     Args:

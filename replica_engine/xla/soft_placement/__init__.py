@@ -11,12 +11,7 @@ between the ops that run on the devices. Read `rewrite` first.
 - `moved`: the rewritten body, and the list of its host calls for the user.
 """
 
-from replica_engine.xla.soft_placement.kinds import (
-    is_host_resource,
-    is_left_on_host,
-    needs_host,
-    string_work,
-)
+from replica_engine.xla.soft_placement.kinds import is_host_resource, is_left_on_host, needs_host, string_work
 from replica_engine.xla.soft_placement.moved import HostCallInfo, Inputs, MovedBody, described, move
 from replica_engine.xla.soft_placement.summaries import add_caller, bound
 

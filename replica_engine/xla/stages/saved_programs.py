@@ -92,10 +92,7 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
 
 
 def found_or_compiled(
-    text: str,
-    program: BodyProgram,
-    devices: DeviceGroup,
-    make: Callable[[bytes | None], Executable],
+    text: str, program: BodyProgram, devices: DeviceGroup, make: Callable[[bytes | None], Executable]
 ) -> Executable:
     """The executable of a text: read from the folder, or compiled and written to it.
 
