@@ -11,7 +11,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
 from replica_engine.telemetry.watchdog import Wait
 
-Array = Any
+Array: TypeAlias = ArrayImpl
 """An array on the devices of a group: a `jax.Array`."""
 
 _thread = threading.local()

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, subgraphs
 
-Value: TypeAlias = Any
+Value: TypeAlias = "tf.Tensor | None"
 """An eager tensor; None if the value is unknown."""
 
 _Row = Sequence[Value]  # the value of each replica
@@ -127,9 +127,7 @@ class Decisions:
             self._left -= 1
             (test,) = self._run(condition, values, going)
             lost = [on and (each is None or self._left <= 0) for on, each in zip(going, test, strict=True)]
-            going = [
-                on and not is_lost and bool(each.numpy()) for on, is_lost, each in zip(going, lost, test, strict=True)
-            ]
+            going = [on and not is_lost and bool(each) for on, is_lost, each in zip(going, lost, test, strict=True)]
             values = [
                 row if keeps else _where(lost, self._unknown, row) for keeps, row in zip(kept, values, strict=False)
             ]
