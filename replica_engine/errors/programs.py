@@ -227,21 +227,10 @@ class ProgramError(ReplicaEngineError, RuntimeError):
     plan: Any = None
 
     @classmethod
-    def failed(
-        cls, name: str, devices: Sequence[str], message: str, where: str = "", takes: bool = False
-    ) -> ProgramError:
-        """The runtime reports a failure of a program.
-
-        Args:
-            name: its name.
-            devices: the names of the devices.
-            message: what the runtime says.
-            where: the line of the program, which tells it from others that were launched since.
-            takes: whether it may have taken values of a program before it that had failed, which nobody had noticed.
-        """
-        before = ", or a program before it whose values it took," if takes else ""
+    def failed(cls, program: str, devices: Sequence[str], message: str) -> ProgramError:
+        """The runtime reports a failure of a program: its name in words, of its devices, and what the runtime says."""
         return cls(
-            f"The compiled program of `{name}`{at(where)}{before} failed while it ran on {len(devices)} replicas "
+            f"The compiled program of {program} failed while it ran on {len(devices)} replicas "
             f"({', '.join(devices)}):\n"
             f"{message}\n"
             "The variables that the program writes may be lost; reading a lost variable raises LostVariableError. "

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from replica_engine.errors import DeviceError, ProgramError, StuckProgramError
+from replica_engine.errors.base import at
 from replica_engine.hosts import Member
 from replica_engine.pjrt.jaxlib import (
     RUNTIME_ERRORS,
@@ -52,6 +53,11 @@ class Computed(NamedTuple):
     name: str
     where: str = ""
     takes: bool = False
+
+    def __str__(self) -> str:
+        """The program in an error that comes late, when others may have been launched since."""
+        before = ", or a program before it whose values it took," if self.takes else ""
+        return f"`{self.name}`{at(self.where)}{before}"
 
 
 class needed_by_a_program:
@@ -451,8 +457,7 @@ class DeviceGroup:
             for array in arrays:
                 array.block_until_ready()
         except RUNTIME_ERRORS as error:
-            name, where, takes = of or Computed(self.running_name)
-            raise ProgramError.failed(name, self.names, str(error), where, takes) from error
+            raise ProgramError.failed(str(of or Computed(self.running_name)), self.names, str(error)) from error
         except BaseException:  # nothing waits for the program any more, but the next launch must
             self.running, self.interrupted = arrays[0], True
             raise

@@ -14,7 +14,7 @@ def ctrl_c_at_line(number: int, code: CodeType, block: Callable[[], None]) -> bo
     """Runs `block`, with Ctrl-C before the `number`-th line of `code` that it executes. Returns whether it came.
 
     The end of a `with` block does not count. It calls the release of a lock in C, and Python looks for no signal
-    between the last call in the block and that.
+    between the last call in the block and that. Nor does a `try` count, at which it never looks for one.
     """
     lines = last = 0
 
@@ -22,9 +22,10 @@ def ctrl_c_at_line(number: int, code: CodeType, block: Callable[[], None]) -> bo
         nonlocal lines, last
         if event == "line":
             before, last = last, frame.f_lineno
-            is_end = last < before and linecache.getline(code.co_filename, last).lstrip().startswith("with ")
-            lines += not is_end
-            if lines == number and not is_end:
+            text = linecache.getline(code.co_filename, last).strip()
+            counts = text != "try:" and not (last < before and text.startswith("with "))
+            lines += counts
+            if lines == number and counts:
                 signal.raise_signal(signal.SIGINT)
         return each
 

@@ -345,10 +345,8 @@ class Launch:
 
     def _failed(self, error: BaseException) -> ProgramError:
         """What an error of the runtime becomes."""
-        name, where, takes = self.compiled.awaited.program
-        if self.compiled.is_queued:
-            return ProgramError.failed(name, self._devices.names, str(error), where, takes)
-        return ProgramError.failed(name, self._devices.names, str(error))
+        program = str(self.compiled.awaited.program) if self.compiled.is_queued else f"`{self._program.name}`"
+        return ProgramError.failed(program, self._devices.names, str(error))
 
     def _draw(self, began: float, launched: float, ended: float) -> None:
         """Adds a finished launch to the timeline."""
