@@ -1,4 +1,7 @@
-"""A hook of mkdocs for the reference: its index has a line for each object, and private bases are not shown."""
+"""A hook of mkdocs for the reference: its index has a line for each object, and private bases are not shown.
+
+In the place of a private base stand those of its own bases that belong to TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,17 @@ def _public(paragraph: re.Match[str]) -> str:
         found = NAMED.search(base)
         name = found[1] if found else ""
         if not name.startswith("replica_engine.") and "." in name:
-            shown.append(f"<code>{re.sub(r'^tensorflow[.]', 'tf.', name)}</code>")
+            shown.append(_in_full(name))
         elif name in _documented():
             shown.append(base)
+        elif name:
+            own = [each.canonical_path for each in _package()[name.partition(".")[2]].bases]
+            shown += [_in_full(each) for each in own if each.startswith("tensorflow.") and _in_full(each) not in shown]
     return f'\n<p class="doc doc-class-bases">Bases: {", ".join(shown)}</p>' if shown else ""
+
+
+def _in_full(name: str) -> str:
+    return f"<code>{re.sub(r'^tensorflow[.]', 'tf.', name)}</code>"
 
 
 @functools.cache
