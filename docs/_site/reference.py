@@ -48,8 +48,8 @@ def _public(paragraph: re.Match[str]) -> str:
             shown.append(_in_full(name))
         elif name in _documented():
             shown.append(base)
-        elif name:
-            own = [each.canonical_path for each in _package()[name.partition(".")[2]].bases]
+        elif name and isinstance(ours := _package()[name.partition(".")[2]], griffe.Class):  # no import of another's
+            own = [each.canonical_path for each in ours.bases if isinstance(each, griffe.Expr)]
             shown += [_in_full(each) for each in own if each.startswith("tensorflow.") and _in_full(each) not in shown]
     return f'\n<p class="doc doc-class-bases">Bases: {", ".join(shown)}</p>' if shown else ""
 
