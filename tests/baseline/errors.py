@@ -222,7 +222,8 @@ def said_in_full(error: BaseException) -> str:
 
     The note that says where to read more is left out: it names the class again.
     """
-    notes = (each for each in getattr(error, "__notes__", ()) if not each.startswith("more: "))
+    # Whether another replica comes to its own failure before it hears of the first depends on the machine.
+    notes = (each for each in getattr(error, "__notes__", ()) if not each.startswith(("more: ", "also failed: ")))
     notes = (_without_places(f"note: {each}") for each in notes)
     notes = (re.sub(r"replica \d+ of (\d+), \w+:\d+", r"a replica of \1", each) for each in notes)
     return "\n".join([type(error).__name__, *_own_lines(error), *notes])
