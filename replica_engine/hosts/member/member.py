@@ -245,7 +245,7 @@ class Member(Channel):
             return self._exchange(f"{name} #{self._noted}", value, patience)
 
     def watched(self, what: str, warn_after: float | None = None) -> Wait:
-        """A watch around a wait for the others to come to `what`; its warning has a row for each worker."""
+        """A wait for the others to come to `what`, whose warning has a row for each worker."""
 
         def describe(seconds: float) -> str | None:
             try:
