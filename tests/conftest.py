@@ -320,6 +320,15 @@ def _programs_are_portable():
         assert not refused, "\n\n".join(refused)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stays_chosen():
+    """Forgets what a test set for its process: the environment counts again, whatever the order of tests is."""
+    yield
+    for name in ("replica_engine.pjrt.cpu_rewrites", "replica_engine.xla.stages.saved_programs"):
+        if module := sys.modules.get(name):
+            module._chosen.clear()
+
+
 @pytest.fixture(scope="session")
 def programs():
     """Programs in processes of their own that have TensorFlow imported: for those that would import it first anyway."""

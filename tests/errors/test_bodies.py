@@ -16,7 +16,7 @@ from replica_engine.errors import (
 )
 from replica_engine.errors.programs import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
 from replica_engine.pjrt import cpu_rewrites
-from replica_engine.xla.stages import program_table, saved_programs
+from replica_engine.xla.stages import program_table
 
 lower = importlib.import_module("replica_engine.xla.stages.lower")  # `xla.lower` is the function
 
@@ -140,13 +140,6 @@ def test_a_variable_of_a_program_that_fails():
     print(weight.numpy())
 
 
-@pytest.fixture
-def _own_cache():
-    yield
-    saved_programs._chosen.clear()
-
-
-@pytest.mark.usefixtures("_own_cache")
 @shows(broken_cache_file)
 def test_a_file_of_the_cache_folder_that_is_cut_short(tmp_path):
     def double(x):
@@ -161,7 +154,6 @@ def test_a_file_of_the_cache_folder_that_is_cut_short(tmp_path):
     xla.lower(double, [[1.0], [2.0]]).compile()
 
 
-@pytest.mark.usefixtures("_own_cache")
 @shows(unusable_cache_dir)
 def test_a_cache_folder_that_cannot_be_written():
     xla.set_cache_dir("/dev/null/programs")
@@ -169,7 +161,6 @@ def test_a_cache_folder_that_cannot_be_written():
     xla.lower(lambda x: 3 * x, [[1.0], [2.0]]).compile()
 
 
-@pytest.mark.usefixtures("_own_cache")
 @shows(untrusted_cache_dir)
 def test_a_cache_folder_of_a_team(tmp_path):
     folder = tmp_path / "programs"
@@ -180,7 +171,6 @@ def test_a_cache_folder_of_a_team(tmp_path):
     xla.lower(lambda x: 3 * x, [[1.0], [2.0]]).compile()
 
 
-@pytest.mark.usefixtures("_own_cache")
 @shows("remote_cache_dir")
 def test_a_cache_folder_in_the_network():
     xla.set_cache_dir("gs://bucket/programs")

@@ -52,12 +52,9 @@ def test_a_program_of_the_cache_folder_is_read_and_not_compiled(both, caplog, tm
 
     model = small()
     xla.set_cache_dir(tmp_path)
-    try:
-        with caplog.at_level("INFO", "replica_engine"):
-            for _ in range(2):
-                replicate_model(model, strategy=both(2)).train_on_batch(X[:8], X[:8, :1])
-    finally:
-        xla.set_cache_dir(None)
+    with caplog.at_level("INFO", "replica_engine"):
+        for _ in range(2):
+            replicate_model(model, strategy=both(2)).train_on_batch(X[:8], X[:8, :1])
     first, second = (text for text in of_level(caplog, "INFO") if "ran it once" in text)
     batch = "train_step of 'small' for 2 replicas, batches of 8 samples, and ran it once"
     assert first.startswith(f"compiled {batch}")

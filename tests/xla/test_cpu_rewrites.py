@@ -19,7 +19,6 @@ RANDOM = np.random.default_rng(7)
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(cpu_rewrites, "_chosen", [])
     monkeypatch.setattr(cpu_rewrites, "_failed", set())
 
 

@@ -14,7 +14,6 @@ STEPS = 5
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
-    monkeypatch.setattr(cpu_rewrites, "_chosen", [])
     monkeypatch.setattr(cpu_rewrites, "_failed", set())
 
 

@@ -49,7 +49,6 @@ TRAINS = """
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """An empty folder, which is the cache folder of this test."""
-    monkeypatch.setattr(saved_programs, "_chosen", [])
     monkeypatch.setattr(saved_programs, "_told", set())
     saved_programs._opened.cache_clear()
     path = tmp_path / "programs"
