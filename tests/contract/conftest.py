@@ -3,6 +3,14 @@
 import pytest
 import tensorflow as tf
 
+from replica_engine.backend import backend_of
+
+
+@pytest.fixture
+def backend(strategy):
+    """What runs the replicas of the strategy: code above the strategies knows this contract and no class behind it."""
+    return backend_of(strategy)
+
 
 @pytest.fixture
 def local(strategy):
