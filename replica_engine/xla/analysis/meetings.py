@@ -69,10 +69,11 @@ def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[
         CollectiveError: not all replicas reach a collective.
     """
     inner = _Collectives(host_ops.made_ops)
-    if size == 1 or not inner.in_control_flow(graph):
+    entered = inner.everywhere(graph) if size > 1 else []
+    if not entered:
         return []
     causes = Differences(graph, of_input, host_ops.made_ops).conditions
-    suspects = [op for op in inner.everywhere(graph) if causes.get(id(op))]
+    suspects = [op for op in entered if causes.get(id(op))]
     if not suspects:
         return []
     needed = _Collectives(host_ops.needed_ops)
@@ -86,20 +87,21 @@ def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[
             unknown = unknown or None in taken
             _check_known(op, taken, inner, names)
         condition = op.inputs[0]  # that of a branch also belongs to the gradient of the branch
-        is_seen = not op.type.endswith("While") and any(condition is each for each in seen)
+        is_seen = op.type not in subgraphs.LOOPS and any(condition is each for each in seen)
         may_differ = unknown and causes[id(op)] & (Reason.REPLICA_ID | Reason.OWN_DATA)
         if may_differ and id(op) in in_program and not is_seen:
             seen.append(condition)
-            found.append(_apart(op, needed.of(op)[0][1], causes[id(op)], names))
+            _, first, collective = needed.of(op)[0]
+            where, by_id = user_line(first), bool(causes[id(op)] & Reason.REPLICA_ID)
+            name, is_loop = names.get(where, collective.name), op.type in subgraphs.LOOPS
+            found.append(Apart(name, where, is_loop, user_line(op), by_id))
     return list(dict.fromkeys(found))
 
 
 def _check_known(op: tf.Operation, taken: Sequence[int | None], inner: _Collectives, names: dict[str, str]) -> None:
     """Raises an error if some replicas of a group reach a collective of a branch or loop, and others do not."""
-    is_loop = op.type.endswith("While")
-    for number, collective_op in inner.of(op):
-        collective = CollectiveOp.of(collective_op)
-        assert collective is not None, "collected as one"
+    is_loop = op.type in subgraphs.LOOPS
+    for number, collective_op, collective in inner.of(op):
         for group in collective.groups or [list(range(len(taken)))]:
             decided = [each for each in (taken[replica] for replica in group) if each is not None]
             counts = decided if is_loop else [int(each == number) for each in decided]
@@ -138,14 +140,6 @@ def _replicas(numbers: Sequence[int]) -> str:
     return f"replicas {', '.join(map(str, numbers[:8]))}{rest}"
 
 
-def _apart(op: tf.Operation, collective_op: tf.Operation, cause: Reason, names: dict[str, str]) -> Apart:
-    where = user_line(collective_op)
-    collective = CollectiveOp.of(collective_op)
-    assert collective is not None, "collected as one"
-    name = names.get(where, collective.name)
-    return Apart(name, where, op.type.endswith("While"), user_line(op), bool(cause & Reason.REPLICA_ID))
-
-
 class _Collectives:
     """The collectives in the functions of a body, each looked up once.
 
@@ -156,21 +150,16 @@ class _Collectives:
     def __init__(self, ops_of: Callable[[Any], list[tf.Operation]]) -> None:
         self._ops_of = functools.cache(ops_of)
         self.of = functools.cache(self._of)
-        self.in_control_flow = functools.cache(self._in_control_flow)
 
-    def _in_control_flow(self, graph: Any) -> list[tf.Operation]:
-        """The branches, loops and calls of a graph with collectives in them."""
-        return [op for op in self._ops_of(graph) if subgraphs.runs_functions(op) and self.of(op)]
-
-    def _of(self, op: tf.Operation) -> list[tuple[int, tf.Operation]]:
+    def _of(self, op: tf.Operation) -> list[tuple[int, tf.Operation, CollectiveOp]]:
         """The collectives in the functions of a branch, loop or call, with the number of the function."""
         found = []
         for number, graph in enumerate(subgraphs.functions_of(op)):
             for inner in self._ops_of(graph):
-                if CollectiveOp.of(inner) is not None:
-                    found.append((number, inner))
-                elif subgraphs.runs_functions(inner):
-                    found += [(number, each) for _, each in self.of(inner)]
+                if (collective := CollectiveOp.of(inner)) is not None:
+                    found.append((number, inner, collective))
+                else:
+                    found += [(number, *each[1:]) for each in self.of(inner)]
         return found
 
     def everywhere(self, graph: Any) -> list[tf.Operation]:
@@ -178,8 +167,8 @@ class _Collectives:
         found: dict[int, tf.Operation] = {}
         pending = [graph]
         for each in pending:
-            for op in self.in_control_flow(each):
-                if not op.type.endswith("PartitionedCall"):
+            for op in filter(self.of, self._ops_of(each)):
+                if op.type not in subgraphs.CALLS:
                     found[id(op)] = op
                 pending += subgraphs.functions_of(op)
         return list(found.values())
