@@ -28,6 +28,8 @@ _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLen
 _PLAIN = frozenset(("Add", "AddV2", "Cast", "Identity", "Maximum", "Minimum", "Mul", "Neg", "Sub"))
 _MOST = 16  # ops that are looked at
 
+OpsOf = Callable[[Any], list[tf.Operation]]  # takes a graph, and returns those of its ops that are looked at
+
 
 class Reason(enum.Flag):
     """Why a tensor may differ from replica to replica."""
@@ -80,12 +82,7 @@ class Differences:
         writers: by the index of a variable, the first op that writes a value to it that may differ.
     """
 
-    def __init__(
-        self,
-        graph: Any,
-        of_input: Callable[[int], Reason],
-        ops_of: Callable[[Any], list[tf.Operation]] = host_ops.needed_ops,
-    ):
+    def __init__(self, graph: Any, of_input: Callable[[int], Reason], ops_of: OpsOf = host_ops.needed_ops):
         self.conditions: dict[int, Reason] = {}
         self.added: set[int] = set()
         self.writers: dict[int, tf.Operation] = {}
@@ -133,16 +130,10 @@ class Differences:
             self.added |= variables
         settled |= bool(variables) or CollectiveOp.of(op) is not None
         # What was read from a variable is not the variable: an op that writes it elsewhere does not write this one.
-        return [
-            _Known(
-                cause, variables if each.dtype == tf.resource else frozenset(), settled and each.dtype != tf.resource
-            )
-            for each in op.outputs
-        ]
+        handle, value = _Known(cause, variables), _Known(cause, settled=settled)
+        return [handle if each.dtype == tf.resource else value for each in op.outputs]
 
-    def _branches(
-        self, op: tf.Operation, functions: list[Any], given: list[_Known], around: Reason
-    ) -> Sequence[_Known]:
+    def _branches(self, op: tf.Operation, functions: list[Any], given: list[_Known], around: Reason) -> list[_Known]:
         cause = given[0].cause
         self.conditions[id(op)] = self.conditions.get(id(op), Reason.NONE) | cause
         columns = [self._run(function, given[1:], around | cause) for function in functions]
