@@ -22,7 +22,7 @@ from replica_engine._tf.graphs import host_ops, subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import at
-from replica_engine.xla.analysis.differences import CollectiveOp, Differences, Reason
+from replica_engine.xla.analysis.differences import CollectiveOp, Differences, OpsOf, Reason
 from replica_engine.xla.analysis.known_values import Decisions
 
 
@@ -147,7 +147,7 @@ class _Collectives:
         ops_of: the ops of a graph to look at.
     """
 
-    def __init__(self, ops_of: Callable[[Any], list[tf.Operation]]) -> None:
+    def __init__(self, ops_of: OpsOf):
         self._ops_of = functools.cache(ops_of)
         self.of = functools.cache(self._of)
 
