@@ -88,7 +88,7 @@ class Pending:
                     value.source = Source("stored", self.calls.new_number())
                     stores.append((value.source.what, registers[value]))
         specs = [(registers[value], tf.TensorSpec(value.shape, value.dtype)) for value in results]
-        piece = Piece(self.calls, ops, sources, len(registers), specs, stores, self.in_loop)
+        piece = Piece(self.calls, ops, sources, specs, stores, self.in_loop)
         for value, tensor in zip(results, self._emit(piece, operands), strict=True):
             value.tensor = tensor
 
@@ -101,7 +101,7 @@ class Pending:
         if not self._emitted:
             return result
         specs = [(0, tf.TensorSpec([], result.dtype))]
-        piece = Piece(self.calls, [], {0: Source("operand", 0)}, 1, specs, [], self.in_loop)
+        piece = Piece(self.calls, [], {0: Source("operand", 0)}, specs, [], self.in_loop)
         return self._emit(piece, [result])[0]
 
     def _emit(self, piece: Piece, operands: list[tf.Tensor]) -> list[tf.Tensor]:

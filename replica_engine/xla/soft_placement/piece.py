@@ -62,7 +62,6 @@ class Piece(HostCall):
         calls: the host calls of the body.
         ops: the ops, in the order of the program.
         sources: the origins of the registers that are filled before the first op, by register.
-        registers: the number of registers.
         results: the registers of the values that the program goes on with, and their specs.
         stores: the values that stay on the host, each as a pair of number and register.
         in_loop: whether the piece is in a loop.
@@ -73,7 +72,6 @@ class Piece(HostCall):
         calls: HostCalls,
         ops: list[HostOp],
         sources: dict[int, Source],
-        registers: int,
         results: list[tuple[int, tf.TensorSpec]],
         stores: list[tuple[int, int]],
         in_loop: bool,
@@ -85,7 +83,6 @@ class Piece(HostCall):
         self.ops = ops
         self.in_loop = in_loop
         self._sources = sources
-        self._registers = registers
         self._taken = [register for register, _ in results]
         self._stores = stores
 
@@ -99,17 +96,14 @@ class Piece(HostCall):
 
     def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Runs the ops."""
-        values: list[Any] = [None] * self._registers
         run = self.calls.run
         assert run is not None, "set before the launch"
         replica = position % run.size
-        for register, (kind, what) in self._sources.items():
-            values[register] = _value(kind, what, run, kept, replica, tensors)
+        values = {each: _value(*source, run, kept, replica, tensors) for each, source in self._sources.items()}
         with tf.device("CPU:0"):
             for op in self.ops:
                 outputs = op.run([values[register] for register in op.inputs], kept, replica)
-                for register, output in zip(op.outputs, outputs, strict=True):
-                    values[register] = output
+                values.update(zip(op.outputs, outputs, strict=True))
         for number, register in self._stores:
             kept.on_host[number] = values[register]
         return [values[register] for register in self._taken]
