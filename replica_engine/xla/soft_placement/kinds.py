@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -113,13 +113,13 @@ def stays_for_host(op: tf.Operation) -> bool:
 
 def runs_whole(op: tf.Operation) -> bool:
     """Whether the host can run a branch with all that is in it: it only computes, and TensorFlow has all kernels."""
-    if op.type not in ("StatelessIf", "StatelessCase"):
-        return False
-    return all(
-        inner.type == "Placeholder" or host_ops.has_host_kernel(inner)
-        for graph in subgraphs.functions_of(op)
-        for inner in xla_ops.needed(graph).values()
-    )
+    only_computes = op.type in ("StatelessIf", "StatelessCase")
+    return only_computes and all(each.type == "Placeholder" or host_ops.has_host_kernel(each) for each in _inside(op))
+
+
+def _inside(op: tf.Operation) -> Iterator[tf.Operation]:
+    """The ops in the functions of a branch, loop or call that are needed there."""
+    return (each for graph in subgraphs.functions_of(op) for each in xla_ops.needed(graph).values())
 
 
 def string_work(ops: Sequence[tf.Operation]) -> tf.Operation | None:
@@ -180,21 +180,19 @@ def is_left_on_host(component: tf.Tensor) -> bool:
 
 def calls_host(op: tf.Operation) -> bool:
     """Whether an op is a host call that the user wrote, or runs a function with such a call in it."""
-    inner = (each for graph in subgraphs.functions_of(op) for each in xla_ops.needed(graph).values())
-    return xla_ops.marker_name(op) == HOST_CALL or any(map(calls_host, inner))
+    return xla_ops.marker_name(op) == HOST_CALL or any(map(calls_host, _inside(op)))
 
 
 def needs_host(graph: Any) -> bool:
     """Whether an op of a function graph, or of a function in it, must run on the host."""
-    return any(contains_host_op(op) for op in xla_ops.needed(graph).values())
+    return any(map(contains_host_op, xla_ops.needed(graph).values()))
 
 
 def contains_host_op(op: tf.Operation) -> bool:
     """Whether an op must run on the host, or runs a function with an op that must, or that a copy would not have."""
     if not subgraphs.runs_functions(op):
         return is_for_host(op)
-    functions = subgraphs.functions_of(op)
-    return any(map(needs_host, functions)) or any(map(_has_unused, functions))
+    return any(map(contains_host_op, _inside(op))) or any(map(_has_unused, subgraphs.functions_of(op)))
 
 
 def _has_unused(graph: Any) -> bool:

@@ -218,9 +218,8 @@ class Frame:
         """Adds an op to those that wait."""
         taken = [self._on_host(pending, op, value) for value in inputs]
         shapes = self._rewriter.shapes.of_results(op, taken, self._values)
-        outputs = [Value(tensor.dtype, shape, maker=op) for tensor, shape in zip(op.outputs, shapes, strict=True)]
-        for value in outputs:
-            value.from_host = True
+        pairs = zip(op.outputs, shapes, strict=True)
+        outputs = [Value(tensor.dtype, shape, maker=op, from_host=True) for tensor, shape in pairs]
         pending.add(op, taken, outputs)
         return outputs
 
