@@ -26,7 +26,7 @@ import functools
 import json
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -244,13 +244,9 @@ def _truncated_normal(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dty
             taken += tf.cast(accepted, tf.int32)
         return block + 1, taken, results
 
-    start = (
-        tf.constant(0, tf.int64),
-        tf.zeros_like(groups, tf.int32),
-        tf.zeros(tf.concat([tf.shape(groups), [size]], 0), dtype),
-    )
-    results: tf.Tensor = tf.while_loop(unfinished, take, start)[2]
-    return results
+    nothing = tf.zeros(tf.concat([tf.shape(groups), [size]], 0), dtype)
+    start = tf.constant(0, tf.int64), tf.zeros_like(groups, tf.int32), nothing
+    return tf.while_loop(unfinished, take, start)[2]
 
 
 def _integers(key: tf.Tensor, counter: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
@@ -318,17 +314,8 @@ def _halves(value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.cast(value, tf.uint32), tf.cast(tf.bitwise.right_shift(value, tf.constant(32, tf.uint64)), tf.uint32)
 
 
-UNIFORM, NORMAL, TRUNCATED_NORMAL = (
-    "StatelessRandomUniformV2",
-    "StatelessRandomNormalV2",
-    "StatelessTruncatedNormalV2",
-)
+UNIFORM, NORMAL, TRUNCATED_NORMAL = "StatelessRandomUniformV2", "StatelessRandomNormalV2", "StatelessTruncatedNormalV2"
 """The types of the ops."""
 
 _KEY = "StatelessRandomGetKeyCounter"
-
-_OF_GROUPS: dict[str, Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.DType], tf.Tensor]] = {
-    UNIFORM: _uniform,
-    NORMAL: _normal,
-    TRUNCATED_NORMAL: _truncated_normal,
-}
+_OF_GROUPS = {UNIFORM: _uniform, NORMAL: _normal, TRUNCATED_NORMAL: _truncated_normal}
