@@ -117,5 +117,4 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Progra
 def _programs(devices: DeviceGroup) -> ProgramTable:
     if devices.programs is None:
         devices.programs = ProgramTable(devices)
-    programs: ProgramTable = devices.programs
-    return programs
+    return devices.programs
