@@ -45,15 +45,13 @@ _LINEAR_IN: dict[str, tuple[int, ...]] = {
 }
 """For each type of op that is linear in several inputs together, which these are; () are all."""
 
-_PRODUCTS = frozenset(
-    {"Mul", "MulNoNan", "MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D"}
-)
+_PRODUCTS = ("Mul", "MulNoNan", "MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "Conv2D")
 _QUOTIENTS = frozenset({"RealDiv", "Div", "DivNoNan"})
 _CHOICES = frozenset({"Select", "SelectV2"})
 _LENGTHS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _OF_SHAPES = _LENGTHS | {"ZerosLike", "OnesLike"}
 _ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp"})
-_WRITES = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+_WRITES = _ASSIGNING | {"AssignSubVariableOp"}
 _ENTERED = frozenset({*subgraphs.CALLS, *subgraphs.BRANCHES})
 
 _FEW = 8
@@ -155,10 +153,8 @@ class Ways:
                 return [given[op.name]]
             outside = subgraphs.captured(op.outputs[0])
             return [APART if outside is None else self.to(outside)]
-        if subgraphs.runs_functions(op):
-            found = self._of_functions(op, inputs)
-            if found is not None:
-                return found
+        if graphs := subgraphs.functions_of(op):
+            return self._of_functions(op, graphs, inputs)
         worst = max(inputs, default=APART)
         if op.type in subgraphs.READS and self._followed == GRADIENTS:
             return [max(worst, self._of_variable(op.inputs[0]))] * count
@@ -239,11 +235,8 @@ class Ways:
         times = [number / self._rows, 1 / (number * self._rows)]
         return any(abs(each) > 0.5 and abs(each - round(each)) < 1e-4 for each in times)
 
-    def _of_functions(self, op: tf.Operation, inputs: list[int]) -> list[int] | None:
-        """The same for the outputs of a branch, loop or call; None if its graphs are not known."""
-        graphs = subgraphs.functions_of(op)
-        if not graphs:
-            return None
+    def _of_functions(self, op: tf.Operation, graphs: list[tf.Graph], inputs: list[int]) -> list[int]:
+        """The same for the outputs of a branch, loop or call, by the graphs of its functions."""
         if op.type in subgraphs.CALLS:
             return self._through(graphs[0], inputs)
         if op.type in subgraphs.BRANCHES:
