@@ -281,24 +281,21 @@ def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     return total / tf.cast(count, x.dtype)
 
 
-def _extreme(op: str) -> Callable[[tf.Tensor, list[list[int]]], tf.Tensor]:
-    def reduce(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
-        x = tf.identity(x)
-        result = _reduced(x, rows, op)
-        if x.dtype.is_floating:  # XLA:CPU ignores a NaN in a minimum or maximum
-            has_nan = _reduced(tf.cast(tf.math.is_nan(x), tf.int32), rows, "Max")
-            result = tf.where(has_nan > 0, tf.constant(float("nan"), x.dtype), result)
+def _extreme(op: str, x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
+    x = tf.identity(x)
+    result = _reduced(x, rows, op)
+    if x.dtype.is_floating:  # XLA:CPU ignores a NaN in a minimum or maximum
+        has_nan = _reduced(tf.cast(tf.math.is_nan(x), tf.int32), rows, "Max")
+        result = tf.where(has_nan > 0, tf.constant(float("nan"), x.dtype), result)
 
-        def gradient(dy: tf.Tensor) -> tf.Tensor:
-            mine = tf.cast(x == result, dy.dtype)
-            return _sum(dy, rows) * mine / _sum(mine, rows)
+    def gradient(dy: tf.Tensor) -> tf.Tensor:
+        mine = tf.cast(x == result, dy.dtype)
+        return _sum(dy, rows) * mine / _sum(mine, rows)
 
-        return _differentiable(result, x, gradient)
-
-    return reduce
+    return _differentiable(result, x, gradient)
 
 
-_EXTREMES = {"MIN": _extreme("Min"), "MAX": _extreme("Max")}
+_EXTREMES = {"MIN": lambda x, rows: _extreme("Min", x, rows), "MAX": lambda x, rows: _extreme("Max", x, rows)}
 _FOLDS = {"Add": tf.reduce_sum, "Min": tf.reduce_min, "Max": tf.reduce_max}
 _REDUCTIONS = {"SUM": _sum, "MEAN": _mean, **_EXTREMES}
 
