@@ -58,9 +58,7 @@ def split_batch(
         raise BatchError(f"The batch has {total} samples, more than the batch_size={batch_size} that was given.")
     replicas = strategy.num_replicas_in_sync
     size = max(1, -(-(batch_size or total) // replicas))
-    padded = (
-        samples.pad(batch, size * replicas - total) if total else samples.pad(samples.blank(batch), size * replicas - 1)
-    )
+    padded = samples.pad(batch if total else samples.blank(batch), size * replicas - max(1, total))
     weights = tf.cast(tf.range(size * replicas) < total, tf.float32) / max(total, 1)
     devices = strategy.extended.worker_devices
     shares, of_rows = [], []
