@@ -46,9 +46,7 @@ _IN_WORDS = {
     "XlaCustomCallV2": "a cross-replica operation or a host call",
     "host_call": "a host call",
     "IteratorGetNext": "the next batch of a dataset",
-    "AssignVariableOp": "an assignment",
-    "AssignAddVariableOp": "an assignment",
-    "AssignSubVariableOp": "an assignment",
+    **dict.fromkeys(("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"), "an assignment"),
 }
 
 _thread = threading.local()
@@ -160,7 +158,7 @@ class _Computation:
         while tf.is_symbolic_tensor(handle):
             handle = self._outside_of(handle)
         body = in_body()
-        if body is not None and body.random.owns(handle):
+        if body is not None and handle is body.random.handles[0]:
             return body.random.of_initial_values()
         if (device_value := home_of(handle)) is not None:
             others = {op.name for op in placeholder.consumers() if op.name not in operations}

@@ -79,10 +79,6 @@ class RandomState(DeviceValue):
             return key
         return int(member.get(name))
 
-    def owns(self, handle: tf.Tensor) -> bool:
-        """Whether a handle belongs to this state."""
-        return handle is self.handles[0]
-
     def of_initial_values(self) -> tf.Tensor:
         """The handle of a separate state on the host, for initial values of variables to draw from.
 
