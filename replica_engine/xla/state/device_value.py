@@ -386,12 +386,11 @@ class DeviceValue:
         if self.axes != WHOLE and size >= _WORTH_A_WORD and not self._told:
             self._told = True
             name = xla_ops.variable_name(self.handles[0])
-            text = (
+            _logger.warning(
                 f"The variable {name!r} is divided over devices, and is read whole: the host now has its "
                 f"{size / 2**30:.1f} GiB too. Saving reads one variable after the other; strategy.layouts() and "
                 "strategy.memory() read none."
             )
-            _logger.warning(text)
 
     def _gathered(self, array: Array) -> tf.Tensor:
         """The array, which all workers put together at the same time."""

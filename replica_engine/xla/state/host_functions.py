@@ -130,11 +130,11 @@ def token() -> tf.Tensor:
     raw = variables.raw_handle(_token())
     if function is None:
         return raw
-    return kept_on(
-        function,
-        "_replica_engine_token",
-        lambda: variables.capture_at_call(function, raw, _AtCall(raw, host_program())),
-    )
+
+    def captured() -> tf.Tensor:
+        return variables.capture_at_call(function, raw, _AtCall(raw, host_program()))
+
+    return kept_on(function, "_replica_engine_token", captured)
 
 
 def ran(op: tf.Operation) -> None:
