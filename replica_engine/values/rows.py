@@ -145,26 +145,24 @@ def _indices_joined(indices: tf.Tensor) -> list[tf.Tensor]:
 
 def _concatenation(tensor: tf.Tensor) -> tf.Operation | None:
     """The op that joins the parts of a tensor along the first dimension, if there is one; see `_indices_joined`."""
-    found: set[tf.Operation] = set()
-    pending, seen = [tensor], set()
-    while pending:
-        each = pending.pop()
-        op = each.op
-        if id(op) in seen:
-            continue
-        seen.add(id(op))
+
+    def behind(op: tf.Operation) -> list[tf.Operation]:
         if _is_passing(op):
-            pending.append(op.inputs[0])
-        elif _BY_ELEMENT.fullmatch(op.type):
-            several = [one for one in op.inputs if one.shape.rank != 0]
-            if any(one.shape.rank is None or list(one.shape) != list(op.outputs[0].shape) for one in several):
-                return None  # it is repeated along a dimension
-            pending += several
-        elif op.type == "ConcatV2" and tf.get_static_value(op.inputs[-1]) == 0:
-            found.add(op)
-        else:
-            return None
-    return found.pop() if len(found) == 1 else None
+            return [op.inputs[0].op]
+        return [each.op for each in op.inputs if each.shape.rank != 0] if _is_by_element(op) else []
+
+    ops = subgraphs.reached([tensor.op], behind)
+    ends = [op for op in ops if not _is_passing(op) and not _is_by_element(op)]
+    is_one = len(ends) == 1 and ends[0].type == "ConcatV2" and tf.get_static_value(ends[0].inputs[-1]) == 0
+    return ends[0] if is_one else None
+
+
+def _is_by_element(op: tf.Operation) -> bool:
+    """Whether an op computes each element from those at its place, of which it repeats none along a dimension."""
+    if not _BY_ELEMENT.fullmatch(op.type):
+        return False
+    several = [each.shape for each in op.inputs if each.shape.rank != 0]
+    return all(shape.rank is not None and list(shape) == list(op.outputs[0].shape) for shape in several)
 
 
 def _is_passing(op: tf.Operation) -> bool:
