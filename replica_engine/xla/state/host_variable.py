@@ -132,23 +132,6 @@ class HostVariable(variables.ResourceVariable):
         if (side := host_call_site()) is not None:
             raise HostAccessError.variable(self.name, side.where)
 
-    _read_variable_op = _reads("_read_variable_op")
-    sparse_read = _reads("sparse_read")
-    gather_nd = _reads("gather_nd")
-    is_initialized = _reads("is_initialized")
-    to_proto = _reads("to_proto")
-    assign = _writes("assign", whole=True)
-    assign_add = _writes("assign_add")
-    assign_sub = _writes("assign_sub")
-    scatter_add = _writes("scatter_add")
-    scatter_sub = _writes("scatter_sub")
-    scatter_max = _writes("scatter_max")
-    scatter_min = _writes("scatter_min")
-    scatter_mul = _writes("scatter_mul")
-    scatter_div = _writes("scatter_div")
-    scatter_update = _writes("scatter_update")
-    _restore_from_tensors = _writes("_restore_from_tensors", whole=True)
-
     @property
     def device(self) -> str:
         """The host's device; known without a read of the value."""
@@ -168,3 +151,13 @@ class HostVariable(variables.ResourceVariable):
             tensor_map[at_call] = tensor_map[device_value.handles[replica]]
             resources.append(at_call)
         return resources
+
+
+for _name in ("_read_variable_op", "sparse_read", "gather_nd", "is_initialized", "to_proto"):
+    setattr(HostVariable, _name, _reads(_name))
+for _name in ("add", "sub", "max", "min", "mul", "div", "update"):
+    setattr(HostVariable, f"scatter_{_name}", _writes(f"scatter_{_name}"))
+for _name in ("assign_add", "assign_sub"):
+    setattr(HostVariable, _name, _writes(_name))
+for _name in ("assign", "_restore_from_tensors"):
+    setattr(HostVariable, _name, _writes(_name, whole=True))
