@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replica_engine._tf import distribute
-from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import ReplicaValueError, StructureMismatchError
 from replica_engine.values.structure import LEAVES, PLAIN, OtherStructure, flatten, open_level
 
 _SEQUENCES = (tuple, list)
 _DISTRIBUTED = (distribute.PerReplica, distribute.LaterPerReplica, distribute.Mirrored)
-_OF_NO_VARIABLE = frozenset((type(None), bool, int, float, str, EagerTensor))
+_OF_NO_VARIABLE = LEAVES.difference(_DISTRIBUTED)
 
 
 def regroup(values: Sequence[object], what: str = "The values of the replicas", name: str = "result") -> Any:
