@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -45,27 +46,24 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         process_id: int | None = None,
     ):
         self.cluster = _cluster(coordinator_address, num_processes, process_id)
-        self._found: DeviceGroup | None = None
         self._asked = platform_named(platform)
         if self.cluster.num_processes > 1:
             self.task_type, self.task_id = "worker", self.cluster.process_id
         elif platform is not None:
-            self._found = self.group(None)  # fails now if there is none
+            _ = self.devices  # fails now if there is none
 
     @property
     def platform(self) -> str:
         """The platform: "tpu", "gpu" or "cpu"."""
         return self._asked or self.devices.platform
 
-    @property
+    @functools.cached_property
     def devices(self) -> DeviceGroup:
         """The devices, of all processes. On the CPU platform each has as many as cores.
 
         With several processes, the first use joins the job and waits for all.
         """
-        if self._found is None:
-            self._found = self.group(None)
-        return self._found
+        return self.group(None)
 
     def group(self, count: int | None, mesh: ReplicaMesh | None = None) -> DeviceGroup:
         """The first `count` devices, of all processes; None takes all. With a mesh, each replica has several.
