@@ -361,11 +361,8 @@ class DeviceValue:
     def _note(self) -> None:
         note = getattr(_thread, "note", None)
         if note is not None:
-            _thread.note = None
-            try:
+            with scoped.attribute(_thread, "note", None):
                 note(self)
-            finally:
-                _thread.note = note
 
     def _present(self) -> Array:
         """The value on the devices. A program that fails while it runs deletes it, and a program may never end."""
