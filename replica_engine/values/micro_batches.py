@@ -122,19 +122,15 @@ class _Parts:
         def body(index: tf.Tensor, *sums: tf.Tensor) -> tuple:
             return index + 1, *self._added(_filled(totals, sums), index * self._size, self._size)
 
-        _, *sums = tf.while_loop(
-            lambda index, *_: index < whole,
-            body,
-            [tf.constant(1), *_tensors(totals)],
-            parallel_iterations=1,  # memory for one part at a time
-        )
+        begin = [tf.constant(1), *_tensors(totals)]
+        # One iteration at a time, with memory for one part.
+        _, *sums = tf.while_loop(lambda index, *_: index < whole, body, begin, parallel_iterations=1)
         return _filled(totals, sums)
 
     def _with_rest(self, totals: Sums, start: samples.Rows, rest: samples.Rows) -> Sums:
         """Adds the results of the last rows if there are any; their number is not known while the graph is built."""
-        sums = tf.cond(
-            rest > 0, lambda: self._added(totals, start, rest), lambda: [tf.identity(each) for each in _tensors(totals)]
-        )
+        tensors = _tensors(totals)
+        sums = tf.cond(rest > 0, lambda: self._added(totals, start, rest), lambda: list(map(tf.identity, tensors)))
         return _filled(totals, sums)
 
     def _added(self, totals: Sums, start: samples.Rows, size: samples.Rows) -> list[tf.Tensor]:
