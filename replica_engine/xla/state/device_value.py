@@ -414,9 +414,7 @@ class DeviceValue:
     def on_replicas(self) -> list[np.ndarray] | None:
         """The value on each replica, or None if all replicas have the same."""
         with shutdown.running(), self._devices.in_flight:
-            if self.on_devices is None or self.spread is not None:
-                return None
-            if len(self.handles) == 1 and self._devices.size == 1:
+            if self.on_devices is None or self.spread is not None or len(self.handles) == self._devices.size == 1:
                 return None
             array = self._present()
             values = [np.array(value) for value in self._devices.fetch_all(array, self.shape)]
