@@ -71,13 +71,12 @@ class RandomState(DeviceValue):
     def _random_key(self) -> int:
         """A key that nobody can know; with several workers, the chief's."""
         key, member = random.SystemRandom().getrandbits(62), self._devices.member
-        if member is None:
-            return key
-        name = f"random numbers {next(_keys_of_job)}"
-        if not member.worker:
+        if member is not None:
+            name = f"random numbers {next(_keys_of_job)}"
+            if member.worker:
+                return int(member.get(name))
             member.put(name, key)
-            return key
-        return int(member.get(name))
+        return key
 
     def of_initial_values(self) -> tf.Tensor:
         """The handle of a separate state on the host, for initial values of variables to draw from.
