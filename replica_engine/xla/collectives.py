@@ -276,9 +276,8 @@ def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     else:
         of_replica = [len(next(row for row in rows if replica in row)) for replica in range(sum(map(len, rows)))]
         count = tf.gather(tf.constant(of_replica), xla_ops.replica_id())
-    if x.dtype.is_integer:
-        return total // tf.cast(count, x.dtype)
-    return total / tf.cast(count, x.dtype)
+    count = tf.cast(count, x.dtype)
+    return total // count if x.dtype.is_integer else total / count
 
 
 def _extreme(op: str, x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
