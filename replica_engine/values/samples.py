@@ -107,11 +107,7 @@ def pad(batch: T, more: Rows) -> T:
 
 def blank(batch: T) -> T:
     """A batch of one sample of zeros, with the shapes and dtypes of `batch`, which has no samples."""
-
-    def zeros(leaf: object) -> object:
-        return tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf
-
-    return _map(zeros, batch)
+    return _map(lambda leaf: tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf, batch)
 
 
 def join(parts: Sequence[T]) -> T:
