@@ -486,10 +486,8 @@ def home_of(handle: tf.Tensor) -> DeviceValue | None:
 
 def device_value_of(handle: tf.Tensor, devices: DeviceGroup) -> DeviceValue | Borrowed:
     """The value of the variable behind a handle, for launches on these devices."""
-    device_value = getattr(handle, _MARK, None)
-    if device_value is not None and device_value._devices is devices:
-        return device_value
-    return Borrowed(handle, devices)
+    value: DeviceValue | None = getattr(handle, _MARK, None)
+    return value if value is not None and value._devices is devices else Borrowed(handle, devices)
 
 
 def axes_of(handle: tf.Tensor, mesh: ReplicaMesh | None) -> Axes:

@@ -110,8 +110,7 @@ class HostVariable(variables.ResourceVariable):
     @property
     def variables(self) -> list[HostVariable]:
         """The variable, once for each device of its replica, as TensorFlow's variables of several logical devices."""
-        device_value, _ = self._replica_engine
-        return [self] * device_value.devices_each
+        return [self] * self._replica_engine[0].devices_each
 
     @property
     def handle(self) -> tf.Tensor:
