@@ -45,9 +45,8 @@ def _binomial(
     resource: tf.Tensor, algorithm: int, shape: tf.Tensor, counts: tf.Tensor, probs: tf.Tensor, dtype: tf.DType
 ) -> tf.Tensor:
     """`Generator.binomial`: the generator draws a seed on the devices, as in `make_seeds`; the host draws from it."""
-    state = tf.raw_ops.RngReadAndSkip(
-        resource=resource, alg=tf.cast(algorithm, tf.int32), delta=tf.constant(1, tf.uint64)
-    )
+    one = tf.constant(1, tf.uint64)
+    state = tf.raw_ops.RngReadAndSkip(resource=resource, alg=tf.cast(algorithm, tf.int32), delta=one)
     size = 1 if algorithm == tf.random.Algorithm.THREEFRY.value else 2  # of the counter; a key and padding follow
     counter, key = (tf.bitcast(part, tf.uint64) for part in (state[:size], state[size : size + 1]))
     integers = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, shape=[1], alg=algorithm)
