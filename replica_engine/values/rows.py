@@ -212,10 +212,8 @@ def reduces_rows(own: Callable[..., list[object]]) -> Callable[..., list[object]
         is_alone = own_replicas == 1 < replicas  # in its process: its rows are not those of several replicas
         kinds = (distribute.PerReplica, tf.IndexedSlices) if is_alone else distribute.PerReplica
         plans = [_Plan(value, to, replicas) if are_rows(value, kinds) else None for value, to in pairs]
-        flat = [
-            each for plan, pair in zip(plans, pairs, strict=True) for each in ([pair] if plan is None else plan.pairs)
-        ]
-        reduced = iter(own(self, reduce_op, flat, options))
+        nested = [[pair] if plan is None else plan.pairs for plan, pair in zip(plans, pairs, strict=True)]
+        reduced = iter(own(self, reduce_op, list(itertools.chain(*nested)), options))
         return [next(reduced) if plan is None else plan.result([next(reduced) for _ in plan.pairs]) for plan in plans]
 
     return batch_reduce_to
