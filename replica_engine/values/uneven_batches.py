@@ -61,13 +61,11 @@ def split_batch(
     padded = samples.pad(batch if total else samples.blank(batch), size * replicas - max(1, total))
     weights = tf.cast(tf.range(size * replicas) < total, tf.float32) / max(total, 1)
     devices = strategy.extended.worker_devices
-    shares, of_rows = [], []
+    shares = []
     for replica in range(replicas):
         with tf.device(devices[replica]):
-            start, stop = replica * size, (replica + 1) * size
-            shares.append(samples.on_device(samples.take(padded, start, stop)))
-            of_rows.append(tf.identity(weights[start:stop]))
-    return regroup(shares), regroup(of_rows)
+            shares.append(samples.on_device(samples.take((padded, weights), replica * size, (replica + 1) * size)))
+    return regroup(shares)
 
 
 def join_outputs(strategy: tf.distribute.Strategy, outputs: object, count: int | None = None) -> Any:
