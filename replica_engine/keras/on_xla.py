@@ -35,8 +35,8 @@ from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.values import rows, samples
 from replica_engine.values.regroup import regroup, select
-from replica_engine.xla import soft_placement
 from replica_engine.xla.body import apart
+from replica_engine.xla.soft_placement.kinds import string_work
 
 MANY_SIZES = 8
 """A warning is logged when programs for this many batch sizes of one step exist."""
@@ -305,7 +305,7 @@ class _Branch:
             self._logs = Logs(self._step(data), self.share)
         if len(self._updates) > 1:
             raise CollectiveError.apart("A second update of weights")
-        if soft_placement.string_work(tf.compat.v1.get_default_graph().get_operations()) is not None:
+        if string_work(tf.compat.v1.get_default_graph().get_operations()) is not None:
             raise CollectiveError.apart("Work with strings or a lookup table")
         grads = [grad for _, of_update, _ in self._updates for grad in of_update]
         if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in grads):

@@ -43,7 +43,7 @@ from replica_engine.xla.host_calls.outside_compilation import outside_compilatio
 from replica_engine.xla.host_calls.results import returns
 from replica_engine.xla.replicate import lower, replicate
 from replica_engine.xla.resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
-from replica_engine.xla.soft_placement import HostCallInfo
+from replica_engine.xla.soft_placement.moved import HostCallInfo
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.lower import Lowered
 from replica_engine.xla.stages.results import Counts, counts

@@ -43,10 +43,10 @@ from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.process import shutdown, threads
 from replica_engine.process.interrupts import wait_within
 from replica_engine.values.regroup import regroup
-from replica_engine.xla import soft_placement
 from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.soft_placement.summaries import add_caller
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.program_table import Entry, ProgramTable
@@ -105,7 +105,7 @@ def plan(
     """What the program of such a call needs on each device; see `TPUStrategy.plan`. The program does not run."""
 
     def planned(arguments: Arguments, shapes: Shapes) -> Plan:
-        shapes = soft_placement.add_caller(arguments, shapes)
+        shapes = add_caller(arguments, shapes)
         for slot in arguments.slots:
             if not slot.shape.is_fully_defined():  # in eager mode the shapes of a slot are known
                 raise ReplicaMismatchError(
@@ -231,7 +231,7 @@ def _prepared(
     if not tf.executing_eagerly():
         results = _in_graph(programs, source, arguments, shapes)
         return lambda: regroup(results, _RESULTS) if grouped else results
-    shapes = soft_placement.add_caller(arguments, shapes)
+    shapes = add_caller(arguments, shapes)
     entry = programs.entry(source, arguments, shapes, args)
     slots = arguments.numpy()
     compiled = programs.ready(entry, slots)

@@ -37,13 +37,13 @@ from replica_engine.errors.base import add_note
 from replica_engine.errors.timeouts import FOR_BATCH, FOR_BATCH_OF_WORKER
 from replica_engine.telemetry.watchdog import Wait
 from replica_engine.values.structure import flatten
-from replica_engine.xla import soft_placement
 from replica_engine.xla.body import in_body
 from replica_engine.xla.host_calls.call import current_calls
 from replica_engine.xla.loop.prefetch import InputQueue, Parts
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.soft_placement.kinds import needs_host
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Launch, Pending
 from replica_engine.xla.stages.results import Column
@@ -110,7 +110,7 @@ class ChunkBody:
         if self._calls_host:
             return self._value(step(*inputs))
         body = in_body()
-        moves = body is not None and body.moves_ops and soft_placement.needs_host(step.graph)
+        moves = body is not None and body.moves_ops and needs_host(step.graph)
         if current_calls().calls or moves:
             raise StepCallsHost
         count, *stacked = inputs

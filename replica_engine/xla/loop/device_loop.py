@@ -22,12 +22,12 @@ import tensorflow as tf
 from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import HostAccessError, HostResultError, InputsError, LoweringError, ReplicaEngineError
-from replica_engine.xla import soft_placement
 from replica_engine.xla.loop.batches import BatchReader
 from replica_engine.xla.loop.chunks import ChunkBody, Chunks, StepCallsHost, arguments_like
 from replica_engine.xla.loop.prefetch import InputQueue, Prefetcher
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
+from replica_engine.xla.soft_placement.summaries import add_caller
 from replica_engine.xla.stages.program_table import Entry, ProgramTable
 
 _MOST_STEPS = 128  # the most steps of a launch
@@ -92,7 +92,7 @@ def run_loop(
         declared = ("device loop", mode, arguments.key, tuple(shapes), most, calls_host)
         given = Arguments(arguments_like(specs, most, devices.size, calls_host), {}, devices.size, numbers=True)
         count = len(given.slots)
-        of_all = soft_placement.add_caller(given, given.shapes)
+        of_all = add_caller(given, given.shapes)
         call = FunctionSpec(body, autograph=False, declared=declared, step=source), given, of_all
         return _Program(body, call, given.numpy()[count:], most, at_once, calls_host)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -128,8 +127,3 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs) -> MovedBody:
         registered = xla_ops.register(f"replica_body_{name}_on_host_{next(_numbers)}", copy)
     pieces = [call for call in calls.calls[begin:] if isinstance(call, Piece)]
     return MovedBody(registered, pieces, host_results, rewriter.originals)
-
-
-def described(calls: Sequence[HostCall]) -> tuple[HostCallInfo, ...]:
-    """The host calls of a program, as data."""
-    return tuple(HostCallInfo.of(call) for call in calls)

@@ -21,12 +21,13 @@ from replica_engine.errors import CaptureError, HostAccessError, LoweringError
 from replica_engine.errors.base import at
 from replica_engine.errors.host_calls import moved_to_host
 from replica_engine.values.regroup import regroup
-from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis.meetings import Apart
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.call import HostCalls
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.outputs import Outputs
+from replica_engine.xla.soft_placement import kinds
+from replica_engine.xla.soft_placement.moved import Inputs, MovedBody, move
 from replica_engine.xla.soft_placement.piece import Source
 from replica_engine.xla.stages.results import Column, tensors_of
 from replica_engine.xla.state.device_value import home_of
@@ -109,13 +110,11 @@ class BodyGraph:
         self.writer = arguments.summary_writer
         slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []
         self.sparse_slots = frozenset(
-            index
-            for index, (slot, inside) in enumerate(slots)
-            if slot.is_sparse and soft_placement.is_left_on_host(inside)
+            index for index, (slot, inside) in enumerate(slots) if slot.is_sparse and kinds.is_left_on_host(inside)
         )
         strings = [index for index, (slot, _) in enumerate(slots) if xla_ops.is_host_only(slot.dtype)]
         self.host_slots = self.sparse_slots.union(strings)
-        self.moves = body.moves_ops and (bool(self.host_slots) or soft_placement.needs_host(graph))
+        self.moves = body.moves_ops and (bool(self.host_slots) or kinds.needs_host(graph))
         if self.moves:
             host_calls.can_fail = True
             graph.capture(host_calls.order)
@@ -189,7 +188,7 @@ class BodyGraph:
                 self._registered = xla_ops.register(f"replica_body_{self.name}_{next(_numbers)}", self.graph)
         return self._registered
 
-    def moved(self, slots: Sequence[tf.TensorSpec], tensors: Sequence[tf.TensorSpec]) -> soft_placement.MovedBody:
+    def moved(self, slots: Sequence[tf.TensorSpec], tensors: Sequence[tf.TensorSpec]) -> MovedBody:
         """The graph with its host ops moved into host calls, for slots and captured tensors of these specs."""
         parameters = [
             (inside, spec)
@@ -207,8 +206,8 @@ class BodyGraph:
         ]
         on_host += [(inside, inside.shape, self._source(outside, inside)) for outside, inside in self._on_host]
         handles = list(zip(self._variables, self.handles, strict=True))
-        inputs = soft_placement.Inputs(parameters, handles, on_host)
-        moved = soft_placement.move(self.name, self.graph, self.host_calls, inputs)
+        inputs = Inputs(parameters, handles, on_host)
+        moved = move(self.name, self.graph, self.host_calls, inputs)
         if moved.pieces and not self._told:
             self._told = True
             _logger.info(moved_to_host(self.name, [piece.say() for piece in moved.pieces]))
@@ -297,7 +296,7 @@ def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
     if tf.is_symbolic_tensor(outside) or callable(outside):
         return False
     if inside.dtype == tf.resource:
-        return soft_placement.is_host_resource(outside) and "Iterator" not in str(outside)
+        return kinds.is_host_resource(outside) and "Iterator" not in str(outside)
     return xla_ops.is_host_only(inside.dtype)
 
 

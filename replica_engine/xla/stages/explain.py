@@ -13,7 +13,7 @@ from replica_engine._tf.graphs import subgraphs
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
 from replica_engine.errors.base import at
-from replica_engine.xla.soft_placement import MovedBody
+from replica_engine.xla.soft_placement.moved import MovedBody
 from replica_engine.xla.stages.body_graph import BodyGraph
 
 _LOOP_SHAPES = re.compile(r"shapes of loop body do not match: \((.*?)\) vs\. \((.*?)\)$", re.MULTILINE)

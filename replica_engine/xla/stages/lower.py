@@ -29,7 +29,7 @@ from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.pjrt.workers import explain as explain_by_job
-from replica_engine.xla import soft_placement
+from replica_engine.xla.soft_placement.moved import HostCallInfo, MovedBody
 from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
@@ -50,20 +50,14 @@ class Lowered:
         has_collectives: whether the replicas exchange values.
     """
 
-    def __init__(
-        self,
-        traced: BodyGraph,
-        slots: list[tf.TensorSpec],
-        module: LoweredModule,
-        moved: soft_placement.MovedBody | None,
-    ):
+    def __init__(self, traced: BodyGraph, slots: list[tf.TensorSpec], module: LoweredModule, moved: MovedBody | None):
         written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
         pieces = [piece for piece in (moved.pieces if moved else ()) if piece.index in module.host_calls]
         host_results = moved.host_results if moved else {}
         first = len(slots) - len(traced.host_slots) + len(traced.captured)
         writes = [(parameter - first, result) for parameter, result in module.writes]
         self.traced = traced
-        self.host_calls = soft_placement.described([*written, *pieces])
+        self.host_calls = tuple(map(HostCallInfo.of, [*written, *pieces]))
         self.has_collectives = module.has_collectives
         results = _results(traced, module, writes, host_results)
         returned = len(traced.outputs) - len(host_results)
@@ -265,7 +259,7 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
         traced.check_shape(index, name, spec)
     specs = [spec for index, spec in enumerate(slots) if index not in traced.host_slots]
     specs += [tensors[index] for index in traced.captured]
-    moved: soft_placement.MovedBody | None = None
+    moved: MovedBody | None = None
     try:
         if traced.moves:
             moved = traced.moved(slots, tensors)

@@ -33,7 +33,6 @@ from replica_engine.errors.scopes import warn_shared_variable
 from replica_engine.errors.timeouts import table
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.xla import soft_placement
 from replica_engine.xla.analysis import meetings
 from replica_engine.xla.analysis.differences import Differences, Reason
 from replica_engine.xla.body import Body
@@ -43,6 +42,7 @@ from replica_engine.xla.signature import argument_names
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.signature.outputs import Outputs
+from replica_engine.xla.soft_placement import summaries
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.lower import Lowered, lower
 from replica_engine.xla.stages.results import count
@@ -159,7 +159,7 @@ def _trace_once(
             initial_values.of_one_trace(),
             enter(),
             _recorded(created),
-            soft_placement.bound(arguments, placeholders),
+            summaries.bound(arguments, placeholders),
             sums.noted(placeholders),
         ):
             outputs.append(Outputs(converted(*args, **kwargs), source.returns_tensors))
