@@ -266,14 +266,11 @@ def _assigned_before(read: tf.Operation) -> list[tf.Tensor]:
 
     An optimizer's updates are left out: they are subtracted, and the same on all replicas.
     """
-    found: list[tf.Tensor] = []
-    if read.type == "ReadVariableOp":
-        for op in read.graph.get_operations():
-            if op is read:
-                break
-            if op.type in _ASSIGNING and op.inputs[0] is read.inputs[0]:
-                found.append(op.inputs[1])
-    return found
+    if read.type != "ReadVariableOp":
+        return []
+    operations = read.graph.get_operations()
+    earlier = operations[: operations.index(read)]
+    return [op.inputs[1] for op in earlier if op.type in _ASSIGNING and op.inputs[0] is read.inputs[0]]
 
 
 def _constants(tensor: tf.Tensor) -> tuple[list[float], set[int]]:
@@ -285,11 +282,9 @@ def _constants(tensor: tf.Tensor) -> tuple[list[float], set[int]]:
         return [each.op for each in (*op.inputs, *_assigned_before(op))]
 
     for op in subgraphs.reached([tensor.op], before, lambda op: op.name):
-        if op.type != "Const":
-            continue
-        lengths.update(op.outputs[0].shape)
-        if (op.outputs[0].shape.num_elements() or _FEW + 1) > _FEW:
-            continue
-        if op.outputs[0].dtype.is_floating or op.outputs[0].dtype.is_integer:
-            found += [float(each) for each in tf.make_ndarray(op.get_attr("value")).ravel()]
+        if op.type == "Const":
+            shape, dtype = op.outputs[0].shape, op.outputs[0].dtype
+            lengths.update(shape)
+            if 0 < (shape.num_elements() or 0) <= _FEW and (dtype.is_floating or dtype.is_integer):
+                found += [float(each) for each in tf.make_ndarray(op.get_attr("value")).ravel()]
     return found, lengths
