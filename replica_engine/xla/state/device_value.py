@@ -99,13 +99,9 @@ class DeviceValue:
         self._devices = devices
         self.on_devices: Array | None = None
         self._on_host: Array | None = None  # the array whose value the host has too
-        self._looked_at = False
-        self._freed = False
+        self._looked_at = self._freed = self._maybe_written = self._lost = self._told = False
         self._pins = 0
         self._writer: int | None = None  # the thread in `host_writes`; its reads do not count as the first read
-        self._maybe_written = False
-        self._lost = False
-        self._told = False
         self._steps = 0  # that have written it
         self.limits: tuple[float | None, float | None] = (None, None)
         self.written_by: Computed | None = None
@@ -311,12 +307,10 @@ class DeviceValue:
             values: the value of each of `parts_here`.
         """
         self._note()
-        shape = self.shape
         assert isinstance(self._devices, PartitionedGroup), "the value is divided"
-        assert shape is not None, "the value is divided"
         with shutdown.running(), self._devices.in_flight:
             self._on_host, self._maybe_written = None, False
-            self.set_array(self._devices.put_parts(values, shape, self.axes))
+            self.set_array(self._devices.put_parts(values, tuple(self._shape), self.axes))
             self._steps += 1
             self._free()
 
