@@ -132,8 +132,7 @@ class Decisions:
                 row if keeps else _where(lost, self._unknown, row) for keeps, row in zip(kept, values, strict=False)
             ]
             after = self._run(body, values, list(map(operator.or_, lost, going)))
-            both = zip(kept, values, after, strict=False)
-            values = [row if keeps else _where(going, new, row) for keeps, row, new in both]
+            values = [_where(going, new, row) for new, row in zip(after, values, strict=False)]
             counts = [
                 None if is_lost else count + 1 if on else count
                 for is_lost, on, count in zip(lost, going, counts, strict=True)
