@@ -107,7 +107,7 @@ def pad(batch: T, more: Rows) -> T:
 
 def blank(batch: T) -> T:
     """A batch of one sample of zeros, with the shapes and dtypes of `batch`, which has no samples."""
-    return _map(lambda leaf: tf.zeros([1, *leaf.shape[1:]], leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf, batch)
+    return _map_dense(lambda leaf: tf.zeros([1, *leaf.shape[1:]], leaf.dtype), batch)
 
 
 def join(parts: Sequence[T]) -> T:
@@ -126,13 +126,7 @@ def views(batch: object) -> Any:
 
 def generalized(batch: object) -> Any:
     """The specification of batches that are like this one except for their number of samples."""
-
-    def spec(leaf: object) -> object:
-        if not isinstance(leaf, tf.Tensor) or not has_rows(leaf):
-            return leaf
-        return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-
-    return tf.nest.map_structure(spec, batch)
+    return _map_dense(lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), batch)
 
 
 def on_device(batch: T) -> T:
@@ -168,6 +162,10 @@ def places(batch: object) -> int | str:
 
 def _map(change: Callable[[Array], object], batch: T) -> T:
     return tf.nest.map_structure(lambda leaf: change(leaf) if has_rows(leaf) else leaf, batch)
+
+
+def _map_dense(change: Callable[[tf.Tensor], object], batch: T) -> T:
+    return _map(lambda leaf: change(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch)
 
 
 def _as_tensor(leaf: object) -> object:
