@@ -13,7 +13,7 @@ from replica_engine.errors import HostResultError
 
 _USES = """
 tf_tensor array bool int float complex index round format bytes iter next len contains getitem setitem delitem call
-enter exit neg pos abs invert eq ne lt le gt ge
+enter exit neg pos abs invert eq ne lt le gt ge setattr
 """
 _OPERATORS = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
 
@@ -28,16 +28,13 @@ class UnknownResults:
     __slots__ = ("_error",)
     __hash__ = object.__hash__
 
+    _error: Callable[[], HostResultError]
+
     def __init__(self, error: Callable[[], HostResultError]):
-        self._error = error
+        object.__setattr__(self, "_error", error)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise self._error()
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in self.__slots__:
-            raise self._error()
-        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return "<unknown results of a host function; declare them with xla.returns>"
