@@ -23,9 +23,7 @@ def install() -> None:
     row_updates.MAKE_OP.around(_make_op)
 
 
-def _custom_gradient(
-    original: Callable[..., object], fn: Callable[..., object], args: object, kwargs: object
-) -> object:
+def _custom_gradient(original: Callable[..., object], fn: object, args: object, kwargs: object) -> object:
     """A function with a gradient of its own: TensorFlow would keep the gradient, and so the graph, for ever."""
     results = original(fn, args, kwargs)
     if control_flow.in_body():
