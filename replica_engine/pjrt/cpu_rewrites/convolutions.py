@@ -7,7 +7,6 @@ has one element for each element of the result.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -28,7 +27,6 @@ MOST_TIMES = 4
 """How many times the bytes of the operands and of the result a form may keep, where that is more than `MOST_BYTES`."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Convolution:
     """A convolution, with names for its dimensions.
 
@@ -43,55 +41,24 @@ class Convolution:
         groups, batch_groups: in how many parts the features, or the batch, are convolved apart.
     """
 
-    input: Value
-    kernel: Value
-    batch: int
-    features: int
-    space: list[int]
-    inputs: int
-    outputs: int
-    window: list[int]
-    result_batch: int
-    result_features: int
-    result_space: list[int]
-    shape: list[int]
-    strides: list[int]
-    low: list[int]
-    high: list[int]
-    input_dilation: list[int]
-    kernel_dilation: list[int]
-    reverse: list[bool]
-    groups: int
-    batch_groups: int
-
-    @classmethod
-    def of(cls, operation: hlo.ConvolutionOp) -> Convolution:
-        """Reads an operation."""
+    def __init__(self, operation: hlo.ConvolutionOp):
         numbers = hlo.ConvDimensionNumbers(operation.dimension_numbers)
-        ones = [1] * len(numbers.input_spatial_dimensions)
-        low, high = ops.padding(operation, len(ones))
-        return cls(
-            operation.lhs,
-            operation.rhs,
-            numbers.input_batch_dimension,
-            numbers.input_feature_dimension,
-            list(numbers.input_spatial_dimensions),
-            numbers.kernel_input_feature_dimension,
-            numbers.kernel_output_feature_dimension,
-            list(numbers.kernel_spatial_dimensions),
-            numbers.output_batch_dimension,
-            numbers.output_feature_dimension,
-            list(numbers.output_spatial_dimensions),
-            ops.shape(operation.result),
-            ops.numbers(operation.window_strides, ones),
-            low,
-            high,
-            ops.numbers(operation.lhs_dilation, ones),
-            ops.numbers(operation.rhs_dilation, ones),
-            ops.numbers(operation.window_reversal, [False] * len(ones)),
-            ir.IntegerAttr(operation.feature_group_count).value,
-            ir.IntegerAttr(operation.batch_group_count).value,
-        )
+        self.input, self.kernel = operation.lhs, operation.rhs
+        self.batch, self.features = numbers.input_batch_dimension, numbers.input_feature_dimension
+        self.space = list(numbers.input_spatial_dimensions)
+        self.inputs, self.outputs = numbers.kernel_input_feature_dimension, numbers.kernel_output_feature_dimension
+        self.window = list(numbers.kernel_spatial_dimensions)
+        self.result_batch, self.result_features = numbers.output_batch_dimension, numbers.output_feature_dimension
+        self.result_space = list(numbers.output_spatial_dimensions)
+        self.shape = ops.shape(operation.result)
+        ones = [1] * len(self.space)
+        self.strides = ops.numbers(operation.window_strides, ones)
+        self.low, self.high = ops.padding(operation, len(ones))
+        self.input_dilation = ops.numbers(operation.lhs_dilation, ones)
+        self.kernel_dilation = ops.numbers(operation.rhs_dilation, ones)
+        self.reverse = ops.numbers(operation.window_reversal, [False] * len(ones))
+        self.groups = ir.IntegerAttr(operation.feature_group_count).value
+        self.batch_groups = ir.IntegerAttr(operation.batch_group_count).value
 
     @property
     def input_size(self) -> list[int]:
@@ -110,23 +77,40 @@ class Convolution:
 
     def padded(self) -> Value:
         """The input with its padding and dilation."""
+        return self.spread(self.input, self.space)
+
+    def spread(self, value: Value, space: list[int]) -> Value:
+        """A value with the padding and dilation of the input, whose dimensions of space are these."""
         low, high, interior = ([0] * len(self.shape) for _ in range(3))
-        for index, dimension in enumerate(self.space):
+        for index, dimension in enumerate(space):
             low[dimension], high[dimension] = self.low[index], self.high[index]
             interior[dimension] = self.input_dilation[index] - 1
-        return ops.pad(self.input, low, high, interior)
+        return ops.pad(value, low, high, interior)
 
     def forward_kernel(self) -> Value:
         """The kernel, to be read forwards."""
         backwards = [dimension for dimension, reverse in zip(self.window, self.reverse, strict=True) if reverse]
         return hlo.reverse(self.kernel, backwards) if backwards else self.kernel
 
+    def product(self, value: Value, kernel: Value) -> Value:
+        """A product over the features of a value, which lie as those of the input, and the rows of a kernel.
+
+        The rows are the pixels of the kernel, with the features of each; the columns are the features of the result,
+        whose dimensions are in the order of the result.
+        """
+        rows = ops.transpose(kernel, [*self.window, self.inputs, self.outputs])
+        count = ops.shape(kernel)[self.outputs]
+        flat = ops.reshape(rows, [math.prod(ops.shape(kernel)) // count, count])
+        found = ops.product(value, flat, ([self.features], [0]))
+        left = [dimension for dimension in range(len(self.shape)) if dimension != self.features]
+        return ops.transpose(found, _order(self, [left.index(self.batch), len(left), *map(left.index, self.space)]))
+
 
 def rewritten(operation: hlo.ConvolutionOp) -> Value | None:
     """The result of a convolution in a faster form; None if its own is the fastest."""
     if not ops.is_static_float(operation.lhs, operation.rhs, operation.result):
         return None
-    each = Convolution.of(operation)
+    each = Convolution(operation)
     slices, positions = math.prod(each.window_size), math.prod(each.result_size)
     kernel = ops.shape(each.kernel)
     if not _fits(each, _padded_elements(each)):
@@ -179,24 +163,14 @@ def _patches(each: Convolution) -> Value:
     """Slices side by side, one for each element of the kernel, and a product with all of the kernel."""
     padded = each.padded()
     slices = [_slice(each, padded, offset) for offset in _offsets(each.window_size)]
-    flat = ops.reshape(
-        ops.transpose(each.forward_kernel(), [*each.window, each.inputs, each.outputs]),
-        [math.prod(each.window_size) * ops.shape(each.kernel)[each.inputs], ops.shape(each.kernel)[each.outputs]],
-    )
-    return _placed(each, ops.product(ops.join(slices, each.features), flat, ([each.features], [0])))
+    return each.product(ops.join(slices, each.features), each.forward_kernel())
 
 
 def _of_one_pixel(each: Convolution) -> Value:
     """The kernel has one pixel, and no strides: a product. Zeros between pixels are put into the result, not before."""
-    kernel = ops.reshape(
-        ops.transpose(each.kernel, [*each.window, each.inputs, each.outputs]),
-        [ops.shape(each.kernel)[each.inputs], ops.shape(each.kernel)[each.outputs]],
-    )
     if max(each.input_dilation) == 1:
-        return _placed(each, ops.product(each.padded(), kernel, ([each.features], [0])))
-    small = dataclasses.replace(each, shape=_with(each, each.input_size))
-    first = _placed(small, ops.product(each.input, kernel, ([each.features], [0])))
-    return dataclasses.replace(each, input=first, space=each.result_space).padded()
+        return each.product(each.padded(), each.kernel)
+    return each.spread(each.product(each.input, each.kernel), each.result_space)
 
 
 def _to_one_pixel(each: Convolution) -> Value:
@@ -254,27 +228,12 @@ def _cut(
     return ops.cut(value, starts, sizes, steps)
 
 
-def _placed(each: Convolution, found: Value) -> Value:
-    """A product, whose dimensions are those of the input without features, then features, as the result has them."""
-    left = [dimension for dimension in range(len(each.shape)) if dimension != each.features]
-    order = _order(each, [left.index(each.batch), len(left), *(left.index(dimension) for dimension in each.space)])
-    return ops.transpose(found, order)
-
-
 def _order(each: Convolution, where: Sequence[int]) -> list[int]:
     """The order of dimensions in the result, for a value that has batch, features and space `where` it says."""
     order = [0] * len(each.shape)
     for target, source in zip([each.result_batch, each.result_features, *each.result_space], where, strict=True):
         order[target] = source
     return order
-
-
-def _with(each: Convolution, size: Sequence[int]) -> list[int]:
-    """The shape of the result with another size in space."""
-    shape = list(each.shape)
-    for dimension, length in zip(each.result_space, size, strict=True):
-        shape[dimension] = length
-    return shape
 
 
 def _offsets(size: Sequence[int]) -> Iterator[tuple[int, ...]]:
