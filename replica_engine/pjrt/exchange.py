@@ -30,8 +30,7 @@ _LARGEST = 1 << 24  # words at a time: devices that share a large value may not 
 
 _PROGRAM = """module @replica_body {{
   func.func public @main(%x: {type}) -> {type} {{
-{before}
-    %result = "stablehlo.all_reduce"({operand}) ({{
+    %result = "stablehlo.all_reduce"(%x) ({{
       ^bb0(%a: tensor<{element}>, %b: tensor<{element}>):
         %both = stablehlo.{op} %a, %b : tensor<{element}>
         stablehlo.return %both : tensor<{element}>
@@ -40,11 +39,6 @@ _PROGRAM = """module @replica_body {{
   }}
 }}
 """
-_OF_FIRST = """    %id = stablehlo.replica_id : tensor<ui32>
-    %zero = stablehlo.constant dense<0> : tensor<ui32>
-    %is_first = stablehlo.compare EQ, %id, %zero : (tensor<ui32>, tensor<ui32>) -> tensor<i1>
-    %nothing = stablehlo.constant dense<0> : {type}
-    %own = stablehlo.select %is_first, %x, %nothing : tensor<i1>, {type}"""
 
 
 def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, None)) -> np.ndarray:
@@ -65,8 +59,9 @@ def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, 
         piece = data[begin : begin + 4 * _LARGEST]
         words = max(_SMALLEST, 1 << (-(-piece.size // 4) - 1).bit_length())
         sent = np.zeros(words, np.uint32)
-        sent.view(np.uint8)[: piece.size] = piece
-        chiefs = _run(devices, sent, of_chief=True, limits=limits)
+        if devices.is_chiefs:  # the others' zeros are the least numbers, so the largest are the chief's
+            sent.view(np.uint8)[: piece.size] = piece
+        chiefs = _run(devices, sent, "the chief's value", "maximum", limits)
         received[begin : begin + piece.size] = chiefs.view(np.uint8)[: piece.size]
     return received.view(value.dtype).reshape(value.shape)
 
@@ -82,17 +77,16 @@ def least(devices: DeviceGroup, numbers: Sequence[int], limits: Limits = (None, 
     Raises:
         ReplicaTimeoutError, WorkersMissingError, WorkerLostError or another failure: as for `from_chief`.
     """
-    return _run(devices, np.array(numbers, np.int64), of_chief=False, limits=limits).tolist()
+    return _run(devices, np.array(numbers, np.int64), "a minimum over workers", "minimum", limits).tolist()
 
 
-def _run(devices: DeviceGroup, value: np.ndarray, of_chief: bool, limits: Limits) -> np.ndarray:
-    """Runs one exchange, of the chief's value or of a minimum, within the limits.
+def _run(devices: DeviceGroup, value: np.ndarray, what: str, op: str, limits: Limits) -> np.ndarray:
+    """Runs one exchange, a reduction over all devices by an operation of StableHLO, within the limits.
 
     Ctrl-C ends each wait. It is held off between the moment when the program starts and that when its end is awaited.
     """
     group, devices = devices, devices.flat
     timeout, warn_after = limits
-    what = "the chief's value" if of_chief else "a minimum over workers"
     member, began, left = devices.member, time.perf_counter(), threading.Event()
     assert member is not None, "there are several workers"
 
@@ -111,7 +105,7 @@ def _run(devices: DeviceGroup, value: np.ndarray, of_chief: bool, limits: Limits
 
     order = devices.in_flight
     with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
-        executable = _program(devices, value, of_chief, f"{what}, {value.size} numbers", limits)
+        executable = _program(devices, value, op, f"{what}, {value.size} numbers", limits)
         _wait_for_turn(executable, group)
         wait = Wait(None, timeout=timeout, late=TimeoutError, breaker=left.set)
         try:
@@ -246,21 +240,14 @@ def _element(dtype: np.dtype) -> str:
 _programs: dict[tuple, Executable] = {}
 
 
-def _program(devices: DeviceGroup, value: np.ndarray, of_chief: bool, name: str, limits: Limits) -> Executable:
+def _program(devices: DeviceGroup, value: np.ndarray, op: str, name: str, limits: Limits) -> Executable:
     """The compiled program; the limits, which count for its first launch, are those of the call that compiles it."""
-    key = devices, value.size, of_chief
+    key = devices, value.size, op
     if key not in _programs:
         element = _element(value.dtype)
-        of_type = f"tensor<{value.size}x{element}>"
-        text = _PROGRAM.format(
-            type=of_type,
-            element=element,
-            op="add" if of_chief else "minimum",
-            before=_OF_FIRST.format(type=of_type) if of_chief else "",
-            group=list(range(devices.replicas)),
-            replicas=devices.replicas,
-            operand="%own" if of_chief else "%x",
-        )
+        kind, replicas = f"tensor<{value.size}x{element}>", devices.replicas
+        group = list(range(replicas))
+        text = _PROGRAM.format(type=kind, element=element, op=op, group=group, replicas=replicas)
         results = [(value.shape, value.dtype)]
         _programs[key] = Executable(text, devices, results, name=(name, ""), limits=limits)
     return _programs[key]
