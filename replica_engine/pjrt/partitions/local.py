@@ -56,8 +56,8 @@ class Devices:
     def gathered(self, value: ir.Value, axes: Sequence[str]) -> ir.Value:
         """The values of the devices along some axes, one after the other along a new first dimension."""
         kind = ir.RankedTensorType(value.type)
-        row = hlo.reshape(_tensor([1, *kind.shape], kind.element_type), value)
-        rows = _tensor([self.count(axes), *kind.shape], kind.element_type)
+        row = hlo.reshape(tensor([1, *kind.shape], kind.element_type), value)
+        rows = tensor([self.count(axes), *kind.shape], kind.element_type)
         return hlo.AllGatherOp([rows], [row], 0, **self._groups(axes)).results[0]
 
     def _groups(self, axes: Sequence[str]) -> dict[str, Any]:
@@ -97,49 +97,47 @@ def computed_locally(
         build: gets the operands' parts and gives those of the results; called once, where the computation is built.
         fillings: a scalar for each operand, with which it is filled up to equal parts; 0 where there is none.
     """
+    mesh = devices.layout.mesh
     with ir.InsertionPoint(operation), operation.location:
-        given = []
-        for index, (value, divided) in enumerate(zip(operation.operands, inputs, strict=True)):
-            given.append(_filled_up(value, divided, devices, fillings[index] if index < len(fillings) else None))
-        kinds = [ir.RankedTensorType(each.type) for each in operation.results]
-        mesh = devices.layout.mesh
-        stored = [
-            _tensor(mesh.stored(each.shape, by), each.element_type) for each, by in zip(kinds, outputs, strict=True)
-        ]
         tensors = [ir.RankedTensorType(each.type) for each in operation.operands]
-        parts = [
-            _tensor(mesh.on_each(each.shape, by), each.element_type) for each, by in zip(tensors, inputs, strict=True)
+        given = []
+        for index, (value, kind, by) in enumerate(zip(operation.operands, tensors, inputs, strict=True)):
+            filling = fillings[index] if index < len(fillings) else None
+            given.append(filled_up(value, mesh.stored(kind.shape, by), filling))
+        kinds = [ir.RankedTensorType(each.type) for each in operation.results]
+        stored = [
+            tensor(mesh.stored(each.shape, by), each.element_type) for each, by in zip(kinds, outputs, strict=True)
         ]
-        outer, block = manual_computation(devices.layout, given, inputs, parts, stored, outputs)
+        parts = [
+            tensor(mesh.on_each(each.shape, by), each.element_type) for each, by in zip(tensors, inputs, strict=True)
+        ]
+        outer, block = manual_computation(dict(mesh.axes), given, inputs, parts, stored, outputs)
         with ir.InsertionPoint(block):
             ir.Operation.create("sdy.return", operands=build(list(block.arguments)))
         for result, kind, made in zip(operation.results, kinds, outer.results, strict=True):
-            cut = made
-            if list(ir.RankedTensorType(made.type).shape) != list(kind.shape):
-                cut = hlo.slice(made, [0] * kind.rank, list(kind.shape), [1] * kind.rank)
-            result.replace_all_uses_with(cut)
+            result.replace_all_uses_with(cut(made, kind))
     operation.erase()
 
 
 def manual_computation(
-    layout: Layout,
+    axes: Iterable[str],
     operands: Sequence[ir.Value],
     inputs: Sequence[Divided],
     parts: Sequence[ir.Type],
     results: Sequence[ir.Type],
     outputs: Sequence[Divided],
 ) -> tuple[ir.Operation, ir.Block]:
-    """A computation over the axes of a replica at the current place, and its block, which has no operations yet.
+    """A computation over some axes at the current place, and its block, which has no operations yet.
 
     Args:
-        layout: the layout of the program.
+        axes: the axes.
         operands: what it gets.
         inputs: how that is divided.
         parts: the types of what each device has of it.
         results: the types of the results.
         outputs: how they are divided.
     """
-    axes = ", ".join(f'"{name}"' for name, _ in layout.mesh.axes)
+    quoted = ", ".join(f'"{name}"' for name in axes)
     made = ir.Operation.create(
         "sdy.manual_computation",
         results=list(results),
@@ -147,7 +145,7 @@ def manual_computation(
         attributes={
             "in_shardings": _shardings(inputs),
             "out_shardings": _shardings(outputs),
-            "manual_axes": ir.Attribute.parse(f"#sdy<manual_axes{{{axes}}}>"),
+            "manual_axes": ir.Attribute.parse(f"#sdy<manual_axes{{{quoted}}}>"),
         },
         regions=1,
     )
@@ -156,10 +154,15 @@ def manual_computation(
 
 def constrained(value: ir.Value, entries: Iterable[Entry]) -> ir.Value:
     """A value that is divided so from here on; an entry of `Axes` for each dimension."""
-    sharding = ir.Attribute.parse(f"#sdy.sharding<@{MESH}, {dimensions(entries)}>")
+    attributes = {"sharding": sharding(entries)}
     return ir.Operation.create(
-        "sdy.sharding_constraint", results=[value.type], operands=[value], attributes={"sharding": sharding}
+        "sdy.sharding_constraint", results=[value.type], operands=[value], attributes=attributes
     ).result
+
+
+def sharding(entries: Iterable[Entry]) -> ir.Attribute:
+    """How a value is divided; an entry of `Axes` for each dimension."""
+    return ir.Attribute.parse(f"#sdy.sharding<@{MESH}, {dimensions(entries)}>")
 
 
 def integer(value: int) -> ir.Value:
@@ -180,25 +183,32 @@ def neutral(element: ir.Type) -> str:
     return "-0.0" if text.startswith(("f", "bf")) else zero_of(text)
 
 
-def _filled_up(value: ir.Value, divided: Divided, devices: Devices, filling: ir.Value | None) -> ir.Value:
+def filled_up(value: ir.Value, shape: Sequence[int], filling: ir.Value | None = None) -> ir.Value:
+    """A value with a scalar behind it, up to a shape; with 0 if none is given."""
     kind = ir.RankedTensorType(value.type)
-    stored = devices.layout.mesh.stored(kind.shape, divided)
-    if stored == tuple(kind.shape):
+    if list(shape) == list(kind.shape):
         return value
     none = [0] * kind.rank
     if filling is None:
-        filling = constant(zero_of(str(kind.element_type)), _tensor([], kind.element_type))
-    return hlo.pad(value, filling, none, [now - was for now, was in zip(stored, kind.shape, strict=True)], none)
+        filling = constant(zero_of(str(kind.element_type)), tensor([], kind.element_type))
+    return hlo.pad(value, filling, none, [now - was for now, was in zip(shape, kind.shape, strict=True)], none)
 
 
-def _shardings(values: Sequence[Divided]) -> ir.Attribute:
-    each = ", ".join(f"<@{MESH}, {dimensions(entry or None for entry in divided)}>" for divided in values)
-    return ir.Attribute.parse(f"#sdy.sharding_per_value<[{each}]>")
+def cut(value: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
+    """The first elements of a value along each dimension, as many as a type has."""
+    none, ones = [0] * kind.rank, [1] * kind.rank
+    return value if value.type == kind else hlo.slice(value, none, list(kind.shape), ones)
 
 
-def _tensor(shape: Sequence[int], element: ir.Type) -> ir.RankedTensorType:
+def tensor(shape: Sequence[int], element: ir.Type) -> ir.RankedTensorType:
+    """A type of tensors."""
     return ir.RankedTensorType.get(list(shape), element)
 
 
+def _shardings(values: Sequence[Divided]) -> ir.Attribute:
+    each = ", ".join(f"<@{MESH}, {dimensions(divided)}>" for divided in values)
+    return ir.Attribute.parse(f"#sdy.sharding_per_value<[{each}]>")
+
+
 def _int32() -> ir.RankedTensorType:
-    return _tensor([], ir.IntegerType.get_signless(32))
+    return tensor([], ir.IntegerType.get_signless(32))

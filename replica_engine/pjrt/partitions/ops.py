@@ -82,7 +82,9 @@ def wrap(operation: ir.Operation | ir.OpView, layout: Layout) -> None:
 
     kinds, results = [each.type for each in operation.operands], [each.type for each in operation.results]
     with ir.InsertionPoint(operation), operation.location:
-        outer, block = manual_computation(layout, operation.operands, whole(kinds), kinds, results, whole(results))
+        outer, block = manual_computation(
+            dict(layout.mesh.axes), operation.operands, whole(kinds), kinds, results, whole(results)
+        )
     for old, new in zip(operation.results, outer.results, strict=True):
         old.replace_all_uses_with(new)
     with ir.InsertionPoint(block), operation.location:
