@@ -145,24 +145,15 @@ def _index_whole(
     Beside other replicas all are whole.
     """
 
-    def together(value: ir.Value, each: Divided, whole: Sequence[int]) -> list[int]:
-        rank = ir.RankedTensorType(value.type).rank
-        return [*range(rank)] if _are_beside_others(devices) else [*_uneven(value, each, devices), *whole]
+    def together(values: Sequence[ir.Value], by: Sequence[Divided], along: Whole) -> Whole:
+        return {
+            index: range(len(each)) if beside_others else [*_uneven(value, each, devices), *along.get(index, ())]
+            for index, (value, each) in enumerate(zip(values, by, strict=True))
+        }
 
-    before = {
-        index: together(value, each, operands.get(index, ()))
-        for index, (value, each) in enumerate(zip(operation.operands, divided.operands, strict=True))
-    }
-    after = {
-        index: together(value, each, results.get(index, ()))
-        for index, (value, each) in enumerate(zip(operation.results, divided.results, strict=True))
-    }
-    _constrain(
-        operation,
-        divided,
-        {index: whole for index, whole in before.items() if whole},
-        {index: whole for index, whole in after.items() if whole},
-    )
+    beside_others = _are_beside_others(devices)
+    before = together(operation.operands, divided.operands, operands)
+    _constrain(operation, divided, before, together(operation.results, divided.results, results))
 
 
 def _is_plain(divided: Propagated, devices: Devices) -> bool:
@@ -300,16 +291,18 @@ def _copy_with(operation: ir.Operation, operands: list[ir.Value], kind: ir.Type)
 
 
 def _constrain(operation: ir.Operation, divided: Propagated, operands: Whole, results: Whole) -> None:
-    """Makes values of an operation whole along some dimensions; the other dimensions stay as they are divided."""
+    """Makes values of an operation whole along some dimensions, if any; the others stay as they are divided."""
     for index, whole in operands.items():
-        with ir.InsertionPoint(operation), operation.location:
-            operation.operands[index] = _made_whole(operation.operands[index], divided.operands[index], whole)
+        if whole:
+            with ir.InsertionPoint(operation), operation.location:
+                operation.operands[index] = _made_whole(operation.operands[index], divided.operands[index], whole)
     for index, whole in results.items():
-        uses = list(operation.results[index].uses)
-        with ir.InsertionPoint.after(operation), operation.location:
-            made = _made_whole(operation.results[index], divided.results[index], whole)
-        for use in uses:
-            use.owner.operands[use.operand_number] = made
+        if whole:
+            uses = list(operation.results[index].uses)
+            with ir.InsertionPoint.after(operation), operation.location:
+                made = _made_whole(operation.results[index], divided.results[index], whole)
+            for use in uses:
+                use.owner.operands[use.operand_number] = made
 
 
 def _made_whole(value: ir.Value, divided: Divided, whole: Sequence[int]) -> ir.Value:
