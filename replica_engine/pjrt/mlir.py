@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 
@@ -57,6 +57,17 @@ def barrier(value: ir.Value) -> ir.Value:
 def compared(left: ir.Value, right: ir.Value, direction: str) -> ir.Value:
     """Where a comparison is true: "EQ", "GE", "LT"; false where one of the values is NaN."""
     return hlo.compare(left, right, hlo.ComparisonDirectionAttr.get(direction))
+
+
+def reduced_over(
+    value: ir.Value, dimensions: Sequence[int], start: float, join: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
+    """A value reduced over some of its dimensions, from a number that changes no result."""
+    kind = ir.RankedTensorType(value.type)
+    left = [size for index, size in enumerate(kind.shape) if index not in dimensions]
+    result = ir.RankedTensorType.get(left, kind.element_type)
+    first = splat(start, ir.RankedTensorType.get([], kind.element_type))
+    return reduced(hlo.ReduceOp([result], [value], [first], list(dimensions)), join)
 
 
 def reduced(reduction: ir.Operation | ir.OpView, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:

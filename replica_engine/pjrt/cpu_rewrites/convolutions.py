@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from replica_engine.pjrt.cpu_rewrites import ops
 from replica_engine.pjrt.cpu_rewrites.ops import Value
 from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.mlir import reduced_over
 
 MOST_SLICES = 49
 """The most elements of a kernel (7x7), and so slices of the input: each is an operation of its own to compile."""
@@ -205,7 +206,7 @@ def _depthwise_kernel(each: Convolution) -> Value:
     for position in _offsets(each.result_size):
         start = list(map(operator.mul, position, each.strides))
         taken = _cut(each.space, padded, start, each.window_size, each.kernel_dilation)
-        found = ops.total(hlo.multiply(taken, kernel), summed)
+        found = reduced_over(hlo.multiply(taken, kernel), summed, 0.0, hlo.add)
         columns.append(ops.reshape(found, [1, each.batch_groups]))
     table = ops.reshape(ops.join(columns, 0), [*each.result_size, 1, each.batch_groups])
     places = [*each.result_space, each.result_batch, each.result_features]

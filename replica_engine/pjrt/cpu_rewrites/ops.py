@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.mlir import made_by, reduced, splat
+from replica_engine.pjrt.mlir import made_by, splat
 
 T = TypeVar("T")
 Value = ir.Value
@@ -86,14 +86,6 @@ def product(
     sizes = [shape(left)[index] for index in batch[0]] + kept_left + kept_right
     numbers = hlo.DotDimensionNumbers.get(list(batch[0]), list(batch[1]), list(contract[0]), list(contract[1]))
     return hlo.dot_general(ir.RankedTensorType.get(sizes, element_type(left)), left, right, numbers)
-
-
-def total(value: Value, dimensions: Sequence[int]) -> Value:
-    """The sum over dimensions."""
-    kind = element_type(value)
-    sizes = [size for index, size in enumerate(shape(value)) if index not in dimensions]
-    result = ir.RankedTensorType.get(sizes, kind)
-    return reduced(hlo.ReduceOp([result], [value], [scalar(0.0, kind)], list(dimensions)), hlo.add)
 
 
 def is_zero(value: Value) -> bool:

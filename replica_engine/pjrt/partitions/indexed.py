@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.mlir import barrier, compared, reduced
+from replica_engine.pjrt.mlir import barrier, compared, reduced_over
 from replica_engine.pjrt.partitions.local import Devices, computed_locally, constant, integer, neutral
 from replica_engine.pjrt.partitions.propagation import Divided, Propagated
 
@@ -228,7 +228,7 @@ class _Own:
             compared(self.indices, self._counted([0] * len(self._sizes)), "GE"),
             compared(self.indices, self._counted(self._sizes), "LT"),
         )
-        return inside if self._vector == self._kind.rank else _all(inside, self._vector)
+        return inside if self._vector == self._kind.rank else reduced_over(inside, [self._vector], True, hlo.and_)
 
     def _counted(self, numbers: list[int]) -> ir.Value:
         return self._spread([constant(each, self._scalar) for each in numbers])
@@ -241,12 +241,3 @@ class _Own:
         entries = [hlo.reshape(one, each) for each in numbers]
         joined = entries[0] if len(entries) == 1 else hlo.concatenate(entries, 0, results=[row])
         return hlo.broadcast_in_dim(self._kind, joined, [self._vector])
-
-
-def _all(truths: ir.Value, dimension: int) -> ir.Value:
-    """Whether all are true along a dimension."""
-    kind = ir.RankedTensorType(truths.type)
-    scalar = ir.RankedTensorType.get([], kind.element_type)
-    left = [size for index, size in enumerate(kind.shape) if index != dimension]
-    result = ir.RankedTensorType.get(left, kind.element_type)
-    return reduced(hlo.ReduceOp([result], [truths], [constant("true", scalar)], [dimension]), hlo.and_)
