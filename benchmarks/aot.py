@@ -153,7 +153,7 @@ def theirs(name: str, policy: str, topology: str) -> Figures:
 
     from replica_engine.pjrt.jaxlib import absent_tpus
     from replica_engine.pjrt.plans.chips import slice_named
-    from replica_engine.pjrt.plans.plan import hlo_text, plan_of
+    from replica_engine.pjrt.plans.plan import plan_of
 
     keras.config.set_dtype_policy(policy)
     case = MODELS[name]
@@ -193,7 +193,7 @@ def theirs(name: str, policy: str, topology: str) -> Figures:
     )
     compiled = lowered.compile().runtime_executable()
     memory = slice_named(topology).chip.memory
-    return _figures(plan_of(compiled, name, CHIPS, topology, memory, 0.0, hlo_text(compiled)))
+    return _figures(plan_of(compiled, name, CHIPS, topology, memory, 0.0))
 
 
 def _figures(plan: Any) -> Figures:

@@ -41,6 +41,7 @@ from replica_engine.pjrt.jaxlib import (
     DeviceList,
     ShapedArray,
     compile_options,
+    ir,
     result_handler,
 )
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
@@ -187,12 +188,7 @@ class Executable:
             keep_freed_memory()
         transfers = bool(host_calls) and HOST_CALL_TARGETS[devices.platform] == BY_TRANSFERS
         if compiled is None or transfers:
-            module = expand_markers(program, devices.platform)
-            if cpu_rewrites.enabled():
-                cpu_rewrites.rewrite(module, devices.platform)
-            conversions.as_by_kernels(module, devices.platform)
-            folded_divisions.keep(module)
-            partition(module)
+            module = prepared(program, devices.platform)
             if works_more:
                 add_work(module)
         if transfers:
@@ -230,9 +226,7 @@ class Executable:
         """
         devices = self._devices
         platform = devices.platform.upper()
-        return plan_of(
-            self._executable, name, devices.replicas, platform, chip, self.seconds, parts=devices.devices_each
-        )
+        return plan_of(self._executable, name, devices.replicas, platform, chip, self.seconds, devices.devices_each)
 
     def exchanges_in_branches(self) -> bool:
         """Whether devices of several replicas wait for each other inside a branch or loop."""
@@ -431,6 +425,17 @@ class Flight:
             return results.pop()
         left.set()
         return None
+
+
+def prepared(program: str, platform: str) -> ir.Module:
+    """The module of a program as the compiler of a platform gets it."""
+    module = expand_markers(program, platform)
+    if cpu_rewrites.enabled():
+        cpu_rewrites.rewrite(module, platform)
+    conversions.as_by_kernels(module, platform)
+    folded_divisions.keep(module)
+    partition(module)
+    return module
 
 
 def circumstances(devices: DeviceGroup) -> dict[str, str]:

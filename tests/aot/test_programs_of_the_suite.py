@@ -56,7 +56,7 @@ def test_the_programs_of_the_suite(part, tmp_path):
     refusals, folders = {}, []
     for key, about in programs.items():
         try:
-            slice_, request = absent._checked(CHIP, about["replicas"])
+            slice_, request = absent.check_absent(CHIP, about["replicas"])
             module = expand_markers(about["text"], slice_.chip.platform)
             host_transfers.convert(module)
         except DeviceError as error:

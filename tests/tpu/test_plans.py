@@ -435,7 +435,6 @@ def step(x):
 
 
 def test_a_compiler_of_absent_chips_that_takes_longer_than_the_limit(monkeypatch, caplog):
-    monkeypatch.setattr(absent, "check_absent", lambda *_: None)
     monkeypatch.setattr(graph_op, "check_absent", lambda *_: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
     monkeypatch.setattr(absent, "_COMMAND", ("-c", "import time; time.sleep(600)"))

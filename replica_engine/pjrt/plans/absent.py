@@ -20,11 +20,10 @@ from typing import Any
 
 from replica_engine.errors import BackendMissingError, DeviceError, ProgramError, ReplicaTimeoutError
 from replica_engine.hosts import child_process
-from replica_engine.pjrt import conversions, cpu_rewrites, folded_divisions, host_transfers
+from replica_engine.pjrt import host_transfers
 from replica_engine.pjrt.accelerators import LIBTPU
+from replica_engine.pjrt.executable import prepared
 from replica_engine.pjrt.jaxlib import JAXLIB_VERSION
-from replica_engine.pjrt.markers import expand_markers
-from replica_engine.pjrt.partitions import partition
 from replica_engine.pjrt.plans.chips import Slice, slice_named
 from replica_engine.pjrt.plans.compiled_text import Collective
 from replica_engine.pjrt.plans.plan import Cost, Memory, Plan
@@ -78,13 +77,8 @@ def compile_absent(
         ProgramError: the compiler refused the program, or its process died.
         ReplicaTimeoutError: the compiler took too long.
     """
-    slice_, request = _checked(topology, replicas * parts)
-    module = expand_markers(text, slice_.chip.platform)
-    if cpu_rewrites.enabled():
-        cpu_rewrites.rewrite(module, slice_.chip.platform)
-    conversions.as_by_kernels(module, slice_.chip.platform)
-    folded_divisions.keep(module)
-    partition(module)
+    slice_, request = check_absent(topology, replicas * parts)
+    module = prepared(text, slice_.chip.platform)
     host_transfers.convert(module)  # for GPUs too: the compiler knows their call only where a GPU is
     request |= {"name": name, "replicas": replicas, "parts": parts, "memory": slice_.chip.memory}
     with tempfile.TemporaryDirectory(prefix="replica_engine_plan_") as folder:
@@ -105,31 +99,25 @@ def compile_absent(
         answer = json.loads(answer_file.read_text())
         if "error" in answer:
             return _too_large(answer["error"], request, sizes)
-        return _plan(answer["plan"], (path / "program.hlo").read_text())
+        return _plan(answer["plan"])
 
 
-def check_absent(topology: object, replicas: int) -> None:
+def check_absent(topology: object, replicas: int) -> tuple[Slice, dict[str, Any]]:
     """Checks that programs can be compiled for so many devices of a slice that need not be there.
+
+    Returns:
+        The slice, and what the child process must know of it.
 
     Raises:
         DeviceError: there is no such slice, or it cannot serve so many.
-        BackendMissingError: the compiler is not installed.
+        BackendMissingError: the compiler is not installed, or does not fit the version of jaxlib.
     """
-    _checked(topology, replicas)
-
-
-def _checked(topology: object, replicas: int) -> tuple[Slice, dict[str, Any]]:
     slice_ = slice_named(topology)
     slice_.check(replicas)
     return slice_, _request(slice_)
 
 
 def _request(slice_: Slice) -> dict[str, Any]:
-    """What the child process must know of a slice.
-
-    Raises:
-        BackendMissingError: the compiler is not installed, or does not fit the version of jaxlib.
-    """
     chip, sizes = slice_.chip, "x".join(map(str, slice_.shape))
     request: dict[str, Any] = {"platform": chip.platform, "devices": slice_.name, "options": {}, "compile_options": []}
     if chip.platform == "tpu":
@@ -160,22 +148,15 @@ def _run(folder: pathlib.Path, timeout: float | None) -> int | None:
     """Runs the child process. Returns its exit status, as `subprocess` has it; None if it took longer than allowed."""
     environment = {**child_process.environment(), **_ENVIRONMENT}
     environment.pop("XLA_FLAGS", None)  # those of this process are for its devices
+    command = [sys.executable, *_COMMAND, str(folder)]
     with open(folder / "words", "wb") as words:
-        process = subprocess.Popen(
-            [sys.executable, *_COMMAND, str(folder)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=words,
-            stderr=words,
-        )
-    ended = False
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=words, stderr=words)
     try:
         ended = wait_within(timeout, lambda seconds: _ended(process, seconds))
+        return process.returncode if ended else None
     finally:
-        if not ended:
-            process.kill()
-            process.wait()
-    return process.returncode if ended else None
+        process.kill()  # which does nothing after its end
+        process.wait()
 
 
 def _ended(process: subprocess.Popen, seconds: float) -> bool:
@@ -193,10 +174,10 @@ def _words(file: pathlib.Path) -> str:
     return "\n".join(said)[-_MOST_WORDS:]
 
 
-def _plan(answer: Mapping[str, Any], text: str) -> Plan:
+def _plan(answer: Mapping[str, Any]) -> Plan:
     cost = dict(answer["cost"])
     cost["collectives"] = tuple(Collective(**each) for each in cost["collectives"])
-    return Plan(**{**answer, "memory": Memory(**answer["memory"]), "cost": Cost(**cost), "_text": text})
+    return Plan(**{**answer, "memory": Memory(**answer["memory"]), "cost": Cost(**cost)})
 
 
 def _too_large(error: str, request: Mapping[str, Any], sizes: tuple[int, int, int]) -> Plan:

@@ -2,8 +2,8 @@
 
     python -m replica_engine.pjrt.plans.child FOLDER ...
 
-A folder has `request.json` and `program.mlir`. What the compiler says goes to `answer.json` and `program.hlo`. If the
-process dies, `absent` says so, with what was printed here.
+A folder has `request.json` and `program.mlir`. What the compiler says goes to `answer.json`. If the process dies,
+`absent` says so, with what was printed here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from replica_engine.pjrt.jaxlib import (
     ir,
     program_context,
 )
-from replica_engine.pjrt.plans.plan import hlo_text, plan_of
+from replica_engine.pjrt.plans.plan import plan_of
 
 # Without a GPU to try tiles on, XLA takes one, which does not suit all products. Then cuBLAS may have them.
 _NO_TILES = "Couldn't find output tile sizes"
@@ -68,10 +68,8 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
             raise
         made = compiled([("xla_gpu_enable_triton_gemm", False)])
     seconds = time.perf_counter() - began
-    text = hlo_text(made)
-    plan = plan_of(made, request["name"], replicas, request["devices"], request["memory"], seconds, text, parts)
-    (folder / "program.hlo").write_text(text)
-    return {"plan": dataclasses.asdict(dataclasses.replace(plan, _text=""))}
+    plan = plan_of(made, request["name"], replicas, request["devices"], request["memory"], seconds, parts)
+    return {"plan": dataclasses.asdict(plan)}
 
 
 if __name__ == "__main__":

@@ -173,7 +173,6 @@ def plan_of(
     devices: str,
     chip: int | None,
     seconds: float,
-    text: str | None = None,
     parts: int = 1,
 ) -> Plan:
     """The plan of a compiled program.
@@ -185,11 +184,10 @@ def plan_of(
         devices: the devices, for the title.
         chip: bytes of memory of each device, or None.
         seconds: how long compiling took.
-        text: the text of the compiled program, if it is at hand.
         parts: the number of devices of each replica.
     """
     sizes, costs = memory_of(executable, chip), _costs(executable)
-    text = hlo_text(executable) if text is None else text
+    text = hlo_text(executable)
     if _CUDNN in text:  # XLA counts nothing for a convolution there
         costs = None
     cost = Cost(_known(costs, "flops"), _known(costs, "bytes accessed"), cycles(text), collectives(text))
