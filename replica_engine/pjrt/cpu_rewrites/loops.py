@@ -12,12 +12,11 @@ condition lets it count to the last row. Then it does not matter which row is re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from replica_engine.pjrt import mlir
 from replica_engine.pjrt.cpu_rewrites import ops
 from replica_engine.pjrt.cpu_rewrites.ops import Value
 from replica_engine.pjrt.jaxlib import hlo, ir
+from replica_engine.pjrt.mlir import callee, made_by
 
 WHILE = "stablehlo.while"
 
@@ -65,8 +64,8 @@ def _filled_with(loop: ir.Operation, index: int, steps: int, functions: Function
         functions: the functions of the module.
     """
     body, condition = (region.blocks[0] for region in reversed(list(loop.regions)))
-    array, write = body.arguments[index], _owner(_end(body).operands[index])
-    if _name(write) != "stablehlo.dynamic_update_slice" or not ir.RankedTensorType(array.type).has_static_shape:
+    array, write = body.arguments[index], made_by(_end(body).operands[index], "stablehlo.dynamic_update_slice")
+    if write is None or not ir.RankedTensorType(array.type).has_static_shape:
         return None
     if write.operands[0] != array or len(list(array.uses)) != 1 or len(list(write.results[0].uses)) != 1:
         return None
@@ -77,8 +76,8 @@ def _filled_with(loop: ir.Operation, index: int, steps: int, functions: Function
         return None
     if steps < ops.shape(array)[0] or not _counts(loop, _place(body, at)):
         return None
-    made = _owner(_same(row))  # in another type, as a step of bfloat16 uses a variable
-    place = _place(body, made.operands[0] if _name(made) == "stablehlo.convert" else row)
+    converted = made_by(_same(row), "stablehlo.convert")  # to another type, as a step of bfloat16 uses a variable
+    place = _place(body, row if converted is None else converted.operands[0])
     if place is None or _place(body, _end(body).operands[place]) != place:
         return None
     value = loop.operands[place]
@@ -90,7 +89,7 @@ def _reads(array: Value, functions: Functions) -> list[ir.Operation] | None:
     reads = []
     for use in array.uses:
         loop, index = use.owner.operation, use.operand_number
-        if _name(loop) != WHILE or list(loop.results[index].uses):
+        if loop.name != WHILE or list(loop.results[index].uses):
             return None
         condition, body = (region.blocks[0] for region in loop.regions)
         inside = body.arguments[index]
@@ -100,7 +99,7 @@ def _reads(array: Value, functions: Functions) -> list[ir.Operation] | None:
             reader = each.owner.operation
             if reader == _end(body) and each.operand_number == index:
                 continue
-            if _name(reader) != "stablehlo.dynamic_slice" or each.operand_number != 0:
+            if reader.name != "stablehlo.dynamic_slice" or each.operand_number != 0:
                 return None
             if ops.shape(reader.results[0]) != [1, *ops.shape(array)[1:]]:
                 return None
@@ -124,19 +123,21 @@ def _limits(value: Value, block: ir.Block, functions: Functions) -> list[tuple[i
     None for a value that is something else.
     """
     value = _same(value)
-    owner = _owner(value)
-    if _name(owner) == "stablehlo.and":
+    owner = made_by(value, "stablehlo.and", "func.call", "stablehlo.compare")
+    if owner is None:
+        return None
+    if owner.name == "stablehlo.and":
         both = [_limits(each, block, functions) for each in owner.operands]
         return None if None in both else [limit for each in both for limit in each or ()]
-    if _name(owner) == "func.call":
-        callee = functions.get(mlir.callee(owner))
-        if callee is None:
+    if owner.name == "func.call":
+        function = functions.get(callee(owner))
+        if function is None:
             return None
-        entry = callee.regions[0].blocks[0]
+        entry = function.regions[0].blocks[0]
         inner = _limits(_end(entry).operands[ir.OpResult(value).result_number], entry, functions)
         outer = [(_place(block, owner.operands[place]), limit) for place, limit in inner or ()]
         return None if inner is None or any(place is None for place, _ in outer) else outer  # type: ignore[return-value]
-    if _name(owner) != "stablehlo.compare" or "LT" not in str(owner.attributes["comparison_direction"]):
+    if "LT" not in str(owner.attributes["comparison_direction"]):
         return None
     place, limit = _place(block, owner.operands[0]), _integer(owner.operands[1])
     return None if place is None or limit is None else [(place, limit)]
@@ -147,9 +148,9 @@ def _counts(loop: ir.Operation, place: int | None) -> bool:
     if place is None or _integer(loop.operands[place]) != 0:
         return False
     body = loop.regions[1].blocks[0]
-    after = _owner(_same(_end(body).operands[place]))
+    after = made_by(_same(_end(body).operands[place]), "stablehlo.add")
     return (
-        _name(after) == "stablehlo.add"
+        after is not None
         and _place(body, after.operands[0]) == place
         and _integer(after.operands[1]) == 1
         and str(ops.element_type(after.results[0])) in ("i32", "i64")
@@ -160,8 +161,8 @@ def _is_read(value: Value, functions: Functions) -> bool:
     """Whether anything uses a value, other than functions that do not use their argument."""
     for use in value.uses:
         call = use.owner.operation
-        callee = functions.get(mlir.callee(call)) if _name(call) == "func.call" else None
-        if callee is None or _is_read(callee.regions[0].blocks[0].arguments[use.operand_number], functions):
+        function = functions.get(callee(call)) if call.name == "func.call" else None
+        if function is None or _is_read(function.regions[0].blocks[0].arguments[use.operand_number], functions):
             return True
     return False
 
@@ -174,28 +175,18 @@ def _place(block: ir.Block, value: Value) -> int | None:
 
 def _same(value: Value) -> Value:
     """A value without the operations that leave its elements as they are, in the same order."""
-    while _name(_owner(value)) in ("stablehlo.reshape", "mhlo.copy"):
-        value = _owner(value).operands[0]
+    while (change := made_by(value, "stablehlo.reshape", "mhlo.copy")) is not None:
+        value = change.operands[0]
     return value
 
 
 def _integer(value: Value) -> int | None:
     """The integer that a value is in each run; None if it is not known."""
-    owner = _owner(_same(value))
-    if _name(owner) != "stablehlo.constant" or str(ops.element_type(value)) not in ("i32", "i64"):
+    constant = made_by(_same(value), "stablehlo.constant")
+    if constant is None or str(ops.element_type(value)) not in ("i32", "i64"):
         return None
-    elements = ir.DenseIntElementsAttr(owner.attributes["value"])
+    elements = ir.DenseIntElementsAttr(constant.attributes["value"])
     return int(elements[0]) if len(elements) == 1 else None
-
-
-def _owner(value: Value) -> Any:
-    """The operation that makes a value, or the block whose argument it is."""
-    owner = value.owner
-    return getattr(owner, "operation", owner)
-
-
-def _name(owner: Any) -> str:
-    return str(getattr(owner, "name", ""))  # a block has no name
 
 
 def _end(block: ir.Block) -> ir.Operation:
