@@ -279,10 +279,10 @@ class Executable:
             StuckProgramError: an earlier program, whose wait was interrupted, has not ended.
             WorkerLostError or another failure of the job of several workers.
         """
-        if self._devices.member is not None:
-            self._devices.member.check()
-        self._devices.wait_for_interrupted()
         member = self._devices.member
+        if member is not None:
+            member.check()
+        self._devices.wait_for_interrupted()
         if member is not None and self._compared is not None and self._is_first:
             member.meet(f"the first launch of {self._compared.words}", *self._limits)
             self._is_first = False
@@ -399,18 +399,7 @@ class Flight:
         Returns:
             What `fly` returned; None if `woken` was set before.
         """
-        results: list[list[Array]] = []
-        failures: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                results.append(fly())
-            except BaseException as error:
-                failures.append(error)
-            finally:
-                woken.set()
-
-        thread = threading.Thread(target=work, name=f"replica_engine: launch of {self._name}", daemon=True)
+        thread = threads.Apart(fly, f"launch of {self._name}", woken.set)
         self._devices.leave_to(thread)
         self._devices.running_name = self._name
         try:
@@ -419,10 +408,8 @@ class Flight:
         except BaseException:
             left.set()
             raise
-        if failures:
-            raise failures.pop()
-        if results:
-            return results.pop()
+        if thread.has_result:
+            return thread.result()
         left.set()
         return None
 

@@ -33,6 +33,7 @@ from replica_engine.pjrt.jaxlib import (
 from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
+from replica_engine.process.threads import Apart
 from replica_engine.telemetry.watchdog import Wait
 
 Array: TypeAlias = ArrayImpl
@@ -184,22 +185,6 @@ class Turn:
 
 # One lock for each platform; see `DeviceGroup.in_flight`.
 _orders: dict[str, ProgramOrder] = {}
-
-
-class _Work:
-    """The work of a thread, as an object that becomes ready."""
-
-    def __init__(self, thread: threading.Thread):
-        self.thread = thread
-
-    def is_ready(self) -> bool:
-        """Whether the thread has ended."""
-        return not self.thread.is_alive()
-
-
-def _is_of_this_thread(running: Any) -> bool:
-    """Whether `running` is the work of the calling thread, which need not wait for itself."""
-    return isinstance(running, _Work) and running.thread is threading.current_thread()
 
 
 def _comes_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
@@ -416,7 +401,7 @@ class DeviceGroup:
         Raises:
             StuckProgramError: the program has not ended in time.
         """
-        if not self.interrupted or _is_of_this_thread(self.running):
+        if not self.interrupted or self.running is threading.current_thread():  # which need not wait for itself
             return False
         name = self.held_by = self.running_name
         try:
@@ -472,15 +457,15 @@ class DeviceGroup:
         """Waits up to `seconds` for the program launched last. Returns whether it ended."""
         return _comes_within(seconds, self._is_ready)
 
-    def leave_to(self, thread: threading.Thread) -> None:
+    def leave_to(self, thread: Apart[Any]) -> None:
         """Leaves the next launch to another thread. Until then, the program runs as long as that thread is alive."""
-        self.running, self.interrupted = _Work(thread), True
+        self.running, self.interrupted = thread, True
 
     @property
     def is_left_to_a_thread(self) -> bool:
         """Whether another thread was left to launch the program, and has not ended; see `leave_to`."""
         running = self.running  # read once, see `_is_ready`
-        return isinstance(running, _Work) and not running.is_ready()
+        return isinstance(running, Apart) and not running.is_ready()
 
     def has_ended(self, replica: int) -> bool:
         """Whether the program launched last has ended on a replica's device, as far as can be seen."""

@@ -38,7 +38,7 @@ from replica_engine.pjrt.jaxlib import (
 )
 from replica_engine.pjrt.partitioned_group import group_of
 from replica_engine.pjrt.partitions import ReplicaMesh
-from replica_engine.process import cores
+from replica_engine.process import cores, threads
 from replica_engine.process.interrupts import wait_for_ever
 
 T = TypeVar("T")
@@ -203,29 +203,14 @@ def _unless_it_fails(member: hosts.Member, find: Callable[[], T]) -> T:
         WorkerLostError or another failure of the job.
         Exception: what the function raised.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    over = threading.Event()
-
-    def work() -> None:
-        try:
-            results.append(find())
-        except BaseException as error:
-            errors.append(error)
-        finally:
-            over.set()
-
-    def is_over(seconds: float) -> bool:
-        return over.wait(seconds) or member.failed.is_set()
-
-    with member.watched("the devices of the job"):
-        threading.Thread(target=work, name="replica_engine: the devices of the job", daemon=True).start()
-        wait_for_ever(is_over)
-    if errors:
-        raise errors.pop()
-    if not results:
+    over, what = threading.Event(), "the devices of the job"
+    thread = threads.Apart(find, what, over.set)
+    with member.watched(what):
+        thread.start()
+        wait_for_ever(lambda seconds: over.wait(seconds) or member.failed.is_set())
+    if not thread.has_result:
         member.check()
-    return results.pop()
+    return thread.result()
 
 
 @contextlib.contextmanager

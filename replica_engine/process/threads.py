@@ -12,8 +12,12 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from replica_engine.process.interrupts import MISSED
+
+T = TypeVar("T")
 
 NAME = "replica_engine: maker of threads"
 """The name of that thread."""
@@ -63,6 +67,45 @@ class _Maker:
 
 
 _maker = _Maker()
+
+
+class Apart(threading.Thread, Generic[T]):
+    """A thread that makes one call, while the thread that needs its result waits and can leave it at any point.
+
+    Args:
+        call: the call.
+        name: what it is, for the name of the thread.
+        ended: is called at its end.
+    """
+
+    def __init__(self, call: Callable[[], T], name: str, ended: Callable[[], None]):
+        # As arguments: `Thread` lets go of them at the end of the call, whoever keeps the thread.
+        super().__init__(target=self._make, args=(call, ended), name=f"replica_engine: {name}", daemon=True)
+        self._results: list[T] = []
+        self._failures: list[BaseException] = []
+
+    def _make(self, call: Callable[[], T], ended: Callable[[], None]) -> None:
+        try:
+            self._results.append(call())
+        except BaseException as error:
+            self._failures.append(error)
+        finally:
+            ended()
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the call has returned or raised."""
+        return bool(self._results or self._failures)
+
+    def is_ready(self) -> bool:
+        """Whether the thread has ended."""
+        return not self.is_alive()
+
+    def result(self) -> T:
+        """What the call returned, for one that asks once; raises what the call raised."""
+        if self._failures:
+            raise self._failures.pop()
+        return self._results.pop()
 
 
 def start(thread: threading.Thread) -> None:

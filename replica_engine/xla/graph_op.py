@@ -141,26 +141,12 @@ def _compiled_here(programs: ProgramTable, entry: Entry, static: Sequence[Shape]
     name = programs.lowered(entry, static).program.name  # on this thread, on which the body is traced
     if limit is None:
         return programs.compiled(entry, static)
-    made: list[Compiled] = []
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            made.append(programs.compiled(entry, static))
-        except BaseException as error:
-            failures.append(error)
-
-    def ended(seconds: float) -> bool:
-        thread.join(seconds)
-        return not thread.is_alive()
-
-    thread = threading.Thread(target=work, name=f"replica_engine: compile of {name}", daemon=True)
+    ended = threading.Event()
+    thread = threads.Apart(functools.partial(programs.compiled, entry, static), f"compile of {name}", ended.set)
     threads.start(thread)
-    if not wait_within(limit, ended):
+    if not wait_within(limit, ended.wait):
         raise ReplicaTimeoutError.not_planned(name, programs.devices.platform.upper(), limit)
-    if failures:
-        raise failures.pop()
-    return made.pop()
+    return thread.result()
 
 
 def call(programs: ProgramTable, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:

@@ -20,6 +20,7 @@ from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import NO_STORES, Executable
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
+from replica_engine.process import threads
 from replica_engine.telemetry import watchdog
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.state.device_value import home_of
@@ -134,7 +135,7 @@ def test_the_exit_waits_a_while_for_a_launch_that_was_given_up(monkeypatch):
     monkeypatch.setattr(DeviceGroup, "ends_within", lambda devices, seconds: waited.append(seconds) or seconds > 0)
     monkeypatch.setattr(abandoned, "_left", {})
     devices = replica_engine.TPUStrategy(num_cores=1).extended.device_group
-    thread = threading.Thread(target=left.wait)
+    thread = threads.Apart(left.wait, "a launch", lambda: None)
     thread.start()
     try:
         devices.leave_to(thread)
