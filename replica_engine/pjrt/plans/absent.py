@@ -182,31 +182,19 @@ def _plan(answer: Mapping[str, Any]) -> Plan:
 
 def _too_large(error: str, request: Mapping[str, Any], sizes: tuple[int, int, int]) -> Plan:
     """The plan of a program that the compiler refused because the chip has too little memory; raises for others."""
-    found = _TOO_MUCH.search(error)
+    name, replicas, devices = request["name"], request["replicas"], request["devices"]
     # A kernel that needs more of a core's shared memory than there is says nothing of the device's memory.
     if "RESOURCE_EXHAUSTED" not in error or "Shared memory" in error:
         if "device_count ==" in error or "replica group" in error:
             raise DeviceError(
-                f"A program for {request['replicas']} of the devices of {request['devices']} cannot be compiled. Take "
-                f"all devices of a slice. The compiler says:\n{error.strip()}"
+                f"A program for {replicas} of the devices of {devices} cannot be compiled. Take all devices of a "
+                f"slice. The compiler says:\n{error.strip()}"
             )
-        raise ProgramError(
-            f"`{request['name']}` for {request['replicas']} replicas cannot be compiled for {request['devices']}:\n"
-            f"{error.strip()}"
-        )
+        raise ProgramError(f"`{name}` for {replicas} replicas cannot be compiled for {devices}:\n{error.strip()}")
     arguments, results, aliased = sizes
     temporary = None
-    if found is not None:
+    if (found := _TOO_MUCH.search(error)) is not None:
         used = int(float(found[1]) * 1024 ** _SCALE[found[2]])
         temporary = max(0, used - arguments - results + aliased)
     memory = Memory(arguments, results, temporary, aliased, request["memory"])
-    return Plan(
-        request["name"],
-        request["replicas"],
-        request["devices"],
-        memory,
-        Cost(None, None, None),
-        False,
-        0.0,
-        request["parts"],
-    )
+    return Plan(name, replicas, devices, memory, Cost(None, None, None), False, 0.0, request["parts"])

@@ -167,13 +167,7 @@ class DeviceMemory:
 
 
 def plan_of(
-    executable: Any,
-    name: str,
-    replicas: int,
-    devices: str,
-    chip: int | None,
-    seconds: float,
-    parts: int = 1,
+    executable: Any, name: str, replicas: int, devices: str, chip: int | None, seconds: float, parts: int = 1
 ) -> Plan:
     """The plan of a compiled program.
 
