@@ -22,13 +22,19 @@ class Indexed:
     Attributes:
         operation: the operation.
         map: the dimensions of the operand that are indexed, in the order of the entries of an index.
-        operand: the type of the operand.
+        vector: the dimension of the indices that has one entry for each of these.
+        operand, indices: the types of the operand and of the indices.
+        batch: the other dimensions of the indices.
+        ends: the last index of each indexed dimension, to which larger ones are moved; None leaves them.
     """
 
-    def __init__(self, operation: ir.Operation, indexed: Iterable[int]):
+    ends: list[int] | None = None
+
+    def __init__(self, operation: ir.Operation, indexed: Iterable[int], vector: int, indices: ir.Value):
         self.operation = operation
-        self.map = list(indexed)
-        self.operand = ir.RankedTensorType(operation.operands[0].type)
+        self.map, self.vector = list(indexed), vector
+        self.operand, self.indices = (ir.RankedTensorType(each.type) for each in (operation.operands[0], indices))
+        self.batch = [each for each in range(self.indices.rank) if each != vector]
 
     def indexed(self, divided: Divided) -> list[int]:
         """The dimensions of the operand that are indexed and divided."""
@@ -40,12 +46,12 @@ class Gather(Indexed):
 
     def __init__(self, operation: ir.Operation):
         numbers = hlo.GatherDimensionNumbers(operation.attributes["dimension_numbers"])
-        super().__init__(operation, numbers.start_index_map)
+        super().__init__(operation, numbers.start_index_map, numbers.index_vector_dim, operation.operands[1])
         self.offsets = list(numbers.offset_dims)
         self.collapsed = list(numbers.collapsed_slice_dims)
-        self.vector = numbers.index_vector_dim
         self.has_batches = bool(numbers.operand_batching_dims)
         self.slices = list(ir.DenseI64ArrayAttr(operation.attributes["slice_sizes"]))
+        self.ends = [self.operand.get_dim_size(each) - self.slices[each] for each in self.map]
 
     def is_of_rows(self, divided: Divided) -> bool:
         """Whether it takes single elements of the dimensions that are indexed and divided."""
@@ -54,12 +60,9 @@ class Gather(Indexed):
     def compute_locally(self, propagated: Propagated, devices: Devices) -> None:
         """Lets each device look up its own part."""
         operand, indices = propagated.operands
-        indexed = self.indexed(operand)
-        along = tuple(name for each in indexed for name in operand[each])
+        along = tuple(name for each in self.map for name in operand[each])
         kept = [each for each in range(self.operand.rank) if each not in self.collapsed]
-        inputs = [_NONE] * self.operand.rank
-        for each in indexed:
-            inputs[each] = operand[each]
+        inputs = [names if each in self.map else _NONE for each, names in enumerate(operand)]
         result: list[tuple[str, ...]] = [_NONE] * ir.RankedTensorType(self.operation.results[0].type).rank
         used = set(along)
         for each in kept:
@@ -68,22 +71,19 @@ class Gather(Indexed):
                 inputs[each] = result[self.offsets[kept.index(each)]] = operand[each]
                 used |= {*operand[each]}
         places = [each for each in range(len(result)) if each not in self.offsets]  # of the indices in the result
-        shape = ir.RankedTensorType(self.operation.operands[1].type)
-        batch = [each for each in range(shape.rank) if each != self.vector]
-        of_indices = [_NONE] * shape.rank
-        for place, each in zip(places, batch, strict=True):
-            if _fits(shape.get_dim_size(each), indices[each], used, devices):
+        of_indices = [_NONE] * self.indices.rank
+        for place, each in zip(places, self.batch, strict=True):
+            if _fits(self.indices.get_dim_size(each), indices[each], used, devices):
                 of_indices[each] = result[place] = indices[each]
                 used |= {*indices[each]}
         slices = [
-            size // devices.count(inputs[each]) if each in kept and each not in indexed else size
+            size // devices.count(inputs[each]) if each in kept and each not in self.map else size
             for each, size in enumerate(self.slices)
         ]
 
         def build(parts: list[ir.Value]) -> list[ir.Value]:
             table, numbers = parts
-            ends = [self.operand.get_dim_size(each) - self.slices[each] for each in self.map]
-            own = _Own(numbers, self.vector, {each: inputs[each] for each in self.map}, table, devices, ends)
+            own = _Own(self, numbers, table, inputs, devices)
             found = hlo.gather(table, own.indices, self.operation.attributes["dimension_numbers"], slices)
             if not along:
                 return [found]
@@ -101,15 +101,15 @@ class Scatter(Indexed):
 
     def __init__(self, operation: ir.Operation):
         numbers = hlo.ScatterDimensionNumbers(operation.attributes["scatter_dimension_numbers"])
-        super().__init__(operation, numbers.scattered_dims_to_operand_dims)
+        first = len(operation.results)  # several values are changed at the same places
+        super().__init__(
+            operation, numbers.scattered_dims_to_operand_dims, numbers.index_vector_dim, operation.operands[first]
+        )
         self.windows = list(numbers.update_window_dims)
         self.inserted = list(numbers.inserted_window_dims)
-        self.vector = numbers.index_vector_dim
         self.has_batches = bool(numbers.input_batching_dims)
-        first = len(operation.results)  # several values are changed at the same places
-        self.indices, self.updates = (ir.RankedTensorType(operation.operands[first + each].type) for each in (0, 1))
+        self.updates = ir.RankedTensorType(operation.operands[first + 1].type)
         self.places = [each for each in range(self.updates.rank) if each not in self.windows]  # of indices in updates
-        self.batch = [each for each in range(self.indices.rank) if each != self.vector]
 
     @property
     def is_single(self) -> bool:
@@ -137,9 +137,7 @@ class Scatter(Indexed):
     def compute_locally(self, propagated: Propagated, devices: Devices) -> None:
         """Lets each device change its own part."""
         operand, indices, updates = propagated.results[0], *propagated.operands[1:]
-        inputs = [_NONE] * self.operand.rank
-        for each in self.indexed(operand):
-            inputs[each] = operand[each]
+        inputs = [names if each in self.map else _NONE for each, names in enumerate(operand)]
         used = {name for entry in inputs for name in entry}
         of_updates = [_NONE] * self.updates.rank
         kept = [each for each in range(self.operand.rank) if each not in self.inserted]
@@ -159,7 +157,7 @@ class Scatter(Indexed):
 
         def build(parts: list[ir.Value]) -> list[ir.Value]:
             table, numbers, rows = parts
-            own = _Own(numbers, self.vector, {each: inputs[each] for each in self.map}, table, devices)
+            own = _Own(self, numbers, table, inputs, devices)
             kind = ir.RankedTensorType(table.type)
             # XLA takes a slice of a slice for one, though an index outside of the second is moved into that: so it
             # must not see where the part comes from.
@@ -187,38 +185,31 @@ class _Own:
     """
 
     def __init__(
-        self,
-        given: ir.Value,
-        vector: int,
-        inputs: dict[int, tuple[str, ...]],
-        table: ir.Value,
-        devices: Devices,
-        ends: list[int] | None = None,
+        self, of: Indexed, given: ir.Value, table: ir.Value, inputs: Sequence[tuple[str, ...]], devices: Devices
     ):
         """Takes the indices of the whole.
 
         Args:
+            of: the operation.
             given: the indices.
-            vector: the dimension of them that has one entry for each indexed dimension.
-            inputs: the indexed dimensions, and how they are divided.
             table: the device's part.
+            inputs: how the dimensions of the table are divided.
             devices: of a replica.
-            ends: the last index of each dimension, to which larger ones are moved; None leaves them.
         """
         kind = ir.RankedTensorType(given.type)
         wide = str(kind.element_type) in ("i64", "ui64", "ui32")
         element = ir.IntegerType.get_signless(64 if wide else 32)
         self._kind = ir.RankedTensorType.get(kind.shape, element)
         self._scalar = ir.RankedTensorType.get([], element)
-        self._vector = vector
-        self._sizes = [ir.RankedTensorType(table.type).get_dim_size(each) for each in inputs]
+        self._vector = of.vector
+        self._sizes = [ir.RankedTensorType(table.type).get_dim_size(each) for each in of.map]
         if kind != self._kind:
             given = hlo.convert(self._kind, given)
-        if ends is not None:
-            given = hlo.clamp(self._counted([0] * len(ends)), given, self._counted(ends))
+        if of.ends is not None:
+            given = hlo.clamp(self._counted([0] * len(of.ends)), given, self._counted(of.ends))
         starts = []
-        for names, size in zip(inputs.values(), self._sizes, strict=True):
-            start = hlo.multiply(devices.place(names), integer(size))
+        for each, size in zip(of.map, self._sizes, strict=True):
+            start = hlo.multiply(devices.place(inputs[each]), integer(size))
             starts.append(hlo.convert(self._scalar, start) if wide else start)
         self.indices = hlo.subtract(given, self._spread(starts))
 
