@@ -76,10 +76,8 @@ class Gather(Indexed):
             if _fits(self.indices.get_dim_size(each), indices[each], used, devices):
                 of_indices[each] = result[place] = indices[each]
                 used |= {*indices[each]}
-        slices = [
-            size // devices.count(inputs[each]) if each in kept and each not in self.map else size
-            for each, size in enumerate(self.slices)
-        ]
+        parts_of = [1 if each in self.map else devices.count(names) for each, names in enumerate(inputs)]
+        slices = [size // count for size, count in zip(self.slices, parts_of, strict=True)]
 
         def build(parts: list[ir.Value]) -> list[ir.Value]:
             table, numbers = parts
