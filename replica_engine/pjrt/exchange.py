@@ -28,18 +28,6 @@ Limits = tuple[float | None, float | None]
 _SMALLEST = 256  # words; sizes are powers of two, so that few programs serve all
 _LARGEST = 1 << 24  # words at a time: devices that share a large value may not have the memory for all of it
 
-_PROGRAM = """module @replica_body {{
-  func.func public @main(%x: {type}) -> {type} {{
-    %result = "stablehlo.all_reduce"(%x) ({{
-      ^bb0(%a: tensor<{element}>, %b: tensor<{element}>):
-        %both = stablehlo.{op} %a, %b : tensor<{element}>
-        stablehlo.return %both : tensor<{element}>
-    }}) {{replica_groups = dense<[{group}]> : tensor<1x{replicas}xi64>}} : ({type}) -> {type}
-    return %result : {type}
-  }}
-}}
-"""
-
 
 def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, None)) -> np.ndarray:
     """The chief's value of an array, bit by bit, on every worker.
@@ -135,19 +123,6 @@ def _leave(devices: DeviceGroup) -> None:
     abandoned.add(devices)
 
 
-_GATHER = """module @replica_body attributes {{}} {{
-  func.func public @main(%x: {stored}, %begin: tensor<i32>) -> {gathered} {{
-    %part = stablehlo.reshape %x : ({stored}) -> {part}
-    %zero = stablehlo.constant dense<0> : tensor<i32>
-    %piece = stablehlo.dynamic_slice %part, {begins}, sizes = {sizes} : ({part}, {numbers}) -> {piece}
-    %row = stablehlo.reshape %piece : ({piece}) -> {row}
-    %result = "stablehlo.all_gather"(%row) {{
-      all_gather_dim = 0 : i64, replica_groups = dense<{groups}> : tensor<{replicas}x{size}xi64>
-    }} : ({row}) -> {gathered}
-    return %result : {gathered}
-  }}
-}}
-"""
 _ELEMENTS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "ui"}
 
 
@@ -208,19 +183,24 @@ def _gather(
         def kind(*sizes: int) -> str:
             return f"tensor<{''.join(f'{each}x' for each in sizes)}{element}>"
 
-        text = _GATHER.format(
-            stored=kind(*[1] * devices.rows, *part),
-            part=kind(*part),
-            piece=kind(*sizes),
-            row=kind(1, *sizes),
-            gathered=kind(size, *sizes),
-            sizes=sizes,
-            begins=", ".join("%begin" if axis == along else "%zero" for axis in range(len(part))),
-            numbers=", ".join(["tensor<i32>"] * len(part)),
-            groups=np.arange(devices.replicas * size).reshape(-1, size).tolist(),
-            replicas=devices.replicas,
-            size=size,
-        )
+        stored, plain, piece = kind(*[1] * devices.rows, *part), kind(*part), kind(*sizes)
+        row, gathered = kind(1, *sizes), kind(size, *sizes)
+        begins = ", ".join("%begin" if axis == along else "%zero" for axis in range(len(part)))
+        numbers = ", ".join(["tensor<i32>"] * len(part))
+        groups = np.arange(devices.replicas * size).reshape(-1, size).tolist()
+        text = f"""module @replica_body attributes {{}} {{
+          func.func public @main(%x: {stored}, %begin: tensor<i32>) -> {gathered} {{
+            %part = stablehlo.reshape %x : ({stored}) -> {plain}
+            %zero = stablehlo.constant dense<0> : tensor<i32>
+            %piece = stablehlo.dynamic_slice %part, {begins}, sizes = {sizes} : ({plain}, {numbers}) -> {piece}
+            %row = stablehlo.reshape %piece : ({piece}) -> {row}
+            %result = "stablehlo.all_gather"(%row) {{
+              all_gather_dim = 0 : i64, replica_groups = dense<{groups}> : tensor<{devices.replicas}x{size}xi64>
+            }} : ({row}) -> {gathered}
+            return %result : {gathered}
+          }}
+        }}
+        """
         name = f"reading a divided variable, {dtype}{list(part)} on each device", ""
         _programs[key] = Executable(text, devices.flat, [((size, *sizes), dtype)], name=name, limits=limits)
     return _programs[key]
@@ -245,9 +225,18 @@ def _program(devices: DeviceGroup, value: np.ndarray, op: str, name: str, limits
     key = devices, value.size, op
     if key not in _programs:
         element = _element(value.dtype)
-        kind, replicas = f"tensor<{value.size}x{element}>", devices.replicas
-        group = list(range(replicas))
-        text = _PROGRAM.format(type=kind, element=element, op=op, group=group, replicas=replicas)
+        kind, one, replicas = f"tensor<{value.size}x{element}>", f"tensor<{element}>", devices.replicas
+        text = f"""module @replica_body {{
+          func.func public @main(%x: {kind}) -> {kind} {{
+            %result = "stablehlo.all_reduce"(%x) ({{
+              ^bb0(%a: {one}, %b: {one}):
+                %both = stablehlo.{op} %a, %b : {one}
+                stablehlo.return %both : {one}
+            }}) {{replica_groups = dense<[{list(range(replicas))}]> : tensor<1x{replicas}xi64>}} : ({kind}) -> {kind}
+            return %result : {kind}
+          }}
+        }}
+        """
         results = [(value.shape, value.dtype)]
         _programs[key] = Executable(text, devices, results, name=(name, ""), limits=limits)
     return _programs[key]
