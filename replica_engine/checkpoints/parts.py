@@ -22,7 +22,7 @@ from replica_engine.checkpoints import snapshot
 from replica_engine.process import scoped
 
 if TYPE_CHECKING:  # replicas on threads have no jax
-    from replica_engine.pjrt.partitions import Part
+    from replica_engine.pjrt.partitions.layout import Part
     from replica_engine.xla.state.device_value import DeviceValue
 
 _SLICED = frozenset(

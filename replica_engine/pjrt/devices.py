@@ -15,7 +15,7 @@ from replica_engine.pjrt import abandoned, accelerators, workers
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import make_cpu_client
 from replica_engine.pjrt.partitioned_group import group_of
-from replica_engine.pjrt.partitions import ReplicaMesh
+from replica_engine.pjrt.partitions.layout import ReplicaMesh
 from replica_engine.pjrt.plans import chips
 from replica_engine.process import cores
 

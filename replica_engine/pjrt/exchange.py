@@ -20,7 +20,7 @@ from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import Executable, Flight
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
-from replica_engine.pjrt.partitions import Axes
+from replica_engine.pjrt.partitions.layout import Axes
 from replica_engine.telemetry.watchdog import Wait, workers
 
 Limits = tuple[float | None, float | None]

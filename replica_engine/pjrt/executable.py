@@ -46,7 +46,8 @@ from replica_engine.pjrt.jaxlib import (
 )
 from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.markers import WORK, add_work, expand_markers
-from replica_engine.pjrt.partitions import WHOLE, Axes, partition
+from replica_engine.pjrt.partitions.layout import WHOLE, Axes
+from replica_engine.pjrt.partitions.program import partition
 from replica_engine.pjrt.plans.compiled_text import exchanges_in_branches
 from replica_engine.pjrt.plans.plan import Memory, Plan, hlo_text, memory_of, plan_of
 from replica_engine.pjrt.workers import explain

@@ -30,7 +30,7 @@ from replica_engine.pjrt.jaxlib import (
     buffer_to_dlpack_managed_tensor,
     collect_garbage,
 )
-from replica_engine.pjrt.partitions import WHOLE, Axes, ReplicaMesh
+from replica_engine.pjrt.partitions.layout import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
 from replica_engine.process.threads import Apart

@@ -26,7 +26,7 @@ from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import hlo, ir, program_context
 from replica_engine.pjrt.markers import CONSTRAIN, HOST_CALL, PREFIX, parameters_of, restore_constraint, target
 from replica_engine.pjrt.mlir import functions, operations
-from replica_engine.pjrt.partitions import of_one_replica
+from replica_engine.pjrt.partitions.program import of_one_replica
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
 _CALL, _COPY, _REPLICA_ID = "stablehlo.custom_call", "mhlo.copy", "stablehlo.replica_id"

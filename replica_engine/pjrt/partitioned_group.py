@@ -9,7 +9,7 @@ import numpy as np
 from replica_engine.hosts import Member
 from replica_engine.pjrt.group import Array, DeviceGroup, aval_of, on_host
 from replica_engine.pjrt.jaxlib import ArrayImpl, Mesh, NamedSharding, PartitionSpec
-from replica_engine.pjrt.partitions import REPLICAS, WHOLE, Axes, Part, ReplicaMesh
+from replica_engine.pjrt.partitions.layout import REPLICAS, WHOLE, Axes, Part, ReplicaMesh
 
 
 class PartitionedGroup(DeviceGroup):

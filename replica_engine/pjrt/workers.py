@@ -37,7 +37,7 @@ from replica_engine.pjrt.jaxlib import (
     make_gloo_tcp_collectives,
 )
 from replica_engine.pjrt.partitioned_group import group_of
-from replica_engine.pjrt.partitions import ReplicaMesh
+from replica_engine.pjrt.partitions.layout import ReplicaMesh
 from replica_engine.process import cores, threads
 from replica_engine.process.interrupts import wait_for_ever
 

@@ -22,7 +22,7 @@ from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, GraphModeError, NotInBodyError
 from replica_engine.errors.base import at
-from replica_engine.pjrt.partitions import ReplicaMesh
+from replica_engine.pjrt.partitions.layout import ReplicaMesh
 from replica_engine.process import scoped
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.watchdog import Wait

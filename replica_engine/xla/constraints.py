@@ -17,7 +17,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.errors.base import shown
-from replica_engine.pjrt.partitions import Axes, Entry, ReplicaMesh, names
+from replica_engine.pjrt.partitions.layout import Axes, Entry, ReplicaMesh, names
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import current, host_call_site, in_body
 

@@ -13,7 +13,7 @@ from replica_engine.errors import ClusterConfigError
 from replica_engine.hosts import cluster as clusters
 from replica_engine.pjrt.devices import device_group, group_of_job, platform_named
 from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.pjrt.partitions import ReplicaMesh
+from replica_engine.pjrt.partitions.layout import ReplicaMesh
 
 
 class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):

@@ -10,7 +10,7 @@ from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
-from replica_engine.pjrt.partitions import ReplicaMesh
+from replica_engine.pjrt.partitions.layout import ReplicaMesh
 
 PROGRAM = """module @replica_body attributes {} {
   func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> {

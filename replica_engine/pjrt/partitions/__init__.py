@@ -2,9 +2,9 @@
 
 A replica's devices form a mesh, whose axes have names. The axes of a value say, for each of its dimensions, over which
 axis of the mesh it is divided. A body is lowered as for one device. Its text then gets a layout: the mesh, and the axes
-of each argument and result (`with_layout`). When the text is compiled, `partition` turns the layout into shardings of
-Shardy. XLA divides everything in between, and inserts the collectives that this needs. So the results of a body never
-depend on a layout, except by rounding.
+of each argument and result (`program.with_layout`). When the text is compiled, `program.partition` turns the layout
+into shardings of Shardy. XLA divides everything in between, and inserts the collectives that this needs. So the results
+of a body never depend on a layout, except by rounding.
 
 How values lie on the devices:
 
@@ -15,20 +15,3 @@ How values lie on the devices:
   partitions too, but jaxlib 0.10 aborts the process at the first divided result. What replicas exchange goes to the
   devices at the same place of other replicas.
 """
-
-from replica_engine.pjrt.partitions.layout import REPLICAS, WHOLE, Axes, Entry, Layout, Part, ReplicaMesh, names
-from replica_engine.pjrt.partitions.program import of_one_replica, partition, with_layout
-
-__all__ = [
-    "REPLICAS",
-    "WHOLE",
-    "Axes",
-    "Entry",
-    "Layout",
-    "Part",
-    "ReplicaMesh",
-    "names",
-    "of_one_replica",
-    "partition",
-    "with_layout",
-]

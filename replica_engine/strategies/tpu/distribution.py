@@ -23,7 +23,7 @@ from replica_engine._tf.keras import layouts
 from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.errors.base import positive_int, shown, warning
-from replica_engine.pjrt.partitions import REPLICAS, WHOLE, Axes, ReplicaMesh, names
+from replica_engine.pjrt.partitions.layout import REPLICAS, WHOLE, Axes, ReplicaMesh, names
 from replica_engine.xla.constraints import constrain
 
 BATCH = "batch"

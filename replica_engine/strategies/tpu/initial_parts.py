@@ -17,7 +17,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import subgraphs
 from replica_engine.errors import CaptureError, LoweringError
 from replica_engine.pjrt.group import Array
-from replica_engine.pjrt.partitions import Axes, ReplicaMesh, names
+from replica_engine.pjrt.partitions.layout import Axes, ReplicaMesh, names
 from replica_engine.process.freed_memory import freed_memory_returned
 from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec

@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import NamedTuple
 
-from replica_engine.pjrt.partitions import Axes
+from replica_engine.pjrt.partitions.layout import Axes
 from replica_engine.telemetry import html
 from replica_engine.xla.state.device_value import DeviceValue
 

@@ -22,7 +22,7 @@ from replica_engine.errors import DistributionError
 from replica_engine.errors.base import byte_size
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.group import Array, DeviceGroup
-from replica_engine.pjrt.partitions import WHOLE, Axes
+from replica_engine.pjrt.partitions.layout import WHOLE, Axes
 from replica_engine.strategies.tpu import initial_parts, workers
 from replica_engine.strategies.tpu.distribution import Distribution, Made
 from replica_engine.values import seeds

@@ -25,7 +25,8 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.host_transfers import UntransferableError
 from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
-from replica_engine.pjrt.partitions import WHOLE, Axes, Layout, with_layout
+from replica_engine.pjrt.partitions.layout import WHOLE, Axes, Layout
+from replica_engine.pjrt.partitions.program import with_layout
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
 from replica_engine.pjrt.workers import explain as explain_by_job

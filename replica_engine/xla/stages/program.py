@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
-from replica_engine.pjrt.partitions import WHOLE, Axes, Layout
+from replica_engine.pjrt.partitions.layout import WHOLE, Axes, Layout
 from replica_engine.xla.body import Body
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.results import Shape

@@ -37,7 +37,7 @@ from replica_engine.errors import LostVariableError, ProgramError
 from replica_engine.pjrt import exchange
 from replica_engine.pjrt.group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
-from replica_engine.pjrt.partitions import WHOLE, Axes, Part, ReplicaMesh
+from replica_engine.pjrt.partitions.layout import WHOLE, Axes, Part, ReplicaMesh
 from replica_engine.process import scoped, shutdown
 from replica_engine.xla.state import host_memory
 
