@@ -59,13 +59,13 @@ def least(devices: DeviceGroup, numbers: Sequence[int], limits: Limits = (None, 
 
     Args:
         devices: the devices of all workers.
-        numbers: this worker's numbers, equally many on all workers.
+        numbers: this worker's numbers, equally many on all workers; each fits 32 bits, since TPUs refuse 64 here.
         limits: as above.
 
     Raises:
         ReplicaTimeoutError, WorkersMissingError, WorkerLostError or another failure: as for `from_chief`.
     """
-    return _run(devices, np.array(numbers, np.int64), "a minimum over workers", "minimum", limits).tolist()
+    return _run(devices, np.array(numbers, np.int32), "a minimum over workers", "minimum", limits).tolist()
 
 
 def _run(devices: DeviceGroup, value: np.ndarray, what: str, op: str, limits: Limits) -> np.ndarray:
