@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.mlir import barrier, compared, reduced_over
-from replica_engine.pjrt.partitions.local import Devices, computed_locally, constant, integer, neutral
+from replica_engine.pjrt.partitions.local import Devices, computed_locally, constant, integer, zeros
 from replica_engine.pjrt.partitions.propagation import Divided, Propagated
 
 _NONE: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class Gather(Indexed):
             if not along:
                 return [found]
             kind = ir.RankedTensorType(found.type)
-            nothing = constant(neutral(kind.element_type), kind)
+            nothing = zeros(kind, -0.0)
             truth = ir.RankedTensorType.get(kind.shape, ir.IntegerType.get_signless(1))
             seen = hlo.select(hlo.broadcast_in_dim(truth, own.are_here(), places), found, nothing)
             return [devices.added_up(seen, along)]
@@ -159,7 +159,7 @@ class Scatter(Indexed):
             kind = ir.RankedTensorType(table.type)
             # XLA takes a slice of a slice for one, though an index outside of the second is moved into that: so it
             # must not see where the part comes from.
-            first = constant(neutral(kind.element_type), kind) if summed else barrier(table)
+            first = zeros(kind, -0.0) if summed else barrier(table)
             made = hlo.ScatterOp(
                 [kind], [first], own.indices, [rows], self.operation.attributes["scatter_dimension_numbers"]
             )

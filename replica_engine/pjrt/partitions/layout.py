@@ -119,12 +119,3 @@ def dimensions(entries: Iterable[Entry]) -> str:
         return f'"{axis}"{colon}{part}'
 
     return "[" + ", ".join("{" + ", ".join(map(quoted, names(each))) + "}" for each in entries) + "]"
-
-
-def zero_of(element: str) -> str:
-    """A zero of an element type, as StableHLO writes it."""
-    if element == "i1":
-        return "false"
-    if element.startswith("complex"):
-        return "(0.0, 0.0)"
-    return "0" if element.startswith(("i", "ui", "si")) else "0.0"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.mlir import reduced
-from replica_engine.pjrt.partitions.layout import MESH, Entry, Layout, dimensions, zero_of
+from replica_engine.pjrt.mlir import reduced, splat
+from replica_engine.pjrt.partitions.layout import MESH, Entry, Layout, dimensions
 from replica_engine.pjrt.partitions.propagation import Divided
 
 
@@ -175,12 +175,12 @@ def constant(value: object, kind: ir.Type) -> ir.Value:
     return hlo.constant(ir.Attribute.parse(f"dense<{value}> : {kind}"))
 
 
-def neutral(element: ir.Type) -> str:
-    """What changes no sum if it is added, as MLIR writes it: a negative zero, which keeps the sign of another zero."""
-    text = str(element)
-    if text.startswith("complex"):
-        return "(-0.0, -0.0)"
-    return "-0.0" if text.startswith(("f", "bf")) else zero_of(text)
+def zeros(kind: ir.RankedTensorType, zero: float = 0.0) -> ir.Value:
+    """Zeros of a type. A negative zero changes no sum if it is added: it keeps the sign of another zero."""
+    if isinstance(kind.element_type, ir.ComplexType):  # jaxlib reads no constants of complex numbers
+        part = tensor(kind.shape, kind.element_type.element_type)
+        return hlo.complex(zeros(part, zero), zeros(part, zero))
+    return splat(0 if isinstance(kind.element_type, ir.IntegerType) else zero, kind)
 
 
 def filled_up(value: ir.Value, shape: Sequence[int], filling: ir.Value | None = None) -> ir.Value:
@@ -190,7 +190,7 @@ def filled_up(value: ir.Value, shape: Sequence[int], filling: ir.Value | None = 
         return value
     none = [0] * kind.rank
     if filling is None:
-        filling = constant(zero_of(str(kind.element_type)), tensor([], kind.element_type))
+        filling = zeros(tensor([], kind.element_type))
     return hlo.pad(value, filling, none, [now - was for now, was in zip(shape, kind.shape, strict=True)], none)
 
 

@@ -20,8 +20,8 @@ from replica_engine.pjrt import mlir
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir
 from replica_engine.pjrt.markers import CONSTRAIN, parameters_of, target
-from replica_engine.pjrt.partitions.layout import ONE, Layout, zero_of
-from replica_engine.pjrt.partitions.local import Devices, channel, constant, constrained, manual_computation
+from replica_engine.pjrt.partitions.layout import ONE, Layout
+from replica_engine.pjrt.partitions.local import Devices, channel, constant, constrained, manual_computation, zeros
 from replica_engine.pjrt.partitions.propagation import Divided
 
 _GROUPS, _PAIRS = "replica_groups", "source_target_pairs"
@@ -120,12 +120,6 @@ def _call_by_first(call: ir.Operation, layout: Layout, channels: Iterator[int]) 
     wrap(call, layout)
     uses = [list(each.uses) for each in call.results]
     devices, axes = Devices(layout, channels), [name for name, _ in layout.mesh.axes]
-
-    def zeros(kind: ir.RankedTensorType) -> ir.Value:
-        if str(kind.element_type).startswith("complex"):
-            part = ir.RankedTensorType.get(kind.shape, ir.ComplexType(kind.element_type).element_type)
-            return hlo.complex(zeros(part), zeros(part))
-        return constant(zero_of(str(kind.element_type)), kind)
 
     with ir.InsertionPoint(call), call.location:
         number = hlo.partition_id()
