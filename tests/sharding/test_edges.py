@@ -81,6 +81,18 @@ def test_a_host_call_gives_complex_numbers_to_all_devices_of_each_replica():
     assert [complex(each) for each in strategy.experimental_local_results(found)] == [8 + 16j] * 2
 
 
+def test_complex_numbers_are_taken_out_of_a_table_of_unequal_parts():
+    strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+    with strategy.scope():
+        table = tf.Variable(tf.complex(tf.ones([1023, 127]), tf.fill([1023, 127], 2.0)))
+
+    def step(rows):
+        table.assign_add(table)
+        return tf.reduce_sum(tf.gather_nd(table, tf.stack([rows, rows % 7], 1)))
+
+    assert complex(strategy.run(step, args=(100 * tf.range(9),))) == 18 + 36j
+
+
 def test_a_variable_of_no_scope_is_told_of(caplog):
     strategy = replica_engine.TPUStrategy(num_cores=2, distribution="fsdp")
     forgotten = tf.Variable(tf.ones([8, 8]))
