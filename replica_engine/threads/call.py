@@ -194,7 +194,7 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
     options = _options(strategy)
     devices = strategy.extended.worker_devices
     of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
-    state = InheritedState.capture()
+    state = InheritedState()
     source = identity(fn)
     step_marks: StepMarks | None = None
     if not state.eager:

@@ -31,7 +31,6 @@ import functools
 import pathlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -40,67 +39,51 @@ from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import state as keras_state
 
 
-class InheritedState(NamedTuple):
-    """The state of the thread that called `run`: `capture` takes it there, `entered` enters it on a replica thread."""
+class InheritedState:
+    """The state of the thread that called `run`: taken where the object is made, entered on each replica thread.
 
-    graph: tf.Graph
-    eager: bool
-    init_graph: tf.Graph
-    init_eager: bool
-    creators: list[Any]
-    name_scope: str
-    variable_scope: Any
-    scope_store: Any
-    device_policy: int
-    thread_locals: tuple
-    keras_settings: dict[str, Any]
-    lines: dict[tuple[str, int], tuple[str, int, str]]
-    context: contextvars.Context
+    Attributes:
+        graph: the default graph.
+        eager: whether the caller runs eagerly.
+        scope_store: the variable scopes of tf.compat.v1.
+        context: a copy of the caller's context variables.
+    """
 
-    @classmethod
-    def capture(cls) -> InheritedState:
-        """Takes the state of the calling thread."""
+    def __init__(self) -> None:
         thread_state.ensure_started()
-        graph, eager = thread_state.default_graph(), tf.executing_eagerly()
-        init_graph, init_eager = graph, eager
-        if not eager:  # outside eager mode only: in eager mode `tf.init_scope` changes nothing
+        self.graph, self.eager = thread_state.default_graph(), tf.executing_eagerly()
+        self._init_graph, self._init_eager = self.graph, self.eager
+        if not self.eager:  # outside eager mode only: in eager mode `tf.init_scope` changes nothing
             with tf.init_scope():
-                init_graph, init_eager = thread_state.default_graph(), tf.executing_eagerly()
-        store = thread_state.variable_scope_store()
-        return cls(
-            graph=graph,
-            eager=eager,
-            init_graph=init_graph,
-            init_eager=init_eager,
-            creators=thread_state.variable_creators(graph),
-            name_scope=tf.get_current_name_scope(),
-            variable_scope=store.current_scope,
-            scope_store=store,
-            device_policy=thread_state.device_policy(),
-            thread_locals=thread_state.locals_of_thread(),
-            keras_settings=keras_state.settings(),
-            lines={} if eager else autograph.source_map(),
-            context=contextvars.copy_context(),
-        )
+                self._init_graph, self._init_eager = thread_state.default_graph(), tf.executing_eagerly()
+        self._creators = thread_state.variable_creators(self.graph)
+        self._name_scope = tf.get_current_name_scope()
+        self.scope_store = thread_state.variable_scope_store()
+        self._variable_scope = self.scope_store.current_scope
+        self._device_policy = thread_state.device_policy()
+        self._thread_locals = thread_state.locals_of_thread()
+        self._keras_settings = keras_state.settings()
+        self._lines = {} if self.eager else autograph.source_map()
+        self.context = contextvars.copy_context()
 
     @contextlib.contextmanager
     def entered(
         self, replica: int, context: tf.distribute.ReplicaContext, device: str, creator: Callable
     ) -> Iterator[None]:
         """Enters the state on a replica's thread, with the replica's own context, device and variable creator."""
-        creators = thread_state.creators_with(self.creators, creator)
+        creators = thread_state.creators_with(self._creators, creator)
         with (
-            thread_state.enter_locals(self.thread_locals),
-            contextlib.nullcontext() if self.eager else autograph.lines_of_ops(self.lines, _files()),
-            keras_state.entered(self.keras_settings),
-            thread_state.graph_and_mode(self.init_graph, self.init_eager),
+            thread_state.enter_locals(self._thread_locals),
+            contextlib.nullcontext() if self.eager else autograph.lines_of_ops(self._lines, _files()),
+            keras_state.entered(self._keras_settings),
+            thread_state.graph_and_mode(self._init_graph, self._init_eager),
             thread_state.graph_and_mode(self.graph, self.eager),
             thread_state.enter_creators(self.graph, creators),
-            thread_state.enter_device_policy(self.device_policy),
+            thread_state.enter_device_policy(self._device_policy),
             context,
             tf.device(device),
-            tf.name_scope(_name_scope(self.name_scope, replica)),
-            thread_state.enter_variable_scope(self.variable_scope, reuse=replica > 0),
+            tf.name_scope(_name_scope(self._name_scope, replica)),
+            thread_state.enter_variable_scope(self._variable_scope, reuse=replica > 0),
         ):
             inside = thread_state.of_update()
             try:
