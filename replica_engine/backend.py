@@ -14,12 +14,17 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.hosts.saving import Saving
+
+Arguments: TypeAlias = Sequence[Any] | tf.distribute.DistributedValues
+Keywords: TypeAlias = Mapping[str, Any] | tf.distribute.DistributedValues | None
+"""What `run` takes. It returns what the function returns, with a `DistributedValues` in the place of each leaf that
+differs by replica; types cannot say more of it than that None stays None."""
 
 
 class Backend(abc.ABC):
@@ -51,12 +56,7 @@ class Backend(abc.ABC):
         return strategy
 
     @abc.abstractmethod
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | tf.distribute.DistributedValues = (),
-        kwargs: Mapping[str, Any] | tf.distribute.DistributedValues | None = None,
-    ) -> Any:
+    def run(self, fn: Callable[..., Any], args: Arguments = (), kwargs: Keywords = None) -> Any:
         """Calls `fn` once per replica, in replica context, and returns the regrouped results."""
 
     def run_again(self, fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Any] | None:

@@ -7,8 +7,8 @@ It checks arguments, says errors in the user's terms, and passes on to the exten
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, overload
 
 import tensorflow as tf
 
@@ -16,7 +16,7 @@ from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import files
 from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine.backend import Backend, has_backend
+from replica_engine.backend import Arguments, Backend, Keywords, has_backend
 from replica_engine.checkpoints import owners, saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
@@ -40,10 +40,6 @@ from replica_engine.strategies.validation import (
 from replica_engine.threads.call import short_name
 
 R = TypeVar("R")
-Arguments: TypeAlias = "Sequence[Any] | tf.distribute.DistributedValues"
-Keywords: TypeAlias = "Mapping[str, Any] | tf.distribute.DistributedValues | None"
-"""What `run` takes. It returns what the function returns, with a `DistributedValues` in the place of each leaf that
-differs by replica; types cannot say more of it than that None stays None."""
 
 
 class OnBackend(tf.distribute.Strategy):

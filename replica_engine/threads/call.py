@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, own_attributes, thread_state
 from replica_engine._tf.graphs import autograph, calls, function, made_ops, marks
-from replica_engine.backend import Backend
+from replica_engine.backend import Arguments, Backend, Keywords
 from replica_engine.diagnostics import hooks
 from replica_engine.diagnostics.failed_run import note_failed_run
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, records
@@ -77,12 +77,7 @@ class ThreadBackend(Backend):
         self.creates_nothing: set[Any] = set()
         self.steps: weakref.WeakSet[StepMarks] = weakref.WeakSet()
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | tf.distribute.DistributedValues = (),
-        kwargs: Mapping[str, Any] | tf.distribute.DistributedValues | None = None,
-    ) -> Any:
+    def run(self, fn: Callable[..., Any], args: Arguments = (), kwargs: Keywords = None) -> Any:
         """Same as `call_for_each_replica` of this module."""
         check_not_forked()
         strategy = self.strategy
@@ -123,10 +118,7 @@ def backend_on_threads(strategy: tf.distribute.Strategy, extended: tf.distribute
 
 @autograph.artifact
 def call_for_each_replica(
-    strategy: tf.distribute.Strategy,
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: dict[str, Any] | None = None,
+    strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Arguments = (), kwargs: Keywords = None
 ) -> Any:
     """Runs `fn` once per replica of `strategy`, on this library's replica threads.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine.backend import Backend, HostSide
+from replica_engine.backend import Arguments, Backend, HostSide, Keywords
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.user_frames import calling_line
 from replica_engine.pjrt.group import DeviceGroup
@@ -77,8 +77,8 @@ class CompiledBackend(Backend):
     def run(
         self,
         fn: Callable[..., Any],
-        args: Sequence[Any] | tf.distribute.DistributedValues = (),
-        kwargs: Mapping[str, Any] | tf.distribute.DistributedValues | None = None,
+        args: Arguments = (),
+        kwargs: Keywords = None,
         programs: ProgramTable | None = None,
     ) -> Any:
         """Same as in every backend, also with a table of programs of the caller (see `own_programs`)."""
