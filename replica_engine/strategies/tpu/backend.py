@@ -44,7 +44,7 @@ class CompiledBackend(Backend):
         distribution: how variables are divided over the devices of a replica; None if it has one.
 
     Attributes:
-        device_group, limits, distribution: as above.
+        device_group, same_random, limits, distribution: as above.
         variable_table: the variables of the strategy.
         initial_programs: the programs that make initial values of variables in parts.
         random_numbers: what the replicas draw from, for checkpoints.
@@ -62,10 +62,10 @@ class CompiledBackend(Backend):
         distribution: Distribution | None,
     ):
         super().__init__(strategy)
-        self.device_group, self.limits, self.distribution = devices, limits, distribution
+        self.device_group, self.same_random = devices, same_random
+        self.limits, self.distribution = limits, distribution
         self.saving = workers.saving_on(devices, limits)
         self.variable_table = VariableTable(devices.mesh.axes if devices.mesh else ())
-        self._same_random = same_random
         name = type(strategy).__name__
         self._programs = ProgramTable(
             devices, self._in_replica_context, same_random, name=name, limits=limits, soft_placement=soft_placement
@@ -150,10 +150,6 @@ class CompiledBackend(Backend):
             value = distribute.PerReplica((value,))
         value = as_tensors(value, self.strategy.extended.worker_devices)
         return distribute.select_replica(0, self.run(reducer, (value,), programs=self._reductions))
-
-    def create_variable(self, next_creator: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Makes a variable of the strategy; `kwargs` are the keyword arguments of a variable creator."""
-        return variables.create(self.strategy, next_creator, kwargs, self._same_random, self.distribution)
 
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica, in the order of time."""

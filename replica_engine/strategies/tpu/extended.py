@@ -17,7 +17,7 @@ from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies import accumulation
 from replica_engine.strategies.extended import ExtendedHooks
 from replica_engine.strategies.multi_step import MultiStepContext
-from replica_engine.strategies.tpu import workers
+from replica_engine.strategies.tpu import variables, workers
 from replica_engine.strategies.tpu.api import devices_of
 from replica_engine.strategies.tpu.backend import CompiledBackend
 from replica_engine.strategies.tpu.device_loops import LoopSettings
@@ -190,7 +190,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
         colocate_with = kwargs.pop("colocate_with", None)
         if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
             return next_creator(**kwargs)
-        return self.backend.create_variable(next_creator, kwargs)
+        return variables.create(self._container_strategy(), next_creator, kwargs)
 
     @property
     def num_hosts(self) -> int:

@@ -147,18 +147,15 @@ def host_side_of(variable: object) -> HostSide | None:
 
 
 def create(
-    strategy: tf.distribute.Strategy,
-    next_creator: Callable[..., tf.Variable],
-    kwargs: dict[str, Any],
-    same_random: bool,
-    distribution: Distribution | None,
+    strategy: tf.distribute.Strategy, next_creator: Callable[..., tf.Variable], kwargs: dict[str, Any]
 ) -> tf.Variable:
     """Makes a variable of a strategy; `kwargs` are the keyword arguments of a variable creator."""
-    devices: DeviceGroup = strategy.extended.device_group
+    backend = strategy.extended.backend
+    devices, distribution = backend.device_group, backend.distribution
     name = kwargs.get("name") or "Variable"
-    spread = seeds.states if name.endswith(_KERAS_SEED) and not same_random else None
+    spread = seeds.states if name.endswith(_KERAS_SEED) and not backend.same_random else None
     early = None if distribution is None else _known_early(distribution, devices, name, kwargs)
-    array = None if early is None else _made_in_parts(strategy.extended.backend, name, early, kwargs)
+    array = None if early is None else _made_in_parts(backend, name, early, kwargs)
     if array is not None:
         assert early is not None, "its axes are known"
         stand_in = host_memory.zeros(early.shape, np.dtype(early.dtype.as_numpy_dtype))
@@ -181,21 +178,17 @@ def create(
         axes = _axes(distribution, devices, name, tuple(variable.shape), variable.dtype)
     if devices.member is not None and array is None:
         how = None if distribution is None else distribution.described(axes)
-        workers.start_from_chief(name, variable._values, devices, strategy.extended.backend.limits, how)
+        workers.start_from_chief(name, variable._values, devices, backend.limits, how)
     device_value = make_device_value(variable._values, devices, spread, axes, array)
-    device_value.limits = strategy.extended.backend.limits
+    device_value.limits = backend.limits
     is_mirrored = isinstance(variable, MirroredDeviceVariable) and spread is None
     device_value.kept_equal = is_mirrored and variable.aggregation != tf.VariableAggregation.NONE
-    strategy.extended.backend.variable_table.note(device_value, _path(name))
+    backend.variable_table.note(device_value, _path(name))
     return variable
 
 
 def make_device_value(
-    values: Sequence[tf.Variable],
-    devices: DeviceGroup,
-    spread: Spread | None,
-    axes: Axes = WHOLE,
-    array: Array | None = None,
+    values: Sequence[tf.Variable], devices: DeviceGroup, spread: Spread | None, axes: Axes, array: Array | None = None
 ) -> DeviceValue:
     """Makes the device value of a distributed variable, and gives its host variables access to that device value.
 
