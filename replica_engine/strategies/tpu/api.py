@@ -24,7 +24,7 @@ import tensorflow as tf
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import DeviceError
 from replica_engine.errors.base import shown
-from replica_engine.xla.body import in_body
+from replica_engine.xla.body import check_mode, in_body
 from replica_engine.xla.constraints import as_int, check, devices_of_replica, divided, whole
 
 
@@ -49,13 +49,13 @@ class LogicalDevices(tf.distribute.TPUStrategy):
             DeviceError: a replica has no device of this number; or the strategy was made with
                 `experimental_spmd_xla_partitioning=True`.
         """
-        if self.extended.only_splits:
+        if self._only_splits:
             raise DeviceError(
                 "experimental_assign_to_logical_device was called under a strategy that was made with "
                 "experimental_spmd_xla_partitioning=True: there tensors are split over the logical devices, with "
                 "experimental_split_to_logical_devices, and never assigned to one."
             )
-        check("experimental_assign_to_logical_device", logical_device_id, devices_of(self.extended))
+        check("experimental_assign_to_logical_device", logical_device_id, self.extended.device_group.devices_each)
         return tf.identity(tensor)
 
     @autograph.artifact
@@ -75,7 +75,7 @@ class LogicalDevices(tf.distribute.TPUStrategy):
         """
         tensor = tf.convert_to_tensor(tensor)
         parts = list(map(as_int, partition_dimensions))
-        count = devices_of(self.extended)
+        count = self.extended.device_group.devices_each
         if (
             min(parts, default=1) < 1
             or math.prod(parts) != count
@@ -93,11 +93,6 @@ class LogicalDevices(tf.distribute.TPUStrategy):
     @autograph.artifact
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica. Returns the tensor."""
-        devices_of(self.extended)
+        check_mode()
         tensor = tf.convert_to_tensor(tensor)
         return tf.identity(tensor) if in_body() is None else whole(tensor)
-
-
-def devices_of(extended: Any) -> int:
-    """The number of devices of each replica."""
-    return extended.device_group.devices_each

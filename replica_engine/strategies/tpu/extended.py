@@ -18,14 +18,12 @@ from replica_engine.strategies import accumulation
 from replica_engine.strategies.extended import ExtendedHooks
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu import variables, workers
-from replica_engine.strategies.tpu.api import devices_of
 from replica_engine.strategies.tpu.backend import CompiledBackend
 from replica_engine.strategies.tpu.device_loops import LoopSettings
-from replica_engine.strategies.tpu.distribution import Distribution
 from replica_engine.strategies.validation import check_updated
 from replica_engine.xla import own_values, shared_sums
 from replica_engine.xla.analysis.differences import is_equal_everywhere
-from replica_engine.xla.body import LaunchLimits, in_body
+from replica_engine.xla.body import in_body
 from replica_engine.xla.constraints import logical_device
 from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf, use_own_values
 from replica_engine.xla.state.host_variable import handles_compared
@@ -127,28 +125,14 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
         backend: compiles and runs functions.
         device_group: the devices that the replicas run on.
         steps_per_run: how many steps one launch of a device loop runs if the call does not say.
-        only_splits: whether tensors may not be assigned to one logical device.
     """
 
-    def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        devices: DeviceGroup,
-        same_random: bool,
-        limits: LaunchLimits,
-        soft_placement: bool | None = None,
-        distribution: Distribution | None = None,
-        steps_per_run: int = 1,
-        only_splits: bool = False,
-    ):
+    def __init__(self, strategy: tf.distribute.Strategy, backend: CompiledBackend, steps_per_run: int):
         use_own_values()
-        self.device_group = devices
-        self.steps_per_run, self.only_splits = steps_per_run, only_splits
-        if devices.member is not None:
-            workers.explain_failures(devices.member)
-        self.backend = CompiledBackend(strategy, devices, same_random, limits, soft_placement, distribution)
-        host = distribute.resolve("CPU:0")
-        super().__init__(strategy, [host] * devices.size, QuietReduction())
+        self.backend, self.device_group, self.steps_per_run = backend, backend.device_group, steps_per_run
+        if self.device_group.member is not None:
+            workers.explain_failures(self.device_group.member)
+        super().__init__(strategy, [distribute.resolve("CPU:0")] * self.device_group.size, QuietReduction())
 
     def _initialize_strategy(self, devices: list[str]) -> None:
         """The hook that sets up devices; TensorFlow's own hook requires a different device for each replica."""
@@ -213,7 +197,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
         Raises:
             DeviceError: a replica has no device of this number.
         """
-        return logical_device(logical_device_id, devices_of(self))
+        return logical_device(logical_device_id, self.device_group.devices_each)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`."""

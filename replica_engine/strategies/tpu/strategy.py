@@ -17,6 +17,7 @@ from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu import keras_steps
 from replica_engine.strategies.tpu.api import LogicalDevices
+from replica_engine.strategies.tpu.backend import CompiledBackend
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.strategies.tpu.distribution import assigned, read
 from replica_engine.strategies.tpu.extended import TPUExtended
@@ -136,19 +137,10 @@ class TPUStrategy(Planning, LogicalDevices):
         devices = resolver.group(num_cores) if divided is None else resolver.group(divided.cores, divided.mesh)
         pool.make_room(pool.FOR_LAUNCHES)
         limits = LaunchLimits(timeout, warn_after)
+        backend = CompiledBackend(self, devices, same_random_numbers, limits, soft_placement, divided)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
-        extended = TPUExtended(
-            self,
-            devices,
-            same_random_numbers,
-            limits,
-            soft_placement,
-            divided,
-            steps_per_run=steps,
-            only_splits=experimental_spmd_xla_partitioning,
-        )
-        tf.distribute.Strategy.__init__(self, extended)
-        self._resolver = tpu_cluster_resolver
+        tf.distribute.Strategy.__init__(self, TPUExtended(self, backend, steps))
+        self._resolver, self._only_splits = tpu_cluster_resolver, experimental_spmd_xla_partitioning
 
     def __repr__(self) -> str:
         return described(self, self._compiled_half.device_group.names)
