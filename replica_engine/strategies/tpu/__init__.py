@@ -4,7 +4,6 @@
 - `variables`: distributed variables whose values live on the devices.
 - `workers`: what is different where the job has several workers.
 - `device_loops`: `run_steps`. `keras_steps`: `steps_per_execution` of Keras.
-- `api`: attributes and methods that libraries expect of a `tf.distribute.TPUStrategy`.
 """
 
 from replica_engine.strategies.tpu.extended import TPUExtended

@@ -1,8 +1,21 @@
-"""TPUStrategy: the replica body compiled to one program that runs on N devices of any PJRT platform."""
+"""TPUStrategy: the replica body compiled to one program that runs on N devices of any PJRT platform.
+
+It is a subclass of TensorFlow's class. So a program that checks `isinstance(strategy, tf.distribute.TPUStrategy)` takes
+the branch that it takes on TPUs, and in that branch asks the strategy for more. TensorFlow's class reads the answers
+from a TPU system, which does not exist here. The answers here hold on every platform:
+
+- A host is a worker, which is a process; one has all replicas, unless the job has several.
+- A replica has as many logical devices as `cores_per_replica` says. XLA's partitioner, which divides the values of a
+  replica, chooses on which of them an op runs; a split of a tensor says how it is divided.
+- No embedding accelerator exists, also on real TPUs, because TensorFlow's embedding ops need TensorFlow's own TPU
+  runtime. Layers that ask for one (`tensorflow_recommenders.layers.embedding.TPUEmbedding`) then do lookups with ops
+  that XLA compiles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,24 +24,28 @@ from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
+from replica_engine.errors import DeviceError, InputsError
 from replica_engine.errors.base import positive_int, shown
+from replica_engine.pjrt.plans.plan import DeviceMemory, Plan
 from replica_engine.process import pool
+from replica_engine.strategies.backend import OnBackend
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.strategies.tpu import keras_steps
-from replica_engine.strategies.tpu.api import LogicalDevices
 from replica_engine.strategies.tpu.backend import CompiledBackend
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.strategies.tpu.distribution import assigned, read
 from replica_engine.strategies.tpu.extended import TPUExtended
-from replica_engine.strategies.tpu.planning import Planning
-from replica_engine.strategies.validation import check_flags, check_seconds, names_keywords
-from replica_engine.xla.body import LaunchLimits, check_mode
+from replica_engine.strategies.tpu.variable_table import Layouts
+from replica_engine.strategies.validation import check_call, check_flags, check_seconds, names_keywords
+from replica_engine.xla import constraints
+from replica_engine.xla.body import LaunchLimits, check_mode, in_body
 from replica_engine.xla.context import BodyReplicaContext
 from replica_engine.xla.resolver import PjrtClusterResolver
+from replica_engine.xla.signature.stand_ins import with_values
 
 
-class TPUStrategy(Planning, LogicalDevices):
+class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that
@@ -225,6 +242,107 @@ class TPUStrategy(Planning, LogicalDevices):
             raise shortened(as_raised(interrupt))
 
     @autograph.artifact
+    @names_keywords("strategy.plan")
+    def plan(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        topology: str | None = None,
+    ) -> Plan:
+        """Compiles `fn` as `run` would, and says what it needs on each device. Nothing runs, and no variable changes.
+
+        Args:
+            fn: the step, as for `run`.
+            args: its positional arguments, as for `run`; a `tf.TensorSpec` stands for a tensor of its shape and dtype,
+                which each replica gets whole, and the `element_spec` of a distributed dataset for a batch of it.
+            kwargs: its keyword arguments.
+            topology: the name of chips that need not be there: "v5e:2x4" are eight chips of TPU v5e, "h100:8" are eight
+                GPUs. The program is compiled for the first N of them, as many as replicas, in a process of its own.
+                `pip install "replica-engine[aot]"` installs the compilers. None plans for the devices of this strategy;
+                a later `run` then need not compile.
+
+        Returns:
+            A `replica_engine.xla.Plan`, which prints as a table: `memory` (bytes on each device), `fits`, `cost`
+            (flops, bytes, cycles and collectives). What the platform does not tell is None: `cost.cycles` on CPUs
+            and GPUs.
+
+        Raises:
+            DeviceError: no chips have this name, and the message lists those that do; or they cannot serve so many
+                replicas; or a host call of the step has a value that cannot be sent between the host and such a chip.
+            BackendMissingError: the compiler for these chips is not installed.
+            ProgramError: the compiler refuses the program, or ends its process.
+            ReplicaMismatchError: the replicas have tensors of different shapes or dtypes.
+            ReplicaTimeoutError: the compiler gave no answer within the `timeout` of the strategy.
+            Exception: as `run` does, before the program is launched.
+
+        Example:
+            >>> import tensorflow as tf, replica_engine
+            >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+            >>> with strategy.scope():
+            ...     w = tf.Variable(tf.ones([256, 256]))
+            >>> def step(x):
+            ...     w.assign_sub(tf.distribute.get_replica_context().all_reduce("SUM", x) * 0.1)
+            >>> plan = strategy.plan(step, args=(tf.TensorSpec([256, 256]),))
+            >>> plan.memory.arguments, plan.memory.aliased, plan.fits, plan.cost.cycles
+            (524288, 262144, True, None)
+            >>> [(each.kind, each.bytes) for each in plan.cost.collectives]
+            [('all-reduce', 262144)]
+        """
+        try:
+            if not tf.executing_eagerly():
+                raise InputsError(
+                    "plan was called in a tf.function. It compiles a step and runs nothing: call it in eager mode, "
+                    "with the function that the tf.function passes to strategy.run."
+                )
+            if isinstance(kwargs, str):
+                raise InputsError(f"plan takes args and kwargs first. Write plan(fn, args, topology={kwargs!r}).")
+            check_call(fn, args, kwargs)
+            args, kwargs = with_values((args, dict(kwargs or {})), "plan")
+            return self.extended.backend.plan(fn, args, kwargs, topology)
+        except Exception as error:
+            raise shortened(explained(error))
+
+    def memory(self) -> DeviceMemory:
+        """The memory that this strategy's variables and its last program need on each device.
+
+        Returns:
+            An object with `variables`, a list with the bytes of the variables on each device, `program`, the `Memory`
+            of the program that ran last, and `devices`, the names of the devices. `program` is None before the first,
+            and if replicas with shares of different sizes ran different programs.
+
+        Example:
+            >>> import tensorflow as tf, replica_engine
+            >>> strategy = replica_engine.TPUStrategy(num_cores=2)
+            >>> with strategy.scope():
+            ...     w = tf.Variable(tf.zeros([1000]))
+            >>> strategy.memory().variables
+            [4000, 4000]
+        """
+        return self.extended.backend.memory()
+
+    def layouts(self) -> Layouts:
+        """How the variables of this strategy are divided over the devices of a replica: a table when printed.
+
+        Returns:
+            An object with `rows`: for each variable its path, shape, dtype, the axis of the mesh for each of its
+            dimensions, or None, and its bytes on a device. `mesh` has the name and the size of each axis.
+
+        Example:
+            >>> import tensorflow as tf, replica_engine
+            >>> strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+            >>> with strategy.scope():
+            ...     w = tf.Variable(tf.zeros([512, 256]), name="w")
+            ...     b = tf.Variable(tf.zeros([200]), name="b")
+            >>> print(strategy.layouts())
+            variable  shape       dtype    axes             bytes on a device
+            w         (512, 256)  float32  ('batch', None)  131,072 of 524,288
+            b         (200,)      float32  (None,)          800
+            mesh: 'batch'=4; a device has 131,872 of 525,088 bytes
+        """
+        return self.extended.backend.variable_table.layouts()
+
+    @autograph.artifact
     @names_keywords("strategy.reduce")
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like every strategy; works in steps of `run_steps`. Takes Python numbers."""
@@ -253,6 +371,72 @@ class TPUStrategy(Planning, LogicalDevices):
         shares = tf.reshape(rows, tf.concat([[devices.replicas // devices.size, devices.size, -1], shape[1:]], 0))
         swapped = tf.transpose(shares, tf.concat([[1, 0], tf.range(2, tf.rank(shares))], 0))
         return tf.reshape(swapped, shape)
+
+    # In a replica, the next three say how XLA divides a value over the replica's devices. Elsewhere they return it.
+
+    @autograph.artifact
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> tf.Tensor:
+        """Names a device of the replica for a tensor. XLA's partitioner chooses the devices that compute it.
+
+        Args:
+            tensor: any tensor.
+            logical_device_id: the number of the device in its replica, from 0.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            DeviceError: a replica has no device of this number; or the strategy was made with
+                `experimental_spmd_xla_partitioning=True`.
+        """
+        if self._only_splits:
+            raise DeviceError(
+                "experimental_assign_to_logical_device was called under a strategy that was made with "
+                "experimental_spmd_xla_partitioning=True: there tensors are split over the logical devices, with "
+                "experimental_split_to_logical_devices, and never assigned to one."
+            )
+        count = self.extended.device_group.devices_each
+        constraints.check("experimental_assign_to_logical_device", logical_device_id, count)
+        return tf.identity(tensor)
+
+    @autograph.artifact
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
+        """Splits a tensor over the devices of its replica.
+
+        Args:
+            tensor: any tensor.
+            partition_dimensions: the number of parts for each dimension of the tensor. Their product is the number of
+                the replica's devices, and each divides the size of its dimension.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            DeviceError: the numbers are not such ones.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        parts = list(map(constraints.as_int, partition_dimensions))
+        count = self.extended.device_group.devices_each
+        if (
+            min(parts, default=1) < 1
+            or math.prod(parts) != count
+            or len(parts) != tensor.shape.rank
+            or any(size is not None and size % number for size, number in zip(tensor.shape, parts, strict=True))
+        ):
+            raise DeviceError(
+                "experimental_split_to_logical_devices was called with "
+                f"partition_dimensions={shown(partition_dimensions)} for a tensor of shape {tensor.shape}. Give one "
+                f"number for each dimension, which divides its size, with the product {count}: "
+                f"{constraints.devices_of_replica(count)}"
+            )
+        return tf.identity(tensor) if in_body() is None else constraints.divided(tensor, parts)
+
+    @autograph.artifact
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
+        """Copies a tensor to all devices of its replica. Returns the tensor."""
+        check_mode()
+        tensor = tf.convert_to_tensor(tensor)
+        return tf.identity(tensor) if in_body() is None else constraints.whole(tensor)
 
     @property
     def num_replicas_in_sync(self) -> int:
