@@ -30,7 +30,10 @@ from replica_engine.xla.state.host_variable import handles_compared
 
 
 class _OverWorkers(distribute.MirroredExtended):
-    """TensorFlow's extended half, with the hooks that concern the replicas of all workers."""
+    """TensorFlow's extended half, with the hooks that concern the replicas of all workers.
+
+    Those that `TPUExtended` has too come after `ExtendedHooks`, which takes structures apart, and after `HostDatasets`.
+    """
 
     backend: CompiledBackend
     device_group: DeviceGroup
@@ -40,12 +43,6 @@ class _OverWorkers(distribute.MirroredExtended):
         if self.device_group.member is None or not self._has_parts(value):
             return super()._reduce_to(reduce_op, value, destinations, options)
         return self.backend.over_workers(reduce_op, value)
-
-    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
-        """The hook of `gather`."""
-        if self.device_group.member is None or not self._has_parts(value):
-            return super()._gather_to_implementation(value, destinations, axis, options)
-        return self.backend.over_workers(("gather", axis), value)
 
     def _has_parts(self, value: Any) -> bool:
         """Whether a value may differ by replica. What `run` returns is not wrapped where a worker has one replica."""
@@ -100,18 +97,10 @@ class _OverWorkers(distribute.MirroredExtended):
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this worker is the chief."""
+        """Whether this worker is the chief, who writes checkpoints and summaries too."""
         return self.device_group.is_chiefs
 
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this worker writes checkpoints: the chief does."""
-        return self.device_group.is_chiefs
-
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this worker writes summaries: the chief does."""
-        return self.device_group.is_chiefs
+    should_checkpoint = should_save_summary = experimental_should_init
 
 
 class TPUExtended(ExtendedHooks, _OverWorkers):
@@ -214,9 +203,11 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
 
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         """The hook of `gather`."""
-        if in_body() is None:
+        if in_body() is not None:
+            return gather_leaf(value, axis)
+        if self.device_group.member is None or not self._has_parts(value):
             return super()._gather_to_implementation(value, destinations, axis, options)
-        return gather_leaf(value, axis)
+        return self.backend.over_workers(("gather", axis), value)
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """The hook of `broadcast_to`."""
