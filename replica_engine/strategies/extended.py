@@ -35,12 +35,7 @@ class ExtendedHooks(HostDatasets):
     """The hooks that all strategies of this library have in common: values, which may be any structure, and datasets.
 
     Put it before an extended class of `tf.distribute`.
-
-    Attributes:
-        adds_up_rows: whether `_batch_reduce_to` adds up rows of tables whose indices are not the batch's.
     """
-
-    adds_up_rows = False
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Like `tf.distribute.StrategyExtended.reduce_to`, with errors that say what to write."""
@@ -86,7 +81,7 @@ class ExtendedHooks(HostDatasets):
         if distribute.is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.SUM:
             raise ReplicaValueError.sum_of_one(value, isinstance(value, tf.Variable))
         value = as_tensors(value, self.worker_devices)
-        if self.adds_up_rows and are_rows(value):
+        if are_rows(value) and not self.backend.compiles:  # on threads, the hook adds up those that are not the batch's
             return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
         several_workers = self._in_multi_worker_mode()
         if _is_narrow(value) and not several_workers and reduction.adds_on_one_device(value, destinations):
@@ -153,12 +148,6 @@ class ReplicaThreads(tf.distribute.StrategyExtended):
     def sync_points(self) -> list[SyncPointRecord]:
         """Same as `replica_engine.sync_points`."""
         return self.backend.sync_points()
-
-
-class ThreadHooks(ReplicaThreads, ExtendedHooks):
-    """What the extended halves of `MirroredStrategy` and `MultiWorkerMirroredStrategy` have in common."""
-
-    adds_up_rows = True
 
 
 def _is_narrow(value: object) -> bool:

@@ -18,7 +18,7 @@ from replica_engine.errors.base import shown
 from replica_engine.errors.devices import warn_one_replica
 from replica_engine.strategies.backend import OnReplicaThreads
 from replica_engine.strategies.devices import listed, resolve_devices
-from replica_engine.strategies.extended import ThreadHooks, by_dtype
+from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
 from replica_engine.strategies.updates import Updates
 from replica_engine.strategies.validation import check_choice, check_flags, check_seconds, check_updated, refuse
 from replica_engine.threads.call import short_name
@@ -34,7 +34,7 @@ _COLLECTIVE_KEYS = itertools.count(1_000_000, 16)
 _OF_NCCL = frozenset((tf.float16, tf.float32, tf.float64, tf.int64))  # that TensorFlow's op for NCCL takes on a GPU
 
 
-class MirroredExtended(ThreadHooks, distribute.MirroredExtended):
+class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtended):
     """The extended half of `MirroredStrategy`: TensorFlow's own extended half, on this library's replica threads.
 
     Subclass it to change how values are reduced, how variables are made or how datasets are distributed. Then name

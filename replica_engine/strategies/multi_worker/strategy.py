@@ -13,7 +13,7 @@ from replica_engine._tf import collectives, distribute
 from replica_engine._tf.host_datasets import rows_of_batches
 from replica_engine.hosts.saving import Saving
 from replica_engine.strategies.backend import OnReplicaThreads
-from replica_engine.strategies.extended import ThreadHooks, by_dtype
+from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
 from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_batches, of_variable
 from replica_engine.strategies.multi_worker.reduction import WorkerReduction
@@ -58,7 +58,7 @@ class _Compared(distribute.MultiWorkerMirroredExtended):
             return super()._gather_to_implementation(value, destinations, axis, options)
 
 
-class MultiWorkerExtended(ThreadHooks, _Compared):
+class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
     """The extended half of `MultiWorkerMirroredStrategy`: TensorFlow's own, on this library's replica threads."""
 
     _enable_check_health = False  # the job notices who is lost, and says it
