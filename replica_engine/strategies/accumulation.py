@@ -12,7 +12,6 @@ its branches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -21,18 +20,18 @@ from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import accumulation as keras_accumulation
 from replica_engine._tf.keras import hooks as keras_hooks
+from replica_engine.backend import has_backend
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.suspicions import check_optimizer
 from replica_engine.values.regroup import regroup
 
 
-def extend_keras(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
-    """Makes Keras' optimizers accumulate on each replica; does nothing until Keras is imported, or a second time.
+def extend_keras() -> None:
+    """Makes Keras' optimizers accumulate on each replica of this library; strategies of others keep what Keras does.
 
-    Args:
-        is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
+    Does nothing until Keras is imported, or a second time.
     """
-    keras_hooks.extend_optimizers(_apply, _on_all_replicas, is_ours, check_optimizer, explained)
+    keras_hooks.extend_optimizers(_apply, _on_all_replicas, has_backend, check_optimizer, explained)
 
 
 @autograph.artifact

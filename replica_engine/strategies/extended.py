@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, reduction
 from replica_engine._tf.host_datasets import HostDatasets
-from replica_engine.backend import has_backend
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas
 from replica_engine.errors import ReplicaValueError, ScopeError
@@ -138,7 +137,7 @@ class ReplicaThreads(tf.distribute.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
-        accumulation.extend_keras(has_backend)
+        accumulation.extend_keras()
         return super()._create_variable(next_creator, **kwargs)
 
     def _use_merge_call(self) -> bool:

@@ -11,7 +11,6 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine._tf import distribute
 from replica_engine._tf.reduction import QuietReduction
-from replica_engine.backend import has_backend
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.pjrt.group import DeviceGroup, is_needed_by_a_program
 from replica_engine.strategies import accumulation
@@ -159,7 +158,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
-        accumulation.extend_keras(has_backend)
+        accumulation.extend_keras()
         colocate_with = kwargs.pop("colocate_with", None)
         if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
             return next_creator(**kwargs)
