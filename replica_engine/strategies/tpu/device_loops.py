@@ -49,24 +49,6 @@ class LoopSettings:
     context_class: type[MultiStepContext] = MultiStepContext
     programs: ProgramTable | None = None
 
-    def checked(self, strategy: tf.distribute.Strategy) -> LoopSettings:
-        """Fills in the number of iterations and checks the settings.
-
-        Raises:
-            InputsError: a number of steps or batches is not a positive int, or the initial values are not a mapping.
-        """
-        iterations = strategy.steps_per_run if self.iterations is None else self.iterations
-        if self.initial_values is not None and not isinstance(self.initial_values, Mapping):
-            raise InputsError(
-                "`initial_loop_values` must be a mapping of names to values, or None; got "
-                f"{brief(self.initial_values)}."
-            )
-        return dataclasses.replace(
-            self,
-            iterations=_positive("iterations", iterations),
-            prefetch=None if self.prefetch is None else _positive("prefetch", self.prefetch),
-        )
-
 
 def run_steps(
     strategy: tf.distribute.Strategy,
@@ -83,10 +65,17 @@ def run_steps(
         fn: a step, called with a `MultiStepContext` and a batch.
         iterator: the iterator of a dataset, distributed or not, or any iterable; it yields the batches.
         settings: how the steps run.
+
+    Raises:
+        InputsError: a number of steps or batches is not a positive int, or the initial values are not a mapping.
     """
-    settings = settings.checked(strategy)
-    assert settings.iterations is not None, "checked"
-    iterations, context_class = settings.iterations, settings.context_class
+    initial_values, context_class = settings.initial_values, settings.context_class
+    if initial_values is not None and not isinstance(initial_values, Mapping):
+        raise InputsError(
+            f"`initial_loop_values` must be a mapping of names to values, or None; got {brief(initial_values)}."
+        )
+    iterations = _positive("iterations", strategy.steps_per_run if settings.iterations is None else settings.iterations)
+    prefetch = None if settings.prefetch is None else _positive("prefetch", settings.prefetch)
     if not tf.executing_eagerly():
         raise InputsError(
             "run_steps was called in a tf.function, but it runs in eager mode and is already a compiled loop. Call "
@@ -105,7 +94,7 @@ def run_steps(
         return context.traced()
 
     context = context_class()
-    context.last_step_outputs = dict(settings.initial_values or {})
+    context.last_step_outputs = dict(initial_values or {})
     try:
         following, pulls = _opened(iterator)
         batches = _batches(source.fn, following, settings.spread)
@@ -120,7 +109,7 @@ def run_steps(
         mode = settings.in_replica, context_class
         try:
             outcome = run_loop(
-                settings.programs or programs, source, mode, step, first, batches, iterations, settings.prefetch, pulls
+                settings.programs or programs, source, mode, step, first, batches, iterations, prefetch, pulls
             )
         except Exception as error:
             _explain(error, source.fn, first, context_class)
