@@ -10,8 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any
 
 from replica_engine.engine.sync_point import SyncPoint
 from replica_engine.telemetry import timeline
@@ -40,14 +38,6 @@ class Observer:
     def ran(self, track: timeline.Track, begin: float, end: float) -> None:
         """Draws the time in which a replica ran the user's code."""
         timeline.add(track, "run", "run", begin, end)
-
-    def waiting(self, who: object, point: SyncPoint) -> AbstractContextManager[Any]:
-        """A context manager around a replica's wait at a sync point, for TensorFlow's profiler."""
-        return timeline.profiled(f"{who} waiting at {point.name}")
-
-    def running(self, who: object) -> AbstractContextManager[Any]:
-        """A context manager around a replica's body, for TensorFlow's profiler."""
-        return timeline.profiled(f"{who} run")
 
     def met(self, track: timeline.Track, point: SyncPoint) -> None:
         """Draws a sync point that a replica has left: the merge, and the waits before and after it."""

@@ -14,7 +14,7 @@ from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
 from replica_engine.engine.thread import ReplicaThread
 from replica_engine.errors import ReplicaRow, ReplicaUnwound
 from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.timeline import Track
+from replica_engine.telemetry.timeline import Track, profiled
 
 OVER = (State.FINISHED, State.FAILED, State.UNWOUND)
 COORDINATOR_CHECK = 30.0  # seconds between two checks of a paused replica whether its coordinator is alive
@@ -130,7 +130,7 @@ class Replica:
             self._wait()
         else:
             observer.ran(self.track, began, point.arrived)
-            with observer.waiting(self, point):
+            with profiled(f"{self} waiting at {point.name}"):
                 self._wait()
         result, self._result = self._result, None
         while type(result) is Errand:
@@ -210,7 +210,7 @@ class Replica:
         """Runs the body for a timeline."""
         observer.turn(self.track, self.since)
         try:
-            with observer.running(self):
+            with profiled(f"{self} run"):
                 return body(self)
         finally:
             if self.state is State.RUNNING:  # and was not unwound while it waited
