@@ -306,15 +306,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self, merge_fn: Callable[..., Any], args: Any, kwargs: Any, eager: bool, elsewhere: bool = False
     ) -> MergeRequest:
         """What the replica brings to a sync point; `elsewhere` says that it stands in a graph that is thrown away."""
-        return MergeRequest(
-            merge_fn=merge_fn,
-            args=args,
-            kwargs=kwargs,
-            name_scope="" if elsewhere else tf.get_current_name_scope(),
-            variable_scope=self._scope_store.current_scope,
-            control_inputs=() if eager or elsewhere else thread_state.control_inputs(self._graph),
-            eager=eager,
-        )
+        name_scope = "" if elsewhere else tf.get_current_name_scope()
+        control_inputs = () if eager or elsewhere else thread_state.control_inputs(self._graph)
+        return MergeRequest(merge_fn, args, kwargs, name_scope, self._scope_store.current_scope, control_inputs, eager)
 
     @autograph.artifact
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
