@@ -433,7 +433,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
         def part(leaf: Any) -> tf.Tensor:
             tensor = as_tensor(leaf, "A value of reduce_scatter")
-            divided = check_divides("reduce_scatter", tensor, axis, self._size)
+            divided = check_divides("reduce_scatter", tensor, axis, self.num_replicas_in_sync)
             return self._part(self.all_reduce("SUM", tensor), divided)
 
         return tf.nest.map_structure(part, value)
@@ -455,21 +455,17 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
         def exchanged(leaf: Any) -> tf.Tensor:
             tensor = as_tensor(leaf, "A value of all_to_all")
-            split = check_divides("all_to_all", tensor, split_axis, self._size)
+            split = check_divides("all_to_all", tensor, split_axis, self.num_replicas_in_sync)
             concat = check_divides("all_to_all", tensor, concat_axis, 1)
             gathered = self.all_gather(tensor[tf.newaxis], 0)
             rows = self._part(gathered, split + 1 if split >= 0 else split)  # negative if the rank is unknown
-            return tf.concat(tf.unstack(rows, num=self._size), concat)
+            return tf.concat(tf.unstack(rows, num=self.num_replicas_in_sync), concat)
 
         return tf.nest.map_structure(exchanged, value)
 
-    @property
-    def _size(self) -> int:
-        return int(self.num_replicas_in_sync)
-
     def _part(self, whole: tf.Tensor, axis: int) -> tf.Tensor:
         """This replica's part of a tensor along an axis."""
-        parts = tf.split(whole, self._size, axis)
+        parts = tf.split(whole, self.num_replicas_in_sync, axis)
         number = tf.get_static_value(self._replica_id_in_sync_group)
         return tf.stack(parts)[self._replica_id_in_sync_group] if number is None else parts[int(number)]
 
