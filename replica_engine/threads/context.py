@@ -18,7 +18,7 @@ from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError
 from replica_engine.threads.agreement import check_divides, check_reducible
 from replica_engine.threads.gradients import differentiable
-from replica_engine.threads.inherited_state import InheritedState
+from replica_engine.threads.inherited_state import Creator, InheritedState
 from replica_engine.threads.joint.attempt import Attempts
 from replica_engine.threads.joint.gradients import recorded
 from replica_engine.threads.joint.operator import Part, note_constants
@@ -98,7 +98,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     _scope_store: Any = None
     device: str | None = None
     _detail: tuple = ()
-    _creator: Callable[..., Any] | None = None
+    _creator: Creator | None = None
     _tokens: dict[int, Any] = {}  # noqa: RUF012  # the last token of each graph; replaced, never changed here
     _is_over = False
     attempts: Any = None
@@ -108,13 +108,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         distribute.init_context(self, strategy, replica_id_in_sync_group)
 
     def attach(
-        self,
-        replica: Replica,
-        state: InheritedState,
-        device: str,
-        attempts: Attempts,
-        creator: Callable[..., Any],
-        draws: Seeds,
+        self, replica: Replica, state: InheritedState, device: str, attempts: Attempts, creator: Creator, draws: Seeds
     ) -> None:
         """Binds the context to an engine replica and what belongs to it.
 

@@ -38,6 +38,9 @@ from replica_engine._tf import thread_state
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import state as keras_state
 
+Creator = Callable[..., tf.Variable]
+"""Makes a variable, as `tf.variable_creator_scope` takes it."""
+
 
 class InheritedState:
     """The state of the thread that called `run`: taken where the object is made, entered on each replica thread.
@@ -68,7 +71,7 @@ class InheritedState:
 
     @contextlib.contextmanager
     def entered(
-        self, replica: int, context: tf.distribute.ReplicaContext, device: str, creator: Callable
+        self, replica: int, context: tf.distribute.ReplicaContext, device: str, creator: Creator
     ) -> Iterator[None]:
         """Enters the state on a replica's thread, with the replica's own context, device and variable creator."""
         creators = thread_state.creators_with(self._creators, creator)
