@@ -21,13 +21,11 @@ class Branches(NamedTuple):
     """What a replica brings to tf.cond and tf.switch_case.
 
     Attributes:
-        kind: the name of the operator.
         selector: the condition, or the index of the branch.
         functions: the branches.
         make: TensorFlow's function that makes the op; takes the selector and the branches.
     """
 
-    kind: str
     selector: Any
     functions: Sequence[Callable[[], Any]]
     make: Callable[..., Any]
@@ -56,7 +54,7 @@ def build_branches(operator: JointOperator) -> list[Built]:
     payloads: list[Branches] = operator.payloads
     first = payloads[0]
     operator.check_equal([f"{len(each.functions)} branches" for each in payloads], "branch_fns")
-    selector = _agreed(operator, [each.selector for each in payloads], first.kind)
+    selector = _agreed(operator, [each.selector for each in payloads], operator.kind)
 
     def branch(number: int) -> Callable[[], list[Any]]:
         return lambda: operator.trace([each.functions[number] for each in payloads])
@@ -79,7 +77,7 @@ def build_loop(operator: JointOperator) -> list[Built]:
 
     def condition(*own: Any) -> Any:
         calls = [functools.partial(payload.condition, *each) for payload, each in zip(payloads, own, strict=True)]
-        return _agreed(operator, operator.trace(calls, own), "tf.while_loop")
+        return _agreed(operator, operator.trace(calls, own), operator.kind)
 
     def body(*own: Any) -> list[Any]:
         calls = [functools.partial(payload.body, *each) for payload, each in zip(payloads, own, strict=True)]

@@ -80,7 +80,7 @@ def _branched(kind: str, make: Callable[..., Any], selector: Any, functions: Any
         return make(selector, [_ending(each, context.attempts.ends_branch) for each in functions])
 
     def joint() -> Any:
-        payload = Branches(kind, _as_value(selector), list(functions), make)
+        payload = Branches(_as_value(selector), list(functions), make)
         return context.enter_operator(kind, build_branches, payload)
 
     return context.attempts.enter(_place(context), plain, joint)
