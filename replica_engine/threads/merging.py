@@ -95,5 +95,5 @@ def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
                 if replica.error is error:  # so that its note goes to the exception that leaves the run
                     replica.error = failure
         finally:
-            operator.close()
+            operator.captures.unwatch()
     raise failure

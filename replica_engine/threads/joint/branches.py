@@ -100,7 +100,7 @@ def _built(
 ) -> list[Built]:
     """The results of all replicas, after the op was made."""
     inputs = operator.inputs(more)
-    backward = Backward(operator.outer, [differentiable(out) for out in outs], inputs, operator.shared)
+    backward = Backward(operator.outer, [differentiable(out) for out in outs], inputs, operator.captures.shared)
     return [Built(out, backward, of) for out, of in zip(outs, inputs, strict=True)]
 
 

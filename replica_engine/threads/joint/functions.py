@@ -112,7 +112,7 @@ def _around(size: int) -> Callable[..., Any]:
             for payload, (each_args, each_kwargs) in zip(operator.payloads, own, strict=True)
         ]
         results = operator.trace(calls, own, creators=thread_state.variable_creators(graph))
-        Notes.on(graph).shared = list(operator.shared)
+        Notes.on(graph).shared = list(operator.captures.shared)
         return regroup(results)
 
     return on_all_replicas

@@ -59,7 +59,7 @@ class JointOperator:
         run: the run.
         kind: the name of the operator, such as "tf.cond".
         where: the user's line.
-        shared: the handles of variables that several replicas use in the operator.
+        captures: what each replica uses from outside.
     """
 
     def __init__(self, run: Run, parts: Sequence[Part]):
@@ -68,8 +68,7 @@ class JointOperator:
         point = run.sync_point()[0]
         self.kind, self.where = point.kind, point.where
         devices = [part.context.device for part in parts]
-        self._captures = Captures(self.outer, run.replicas, devices)
-        self.shared = self._captures.shared
+        self.captures = Captures(self.outer, run.replicas, devices)
 
     @property
     def payloads(self) -> list[Any]:
@@ -110,7 +109,7 @@ class JointOperator:
         thread_state.make_stacks_thread_local(graph)
         for replica, each in enumerate(own):
             Notes.on(graph).give(replica, flat_tensors(each))
-        self._captures.watch(graph, aliases)
+        self.captures.watch(graph, aliases)
         results = self.run.errands(
             [
                 functools.partial(part.context.in_graph, graph, functools.partial(_called_in, graph, call), creators)
@@ -127,14 +126,10 @@ class JointOperator:
     def inputs(self, more: Sequence[Sequence[tf.Tensor]] | None = None) -> list[list[tf.Tensor]]:
         """For each replica, what its outputs can depend on: what it captured, and `more`."""
         found = []
-        for replica, captured in enumerate(self._captures.of_replica):
+        for replica, captured in enumerate(self.captures.of_replica):
             tensors = {id(each): each for each in [*(more[replica] if more else ()), *captured]}
             found.append([each for each in tensors.values() if is_differentiable(each) or each.dtype == tf.resource])
         return found
-
-    def close(self) -> None:
-        """Lets go of the run and of the graphs."""
-        self._captures.unwatch()
 
 
 _building = threading.local()
