@@ -56,6 +56,7 @@ class JointOperator:
     Attributes:
         outer: the graph in which the operator stands.
         parts: what each replica brings.
+        payloads: what `build` needs of each replica.
         run: the run.
         kind: the name of the operator, such as "tf.cond".
         where: the user's line.
@@ -64,16 +65,12 @@ class JointOperator:
 
     def __init__(self, run: Run, parts: Sequence[Part]):
         self.run, self.parts = run, parts
+        self.payloads: list[Any] = [part.payload for part in parts]
         self.outer = thread_state.default_graph()
         point = run.sync_point()[0]
         self.kind, self.where = point.kind, point.where
         devices = [part.context.device for part in parts]
         self.captures = Captures(self.outer, run.replicas, devices)
-
-    @property
-    def payloads(self) -> list[Any]:
-        """What `build` needs of each replica."""
-        return [part.payload for part in self.parts]
 
     def check_equal(self, described: Sequence[str], name: str) -> None:
         """Raises StructureMismatchError if the replicas gave different kinds of an argument.
