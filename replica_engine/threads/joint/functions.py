@@ -63,7 +63,6 @@ def build_call(operator: JointOperator) -> list[Built]:
     what = f"The arguments of the tf.function ({operator.where})"
     args = regroup([each.args for each in payloads], what, "args")
     kwargs = regroup([each.kwargs for each in payloads], what, "kwargs")
-    _calling.operator = operator
     depth = max(len(part.context.attempts.recording_tapes()) for part in parts)
     is_taped = any(part.taped for part in parts)
     if is_taped and not depth:
@@ -72,6 +71,7 @@ def build_call(operator: JointOperator) -> list[Built]:
             f"{operator.where}. Such a function runs once for all replicas, and has no forward-mode derivative for "
             "each. Call its Python function, f.python_function(x), or use tf.GradientTape."
         )
+    _calling.operator = operator
     try:
         if not is_taped:
             return [Built(value) for value in parts_of(around(*args, **kwargs), size, "result")]
