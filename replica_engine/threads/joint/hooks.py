@@ -53,10 +53,6 @@ def _context() -> ReplicaContext | None:
     return context if isinstance(context, ReplicaContext) and context.runs(replica) else None
 
 
-def _place(context: ReplicaContext) -> tuple[str, int, str]:
-    return user_location(context.replica)
-
-
 def _cond(original: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, name: str = "cond") -> Any:
     def make(selector: Any, branches: Sequence[Callable[[], Any]]) -> Any:
         return original(selector, *branches, name)
@@ -83,7 +79,7 @@ def _branched(kind: str, make: Callable[..., Any], selector: Any, functions: Any
         payload = Branches(_as_value(selector), list(functions), make)
         return context.enter_operator(kind, build_branches, payload)
 
-    return context.attempts.enter(_place(context), plain, joint)
+    return context.attempts.enter(user_location(context.replica), plain, joint)
 
 
 def _while_loop(original: Callable[..., Any], cond: Any, body: Any, loop_vars: Any, **options: Any) -> Any:
@@ -107,7 +103,7 @@ def _while_loop(original: Callable[..., Any], cond: Any, body: Any, loop_vars: A
         flat = tf.nest.flatten(outs, expand_composites=True)
         return flat[0] if len(flat) == 1 and not options.get("return_same_structure", True) else outs
 
-    return context.attempts.enter(_place(context), plain, joint)
+    return context.attempts.enter(user_location(context.replica), plain, joint)
 
 
 def _trial(original: Callable[..., Any], body: Callable[[], Any], *rest: Any) -> Any:
@@ -122,7 +118,7 @@ def _trial(original: Callable[..., Any], body: Callable[[], Any], *rest: Any) ->
     def joint() -> Any:
         return original(lambda: context.enter_operator("tf.while_loop", build_trial, body), *rest)
 
-    return context.attempts.enter(_place(context), plain, joint)
+    return context.attempts.enter(user_location(context.replica), plain, joint)
 
 
 def _while_stmt(original: Callable[..., Any], test: Callable[[], Any], *rest: Any) -> Any:
@@ -142,7 +138,8 @@ def _while_stmt(original: Callable[..., Any], test: Callable[[], Any], *rest: An
         if not untried:
             return test()
         untried = False
-        return context.attempts.enter(_place(context), _ending(test, context.attempts.ends_branch), joint)
+        place = user_location(context.replica)
+        return context.attempts.enter(place, _ending(test, context.attempts.ends_branch), joint)
 
     return original(condition, *rest)
 
