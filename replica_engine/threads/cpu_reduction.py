@@ -109,12 +109,8 @@ def _reduced_packed(reduce_op: tf.distribute.ReduceOp, values: Sequence[Any], de
     for device in devices:
         with tf.device(device):
             parts = tf.split(tf.identity(reduced), [shape.num_elements() for shape in shapes])
-            columns.append(
-                [
-                    part if shape.rank == 1 else tf.reshape(part, shape)
-                    for part, shape in zip(parts, shapes, strict=True)
-                ]
-            )
+            pairs = zip(parts, shapes, strict=True)
+            columns.append([part if shape.rank == 1 else tf.reshape(part, shape) for part, shape in pairs])
     return [distribute.Mirrored(components) for components in zip(*columns, strict=True)]
 
 

@@ -48,9 +48,8 @@ class Launches:
         self._member = member
         self._timeout, self._warn_after = timeout, warn_after
         self._known: set[str] = set()
-        self._launches: dict[
-            str, tuple[int, int]
-        ] = {}  # by digest: which program this is, and how often it was launched
+        # By digest: which program this is, and how often it was launched.
+        self._launches: dict[str, tuple[int, int]] = {}
         self._point: SyncPoint | None = None
         self._new_run = False
         self._steps = 0

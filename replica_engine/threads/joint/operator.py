@@ -107,12 +107,11 @@ class JointOperator:
         for replica, each in enumerate(own):
             Notes.on(graph).give(replica, flat_tensors(each))
         self.captures.watch(graph, aliases)
-        results = self.run.errands(
-            [
-                functools.partial(part.context.in_graph, graph, functools.partial(_called_in, graph, call), creators)
-                for part, call in zip(self.parts, calls, strict=True)
-            ]
-        )
+        errands = [
+            functools.partial(part.context.in_graph, graph, functools.partial(_called_in, graph, call), creators)
+            for part, call in zip(self.parts, calls, strict=True)
+        ]
+        results = self.run.errands(errands)
         regroup(results, f"The results of the replicas in {self.kind} ({self.where})")  # for its errors
         return results
 
