@@ -181,14 +181,10 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         if not given and resolved and [short_name(name) for name in resolved] == ["CPU:0"]:
             _logger.warning(warn_one_replica(type(self).__name__))
         extended = self.extended_class(self, resolved, cross_device_ops)
+        named = {"timeout": timeout, "warn_after": warn_after, "graph_optimizer": graph_optimizer, "marks": marks}
+        chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
         options = extended.replica_options  # a subclass may have its own; the arguments of this call take precedence
-        extended.replica_options = dataclasses.replace(
-            options,
-            concurrent=concurrent or options.concurrent,
-            timeout=options.timeout if timeout is None else timeout,
-            warn_after=options.warn_after if warn_after is None else warn_after,
-            graph_optimizer=graph_optimizer or options.graph_optimizer,
-            marks=options.marks if marks is None else marks,
-        )
+        chosen["concurrent"] = concurrent or options.concurrent
+        extended.replica_options = dataclasses.replace(options, **chosen)
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)

@@ -39,12 +39,11 @@ def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> Non
     if first.kind not in ("all_reduce", "all_gather"):
         return
     axis = _axis(replicas[0])
-    for value in first.values:
-        if axis is None:
-            break
-        rank = len(value.shape) if type(value.shape) is tuple else tf.TensorShape(value.shape).rank
-        if rank is not None and not value.sparse and not -rank <= axis < rank:
-            raise CollectiveError.no_axis("all_gather", axis, str(tf.TensorShape(value.shape)))
+    if axis is not None:
+        for value in first.values:
+            rank = len(value.shape) if type(value.shape) is tuple else tf.TensorShape(value.shape).rank
+            if rank is not None and not value.sparse and not -rank <= axis < rank:
+                raise CollectiveError.no_axis("all_gather", axis, str(tf.TensorShape(value.shape)))
     for point in points[1:]:
         if len(point.values) == len(first.values):  # different structures are reported by `regroup`
             for one, other in zip(first.values, point.values, strict=True):
