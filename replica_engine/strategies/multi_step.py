@@ -131,7 +131,6 @@ class MultiStepContext:
         context.steps = steps
         rest: _Rest = results[0][1]
         context.non_tensor_outputs = dict(rest.non_tensor_outputs)
-        context._reduced = rest.reduced
         for name, is_reduced in rest.reduced.items():
             values = [outputs[name] for outputs, _ in results]
             context.last_step_outputs[name] = values[0] if is_reduced else cls.of_replicas(name, values)

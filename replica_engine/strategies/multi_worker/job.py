@@ -63,7 +63,6 @@ class StrategyJob:
     Attributes:
         cluster: the place of this process in it.
         member: the connection to its coordinator.
-        replicas: the number of replicas of each worker.
         resolver: the cluster in the form that TensorFlow takes, with the addresses of the workers' servers.
         port: the port of this worker's server.
         held: keeps the port of this worker's server until that runs; None if the launcher tells the addresses.
@@ -71,7 +70,6 @@ class StrategyJob:
 
     cluster: hosts.Cluster
     member: hosts.Member
-    replicas: int
     resolver: tf.distribute.cluster_resolver.ClusterResolver
     port: int
     held: socket.socket | None = None
@@ -164,7 +162,7 @@ def join(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
         )
         _, port = split_address(addresses[cluster.process_id])
-        _joined.append(StrategyJob(cluster, member, replicas, simple, port, held))
+        _joined.append(StrategyJob(cluster, member, simple, port, held))
         return _joined[0]
 
 
