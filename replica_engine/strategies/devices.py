@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from replica_engine._tf import distribute
 from replica_engine.errors import DeviceError
 from replica_engine.threads.call import short_name
 
-LOCAL_JOBS = (None, "localhost")
 _MOST_NAMED = 4
 
 
@@ -86,14 +86,11 @@ def _full_name(device: object) -> str:
     name = device.name if isinstance(device, tf.config.LogicalDevice) else device
     if not isinstance(name, str) or not name.strip():  # TensorFlow takes no name for any device
         raise DeviceError.unreadable(device)
-    try:
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
         full = distribute.resolve(name)
-        readable = tf.DeviceSpec.from_string(full).device_type is not None
-    except (ValueError, TypeError, AttributeError):
-        readable = False
-    if not readable:
-        raise DeviceError.unreadable(device)
-    return full
+        if tf.DeviceSpec.from_string(full).device_type is not None:
+            return full
+    raise DeviceError.unreadable(device)
 
 
 def _check_exist(names: list[str], kind: str) -> None:
@@ -102,7 +99,7 @@ def _check_exist(names: list[str], kind: str) -> None:
     missing = []
     for name in names:
         spec = tf.DeviceSpec.from_string(name)
-        if spec.job in LOCAL_JOBS and (spec.device_type, spec.device_index) not in known:
+        if spec.job in (None, "localhost") and (spec.device_type, spec.device_index) not in known:
             missing.append(short_name(name))
     if missing:
         more = (

@@ -240,7 +240,7 @@ def read(
             return None
         assert cores_per_replica is not None
         mesh = ReplicaMesh(_factors(cores_per_replica), None)
-        return Distribution(f"cores_per_replica={cores_per_replica}", mesh, cores or every(), _whole)
+        return Distribution(f"cores_per_replica={cores_per_replica}", mesh, cores or every(), lambda made: WHOLE)
     importlib.import_module("keras")  # before its first variable is made
     layouts.watch_variables()
     if isinstance(distribution, str) and distribution in _RULES:
@@ -282,7 +282,9 @@ def read(
             f"cores_per_replica={cores_per_replica}, but the mesh of `distribution` has {_described(mesh)}. Leave "
             "cores_per_replica out."
         )
-    return Distribution(type(distribution).__name__, mesh, cores or mesh.size, _like_reference, distribution)
+    name = type(distribution).__name__
+    # A variable that an optimizer keeps for a weight lies like the weight.
+    return Distribution(name, mesh, cores or mesh.size, lambda made: made.reference or WHOLE, distribution)
 
 
 def _described(mesh: ReplicaMesh) -> str:
@@ -339,15 +341,6 @@ _RULES: dict[str, Callable[[Made, int], Axes]] = {
     "fsdp": lambda made, parts: divided(made.shape, made.itemsize, parts),
     "zero1": lambda made, parts: WHOLE if made.reference is None else divided(made.shape, made.itemsize, parts),
 }
-
-
-def _like_reference(made: Made) -> Axes:
-    """A variable that an optimizer keeps for a weight lies like the weight."""
-    return made.reference or WHOLE
-
-
-def _whole(made: Made) -> Axes:
-    return WHOLE
 
 
 def _factors(count: int) -> tuple[tuple[str, int], ...]:
