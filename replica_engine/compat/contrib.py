@@ -132,7 +132,8 @@ class TPUStrategy(_TPUStrategy):
             ContribError: the aggregation does not exist, or the result cannot be on `destinations`.
         """
         how = reduce_op if aggregation is None else aggregation
-        if axis is _NOT_GIVEN and (isinstance(destinations, int) or _is_todays(how, destinations)):
+        is_todays = isinstance(how, tf.distribute.ReduceOp) and destinations is None
+        if axis is _NOT_GIVEN and (is_todays or isinstance(destinations, int)):
             axis = destinations
         if axis is not _NOT_GIVEN:
             return super().reduce(how, value, axis)
@@ -500,10 +501,6 @@ def _aggregation(given: Aggregation | None) -> str:
 def _of_first_tower(value: object) -> tf.Tensor:
     """In a body: returns the first tower's value on all towers."""
     return xla.all_gather(tf.convert_to_tensor(value)[tf.newaxis])[0]
-
-
-def _is_todays(reduce_op: Aggregation | None, destinations: object) -> bool:
-    return isinstance(reduce_op, tf.distribute.ReduceOp) and destinations is None
 
 
 def _listed(result: object, grouped: bool) -> Any:
