@@ -368,8 +368,7 @@ class Run:
         )
         deadline = time.monotonic() + (INTERRUPT_GRACE if no_patience else UNWIND_GRACE)
         # Waiting replicas unwind at once. Running ones may take all of the available time, so they are last.
-        running = [replica for replica in self.replicas if replica.state is State.RUNNING]
-        for replica in [replica for replica in self.replicas if replica not in running] + running:
+        for replica in sorted(self.replicas, key=lambda replica: replica.state is State.RUNNING):
             if replica.over or not self._has_begun:
                 continue
             if no_patience and replica.state is State.RUNNING:
