@@ -82,8 +82,8 @@ class ExtendedHooks(HostDatasets):
         value = as_tensors(value, self.worker_devices)
         if are_rows(value) and not self.backend.compiles:  # on threads, the hook adds up those that are not the batch's
             return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
-        several_workers = self._in_multi_worker_mode()
-        if _is_narrow(value) and not several_workers and reduction.adds_on_one_device(value, destinations):
+        whole = _is_narrow(value) and len(self.worker_devices) == self._num_replicas_in_sync  # of all workers
+        if whole and reduction.adds_on_one_device(value, destinations):
             # TensorFlow would take an object of its own, which rounds after each addition.
             return reduction.QuietReduction().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)

@@ -111,6 +111,7 @@ if not me:
     found_alone = strategy.run(lambda: tf.constant(1.0))  # without collectives: it concerns no other worker
 own = strategy.run(lambda: tf.cast(context().replica_id_in_sync_group, tf.float32))
 found["reduced"] = {op: float(strategy.reduce(op, own, axis=None)) for op in ("SUM", "MEAN")}
+found["narrow"] = float(strategy.reduce("SUM", strategy.run(lambda: tf.cast(xla.replica_id(), tf.bfloat16)), axis=None))
 found["gathered"] = strategy.gather(strategy.run(lambda: tf.fill([2], xla.replica_id())), axis=0).numpy().tolist()
 sums = strategy.reduce("SUM", {"a": own, "b": [own]}, axis=None)
 found["structure"] = [float(each) for each in tf.nest.flatten(sums)]
