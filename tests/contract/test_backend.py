@@ -98,7 +98,7 @@ def test_it_lists_what_the_replicas_met_at_in_order(strategy, backend):
     kinds = {}
     for record in backend.sync_points():
         kinds.setdefault(record.replica, []).append(record.kind)
-    assert kinds == dict.fromkeys(range(2), ["all_reduce", "all_gather"])
+    assert kinds == {replica: ["all_reduce", "all_gather"] for replica in range(2)}
 
 
 @pytest.mark.replicas(2)
