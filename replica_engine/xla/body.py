@@ -16,13 +16,13 @@ import tensorflow as tf
 
 from replica_engine._tf import eager
 from replica_engine._tf.graphs import autograph, made_ops, replaced_ops, xla_ops
-from replica_engine.diagnostics.flight_record import CollectiveCall, LaunchRecord
+from replica_engine.diagnostics.flight_record import CollectiveCall, LaunchRecord, SyncPointRecord, launch_records
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import Named
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, GraphModeError, NotInBodyError
 from replica_engine.errors.base import at
-from replica_engine.pjrt.partitions.layout import ReplicaMesh
+from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.process import scoped
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.watchdog import Wait
@@ -30,6 +30,7 @@ from replica_engine.xla import array_writes, corrected_ops
 
 _thread = threading.local()
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
+_KEPT = 100  # launches, and collectives of them
 
 
 @autograph.artifact
@@ -85,18 +86,19 @@ class Body:
     """A replicated body that is being traced on this thread.
 
     Args:
-        size: the number of replicas.
+        devices: where the replicas run.
         random: what its random ops draw from, a `state.random_numbers.RandomState`.
         order: the order of its host calls, a `host_calls.call.CallOrder`.
         name: the name of the strategy that runs it, for timelines.
         limits: how long a launch may take.
         soft_placement: whether ops that XLA cannot compile run on the host; None takes the setting of
             `tf.config.set_soft_device_placement`.
-        own: how many of the replicas run in this process; None for all.
-        mesh: the devices of each replica, if it has several.
-        spans: whether they are of several workers.
 
     Attributes:
+        size: the number of replicas.
+        own: how many of them run in this process.
+        mesh: the devices of each replica, if it has several.
+        spans: whether they are of several workers.
         launches: records of the most recent launches.
         launched: the number of launches so far.
         steps: the number of the user's steps so far that replicas make together; a device loop has several in a launch.
@@ -107,28 +109,24 @@ class Body:
         of_strategy: whether a strategy runs it, so that variables can be made under a scope.
     """
 
-    KEPT = 100
-
     def __init__(
         self,
-        size: int,
+        devices: DeviceGroup,
         random: Any,
         order: Any,
-        name: str = "xla",
-        limits: LaunchLimits | None = None,
-        soft_placement: bool | None = None,
-        own: int | None = None,
-        mesh: ReplicaMesh | None = None,
-        spans: bool = False,
+        name: str,
+        limits: LaunchLimits | None,
+        soft_placement: bool | None,
     ):
-        self.size = size
-        self.own = size if own is None else own
-        self.mesh = mesh
-        self.spans = spans
+        self.size = devices.replicas
+        self.own = devices.size
+        self.mesh = devices.mesh
+        self.spans = devices.spans
+        self._names = devices.names
         self.order = order
         self.name = name
         self.limits = limits or LaunchLimits()
-        self.launches: deque[LaunchRecord] = deque(maxlen=self.KEPT)
+        self.launches: deque[LaunchRecord] = deque(maxlen=_KEPT)
         self.launched = 0
         self.steps = 0
         self.random = random
@@ -147,6 +145,10 @@ class Body:
         """Records a finished launch; `began` and `ended` are times of `time.perf_counter`, in seconds."""
         self.launches.append(LaunchRecord(self.launched, collectives, began, ended))
         self.launched += 1
+
+    def records(self) -> list[SyncPointRecord]:
+        """The collectives of the last launches."""
+        return launch_records(self.launches, self._names, _KEPT)
 
     @contextlib.contextmanager
     def compiling(self, what: str, slow: Callable[[float], str]) -> Iterator[None]:

@@ -153,7 +153,7 @@ class CompiledBackend(Backend):
 
     def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica, in the order of time."""
-        return self._programs.sync_points()
+        return self._programs.body.records()
 
     def host_side_of(self, variable: tf.Variable) -> HostSide | None:
         """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""

@@ -30,7 +30,6 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.failed_run import note_failed_run
-from replica_engine.diagnostics.flight_record import launch_records
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.base import add_note
@@ -276,7 +275,7 @@ class Chunks:
         ]
         coordinator = CoordinatorRow(threading.current_thread().name, state, waited)
         error = ReplicaTimeoutError.after(body.limits.timeout or 0.0, rows, coordinator)
-        note_failed_run(error, lambda: launch_records(body.launches, devices.names, body.KEPT), None)
+        note_failed_run(error, body.records, None)
         return error
 
     def _stacked(self, chunk: Sequence[Parts]) -> list[list[np.ndarray]]:

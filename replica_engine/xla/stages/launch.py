@@ -43,7 +43,6 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.failed_run import note_failed_run
-from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
 from replica_engine.errors import (
     CoordinatorRow,
     ProgramError,
@@ -89,10 +88,6 @@ class Awaited(NamedTuple):
     devices: DeviceGroup
     program: Computed
 
-    def records(self) -> list[SyncPointRecord]:
-        """The collectives of the last launches."""
-        return launch_records(self.body.launches, self.devices.names, self.body.KEPT)
-
     def wait_for(self, results: Sequence[Array], describe: Callable[[float], str] | None = None) -> None:
         """Waits for results. Devices with a queue may have them later; with a limit, the launch has waited for them.
 
@@ -103,7 +98,7 @@ class Awaited(NamedTuple):
             self.devices.wait_for(*results, describe=describe, of=self.program)
         except BaseException as error:
             abandoned.add(self.devices)
-            note_failed_run(error, self.records, None)
+            note_failed_run(error, self.body.records, None)
             raise
 
     def tensors(self, shape: Shape, array: Array) -> list[tf.Tensor]:
@@ -251,7 +246,7 @@ class Launch:
         try:
             if error is not None:
                 abandoned.add(self._devices)
-                note_failed_run(error, self.compiled.awaited.records, None)
+                note_failed_run(error, self._body.records, None)
                 if stores is not None and self._devices.ends_within(stores.patience):
                     # An exception of a signal or a thread may have kept it from that; it is the one to raise.
                     with contextlib.suppress(ReplicaEngineError, *RUNTIME_ERRORS):

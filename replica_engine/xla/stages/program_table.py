@@ -25,7 +25,6 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute, thread_state
 from replica_engine._tf.eager import EagerTensor, described
-from replica_engine.diagnostics.flight_record import SyncPointRecord, launch_records
 from replica_engine.errors.base import warning
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
@@ -100,15 +99,7 @@ class ProgramTable:
         self._enter = enter
         self._warns = warns
         self.body = body or Body(
-            devices.replicas,
-            RandomState(devices, same_random),
-            CallOrder(devices),
-            name,
-            limits,
-            soft_placement,
-            devices.size,
-            devices.mesh,
-            devices.spans,
+            devices, RandomState(devices, same_random), CallOrder(devices), name, limits, soft_placement
         )
         self._functions: LastUsed[_Function] = LastUsed(most)
         self._executables: weakref.WeakValueDictionary[Hashable, Executable] = weakref.WeakValueDictionary()
@@ -116,10 +107,6 @@ class ProgramTable:
         self._died: deque[_Watch] = deque()
         self._most = most
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
-
-    def sync_points(self) -> list[SyncPointRecord]:
-        """The collectives of the most recent launches."""
-        return launch_records(self.body.launches, self.devices.names, self.body.KEPT)
 
     def last_memory(self) -> Memory | None:
         """What the program that was launched last needs, if it is still kept; None before the first."""
