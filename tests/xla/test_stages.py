@@ -14,7 +14,7 @@ from replica_engine.errors import InputsError, LoweringError, ReplicaEngineError
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.jaxlib import VERSION
 from replica_engine.xla import Counts
-from replica_engine.xla.stages.program_table import ProgramTable
+from replica_engine.xla.stages import program_table
 
 ONCE = Counts(traces=1, lowerings=1, compiles=1, launches=1)
 FOUND = Counts(launches=1)
@@ -262,8 +262,14 @@ class TestFoundAgain:
             assert (xla.counts() - before).launches == 0
 
 
+def _keep_most(monkeypatch, most):
+    for name in ("_MOST_PROGRAMS", "_MOST_UNUSED"):
+        monkeypatch.setattr(program_table, name, most)
+
+
 def test_caches_are_bounded(monkeypatch):
-    programs = ProgramTable(device_group("cpu", 2), most=2)
+    _keep_most(monkeypatch, 2)
+    programs = program_table.ProgramTable(device_group("cpu", 2))
     monkeypatch.setattr(REPLICATE, "_programs", lambda devices: programs)
     call = lambda k: xla.replicate(lambda x: x * float(k), X)  # noqa: E731
     for k in range(5):
@@ -276,7 +282,8 @@ def test_caches_are_bounded(monkeypatch):
 
 
 def test_what_a_cache_drops_can_still_be_used(monkeypatch):
-    programs = ProgramTable(device_group("cpu", 2), most=1)
+    _keep_most(monkeypatch, 1)
+    programs = program_table.ProgramTable(device_group("cpu", 2))
     monkeypatch.setattr(REPLICATE, "_programs", lambda devices: programs)
     step = tf.function(lambda x: xla.replicate(lambda x: x * 2.0, [[x], [x]]))
     assert values(step(X[0][0])) == [[2.0, 4.0]] * 2

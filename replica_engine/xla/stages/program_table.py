@@ -21,7 +21,6 @@ from types import CellType, FunctionType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import tensorflow as tf
 
 from replica_engine._tf import distribute, thread_state
 from replica_engine._tf.eager import EagerTensor, described
@@ -50,9 +49,7 @@ _logger = logging.getLogger("replica_engine")
 MANY_TRACES = 8
 """The number of traces of one function after which the table warns."""
 
-MOST_PROGRAMS = 256
-"""How many functions, and traces of each, a table keeps: the most recently used."""
-
+_MOST_PROGRAMS = 256  # functions, and traces of each, that a table keeps: the most recently used
 _MOST_UNUSED = 16  # executables that are kept for the next model of the same shapes when no trace uses them
 _MOST_SHAPES = 64  # programs of one trace
 
@@ -70,7 +67,6 @@ class ProgramTable:
         devices: the devices to compile for.
         enter: makes the context manager around a body while it is traced.
         same_random: whether random ops draw the same numbers on all replicas.
-        most: how many entries to keep.
         body: the state that the bodies share; None makes a new one.
         warns: whether to warn when one function is traced often.
         name: the name of the strategy that runs the bodies, for timelines.
@@ -87,7 +83,6 @@ class ProgramTable:
         devices: DeviceGroup,
         enter: Enter = contextlib.nullcontext,
         same_random: bool = False,
-        most: int = MOST_PROGRAMS,
         body: Body | None = None,
         warns: bool = True,
         name: str = "xla",
@@ -101,11 +96,10 @@ class ProgramTable:
         self.body = body or Body(
             devices, RandomState(devices, same_random), CallOrder(devices), name, limits, soft_placement
         )
-        self._functions: LastUsed[_Function] = LastUsed(most)
+        self._functions: LastUsed[_Function] = LastUsed(_MOST_PROGRAMS)
         self._executables: weakref.WeakValueDictionary[Hashable, Executable] = weakref.WeakValueDictionary()
-        self._last_executables: deque[Executable] = deque(maxlen=min(most, _MOST_UNUSED))
+        self._last_executables: deque[Executable] = deque(maxlen=_MOST_UNUSED)
         self._died: deque[_Watch] = deque()
-        self._most = most
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
     def last_memory(self) -> Memory | None:
@@ -211,7 +205,7 @@ class ProgramTable:
                     entry.watches.append(watch)
 
     def _signature(self, kind: tuple[Any, Any], shapes: Shapes) -> tuple[Any, ...]:
-        return (*kind, tuple(map(_hashable, shapes)), self.body.moves_ops)
+        return (*kind, shapes, self.body.moves_ops)
 
     def forget(self) -> None:
         """Drops the traces of objects that have died; in a later call, if another thread is at work on the table."""
@@ -241,7 +235,7 @@ class ProgramTable:
         found = self._functions.get(code)
         if found is None:
             with self._lock:
-                found = self._functions.get(code) or _Function(self._most)
+                found = self._functions.get(code) or _Function()
                 self._functions.put(code, found)
         return found
 
@@ -453,17 +447,13 @@ class _Function:
         kinds: for calls of which one trace may serve several shapes, the newest trace, by the first two of these.
     """
 
-    def __init__(self, most: int):
+    def __init__(self) -> None:
         self.hosts: Hosts = frozenset()
         self.times = 0
         self.wants_numbers = False
         self.last: _Last | None = None
-        self.traces: LastUsed[Entry] = LastUsed(most)
-        self.kinds: LastUsed[Entry] = LastUsed(most)
-
-
-def _hashable(shape: tf.TensorShape) -> tuple[int | None, ...] | None:
-    return None if shape.rank is None else tuple(shape)
+        self.traces: LastUsed[Entry] = LastUsed(_MOST_PROGRAMS)
+        self.kinds: LastUsed[Entry] = LastUsed(_MOST_PROGRAMS)
 
 
 class _Warm:
