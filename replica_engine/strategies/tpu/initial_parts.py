@@ -69,4 +69,4 @@ def made(programs: ProgramTable, value: InitialValue) -> Array | None:
         return None  # the host makes it, or raises what the user should see
     # Returns when the program has run, on CPU devices.
     with freed_memory_returned() if programs.devices.platform == "cpu" else contextlib.nullcontext():
-        return Launch(compiled)([]).arrays()[0]
+        return Launch(compiled)([]).results.pop()

@@ -44,7 +44,7 @@ from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.soft_placement.kinds import needs_host
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.launch import Launch, Pending
+from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.stages.results import Column
 
 _FIRST = 16  # the most steps of a program's first launch
@@ -198,7 +198,7 @@ class Chunks:
             ReplicaTimeoutError: a launch, or the wait for a batch of this worker or of another, took longer than
                 `timeout`.
         """
-        running: deque[tuple[Pending, int]] = deque()
+        running: deque[tuple[Launch, int]] = deque()
         self._ended, begun = time.perf_counter(), 0
         while chunk := self._take():
             running.append((Launch(self._compiled, begun)(self._stacked(chunk)), len(chunk)))
@@ -208,10 +208,10 @@ class Chunks:
         while running:
             self._end(*running.popleft())
 
-    def _end(self, pending: Pending, steps: int) -> None:
+    def _end(self, launch: Launch, steps: int) -> None:
         """Waits for the end of a launch of some steps."""
         devices, body = self._compiled.devices, self._compiled.program.body
-        self.columns = pending.columns(as_arrays=devices.has_queue)  # waits for them there
+        self.columns = launch.columns(as_arrays=devices.has_queue)  # waits for them there
         self.made += steps
         body.steps += steps
         if devices.member is not None:

@@ -117,7 +117,7 @@ class Compiled(Launchable):
         return lambda: arguments + [variable.array() for variable in self.variables]
 
     def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
-        """See `Pending.columns`."""
+        """See `Launch.columns`."""
         program = self.program
         makes: Sequence[Callable[[Array], Column] | None]
         makes = [None] * program.returned if as_arrays else self._columns

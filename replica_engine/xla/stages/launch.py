@@ -20,7 +20,7 @@ launch has been made with all that it stores, or not at all, and the devices go 
 launch (`_end`) may be called twice: an exception in it leads to the `except` that calls it again. It is not
 an `__exit__` method: such an exception could keep Python from calling that.
 
-Devices with a queue take the program, and the launch is over; `Pending` waits where somebody wants results. With a
+Devices with a queue take the program, and the launch is over; `columns` waits where somebody wants results. With a
 limit the launch waits for the end there too.
 
 Without a limit the calling thread launches and waits, and the watchdog only warns. With a limit the calling thread must
@@ -144,7 +144,7 @@ class Launchable:
         raise NotImplementedError
 
     def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
-        """See `Pending.columns`."""
+        """See `Launch.columns`."""
         raise NotImplementedError
 
 
@@ -154,7 +154,13 @@ class Launch:
     Args:
         compiled: what is launched.
         step: the first step of a device loop that it runs, from 0; None outside of a loop.
+
+    Attributes:
+        results: the results where they are, on the devices, until they are taken; those with a queue may still be
+            computing them.
     """
+
+    results: list[Array]
 
     def __init__(self, compiled: Launchable, step: int | None = None):
         self.compiled = compiled
@@ -178,7 +184,7 @@ class Launch:
     _nobody_waits: threading.Event | None = None
     _turn: Wait | None = None  # of the wait for the devices, if another launch had them
 
-    def __call__(self, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Pending:
+    def __call__(self, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Launch:
         """Makes the launch, and waits for its end, within the limit; devices with a queue may still work on it then.
 
         Args:
@@ -209,7 +215,23 @@ class Launch:
             except BaseException as error:
                 self._end(error, None if arrays is None else stores)
                 raise
-        return Pending(self, results)
+        self.results = results
+        return self
+
+    def columns(self, as_arrays: bool = False) -> list[Column]:
+        """Waits for the results of the body, and takes them: what is left of a launch must not keep them alive.
+
+        Args:
+            as_arrays: whether the values of the replicas are wanted as arrays.
+
+        Returns:
+            For each tensor that the body returned, the values of the replicas, on the host, or what makes them.
+
+        Raises:
+            ProgramError: the program failed while it ran.
+        """
+        results, self.results = self.results, []
+        return self.compiled.columns(self, results, as_arrays)
 
     def _take_turn(self, taken: list[bool]) -> None:
         limit = self._body.limits.timeout
@@ -398,36 +420,3 @@ class Launch:
         number, size = self._devices.first + replica, self._devices.replicas
         name = f"replica {number} of {size} ({self._devices.names[replica]})"
         return timeline.Track(self._body.name, name, id(self._devices), replica + 1)
-
-
-class Pending:
-    """The results of a launch, which devices with a queue may still be computing.
-
-    Args:
-        launch: the launch.
-        results: its results.
-    """
-
-    __slots__ = ("_launch", "_results")
-
-    def __init__(self, launch: Launch, results: list[Array]):
-        self._launch = launch
-        self._results = results
-
-    def arrays(self) -> list[Array]:
-        """The results where they are, on the devices."""
-        return self._results
-
-    def columns(self, as_arrays: bool = False) -> list[Column]:
-        """Waits for the results of the body.
-
-        Args:
-            as_arrays: whether the values of the replicas are wanted as arrays.
-
-        Returns:
-            For each tensor that the body returned, the values of the replicas, on the host, or what makes them.
-
-        Raises:
-            ProgramError: the program failed while it ran.
-        """
-        return self._launch.compiled.columns(self._launch, self._results, as_arrays)

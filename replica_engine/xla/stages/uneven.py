@@ -95,7 +95,7 @@ class Uneven(Launchable):
         return arguments
 
     def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
-        """See `Pending.columns`: always arrays."""
+        """See `Launch.columns`: always arrays."""
         returned = results[: self.program.returned]
         launch.wait_for([array for arrays in returned for array in arrays])
         columns: list[Column] = [
