@@ -16,7 +16,7 @@ calls that can fail does not donate its variables.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType
 
 import numpy as np
@@ -148,13 +148,13 @@ class HostCalls:
         )
         return following, results
 
-    def begin(self, devices: DeviceGroup, step: int | None) -> Session:
+    def begin(self, devices: DeviceGroup, step: int | None, beat: Callable[[], None]) -> Session:
         """Called before one program of this body, which has calls, is launched; never two at once. `end` follows."""
         if not self.replica_ids:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(devices.first + replica) for replica in range(devices.size)]
         devices.wait_for_interrupted()  # an abandoned program may be of this body, and still call the host
-        run = self.run = Session(devices, step)
+        run = self.run = Session(devices, step, beat)
         return run
 
     def end(self, run: Session, devices: DeviceGroup, failed: bool) -> None:

@@ -85,6 +85,7 @@ class Session:
     Args:
         devices: the devices it runs on.
         step: the step of a device loop that it runs, from 0; None outside of a loop.
+        beat: called when a replica reaches a call, and when it leaves the call.
 
     Attributes:
         size: the number of replicas of this process.
@@ -92,7 +93,6 @@ class Session:
         failures: calls that raised, in the order of time.
         kept: for each replica, the data that the gradients of its calls need.
         has_ended: whether the program has ended.
-        beat: called when a replica reaches a call, and when it leaves the call.
         draw: adds a call to timelines; takes the replica, the call, and its beginning and end in seconds. None without
             timelines.
         wake: ends the wait for the program; None if the main thread waits, and an interrupt ends that.
@@ -101,14 +101,14 @@ class Session:
         host_variables: the variables of the strategy that no device can have and that the program writes.
     """
 
-    def __init__(self, devices: DeviceGroup, step: int | None):
+    def __init__(self, devices: DeviceGroup, step: int | None, beat: Callable[[], None]):
         size = self.size = devices.size
         self.first = devices.first
         self.has_ended = False
         self.failures: list[_Failure] = []
         self._manager = calls.manager()
         self.kept = [Kept(self._manager) for _ in range(size)]
-        self.beat: Callable[[], None] = _nothing
+        self._beat = beat
         self.draw: Callable[[int, Call, float, float], None] | None = None
         self.wake: Callable[[], None] | None = None
         self.arguments: Mapping[int, Sequence[Any]] = {}
@@ -153,7 +153,7 @@ class Session:
         self._made[replica] += 1
         self._last[replica] = call
         self._inside[replica] = threading.get_ident(), time.perf_counter()
-        self.beat()
+        self._beat()
         if self._most is None:
             self._times[call.index, replica] = self._times.get((call.index, replica), 0) + 1
         elif self._made[replica] > self._most:
@@ -162,7 +162,7 @@ class Session:
     def leave(self, call: Call, replica: int) -> None:
         """Notes that a replica's call is over."""
         inside, self._inside[replica] = self._inside[replica], None
-        self.beat()
+        self._beat()
         if self.draw is not None and inside is not None:
             self.draw(replica, call, inside[1], time.perf_counter())
 
@@ -294,19 +294,6 @@ class Session:
             raise first.error
         finally:
             del first, failure, failures, alike, others  # the exception holds this frame too
-
-
-class NoCalls:
-    """A launch of a program without host calls."""
-
-    @staticmethod
-    def place_of(replica: int) -> tuple[int, str, tuple[int, float] | None]:
-        """See `Session.place_of`."""
-        return 0, "", None
-
-
-def _nothing() -> None:
-    """Does nothing: nothing observes the calls."""
 
 
 def _of_user(frames: TracebackType | None) -> TracebackType | None:

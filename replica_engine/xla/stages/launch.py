@@ -63,7 +63,7 @@ from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.telemetry.watchdog import Wait
 from replica_engine.xla.body import Body
-from replica_engine.xla.host_calls.session import Call, NoCalls, Session
+from replica_engine.xla.host_calls.session import Call, Session
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.stages.program import BodyProgram
 from replica_engine.xla.stages.results import Column, Shape, count, tensors_of
@@ -178,7 +178,7 @@ class Launch:
 
     # The state of a launch that nothing has happened to; most launches leave it so.
     _stored: Sequence[dict[int, Any]] = ()
-    _run: Session | NoCalls = NoCalls()
+    _run: Session | None = None  # of the host calls, if the program has any
     _state = FOR_ITS_TURN
     _woken: threading.Event | None = None  # the program has ended, or time has run out; None without a limit
     _nobody_waits: threading.Event | None = None
@@ -253,8 +253,7 @@ class Launch:
     def _begin(self, slots: Slots) -> None:
         self._watch.__enter__()
         if self._program.traced.host_calls.calls:
-            run = self._run = self._program.traced.host_calls.begin(self._devices, self._step)
-            run.beat = self._beat
+            run = self._run = self._program.traced.host_calls.begin(self._devices, self._step, self._beat)
             run.arguments = {index: slots[index] for index in self._program.host_slots}
             self._stored = [kept.on_host for kept in run.kept]
             if timeline.recording():
@@ -275,7 +274,7 @@ class Launch:
                         stores.launched()
         finally:
             try:
-                if isinstance(self._run, Session):
+                if self._run is not None:
                     self._program.traced.host_calls.end(self._run, self._devices, failed=error is not None)
             finally:
                 self._watch.__exit__(None, None, None)  # also if it was not entered
@@ -285,8 +284,8 @@ class Launch:
         """Starts the program and waits for its end."""
         program, flight, run = self._program, self.compiled.flight, self._run
         given = self.compiled.stores if program.donates else NO_STORES
-        relied_on = self._devices.member is not None or isinstance(run, Session)
-        end = functools.partial(run.end, self._wait) if isinstance(run, Session) else self._wait
+        relied_on = self._devices.member is not None or run is not None
+        end = self._wait if run is None else functools.partial(run.end, self._wait)
         began, launched = time.perf_counter(), 0.0
         if self._devices.member is not None:
             self._tell_progress()
@@ -345,14 +344,14 @@ class Launch:
     def _within_limit(self, arrays: list[Array], woken: threading.Event) -> list[Array]:
         """Has another thread start the program and wait, and raises an error when time has run out."""
         run, self._nobody_waits = self._run, threading.Event()
-        if isinstance(run, Session):
+        if run is not None:
             run.wake = woken.set
         if self._devices.wait_for_interrupted():  # the limit is for this program alone
             self._watch.beat()
         results = self.compiled.flight.apart(functools.partial(self._fly, arrays), woken, self._nobody_waits)
         if results is not None:
             return results
-        if isinstance(run, Session):
+        if run is not None:
             if self._watch.error is None:
                 run.end(lambda: None)  # a host call failed, and the program did not end after that
             run.give_up()
@@ -408,7 +407,7 @@ class Launch:
         size, number = self._devices.replicas, self._devices.first + replica
         if is_waiting:
             return ReplicaRow(number, size, device, "not started", 0, "", points="host call")
-        made, last, inside = self._run.place_of(replica)
+        made, last, inside = (0, "", None) if self._run is None else self._run.place_of(replica)
         if inside is None:
             state = "finished" if self._devices.has_ended(replica) else "running on the device"
             return ReplicaRow(number, size, device, state, made, last, waited, points="host call")
