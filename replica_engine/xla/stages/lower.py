@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import overload
 
-import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError
 from replica_engine.errors.base import at, byte_size, shown
@@ -25,7 +22,6 @@ from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.host_transfers import UntransferableError
 from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
 from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
-from replica_engine.pjrt.partitions.layout import WHOLE, Axes, Layout
 from replica_engine.pjrt.partitions.program import with_layout
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
@@ -36,9 +32,8 @@ from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.explain import explain, reshape_by_data, undividable, unreadable
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.stages.saved_programs import found_or_compiled, found_or_lowered
-from replica_engine.xla.state.device_value import axes_of, pinned
+from replica_engine.xla.state.device_value import pinned
 
 
 class Lowered:
@@ -49,65 +44,26 @@ class Lowered:
         program: the data that compiling and launching need.
         host_calls: the calls to the host in the program, in the order in which they were traced.
         has_collectives: whether the replicas exchange values.
+        shapes: the shapes of the slots, the tensors among the arguments.
+        captured: which of the captured tensors are parameters of the program.
+        results: the shape and the dtype of each result.
+        writes: for each variable that is written: its index among the captured variables and its index among the
+            results.
+        host_slots: which slots are not parameters, since no device can have them.
+        host_results: which results of the body stay on the host, and their numbers there.
     """
 
     def __init__(self, traced: BodyGraph, slots: list[tf.TensorSpec], module: LoweredModule, moved: MovedBody | None):
         written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
         pieces = [piece for piece in (moved.pieces if moved else ()) if piece.index in module.host_calls]
-        host_results = moved.host_results if moved else {}
-        first = len(slots) - len(traced.host_slots) + len(traced.captured)
-        writes = [(parameter - first, result) for parameter, result in module.writes]
         self.traced = traced
         self.host_calls = tuple(map(HostCallInfo.of, [*written, *pieces]))
         self.has_collectives = module.has_collectives
-        results = _results(traced, module, writes, host_results)
-        returned = len(traced.outputs) - len(host_results)
-        layout = _layout(traced, slots, results, returned, writes)
-        self._text = module.text if layout is None else with_layout(module.text, layout)
-        self.program = BodyProgram(
-            traced=traced,
-            name=traced.name,
-            body=traced.body,
-            donates=traced.donates,
-            slots=slots,
-            host_slots=traced.host_slots,
-            captured=list(traced.captured),
-            writes=writes,
-            results=results,
-            returned=returned,
-            host_results=host_results,
-            layout=layout,
-        )
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """The shapes of the slots, the tensors among the arguments."""
-        return self.program.shapes
-
-    @property
-    def captured(self) -> Sequence[int]:
-        """Which of the captured tensors are parameters of the program."""
-        return self.program.captured
-
-    @property
-    def results(self) -> Sequence[tuple[Shape, np.dtype]]:
-        """The shape and the dtype of each result."""
-        return self.program.results
-
-    @property
-    def writes(self) -> Sequence[tuple[int, int]]:
-        """For each variable that is written: its index among the captured variables and its index among the results."""
-        return self.program.writes
-
-    @property
-    def host_slots(self) -> frozenset[int]:
-        """Which slots are not parameters, since no device can have them."""
-        return self.program.host_slots
-
-    @property
-    def host_results(self) -> Mapping[int, int]:
-        """Which results of the body stay on the host, and their numbers there."""
-        return self.program.host_results
+        self.program = program = BodyProgram(traced, slots, module, moved)
+        self._text = module.text if program.layout is None else with_layout(module.text, program.layout)
+        self.shapes = program.shapes
+        self.captured, self.results, self.writes = program.captured, program.results, program.writes
+        self.host_slots, self.host_results = program.host_slots, program.host_results
 
     def as_text(self) -> str:
         """The StableHLO program.
@@ -264,9 +220,7 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
     try:
         if traced.moves:
             moved = traced.moved(slots, tensors)
-            registered = moved.registered
-        else:
-            registered = traced.registered()
+        registered = moved.registered if moved else traced.registered()
         with tf.init_scope(), pinned(traced.handles):
             text = found_or_lowered(traced.name, registered, specs, traced.handles)
     except LoweringError:
@@ -295,52 +249,3 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
             "a fixed size."
         )
     return Lowered(traced, slots, module, moved)
-
-
-def _results(
-    traced: BodyGraph, module: LoweredModule, writes: list[tuple[int, int]], host_results: Mapping[int, int]
-) -> list[tuple[Shape, np.dtype]]:
-    """The shape and dtype of each result of a program.
-
-    Raises:
-        LoweringError: the shape of a result depends on data.
-    """
-    outputs = [index for index in range(len(traced.outputs)) if index not in host_results]
-    dtypes = [traced.outputs[index].dtype for index in outputs]
-    for variable, _ in sorted(writes, key=lambda write: write[1]):
-        described = xla_ops.variable_dtype_and_shape(traced.handles[variable])
-        assert described is not None, "checked when it was captured"
-        dtypes.append(described[0])
-    shapes: list[Shape] = []
-    for index, sizes in enumerate(module.results):
-        shapes.append(tuple(size for size in sizes if size is not None))
-        if len(shapes[-1]) < len(sizes):
-            output = outputs[index]
-            raise LoweringError.dynamic_result(traced.name, output, user_line(traced.graph.outputs[output]))
-    return [(shape, np.dtype(dtype.as_numpy_dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
-
-
-def _layout(
-    traced: BodyGraph,
-    slots: list[tf.TensorSpec],
-    results: Sequence[tuple[Shape, np.dtype]],
-    returned: int,
-    writes: Sequence[tuple[int, int]],
-) -> Layout | None:
-    """How the values of a program are divided over the devices of a replica."""
-    mesh = traced.body.mesh
-    if mesh is None:
-        return None
-    lead = traced.stacked
-    batches = [mesh.of_batch(slot.shape, lead) for index, slot in enumerate(slots) if index not in traced.host_slots]
-    variables = [axes_of(handle, mesh) for handle in traced.handles]
-    divided: list[Axes]
-    if (chosen := traced.result_axes) is not None:
-        divided = chosen
-    elif traced.body.spans:  # each worker has what the body returned
-        divided = [WHOLE] * returned
-    else:
-        divided = [mesh.of_batch(shape) for shape, _ in results[:returned]]
-    written = [variables[variable] for variable, _ in sorted(writes, key=lambda write: write[1])]
-    arguments = [*batches, *([WHOLE] * len(traced.captured)), *variables]
-    return Layout(mesh, traced.body.size, traced.body.size > 1, tuple(arguments), (*divided, *written))

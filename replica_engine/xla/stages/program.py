@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
+from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.errors import LoweringError
+from replica_engine.pjrt.lowered_module import LoweredModule
 from replica_engine.pjrt.partitions.layout import WHOLE, Axes, Layout
-from replica_engine.xla.body import Body
+from replica_engine.xla.soft_placement.moved import MovedBody
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.results import Shape
+from replica_engine.xla.state.device_value import axes_of
 
 _MOST_SHOWN = 8  # arguments of a program, in words
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class BodyProgram:
     """A lowered body, as its compilation and its launches see it.
 
-    Attributes:
+    Args:
         traced: the body.
+        slots: specs of the tensors among the arguments, with the shapes that it was lowered for.
+        module: the program.
+        moved: the body with its host ops moved, if it has any.
+
+    Raises:
+        LoweringError: the shape of a result depends on data.
+
+    Attributes:
         name: the name of the function.
         body: the replicas it is for.
         donates: whether a launch gives the old values of variables to the program, which overwrites them with the new
             ones. False if a host call may fail, or if the caller may stop waiting: then a launch that does not end
             well must leave all variables as they were.
-        slots: specs of the tensors among the arguments, with the shapes that it was lowered for.
         host_slots: indices of the slots that are not parameters, since no device can have their values.
+        parameters: the specs of the other slots.
         captured: indices of the captured tensors that are parameters; the others are compiled in.
         writes: for each variable that is written, its index among the captured variables and its index in `results`.
         results: shape and dtype of each result: first the results that the body returned, then values of variables.
@@ -41,18 +52,57 @@ class BodyProgram:
         layout: how its values are divided over the devices of a replica; None if a replica has one device.
     """
 
-    traced: BodyGraph
-    name: str
-    body: Body
-    donates: bool
-    slots: Sequence[tf.TensorSpec]
-    host_slots: frozenset[int]
-    captured: Sequence[int]
-    writes: Sequence[tuple[int, int]]
-    results: Sequence[tuple[Shape, np.dtype]]
-    returned: int
-    host_results: Mapping[int, int]
-    layout: Layout | None
+    def __init__(
+        self, traced: BodyGraph, slots: Sequence[tf.TensorSpec], module: LoweredModule, moved: MovedBody | None
+    ):
+        self.traced = traced
+        self.name = traced.name
+        self.body = traced.body
+        self.donates = traced.donates
+        self.slots = slots
+        self.host_slots = traced.host_slots
+        self.parameters = [slot for index, slot in enumerate(slots) if index not in self.host_slots]
+        self.captured = list(traced.captured)
+        self.host_results: Mapping[int, int] = moved.host_results if moved else {}
+        self.returned = len(traced.outputs) - len(self.host_results)
+        first = len(self.parameters) + len(self.captured)
+        self.writes = [(parameter - first, result) for parameter, result in module.writes]
+        written = [variable for variable, _ in sorted(self.writes, key=itemgetter(1))]
+        self.results = self._results(module, written)
+        self.layout = self._layout(written)
+
+    def _results(self, module: LoweredModule, written: list[int]) -> list[tuple[Shape, np.dtype]]:
+        traced = self.traced
+        outputs = [index for index in range(len(traced.outputs)) if index not in self.host_results]
+        dtypes = [traced.outputs[index].dtype for index in outputs]
+        for variable in written:
+            described = xla_ops.variable_dtype_and_shape(traced.handles[variable])
+            assert described is not None, "checked when it was captured"
+            dtypes.append(described[0])
+        shapes: list[Shape] = []
+        for index, sizes in enumerate(module.results):
+            shapes.append(tuple(size for size in sizes if size is not None))
+            if len(shapes[-1]) < len(sizes):
+                output = outputs[index]
+                raise LoweringError.dynamic_result(traced.name, output, user_line(traced.graph.outputs[output]))
+        return [(shape, np.dtype(dtype.as_numpy_dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    def _layout(self, written: list[int]) -> Layout | None:
+        traced, mesh, size = self.traced, self.body.mesh, self.body.size
+        if mesh is None:
+            return None
+        batches = [mesh.of_batch(slot.shape, traced.stacked) for slot in self.parameters]
+        variables = [axes_of(handle, mesh) for handle in traced.handles]
+        divided: list[Axes]
+        if (chosen := traced.result_axes) is not None:
+            divided = chosen
+        elif self.body.spans:  # each worker has what the body returned
+            divided = [WHOLE] * self.returned
+        else:
+            divided = [mesh.of_batch(shape) for shape, _ in self.results[: self.returned]]
+        arguments = [*batches, *([WHOLE] * len(self.captured)), *variables]
+        results = (*divided, *(variables[variable] for variable in written))
+        return Layout(mesh, size, size > 1, tuple(arguments), results)
 
     @property
     def axes(self) -> Iterable[Axes]:
@@ -71,8 +121,7 @@ class BodyProgram:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Bytes on each device: of the arguments, of the results, and of those results that replace arguments."""
-        parameters = [slot for index, slot in enumerate(self.slots) if index not in self.host_slots]
-        parameters += [self.traced.tensors[index] for index in self.captured]
+        parameters = [*self.parameters, *(self.traced.tensors[index] for index in self.captured)]
         values = [(tuple(each.shape), each.dtype.as_numpy_dtype) for each in parameters]
         described = filter(None, map(xla_ops.variable_dtype_and_shape, self.traced.handles))
         values += [(tuple(shape), dtype.as_numpy_dtype) for dtype, shape in described]
