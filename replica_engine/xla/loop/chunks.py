@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -40,7 +40,7 @@ from replica_engine.xla.body import in_body
 from replica_engine.xla.host_calls.call import current_calls
 from replica_engine.xla.loop.prefetch import InputQueue, Parts
 from replica_engine.xla.signature import argument_names
-from replica_engine.xla.signature.arguments import Arguments
+from replica_engine.xla.signature.arguments import Arguments, Shapes
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.soft_placement.kinds import needs_host
 from replica_engine.xla.stages.compiled import Compiled
@@ -83,7 +83,6 @@ class ChunkBody:
         self.__name__ = source.name
         self.made_of = source.fn  # has the line
         self.stacked = 0 if calls_host else 1
-        self._fn = source.fn
         self._step: Any = step
         self._rebuild: Any = like.rebuild
         self._places = [slot.name for slot in like.slots]
@@ -125,9 +124,9 @@ class ChunkBody:
     def _flat(self, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """The step, from the tensors of a batch to those that it passes out."""
         args, kwargs = self._rebuild(tensors)
-        named = argument_names.named(self._fn, tensors, self._places, skip=1)
+        named = argument_names.named(self.made_of, tensors, self._places, skip=1)
         with named, autograph.as_outside():  # AutoGraph converts the step, but not this function
-            self._returned = flatten(self._step(self._fn, args, kwargs))
+            self._returned = flatten(self._step(self.made_of, args, kwargs))
         return [tf.identity(each) for each in self._returned[0] if tf.is_tensor(each)]
 
     def _value(self, outputs: Sequence[tf.Tensor]) -> Any:
@@ -135,6 +134,26 @@ class ChunkBody:
         found = iter(outputs or ())
         leaves, spec = self._returned
         return spec.rebuild([next(found) if tf.is_tensor(each) else each for each in leaves])
+
+
+class ChunkProgram(NamedTuple):
+    """The program of a chunk, as it is looked for.
+
+    Attributes:
+        body: its body.
+        call: the body as a function, arguments like those that it gets, and their shapes.
+        others: values of its parameters behind those of the batches.
+        most: the most batches in a chunk.
+        at_once: the most chunks on the devices.
+        calls_host: whether it is for a step that calls the host, so that a chunk is one step.
+    """
+
+    body: ChunkBody
+    call: tuple[FunctionSpec, Arguments, Shapes]
+    others: list[list[np.ndarray]]
+    most: int
+    at_once: int
+    calls_host: bool
 
 
 @functools.lru_cache(maxsize=8)  # for a launch of few steps, most of the time would go into zeros that nobody reads
@@ -157,35 +176,20 @@ class Chunks:
         compiled: the program.
         queue: the queue of batches.
         specs: specs of the inputs of a step.
-        others: values of the program's parameters behind those of the batches.
-        most: the most batches in a chunk.
-        at_once: the most chunks on the devices.
-        calls_host: whether the step calls the host, so that the arguments are those of one step.
+        program: the program of a chunk, which was found.
 
     Attributes:
         made: how many steps are known to have ended.
         columns: for each result of the body, the replicas' values after the last of them.
     """
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        queue: InputQueue,
-        specs: Sequence[tf.TensorSpec],
-        others: Sequence[list[np.ndarray]],
-        most: int,
-        at_once: int,
-        calls_host: bool,
-    ):
+    def __init__(self, compiled: Compiled, queue: InputQueue, specs: Sequence[tf.TensorSpec], program: ChunkProgram):
         self.made = 0
         self.columns: list[Column] = []
         self._compiled = compiled
         self._queue = queue
         self._specs = specs
-        self._others = others
-        self._most = most
-        self._at_once = at_once
-        self._calls_host = calls_host
+        self._program = program
         self._size = compiled.devices.size
         self._left: list[Parts] = []  # batches that other workers had none to go with
         self._over = False  # a worker has no more
@@ -203,7 +207,7 @@ class Chunks:
         while chunk := self._take():
             running.append((Launch(self._compiled, begun)(self._stacked(chunk)), len(chunk)))
             begun += len(chunk)
-            if len(running) == self._at_once:
+            if len(running) == self._program.at_once:
                 self._end(*running.popleft())
         while running:
             self._end(*running.popleft())
@@ -228,7 +232,7 @@ class Chunks:
         name, limits = self._compiled.program.name, self._compiled.program.body.limits
         several = "" if self._compiled.devices.member is None else ", or for that of another worker,"
         seconds = self._compiled.step_seconds
-        room = max(1, min(self._most, _FIRST if seconds is None else int(_SECONDS / seconds)))
+        room = max(1, min(self._program.most, _FIRST if seconds is None else int(_SECONDS / seconds)))
         chunk, self._left = self._left, []
 
         def slow(seconds: float) -> str:
@@ -280,17 +284,17 @@ class Chunks:
 
     def _stacked(self, chunk: Sequence[Parts]) -> list[list[np.ndarray]]:
         """The values of the program's parameters. What lies behind the last batch is never used."""
-        if self._calls_host:
-            return [*map(list, zip(*chunk[0], strict=True)), *self._others]
+        if self._program.calls_host:
+            return [*map(list, zip(*chunk[0], strict=True)), *self._program.others]
         slots = [[np.asarray(len(chunk), np.int32)]]
         for index, spec in enumerate(self._specs):
             slots.append([self._of_replica(chunk, replica, index, spec) for replica in range(self._size)])
-        return [*slots, *self._others]
+        return [*slots, *self._program.others]
 
     def _of_replica(self, chunk: Sequence[Parts], replica: int, index: int, spec: tf.TensorSpec) -> np.ndarray:
-        if self._most == 1:  # without a copy
+        if self._program.most == 1:  # without a copy
             return np.expand_dims(chunk[0][replica][index], 0)
-        stacked = np.zeros([self._most, *spec.shape], spec.dtype.as_numpy_dtype)
+        stacked = np.zeros([self._program.most, *spec.shape], spec.dtype.as_numpy_dtype)
         for number, batch in enumerate(chunk):
             stacked[number] = batch[replica][index]
         return stacked

@@ -23,9 +23,9 @@ from replica_engine._tf.data_pulls import Pulls
 from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import HostAccessError, HostResultError, InputsError, LoweringError, ReplicaEngineError
 from replica_engine.xla.loop.batches import BatchReader
-from replica_engine.xla.loop.chunks import ChunkBody, Chunks, StepCallsHost, arguments_like
+from replica_engine.xla.loop.chunks import ChunkBody, ChunkProgram, Chunks, StepCallsHost, arguments_like
 from replica_engine.xla.loop.prefetch import InputQueue, Prefetcher
-from replica_engine.xla.signature.arguments import Arguments, Shapes
+from replica_engine.xla.signature.arguments import Arguments
 from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.soft_placement.summaries import add_caller
 from replica_engine.xla.stages.program_table import Entry, ProgramTable
@@ -85,7 +85,7 @@ def run_loop(
     # With a limit nothing shows that a launch makes progress, and a single step may be as slow as the limit allows.
     alone = programs.body.limits.timeout is not None
 
-    def program_for(calls_host: bool) -> _Program:
+    def program_for(calls_host: bool) -> ChunkProgram:
         at_once = 2 if devices.has_queue and prefetch != 1 and not calls_host else 1
         most = 1 if alone or calls_host else _chunk(specs, prefetch, devices.has_queue or devices.mesh, at_once)
         body = ChunkBody(source, step, arguments, specs, calls_host)
@@ -94,16 +94,16 @@ def run_loop(
         count = len(given.slots)
         of_all = add_caller(given, given.shapes)
         call = FunctionSpec(body, autograph=False, declared=declared, step=source), given, of_all
-        return _Program(body, call, given.numpy()[count:], most, at_once, calls_host)
+        return ChunkProgram(body, call, given.numpy()[count:], most, at_once, calls_host)
 
     entry, program = _found(programs, program_for, any(spec.dtype == tf.string for spec in specs))
-    most, at_once, calls_host = program.most, program.at_once, program.calls_host
+    most, at_once = program.most, program.at_once
     # As many as are ahead of the running step, besides those on the devices.
     queue = InputQueue(max((prefetch or (at_once + 1) * most) - at_once * most + 1, 1))
     queue.put(reader.parts(first, 0))
     prefetcher = Prefetcher(queue, reader, rest, iterations, programs.body.name)
     compiled = programs.compiled(entry, list(map(tuple, program.call[2])))
-    chunks, failed = Chunks(compiled, queue, specs, program.others, most, at_once, calls_host), None
+    chunks, failed = Chunks(compiled, queue, specs, program), None
     try:
         try:
             with compiled.writing():
@@ -116,7 +116,7 @@ def run_loop(
             queue.stop()
             prefetcher.end()
     except Exception as error:
-        if not (calls_host and chunks.made and _is_of_host_call(error)):
+        if not (program.calls_host and chunks.made and _is_of_host_call(error)):
             raise
         failed = error
     return Outcome(chunks.made, entry.traced.replicas_results(chunks.columns), failed or prefetcher.error)
@@ -127,27 +127,9 @@ def _is_of_host_call(error: Exception) -> bool:
     return isinstance(error, HostResultError | HostAccessError) or not isinstance(error, ReplicaEngineError)
 
 
-class _Program(NamedTuple):
-    """The program of a chunk, as it is looked for.
-
-    Attributes:
-        body: its body.
-        call: the body as a function, arguments like those that it gets, and their shapes.
-        others: values of its parameters behind those of the batches.
-        most: the most batches in a chunk.
-        at_once: the most chunks on the devices.
-        calls_host: whether it is for a step that calls the host, so that a chunk is one step.
-    """
-
-    body: ChunkBody
-    call: tuple[FunctionSpec, Arguments, Shapes]
-    others: list[list[np.ndarray]]
-    most: int
-    at_once: int
-    calls_host: bool
-
-
-def _found(programs: ProgramTable, program_for: Callable[[bool], _Program], calls_host: bool) -> tuple[Entry, _Program]:
+def _found(
+    programs: ProgramTable, program_for: Callable[[bool], ChunkProgram], calls_host: bool
+) -> tuple[Entry, ChunkProgram]:
     """The trace of a loop, made now or before. Only a trace tells that a step calls the host."""
     sought = found = program_for(calls_host)
     try:
