@@ -27,16 +27,13 @@ from replica_engine.errors import (
     DeviceError,
     ForkedError,
     LostVariableError,
-    ProgramDisagreementError,
     ProgramError,
     ReplicaMismatchError,
     ReplicaTimeoutError,
     StuckProgramError,
-    WorkerLostError,
-    WorkersMissingError,
-    WorkerVersionError,
 )
 from replica_engine.errors.base import add_note
+from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.plans.absent import check_absent
 from replica_engine.pjrt.plans.plan import Plan
@@ -65,13 +62,10 @@ _OF_NO_BODY = (
     tf.errors.ResourceExhaustedError,
     ForkedError,
     LostVariableError,
-    ProgramDisagreementError,
     ProgramError,
     ReplicaTimeoutError,
     StuckProgramError,
-    WorkerLostError,
-    WorkersMissingError,
-    WorkerVersionError,
+    *JOB_FAILURES,
     *RUNTIME_ERRORS,
 )
 """Failures of the machine, of its memory or of the job, of which a body is not the cause."""
@@ -234,64 +228,15 @@ def _in_graph(programs: ProgramTable, source: FunctionSpec, arguments: Arguments
     entry = programs.trace(source, arguments, shapes)
     traced = entry.traced
     traced.sums.check(arguments)
-    step = _Step(programs, entry, [len(slot.values) for slot in arguments.slots], host_functions.host_program())
     own, captured = arguments.shapes, [tensor.shape for tensor in traced.tensors]
     if all(shape.is_fully_defined() for shape in (*own, *captured)):
         # All shapes are known: compiled now, so that errors come before anything runs.
         programs.compiled(entry, list(map(tuple, own)), list(map(tuple, captured)))
     size = programs.devices.size
     inputs = [tensor for slot in arguments.slots for tensor in slot.values] + traced.tensors
-    flat = _add_op(step, inputs, [spec for spec in traced.outputs for _ in range(size)])
+    flat = _add_op(programs, entry, [len(slot.values) for slot in arguments.slots], inputs)
     columns = [flat[index * size : (index + 1) * size] for index in range(len(traced.outputs))]
     return [traced.rebuild([column[replica] for column in columns]) for replica in range(size)]
-
-
-class _Step:
-    """The work of the op: a traced body, compiled for each combination of shapes when it first occurs.
-
-    Args:
-        programs: what compiles it.
-        entry: the body.
-        counts: for each slot, how many values it has: one, or N.
-        around: the host function that the op is in.
-    """
-
-    def __init__(self, programs: ProgramTable, entry: Entry, counts: list[int], around: host_functions.HostProgram):
-        self.devices = programs.devices
-        self.traced = entry.traced
-        self._programs = programs
-        self._entry = entry
-        held = [device_value_of(handle, self.devices) for handle in self.traced.handles]
-        self.device_values = [each for each in held if isinstance(each, DeviceValue)]
-        self._counts = counts
-        # The state that host calls inherit, such as the summary writer: it is traced in, as in any tf.function.
-        self._locals = thread_state.locals_of_thread() if self.traced.host_calls.can_fail else None
-        self._around = around
-
-    def run(self, *inputs: np.ndarray) -> list[np.ndarray]:
-        """Runs the program on concrete inputs. Returns at least one result, by which the op can be found."""
-        rest = [np.asarray(each, object) if isinstance(each, bytes) else each for each in inputs]  # a single string
-        slots = []
-        for number in self._counts:
-            slots.append(rest[:number])
-            del rest[:number]
-        try:
-            launch = Launch(self._programs.ready(self._entry, slots, rest))
-            with self.devices.in_flight:
-                self._around.before_run(self.device_values)
-                columns: Any  # arrays
-                if self._locals is None:
-                    columns = launch(slots, rest).columns(as_arrays=True)
-                else:
-                    with thread_state.enter_locals(self._locals):
-                        columns = launch(slots, rest).columns(as_arrays=True)
-                self._around.after_run(self.device_values)
-        except tf.errors.InvalidArgumentError as error:
-            again = InvalidArgumentError(error.message)
-            for note in getattr(error, "__notes__", ()):
-                add_note(again, note)
-            raise again from error
-        return [value for column in columns for value in column] or [np.array(True)]
 
 
 class InvalidArgumentError(ValueError):
@@ -302,22 +247,67 @@ class InvalidArgumentError(ValueError):
     """
 
 
-def _add_op(step: _Step, inputs: list[tf.Tensor], outputs: list[tf.TensorSpec]) -> list[tf.Tensor]:
-    """Adds the op to the graph: a Python op inside a function call, which can be given variables."""
+def _add_op(programs: ProgramTable, entry: Entry, counts: list[int], inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Adds the op to the graph: a Python op inside a function call, which can be given variables.
+
+    Its work is a traced body, compiled for each combination of shapes when it first occurs.
+
+    Args:
+        programs: what compiles it.
+        entry: the body.
+        counts: for each slot, how many values it has: one, or N.
+        inputs: these values, and those of the captured tensors.
+
+    Returns:
+        For each result of the body, those of the replicas.
+    """
+    devices, traced = programs.devices, entry.traced
+    outputs = [spec for spec in traced.outputs for _ in range(devices.size)]
+    held = [device_value_of(handle, devices) for handle in traced.handles]
+    device_values = [each for each in held if isinstance(each, DeviceValue)]
+    around = host_functions.host_program()  # the host function that the op is in
+    # The state that host calls inherit, such as the summary writer: it is traced in, as in any tf.function.
+    inherited = thread_state.locals_of_thread() if traced.host_calls.can_fail else None
+
+    def run(*inputs: np.ndarray) -> list[np.ndarray]:
+        """Runs the program on concrete inputs. Returns at least one result, by which the op can be found."""
+        rest = [np.asarray(each, object) if isinstance(each, bytes) else each for each in inputs]  # a single string
+        slots = []
+        for number in counts:
+            slots.append(rest[:number])
+            del rest[:number]
+        try:
+            launch = Launch(programs.ready(entry, slots, rest))
+            with devices.in_flight:
+                around.before_run(device_values)
+                columns: Any  # arrays
+                if inherited is None:
+                    columns = launch(slots, rest).columns(as_arrays=True)
+                else:
+                    with thread_state.enter_locals(inherited):
+                        columns = launch(slots, rest).columns(as_arrays=True)
+                around.after_run(device_values)
+        except tf.errors.InvalidArgumentError as error:
+            again = InvalidArgumentError(error.message)
+            for note in getattr(error, "__notes__", ()):
+                add_note(again, note)
+            raise again from error
+        return [value for column in columns for value in column] or [np.array(True)]
+
     function.leave_uncompiled()  # otherwise XLA would have to compile the op that launches a compiled program
     handles = [
         host_functions.token(),
-        *(handle for handle in step.traced.handles if isinstance(device_value_of(handle, step.devices), Borrowed)),
+        *(handle for handle, each in zip(traced.handles, held, strict=True) if isinstance(each, Borrowed)),
         *(
             host_functions.handle(device_value, replica, on_host=False)
-            for device_value in step.device_values
+            for device_value in device_values
             for replica in range(len(device_value.handles))
         ),
     ]
 
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:
-        results = python_op(step.run, inputs, [spec.dtype for spec in outputs] or [tf.bool])
+        results = python_op(run, inputs, [spec.dtype for spec in outputs] or [tf.bool])
         for result, spec in zip(results, outputs, strict=False):
             result.set_shape(spec.shape)
         return tuple(results)
