@@ -6,6 +6,7 @@ import collections
 import itertools
 import logging
 import re
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,9 @@ from replica_engine.values.regroup import regroup
 from replica_engine.xla.analysis.meetings import Apart
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.call import HostCalls
+from replica_engine.xla.shared_sums import SharedSums
 from replica_engine.xla.signature.arguments import Arguments
+from replica_engine.xla.signature.function_spec import FunctionSpec
 from replica_engine.xla.signature.outputs import Outputs
 from replica_engine.xla.soft_placement import kinds
 from replica_engine.xla.soft_placement.moved import Inputs, MovedBody, move
@@ -60,6 +63,8 @@ class BodyGraph:
         is_plain: whether anything may stand in their places; see `Outputs`.
         host_calls: its calls to the host.
         collectives: its cross-replica operations.
+        added: by the id of a variable's handle, the user's line in which the replicas add to it.
+        sums: what it adds up.
         apart: those of them that perhaps not all replicas reach.
         diverges: where a replica of several devices may take another branch than others, or as many iterations; "" if
             nowhere.
@@ -71,22 +76,22 @@ class BodyGraph:
 
     def __init__(
         self,
-        name: str,
+        source: FunctionSpec,
         graph: Any,
         body: Body,
         arguments: Arguments,
         outputs: Outputs,
         host_calls: HostCalls,
         collectives: list[CollectiveCall],
-        fn: Any,
-        created: list[Any],
+        added: dict[int, str],
+        sums: SharedSums,
     ):
-        specs = [tf.TensorSpec(inside.shape, inside.dtype) for inside in graph.inputs[: len(arguments.slots)]]
-        self.name = name
+        name = self.name = source.name
         self.graph = graph
         self.body = body
         self.key = arguments.key
-        self.slots = specs
+        self._slots = list(graph.inputs[: len(arguments.slots)])
+        self.slots = [tf.TensorSpec(inside.shape, inside.dtype) for inside in self._slots]
         self.slot_names = [slot.name for slot in arguments.slots]
         self.is_sparse = [slot.is_sparse for slot in arguments.slots]
         self.outputs = [tf.TensorSpec(output.shape, output.dtype) for output in graph.outputs]
@@ -94,9 +99,12 @@ class BodyGraph:
         self.is_plain = outputs.is_plain
         self.host_calls = host_calls
         self.collectives = collectives
+        self.added = added
+        self.sums = sums
         self.apart: list[Apart] = []
         self.diverges = ""
         # Not the function, nor what it closes over: a trace does not keep alive what it uses.
+        fn = source.fn
         self.where: str = getattr(fn, "_replica_engine_where", "") or place_of(fn)
         self.is_users = not hasattr(fn, "_replica_engine_where")
         self.stacked: int = getattr(fn, "stacked", 0)
@@ -105,10 +113,9 @@ class BodyGraph:
             (path, repr(value) if type(value) in (bool, int, float) else type(value).__qualname__)
             for path, value in arguments.constants
         ]
-        self._created = created  # variables, which must live as long as the graph
         self.late: list[weakref.ref] = []
         self.writer = arguments.summary_writer
-        slots = list(zip(arguments.slots, graph.inputs, strict=False)) if body.moves_ops else []
+        slots = list(zip(arguments.slots, self._slots, strict=True)) if body.moves_ops else []
         self.sparse_slots = frozenset(
             index for index, (slot, inside) in enumerate(slots) if slot.is_sparse and kinds.is_left_on_host(inside)
         )
@@ -139,11 +146,11 @@ class BodyGraph:
         self.tensors = [outside for outside, _ in data]
         self.handles = [outside for outside, _ in handles]
         self.captured = list(range(len(self.tensors)))
-        self._slots = list(graph.inputs[: len(self.slots)])
         self._tensors = [inside for _, inside in data]
         self._variables = [inside for _, inside in handles]
         self._registered: Any = None
         self._told = False
+        self._lock = threading.Lock()
 
     @property
     def donates(self) -> bool:

@@ -59,12 +59,6 @@ Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 class Traced(BodyGraph):
     """A replica body as a graph, the first of the stages that users can look at."""
 
-    def __init__(self, *args: Any, added: dict[int, str], sums: SharedSums):
-        super().__init__(*args)
-        self.added = added  # see `_additions_noted`
-        self.sums = sums
-        self._lock = threading.Lock()
-
     def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
         """The second stage: the body as a StableHLO program.
 
@@ -174,9 +168,7 @@ def _trace_once(
     else:
         for closure in host_calls.closures:
             closure.settle()
-        kept = [variable for variable, _ in created]
-        about = (source.name, graph, body, arguments, outputs[-1], host_calls, collectives, source.fn, kept)
-        return Traced(*about, added=added, sums=sums), created
+        return Traced(source, graph, body, arguments, outputs[-1], host_calls, collectives, added, sums), created
     raise failure
 
 
