@@ -151,7 +151,7 @@ class Body:
         return launch_records(self.launches, self._names, _KEPT)
 
     @contextlib.contextmanager
-    def compiling(self, what: str, slow: Callable[[float], str]) -> Iterator[None]:
+    def compiling(self, what: str, slow: Callable[[float], str] | None = None) -> Iterator[None]:
         """Inside is a stage of compiling, `what` on timelines; `slow` makes a warning of the seconds that it takes."""
         track = timeline.Track(self.name, "compile", order=-3)
         with timeline.span(track, what, "compile"), Wait(slow, self.limits.warn_after):

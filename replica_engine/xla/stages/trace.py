@@ -31,7 +31,6 @@ from replica_engine.errors.base import at
 from replica_engine.errors.programs import may_wait_forever
 from replica_engine.errors.scopes import warn_shared_variable
 from replica_engine.errors.timeouts import table
-from replica_engine.telemetry import timeline
 from replica_engine.telemetry.stacks import stack_of
 from replica_engine.xla.analysis import meetings
 from replica_engine.xla.analysis.differences import Differences, Reason
@@ -69,10 +68,7 @@ class Traced(BodyGraph):
         Raises:
             LoweringError: the body has an op that XLA cannot compile, or a shape that is not static.
         """
-        with (
-            self._lock,
-            timeline.span(timeline.Track(self.body.name, "compile", order=-3), f"lower {self.name}", "compile"),
-        ):
+        with self._lock, self.body.compiling(f"lower {self.name}"):
             return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
 
 
