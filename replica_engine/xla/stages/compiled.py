@@ -54,7 +54,7 @@ class Compiled(Launchable):
     step_seconds: float | None = None
 
     def __init__(self, program: BodyProgram, devices: DeviceGroup, executable: Executable):
-        super().__init__(program, devices, executable)
+        super().__init__([program] * devices.size, devices, executable)
         self.executable = executable
         if devices.mesh is not None and program.traced.is_users:
             _tell_of_whole(program, self.variables)
@@ -124,14 +124,10 @@ class Compiled(Launchable):
         now = [array for make, array in zip(makes, results, strict=False) if make is None]
         if now:
             launch.wait_for(now)
-        columns: list[Column] = [
+        return [
             self.devices.fetch_all(array, shape) if make is None else make(array)
             for make, array, (shape, _) in zip(makes, results, program.results, strict=False)
         ]
-        if program.host_results:
-            for index, number in sorted(program.host_results.items()):
-                columns.insert(index, launch.stored([number] * self.devices.size))
-        return columns
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

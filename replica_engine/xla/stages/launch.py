@@ -112,11 +112,12 @@ class Launchable:
     """A compiled body, as a launch sees it: `Compiled`, or the programs of `uneven`.
 
     Args:
-        program: the data of the lowered body.
+        programs: the data of the lowered body, for each replica. They may differ in their shapes.
         devices: the devices; one replica runs on each.
         executable: the program compiled for these devices.
 
     Attributes:
+        program: the data for the first replica.
         variables: the values of the captured variables on the devices.
         flight: starts the program.
         awaited: waits for its results.
@@ -127,8 +128,9 @@ class Launchable:
 
     itself: Callable[[], object] | None = None
 
-    def __init__(self, program: BodyProgram, devices: DeviceGroup, executable: Flies):
-        self.program = program
+    def __init__(self, programs: Sequence[BodyProgram], devices: DeviceGroup, executable: Flies):
+        self.programs = programs
+        program = self.program = programs[0]
         self.devices = devices
         self.flight = Flight(executable, devices, program.name)
         computed = Computed(program.name, program.traced.where, takes=bool(program.traced.handles))
@@ -144,7 +146,7 @@ class Launchable:
         raise NotImplementedError
 
     def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
-        """See `Launch.columns`."""
+        """See `Launch.columns`: the results that come from the devices."""
         raise NotImplementedError
 
 
@@ -231,7 +233,11 @@ class Launch:
             ProgramError: the program failed while it ran.
         """
         results, self.results = self.results, []
-        return self.compiled.columns(self, results, as_arrays)
+        columns = self.compiled.columns(self, results, as_arrays)
+        for index in sorted(self._program.host_results):  # each replica's program has its own numbers for them
+            numbers = [program.host_results[index] for program in self.compiled.programs]
+            columns.insert(index, [view(values[number]) for values, number in zip(self._stored, numbers, strict=True)])
+        return columns
 
     def _take_turn(self, taken: list[bool]) -> None:
         limit = self._body.limits.timeout
@@ -336,10 +342,6 @@ class Launch:
     def wait_for(self, results: Sequence[Array]) -> None:
         """See `Awaited.wait_for`; a warning says where the replicas are."""
         self.compiled.awaited.wait_for(results, self._describe)
-
-    def stored(self, numbers: Sequence[int]) -> list[Any]:
-        """The values that the replicas left on the host: for each replica, the one under its number."""
-        return [view(values[number]) for values, number in zip(self._stored, numbers, strict=True)]
 
     def _within_limit(self, arrays: list[Array], woken: threading.Event) -> list[Array]:
         """Has another thread start the program and wait, and raises an error when time has run out."""

@@ -24,7 +24,6 @@ from replica_engine.pjrt.lowered_module import of_replica
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.launch import Launch, Launchable, Slots
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.program import BodyProgram
 from replica_engine.xla.stages.results import Column, Shape
 
 Lower = Callable[[Sequence[Shape], Sequence[Shape] | None], Lowered]
@@ -61,18 +60,16 @@ class Uneven(Launchable):
         captured: Sequence[np.ndarray] | None,
     ):
         captured_shapes = None if captured is None else [value.shape for value in captured]
-        self._programs: list[BodyProgram] = []
-        executables = []
+        programs, executables = [], []
         for replica in range(devices.size):
             lowered = lower([values[replica % len(values)].shape for values in slots], captured_shapes)
             if lowered.has_collectives:
                 raise _mismatch(traced, slots)
             text = of_replica(lowered.as_text(), devices.first + replica)
-            self._programs.append(lowered.program)
+            programs.append(lowered.program)
             executables.append(compile_(text, lowered, devices.alone(replica)))
-        program = self._programs[0]  # the others differ in their shapes only
-        written = [index for _, index in program.writes]
-        super().__init__(program, devices, _Apart(devices, executables, written))
+        written = [index for _, index in programs[0].writes]
+        super().__init__(programs, devices, _Apart(devices, executables, written))
 
     def prepared(self, slots: Slots, captured: Sequence[np.ndarray] | None) -> Callable[[], list[Array]]:
         """See `Launchable.prepared`: the arguments of each replica's program."""
@@ -84,7 +81,7 @@ class Uneven(Launchable):
             # gone.
             states = [self.devices.parts(variable.array()) for variable in self.variables]
             inputs = []
-            for replica, program in enumerate(self._programs):
+            for replica, program in enumerate(self.programs):
                 put = self.devices.alone(replica).put
                 share = [values[replica % len(values)] for index, values in enumerate(slots) if index not in on_host]
                 values = [*share, *(constants[index] for index in program.captured)]
@@ -98,16 +95,13 @@ class Uneven(Launchable):
         """See `Launch.columns`: always arrays."""
         returned = results[: self.program.returned]
         launch.wait_for([array for arrays in returned for array in arrays])
-        columns: list[Column] = [
+        return [
             [
                 self.devices.alone(replica).fetch(array, 0, program.results[index][0])
-                for replica, (program, array) in enumerate(zip(self._programs, arrays, strict=True))
+                for replica, (program, array) in enumerate(zip(self.programs, arrays, strict=True))
             ]
             for index, arrays in enumerate(returned)
         ]
-        for index in sorted(self.program.host_results):  # each replica's program has its own numbers for them
-            columns.insert(index, launch.stored([program.host_results[index] for program in self._programs]))
-        return columns
 
 
 def _mismatch(traced: BodyGraph, slots: Sequence[Sequence[np.ndarray]]) -> ReplicaMismatchError:
