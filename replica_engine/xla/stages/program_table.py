@@ -8,7 +8,6 @@ first occurs (`compiled`), and dropped when something that its key names by iden
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import operator
@@ -260,20 +259,17 @@ class ProgramTable:
         Compiling takes locks that another thread may hold while it waits for a program to end. So this must never be
         called while programs are kept waiting (`DeviceGroup.in_flight`).
         """
-        sparse = entry.traced.sparse_slots
-        if any(
-            value.shape != values[0].shape
-            for index, values in enumerate(slots)
-            if index not in sparse
-            for value in values[1:]
-        ):
-            lower = functools.partial(self.lowered, entry)
-            return Uneven(self.devices, entry.traced, lower, self.executable, slots, captured)
+        sparse, size = entry.traced.sparse_slots, self.devices.size
+        of_captured = None if captured is None else [value.shape for value in captured]
+        if any(len({value.shape for value in values}) > 1 for index, values in enumerate(slots) if index not in sparse):
+            of_each = ([values[replica % len(values)].shape for values in slots] for replica in range(size))
+            lowered = (self.lowered(entry, shapes, of_captured) for shapes in of_each)
+            return Uneven(self.devices, lowered, self.executable, slots)
         shapes = [
             tuple(of_any_size(values[0].shape)) if index in sparse else values[0].shape
             for index, values in enumerate(slots)
         ]
-        return self.compiled(entry, shapes, None if captured is None else [value.shape for value in captured])
+        return self.compiled(entry, shapes, of_captured)
 
     def compiled(self, entry: Entry, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""

@@ -9,7 +9,7 @@ training, replicas of different shapes are refused before anything runs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,7 @@ from replica_engine.pjrt.lowered_module import of_replica
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.launch import Launch, Launchable, Slots
 from replica_engine.xla.stages.lower import Lowered
-from replica_engine.xla.stages.results import Column, Shape
-
-Lower = Callable[[Sequence[Shape], Sequence[Shape] | None], Lowered]
-"""Lowers the body for shapes of its slots and of its captured tensors, or finds it already lowered."""
+from replica_engine.xla.stages.results import Column
 
 Compile = Callable[[str, Lowered, DeviceGroup], Executable]
 """Compiles the text of a lowered program for devices, or finds it already compiled."""
@@ -40,34 +37,22 @@ class Uneven(Launchable):
 
     Args:
         devices: the devices; one replica runs on each.
-        traced: the body.
-        lower: lowers the body.
+        lowered: the body lowered for each replica. It is asked for one after the other, so that an error comes early.
         compile_: compiles the lowered body.
         slots: for each slot, one value for all replicas or one value for each.
-        captured: values of the captured tensors; see `Launch`.
 
     Raises:
         ReplicaMismatchError: the body has cross-replica operations.
     """
 
-    def __init__(
-        self,
-        devices: DeviceGroup,
-        traced: BodyGraph,
-        lower: Lower,
-        compile_: Compile,
-        slots: Slots,
-        captured: Sequence[np.ndarray] | None,
-    ):
-        captured_shapes = None if captured is None else [value.shape for value in captured]
+    def __init__(self, devices: DeviceGroup, lowered: Iterable[Lowered], compile_: Compile, slots: Slots):
         programs, executables = [], []
-        for replica in range(devices.size):
-            lowered = lower([values[replica % len(values)].shape for values in slots], captured_shapes)
-            if lowered.has_collectives:
-                raise _mismatch(traced, slots)
-            text = of_replica(lowered.as_text(), devices.first + replica)
-            programs.append(lowered.program)
-            executables.append(compile_(text, lowered, devices.alone(replica)))
+        for replica, each in enumerate(lowered):
+            if each.has_collectives:
+                raise _mismatch(each.traced, slots)
+            text = of_replica(each.as_text(), devices.first + replica)
+            programs.append(each.program)
+            executables.append(compile_(text, each, devices.alone(replica)))
         written = [index for _, index in programs[0].writes]
         super().__init__(programs, devices, _Apart(devices, executables, written))
 
