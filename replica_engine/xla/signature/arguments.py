@@ -160,12 +160,10 @@ class Arguments:
     def _open_leaf(self, value: object, name: str) -> tuple[Build, object]:
         if type(value) is EagerTensor:
             return self._add(name, [value]), "tensor"
-        if isinstance(value, distribute.DistributedVariable):
+        if isinstance(value, tf.Variable):  # before distributed values: a distributed variable is both
             return (lambda _: value), ById(value)
         if isinstance(value, distribute.DistributedValues):
             return self._open_distributed(value, name)
-        if isinstance(value, tf.Variable):
-            return (lambda _: value), ById(value)
         number = self._numbers and isinstance(value, (int, float, complex)) and not isinstance(value, bool)
         if number or _is_array(value):
             build = self._add(name, [as_tensor(value, name)])
