@@ -58,9 +58,8 @@ class Closure:
         self._places: dict[int, int] = {}
         self._entered: set[int] = set()  # the values being opened: structures and closures may refer to themselves
         self._graphs = variables.graphs()
-        self._cells: dict[
-            int, tuple[CellType, object, bool]
-        ] = {}  # each cell, its content when the call was made, and whether a function assigns to it
+        # Each cell, its content when the call was made, and whether a function assigns to it.
+        self._cells: dict[int, tuple[CellType, object, bool]] = {}
         self._rebound: set[int] = set()
         self.build = self._opened()
 

@@ -159,9 +159,8 @@ class ProgramTable:
             entry = last.entry
         else:
             entry, last = self._by_key(function, source, arguments, shapes), None
-        if (
-            source.step is None
-        ):  # the arguments of a loop are values of each replica, and its trace may be found by those of another
+        # The arguments of a loop are values of each replica, and its trace may be found by those of another.
+        if source.step is None:
             entry.traced.sums.check(arguments)
         if last is None and used is not None:
             made = _Last(used, function.hosts, arguments.key, shapes, moves_ops, entry)
