@@ -85,12 +85,8 @@ def call_with_numbers(
     bounds, and numbers inside structures are settings: these are always compiled in.
     """
     with shutdown.running() if tf.executing_eagerly() else contextlib.nullcontext():
-        if _floats_become_tensors(programs, source, args, kwargs):
-            run = _with_tensors(programs, source, args, kwargs, functools.partial(_prepared, programs, source))
-        else:
-            arguments, shapes = source.arguments(args, kwargs, programs.devices.size)
-            run = _prepared(programs, source, arguments, shapes, args=None if kwargs else args)
-        return run()
+        prepare = functools.partial(_prepared, programs, source, args=None if kwargs else args)
+        return _with_numbers(programs, source, args, kwargs, prepare)()
 
 
 def plan(
@@ -121,9 +117,7 @@ def plan(
     if topology is not None:
         check_absent(topology, len(programs.devices.everywhere))  # before anything is traced
     with shutdown.running():
-        if _floats_become_tensors(programs, source, args, kwargs):
-            return _with_tensors(programs, source, args, kwargs, planned)
-        return planned(*source.arguments(args, kwargs, programs.devices.size))
+        return _with_numbers(programs, source, args, kwargs, planned)
 
 
 def _compiled_here(programs: ProgramTable, entry: Entry, static: Sequence[Shape]) -> Compiled:
@@ -160,38 +154,34 @@ def call(programs: ProgramTable, source: FunctionSpec, arguments: Arguments, sha
     return results
 
 
-def _floats_become_tensors(
-    programs: ProgramTable, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> bool:
-    has_floats = any(type(value) is float for value in (*args, *kwargs.values()))
-    return has_floats and source.signature is None and not programs.function(source).wants_numbers
-
-
-def _with_tensors(
+def _with_numbers(
     programs: ProgramTable,
     source: FunctionSpec,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     prepare: Callable[[Arguments, Shapes], Prepared],
 ) -> Prepared:
-    """Prepares a call with floats as tensors, and if that fails, with numbers; see `call_with_numbers`."""
-    size = programs.devices.size
+    """Prepares a call with floats, if there are any, as tensors, and if that fails, with numbers; see above."""
+    size, given = programs.devices.size, (*args, *kwargs.values())
     prepared: Prepared | None = None
-    try:
-        tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
-        arguments, shapes = source.arguments(*tensors, size)
-        given, passed = (*args, *kwargs.values()), (*tensors[0], *tensors[1].values())
-        numbers = [new for old, new in zip(given, passed, strict=True) if new is not old]
-        for slot in arguments.slots:
-            slot.is_shared = slot.is_shared and not any(slot.values[0] is number for number in numbers)
-        prepared = prepare(arguments, shapes)
-    except _OF_NO_BODY:
-        raise
-    except Exception:
-        prepared = None
+    has_floats = source.signature is None and any(type(value) is float for value in given)
+    if try_tensors := has_floats and not programs.function(source).wants_numbers:
+        try:
+            tensors = [_as_tensor(value) for value in args], {name: _as_tensor(kwargs[name]) for name in kwargs}
+            arguments, shapes = source.arguments(*tensors, size)
+            passed = (*tensors[0], *tensors[1].values())
+            numbers = [new for old, new in zip(given, passed, strict=True) if new is not old]
+            for slot in arguments.slots:
+                slot.is_shared = slot.is_shared and not any(slot.values[0] is number for number in numbers)
+            prepared = prepare(arguments, shapes)
+        except _OF_NO_BODY:
+            raise
+        except Exception:
+            prepared = None
     if prepared is None:
         prepared = prepare(*source.arguments(args, kwargs, size))
-        programs.function(source).wants_numbers = True
+        if try_tensors:
+            programs.function(source).wants_numbers = True
     return prepared
 
 

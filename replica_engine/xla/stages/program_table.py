@@ -167,7 +167,7 @@ class ProgramTable:
             if made.uses(source.used(function.hosts)):
                 last = function.last = made
         if last is not None and args is not None:
-            last.warm = _Warm.of(args, arguments)
+            last.warm = _Warm.of(args, arguments) or last.warm
         return entry
 
     def _by_key(self, function: _Function, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Entry:
