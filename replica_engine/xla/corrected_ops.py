@@ -36,7 +36,9 @@ _SELU_SCALE, _SELU_SCALE_ALPHA = 1.0507009873554804934193349852946, 1.7580993408
 def replacement(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
     """TensorFlow's results of a new op, given its type, inputs and a getter of attributes; None if XLA's are right."""
     correct = _CORRECTED.get(kind)
-    return None if correct is None else correct(kind, inputs, attribute)
+    if correct is None or (kind in _RANKED and not any(each.dtype.is_floating for each in inputs)):
+        return None
+    return correct(kind, inputs, attribute)
 
 
 def _in_top_k(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
@@ -124,11 +126,9 @@ def _fused_batch_norm(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribu
         count = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), scale.dtype)
         unbiased = own_variance * (count / tf.maximum(count - 1, 1))
         new = attribute("exponential_avg_factor")
-        results = (
-            [own_mean, unbiased]
-            if new == 1
-            else [(1 - new) * mean + new * own_mean, (1 - new) * variance + new * unbiased]
-        )
+        results = [own_mean, unbiased]
+        if new != 1:
+            results = [(1 - new) * mean + new * own_mean, (1 - new) * variance + new * unbiased]
     else:
         own_mean, own_variance = mean, variance
         centered = wide - spread(mean)
@@ -139,21 +139,17 @@ def _fused_batch_norm(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribu
     return [y, *results, own_mean, own_variance, *unused]
 
 
-def _of_extreme(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
+def _of_extreme(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """The index of the largest or smallest element along a dimension: the first one, 0 if all are NaN."""
     x, dimension = inputs
-    if not x.dtype.is_floating:
-        return None
     find, none = (tf.raw_ops.ArgMax, -math.inf) if kind == "ArgMax" else (tf.raw_ops.ArgMin, math.inf)
     return [find(input=_without_nan(x, none), dimension=dimension, output_type=attribute("output_type"))]
 
 
-def _top_k(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
+def _top_k(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """The k largest elements of each row, and their indices."""
     x = inputs[0]
     k = inputs[1] if kind == "TopKV2" else attribute("k")
-    if not x.dtype.is_floating:
-        return None
     passes_over = tf.get_static_value(k) == 1 and x.shape.rank is not None
     values, indices = tf.raw_ops.TopKV2(
         input=_without_nan(x, -math.inf if passes_over else math.nan),
@@ -166,19 +162,15 @@ def _top_k(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list
     return [values, indices]
 
 
-def _place(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
+def _place(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """Where numbers lie among sorted ones, behind those that are equal: a NaN lies behind all."""
     numbers, values = inputs
-    if not values.dtype.is_floating:
-        return None
     kept = _without_nan(values, math.inf)
     return [tf.raw_ops.UpperBound(sorted_inputs=numbers, values=kept, out_type=attribute("out_type"))]
 
 
-def _bucket(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor] | None:
+def _bucket(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """The number of boundaries up to a number: all for a NaN."""
-    if not inputs[0].dtype.is_floating:
-        return None
     return [tf.raw_ops.Bucketize(input=_without_nan(inputs[0], math.inf), boundaries=attribute("boundaries"))]
 
 
@@ -187,16 +179,21 @@ def _without_nan(x: tf.Tensor, value: float) -> tf.Tensor:
     return tf.where(tf.math.is_nan(x), tf.constant(value, x.dtype), x)
 
 
-_CORRECTED: dict[str, Callable[..., list[tf.Tensor] | None]] = {
-    "InTopK": _in_top_k,
-    "InTopKV2": _in_top_k,
-    "ResizeBilinearGrad": _resize_bilinear_grad,
+_RANKED: dict[str, Callable[..., list[tf.Tensor]]] = {
     "ArgMax": _of_extreme,
     "ArgMin": _of_extreme,
     "TopK": _top_k,
     "TopKV2": _top_k,
     "UpperBound": _place,
     "Bucketize": _bucket,
+}
+"""The ops of which XLA gives a NaN another rank. Of integers its results are right."""
+
+_CORRECTED: dict[str, Callable[..., list[tf.Tensor] | None]] = {
+    **_RANKED,
+    "InTopK": _in_top_k,
+    "InTopKV2": _in_top_k,
+    "ResizeBilinearGrad": _resize_bilinear_grad,
     **dict.fromkeys(("SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"), _of_result),
     **dict.fromkeys(_ACTIVATIONS, _of_activation),
     **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _fused_batch_norm),
