@@ -369,9 +369,8 @@ class Launch:
     def _draw(self, began: float, launched: float, ended: float) -> None:
         """Adds a finished launch to the timeline."""
         name, size = self._program.name, self._devices.size
-        timeline.add(
-            timeline.Track(self._body.name, "launch", order=-2), name, "launch", began, launched, {"replicas": size}
-        )
+        track = timeline.Track(self._body.name, "launch", order=-2)
+        timeline.add(track, name, "launch", began, launched, {"replicas": size})
         for replica in range(size):
             timeline.add(self._track(replica), name, "run", began, ended)  # it may begin before `start` returns
 
