@@ -91,7 +91,7 @@ class Body:
         order: the order of its host calls, a `host_calls.call.CallOrder`.
         name: the name of the strategy that runs it, for timelines.
         limits: how long a launch may take.
-        soft_placement: whether ops that XLA cannot compile run on the host; None takes the setting of
+        soft: whether ops that XLA cannot compile run on the host; None takes the setting of
             `tf.config.set_soft_device_placement`.
 
     Attributes:
@@ -110,13 +110,7 @@ class Body:
     """
 
     def __init__(
-        self,
-        devices: DeviceGroup,
-        random: Any,
-        order: Any,
-        name: str,
-        limits: LaunchLimits | None,
-        soft_placement: bool | None,
+        self, devices: DeviceGroup, random: Any, order: Any, name: str, limits: LaunchLimits, soft: bool | None
     ):
         self.size = devices.replicas
         self.own = devices.size
@@ -125,7 +119,7 @@ class Body:
         self._names = devices.names
         self.order = order
         self.name = name
-        self.limits = limits or LaunchLimits()
+        self.limits = limits
         self.launches: deque[LaunchRecord] = deque(maxlen=_KEPT)
         self.launched = 0
         self.steps = 0
@@ -134,12 +128,12 @@ class Body:
         self.told: set[Hashable] = set()
         self.shared = Named()
         self.of_strategy = name != "xla"
-        self._soft_placement = soft_placement
+        self._soft = soft
 
     @property
     def moves_ops(self) -> bool:
         """Whether ops that XLA cannot compile run on the host."""
-        return eager.soft_placement() if self._soft_placement is None else self._soft_placement
+        return eager.soft_placement() if self._soft is None else self._soft
 
     def note_launch(self, collectives: list[CollectiveCall], began: float, ended: float) -> None:
         """Records a finished launch; `began` and `ended` are times of `time.perf_counter`, in seconds."""

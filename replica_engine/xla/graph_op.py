@@ -51,7 +51,9 @@ from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.state import host_functions
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of
 
-Prepared = TypeVar("Prepared")
+T = TypeVar("T")
+Prepare = Callable[[Arguments, Shapes], T]
+"""Does the work of a call except for running the body."""
 
 _RESULTS = "The results of the replicas"
 
@@ -155,15 +157,11 @@ def call(programs: ProgramTable, source: FunctionSpec, arguments: Arguments, sha
 
 
 def _with_numbers(
-    programs: ProgramTable,
-    source: FunctionSpec,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    prepare: Callable[[Arguments, Shapes], Prepared],
-) -> Prepared:
+    programs: ProgramTable, source: FunctionSpec, args: Sequence[Any], kwargs: Mapping[str, Any], prepare: Prepare[T]
+) -> T:
     """Prepares a call with floats, if there are any, as tensors, and if that fails, with numbers; see above."""
     size, given = programs.devices.size, (*args, *kwargs.values())
-    prepared: Prepared | None = None
+    prepared: T | None = None
     has_floats = source.signature is None and any(type(value) is float for value in given)
     if try_tensors := has_floats and not programs.function(source).wants_numbers:
         try:

@@ -66,11 +66,11 @@ class ProgramTable:
         devices: the devices to compile for.
         enter: makes the context manager around a body while it is traced.
         same_random: whether random ops draw the same numbers on all replicas.
-        body: the state that the bodies share; None makes a new one.
-        warns: whether to warn when one function is traced often.
+        body: the state that the bodies share, of another table; None makes a new one. Then the table warns when one
+            function is traced often.
         name: the name of the strategy that runs the bodies, for timelines.
         limits: how long a launch may take.
-        soft_placement: as for `Body`.
+        soft_placement: as `soft` for `Body`.
 
     Attributes:
         devices: the devices.
@@ -83,7 +83,6 @@ class ProgramTable:
         enter: Enter = contextlib.nullcontext,
         same_random: bool = False,
         body: Body | None = None,
-        warns: bool = True,
         name: str = "xla",
         limits: LaunchLimits | None = None,
         soft_placement: bool | None = None,
@@ -91,7 +90,8 @@ class ProgramTable:
         hooks.install()
         self.devices = devices
         self._enter = enter
-        self._warns = warns
+        self._warns = body is None
+        limits = limits or LaunchLimits()
         self.body = body or Body(
             devices, RandomState(devices, same_random), CallOrder(devices), name, limits, soft_placement
         )
@@ -108,7 +108,7 @@ class ProgramTable:
 
     def for_owner(self) -> ProgramTable:
         """A table for the functions of an object such as a model, with which it goes. It shares this one's `Body`."""
-        return ProgramTable(self.devices, self._enter, body=self.body, warns=False)
+        return ProgramTable(self.devices, self._enter, body=self.body)
 
     def last(self, fn: object, args: Sequence[Any]) -> tuple[Compiled, Slots] | None:
         """The program for a call in eager mode, and the values of its slots, if the call is like the last one.
