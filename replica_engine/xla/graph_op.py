@@ -223,8 +223,7 @@ def _in_graph(programs: ProgramTable, source: FunctionSpec, arguments: Arguments
     size = programs.devices.size
     inputs = [tensor for slot in arguments.slots for tensor in slot.values] + traced.tensors
     flat = _add_op(programs, entry, [len(slot.values) for slot in arguments.slots], inputs)
-    columns = [flat[index * size : (index + 1) * size] for index in range(len(traced.outputs))]
-    return [traced.rebuild([column[replica] for column in columns]) for replica in range(size)]
+    return [traced.rebuild(flat[replica::size]) for replica in range(size)]
 
 
 class InvalidArgumentError(ValueError):
