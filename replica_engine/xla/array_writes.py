@@ -43,10 +43,9 @@ def _size(op: tf.Operation, sizes: dict[tf.Operation, int | None]) -> int | None
     """The size of the array that an op made or wrote to; None if it is not known."""
     while op.type == "Identity":
         op = op.inputs[0].op
+    size = sizes.get(op)
     if op.type == "TensorListReserve":
-        size: int | None = tf.get_static_value(op.inputs[1])
-        return size
-    if op.type == "TensorListFromTensor":
-        rows: int | None = op.inputs[0].shape[0] if op.inputs[0].shape.rank else None
-        return rows
-    return sizes.get(op)
+        size = tf.get_static_value(op.inputs[1])
+    elif op.type == "TensorListFromTensor":
+        size = op.inputs[0].shape[0] if op.inputs[0].shape.rank else None
+    return size
