@@ -37,7 +37,6 @@ from replica_engine.xla.soft_placement import kinds
 
 Groups = Sequence[Sequence[int]]
 _PREFIX = "replica_engine."
-_BITS = {tf.float16: tf.uint16, tf.bfloat16: tf.uint16}
 _NARROW = (tf.float16, tf.bfloat16)  # a sum of a few has lost what a sum of floats still has
 
 
@@ -218,17 +217,17 @@ def _operand(name: str, x: object) -> tf.Tensor:
 
 def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
     note_collective("all_reduce", here(), x)
-    is_even = len({len(row) for row in rows}) == 1
-    if is_even and len(rows[0]) == 1:  # XLA on CPU would copy the value
+    if all(len(row) == 1 for row in rows):  # XLA on CPU would copy the value
         return tf.identity(x)
     if x.dtype.is_complex:
-        return _of_parts(_reduced_numbers(_parts(x), rows, op, is_even))
-    return _reduced_numbers(x, rows, op, is_even)
+        return _of_parts(_reduced_numbers(_parts(x), rows, op))
+    return _reduced_numbers(x, rows, op)
 
 
-def _reduced_numbers(x: tf.Tensor, rows: list[list[int]], op: str, is_even: bool) -> tf.Tensor:
+def _reduced_numbers(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
     if op == "Add" and x.dtype in _NARROW:
         return _added(x, rows)
+    is_even = len({len(row) for row in rows}) == 1
     if is_even and xla_ops.takes_all_reduce(x.dtype):
         return xla_ops.all_reduce(x, rows, op)
     if is_even and not x.shape.is_fully_defined():
@@ -253,7 +252,7 @@ def _added(x: tf.Tensor, rows: list[list[int]], divide_by: int = 1) -> tf.Tensor
     """The sum of 16-bit floats, divided by a number, rounded once. TPUs and GPUs add them in their own way."""
     if x.shape.is_fully_defined():
         return _emit("all_reduce", x, x.shape, groups=rows, op="Add", divide_by=divide_by)
-    wide = _reduced_numbers(tf.cast(x, tf.float32), rows, "Add", len({len(row) for row in rows}) == 1)
+    wide = _reduced_numbers(tf.cast(x, tf.float32), rows, "Add")
     return tf.cast(wide / divide_by, x.dtype)
 
 
@@ -459,12 +458,12 @@ def _position(rows: Sequence[Sequence[int]]) -> tf.Tensor:
 
 def _as_words(x: tf.Tensor) -> tf.Tensor:
     """The bits of a value as int32, with one more dimension if a value has more than 32 bits."""
-    if x.dtype in _BITS:
-        x = tf.bitcast(x, _BITS[x.dtype])
+    if x.dtype in _NARROW:
+        x = tf.bitcast(x, tf.uint16)
     return tf.cast(x, tf.int32) if x.dtype.size < 4 else tf.bitcast(x, tf.int32)
 
 
 def _of_words(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    if dtype in _BITS:
-        return tf.bitcast(tf.cast(words, _BITS[dtype]), dtype)
+    if dtype in _NARROW:
+        return tf.bitcast(tf.cast(words, tf.uint16), dtype)
     return tf.cast(words, dtype) if dtype.size < 4 else tf.bitcast(words, dtype)
