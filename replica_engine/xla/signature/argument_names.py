@@ -116,12 +116,8 @@ def _parameter(fn: Callable[..., object], place: str, skip: int) -> str:
     if name is not None:
         return name + rest
     try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # the function is not a Python function
+        bound = inspect.signature(fn).bind_partial(*range(int(index) + skip + 1))
+    except (TypeError, ValueError):  # the function is not a Python function, or takes fewer arguments
         return place
-    number = int(index) + skip
-    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    if number < len(positional):
-        return positional[number] + rest
-    rows = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), None)
-    return place if rows is None else f"{rows}[{number - len(positional)}]{rest}"
+    name, value = bound.arguments.popitem()  # the last one; the parameter *rows has all values that it takes
+    return f"{name}[{len(value) - 1}]{rest}" if isinstance(value, tuple) else name + rest
