@@ -276,9 +276,8 @@ class Session:
                 add_note(first.error, f"also failed: {where}: {in_words(failure.error)}")
                 continue
             add_note(first.error, where)
-            note_failed_alike(
-                first.error, [self.first + each.replica for each in alike if each.replica != first.replica]
-            )
+            same = [self.first + each.replica for each in alike if each.replica != first.replica]
+            note_failed_alike(first.error, same)
         if self._step is not None:
             add_note(first.error, "what this step wrote is not kept")
         if len(others) > 7:

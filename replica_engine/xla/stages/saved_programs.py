@@ -225,9 +225,8 @@ def _warn_of_others(folder: CacheFolder, error: UntrustedPathError) -> None:
     """Warns once of a folder that other users can write to, or that has files which they can."""
     beside = error.path.parent == folder.path
     paths = shlex.quote(str(folder.path)) + "/*" if beside else shlex.quote(str(error.path))
-    _warn(
-        untrusted_cache_dir(str(folder.path), str(error), f"{error.command} {paths}", beside), f"{folder.path}{beside}"
-    )
+    message = untrusted_cache_dir(str(folder.path), str(error), f"{error.command} {paths}", beside)
+    _warn(message, f"{folder.path}{beside}")
 
 
 def _warn(message: str, once: str = "") -> None:
