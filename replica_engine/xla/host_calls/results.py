@@ -326,16 +326,11 @@ def _returns_nothing(fn: object) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _code_returns_nothing(code: CodeType) -> bool:
-    before = None
+    loads_none = False  # whether the instruction before does
     for instruction in dis.get_instructions(code):
         if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
             return False
-        if instruction.opname == "RETURN_VALUE" and not (
-            before is not None
-            and before.opname == "LOAD_CONST"
-            and before.argval is None
-            and not instruction.is_jump_target
-        ):
+        if instruction.opname == "RETURN_VALUE" and (not loads_none or instruction.is_jump_target):
             return False
-        before = instruction
+        loads_none = instruction.opname == "LOAD_CONST" and instruction.argval is None
     return not code.co_flags & (0x20 | 0x80 | 0x200)  # generators and coroutines

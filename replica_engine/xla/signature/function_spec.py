@@ -242,12 +242,8 @@ def _host_key(value: Any) -> Any:
         code = value.__code__
         cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
         settings = (value.__defaults__ or (), tuple((value.__kwdefaults__ or {}).items()))
-        return (
-            code,
-            ById(value.__globals__),
-            tuple(_host_cell_key(code, name, cell) for name, cell in cells),
-            _host_key(settings),
-        )
+        of_cells = tuple(_host_cell_key(code, name, cell) for name, cell in cells)
+        return code, ById(value.__globals__), of_cells, _host_key(settings)
     if type(value) is tuple:
         return tuple(map(_host_key, value))
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):

@@ -174,10 +174,8 @@ class BodyGraph:
     def replicas_results(self, columns: Sequence[Column]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""
         tensors = list(map(tensors_of, columns))
-        return [
-            self.rebuild([column[replica] for column in tensors])
-            for replica in range(len(tensors[0]) if tensors else self.body.own)
-        ]
+        size = len(tensors[0]) if tensors else self.body.own
+        return [self.rebuild([column[replica] for column in tensors]) for replica in range(size)]
 
     def grouped_results(self, columns: Sequence[Column]) -> Any:
         """What the replicas returned, regrouped; see `replicas_results`."""
@@ -197,20 +195,12 @@ class BodyGraph:
 
     def moved(self, slots: Sequence[tf.TensorSpec], tensors: Sequence[tf.TensorSpec]) -> MovedBody:
         """The graph with its host ops moved into host calls, for slots and captured tensors of these specs."""
-        parameters = [
-            (inside, spec)
-            for index, (inside, spec) in enumerate(zip(self._slots, slots, strict=True))
-            if index not in self.host_slots
-        ]
+        parameters = [(self._slots[index], spec) for index, spec in enumerate(slots) if index not in self.host_slots]
         parameters += [(self._tensors[index], tensors[index]) for index in self.captured]
-        on_host = [
-            (
-                self._slots[index],
-                of_any_size(slots[index].shape) if index in self.sparse_slots else slots[index].shape,
-                Source("argument", index),
-            )
-            for index in sorted(self.host_slots)
-        ]
+        on_host = []
+        for index in sorted(self.host_slots):
+            shape = of_any_size(slots[index].shape) if index in self.sparse_slots else slots[index].shape
+            on_host.append((self._slots[index], shape, Source("argument", index)))
         on_host += [(inside, inside.shape, self._source(outside, inside)) for outside, inside in self._on_host]
         handles = list(zip(self._variables, self.handles, strict=True))
         inputs = Inputs(parameters, handles, on_host)

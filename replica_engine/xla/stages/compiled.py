@@ -172,11 +172,8 @@ class Compiled(Launchable):
 
 def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:
     """Warns, once a strategy, of variables that were made outside of its scope: they are divided over no devices."""
-    borrowed = [
-        xla_ops.variable_name(handle)
-        for handle, variable in zip(program.traced.handles, variables, strict=True)
-        if isinstance(variable, Borrowed)
-    ]
+    pairs = zip(program.traced.handles, variables, strict=True)
+    borrowed = [xla_ops.variable_name(handle) for handle, variable in pairs if isinstance(variable, Borrowed)]
     if borrowed and "made outside" not in program.body.told:
         program.body.told.add("made outside")
         text = (

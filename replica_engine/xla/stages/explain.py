@@ -128,11 +128,8 @@ def _change(before: str, after: str) -> tuple[str, str]:
 def _gathers(traced: BodyGraph, message: str, moved: MovedBody | None) -> list[str]:
     """The gathers in the loop that a message is about, with their lines."""
     loop = moved.originals.get(_node(message)) if moved else next(_named(traced.graph, _node(message)), None)
-    inside = (
-        {user_line(op) for graph in subgraphs.functions_of(loop) for op in subgraphs.everywhere(graph)}
-        if loop is not None
-        else set()
-    )
+    graphs = [] if loop is None else subgraphs.functions_of(loop)
+    inside = {user_line(op) for graph in graphs for op in subgraphs.everywhere(graph)}
     found = (each for each in traced.collectives if each.kind == "all_gather" and each.where in inside)
     return list(dict.fromkeys(f"{each.kind}{at(each.where)}" for each in found))
 

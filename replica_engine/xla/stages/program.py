@@ -112,10 +112,8 @@ class BodyProgram:
     @property
     def takes(self) -> str:
         """The first tensors among the arguments, in words: workers whose batches differ see it here."""
-        words = [
-            f"{name} {slot.dtype.name}{list(slot.shape)}"
-            for name, slot in zip(self.traced.slot_names, self.slots, strict=True)
-        ]
+        pairs = zip(self.traced.slot_names, self.slots, strict=True)
+        words = [f"{name} {slot.dtype.name}{list(slot.shape)}" for name, slot in pairs]
         return ", ".join([*words[:_MOST_SHOWN], *(["..."] if len(words) > _MOST_SHOWN else [])])
 
     @property

@@ -73,10 +73,8 @@ class Traced(BodyGraph):
 
 
 def _reshaped(described: Sequence[Any], shapes: Sequence[Any] | None) -> list[tf.TensorSpec]:
-    return [
-        tf.TensorSpec(each.shape if shapes is None else shapes[index], each.dtype)
-        for index, each in enumerate(described)
-    ]
+    wanted = [each.shape for each in described] if shapes is None else shapes
+    return [tf.TensorSpec(shape, each.dtype) for shape, each in zip(wanted, described, strict=True)]
 
 
 def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:

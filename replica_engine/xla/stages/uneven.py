@@ -90,11 +90,8 @@ class Uneven(Launchable):
 
 
 def _mismatch(traced: BodyGraph, slots: Sequence[Sequence[np.ndarray]]) -> ReplicaMismatchError:
-    name, shapes = next(
-        (name, [value.shape for value in values])
-        for name, values in zip(traced.slot_names, slots, strict=True)
-        if len({value.shape for value in values}) > 1
-    )
+    slot = next(index for index, values in enumerate(slots) if len({value.shape for value in values}) > 1)
+    name, shapes = traced.slot_names[slot], [value.shape for value in slots[slot]]
     other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
     met = next((f"{each.kind}{at(each.where)}" for each in traced.collectives), "")
     error = ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]), met)
