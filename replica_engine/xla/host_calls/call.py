@@ -138,13 +138,11 @@ class HostCalls:
         call: HostCall, position: tf.Tensor, operands: Sequence[tf.Tensor]
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds a call to the graph. It happens after the call that `position` comes from."""
+        specs = [tf.TensorSpec([], tf.int64), *call.results]
+        dtypes, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
+        parameters = host_call_parameters(call.index, call.name)
         following, *results = xla_ops.marker(
-            HOST_CALL,
-            [position, *operands],
-            host_call_parameters(call.index, call.name),
-            [tf.int64, *(spec.dtype for spec in call.results)],
-            [[], *(spec.shape for spec in call.results)],
-            has_effect=True,
+            HOST_CALL, [position, *operands], parameters, dtypes, shapes, has_effect=True
         )
         return following, results
 
