@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -46,19 +45,6 @@ FIT = Hook(
 )
 _OF_DATASETS, _OF_ARRAYS = "TFDatasetAdapter", "ArrayDataAdapter"
 _WRITES = re.compile("Rng.*Skip|Assign.*VariableOp|ResourceScatter.*")
-
-
-def watch(begin: Callable[..., Any], steps: Callable[..., Any], fit: Callable[..., Any]) -> None:
-    """Calls functions when a `fit` begins and when an epoch begins its steps; only once per process.
-
-    Args:
-        begin: called in the place of `CallbackList.on_train_begin`, with it, the list and its arguments.
-        steps: called in the place of `EpochIterator._enumerate_iterator`, a generator of steps, with it and its object.
-        fit: called in the place of `fit`, with it, the model and its arguments.
-    """
-    BEGIN.around(begin)
-    STEPS.around(steps)
-    FIT.around(fit)
 
 
 def saveable(iterator: Any) -> Any:

@@ -15,7 +15,7 @@ from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief, positive_int
 from replica_engine.keras.backup import states
-from replica_engine.keras.backup.training import Training, begun, fit, steps_of, wait_for_last
+from replica_engine.keras.backup.training import Training, fit, steps_of, wait_for_last
 from replica_engine.strategies.validation import names_keywords
 
 _OF_KERAS = {  # what Keras' callback of this name takes
@@ -88,20 +88,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             "signals": tuple(signals),
         }
         saving.install()  # which reads folders whose names TensorFlow takes for patterns
-        fitting.watch(_begin, steps_of, fit)
+        fitting.BEGIN.around(_begin)
+        fitting.STEPS.around(steps_of)
+        fitting.FIT.around(fit)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, object] | None = None) -> None:
         """Does nothing. It is here because Keras runs callbacks without it on another thread, behind the training."""
-
-    def start(self, container: keras.callbacks.CallbackList) -> Training:
-        """Begins to back up the `fit` of a list of callbacks."""
-        return Training(container, self._folder, **self._options)
-
-    def prepare(self, container: keras.callbacks.CallbackList) -> None:
-        """Called before the callbacks of a list begin."""
-        wait_for_last()
-        if self._folder.last() is not None:
-            states.prepare(container.callbacks)
 
 
 def _begin(
@@ -112,8 +104,8 @@ def _begin(
     if backup is None:
         own(container, *args, **kwargs)
         return
-    backup.prepare(container)
+    wait_for_last()
+    if backup._folder.last() is not None:
+        states.prepare(container.callbacks)
     own(container, *args, **kwargs)
-    training = backup.start(container)
-    begun(training, container)
-    training.begin()
+    Training(container, backup._folder, **backup._options).begin(container)

@@ -102,8 +102,16 @@ class Training:
         _check_built(self._model)
         self._unsaved = states.Unsaved(self._callbacks)
 
-    def begin(self) -> None:
-        """Restores the last backup, if there is one; called when all callbacks have begun."""
+    def begin(self, container: keras.callbacks.CallbackList) -> None:
+        """Sees from now on what the callbacks of a list are told, which have all begun; restores the last backup."""
+        for event, method in (
+            ("on_epoch_begin", self.epoch_begins),
+            ("on_train_batch_end", self.batch_ends),
+            ("on_epoch_end", self.epoch_ends),
+            ("on_train_end", self.ends),
+        ):
+            own = getattr(type(container), event).__get__(container)
+            setattr(container, event, functools.partial(method, own))
         last = self._folder.last()
         name = None if last is None else last.name
         if self._exchange is not None:
@@ -324,18 +332,6 @@ def _check_built(model: keras.Model) -> None:
             f"The model {model.name!r} is not built{whose}: it has no variables yet that a backup could be restored "
             f"into. Give it a keras.Input, or call it on a batch, model(x[:1]), before fit().{unused}"
         )
-
-
-def begun(training: Training, container: keras.callbacks.CallbackList) -> None:
-    """Lets a training see what the callbacks of a list are told."""
-    for name, method in (
-        ("on_epoch_begin", training.epoch_begins),
-        ("on_train_batch_end", training.batch_ends),
-        ("on_epoch_end", training.epoch_ends),
-        ("on_train_end", training.ends),
-    ):
-        own = getattr(type(container), name).__get__(container)
-        setattr(container, name, functools.partial(method, own))
 
 
 def fit(own: Callable[..., object], *args: object, **kwargs: object) -> object:
