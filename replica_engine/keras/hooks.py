@@ -47,6 +47,7 @@ import tensorflow as tf
 from keras import ops
 
 from replica_engine._tf import distribute
+from replica_engine._tf.hook import Hook
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import sums as sums
@@ -61,11 +62,12 @@ from replica_engine.keras.sums import (
     called,
     check_gradients,
     check_sum,
+    graph_gradients,
     in_metric,
     like_sum,
-    note_gradients,
     regularization,
     summed,
+    tape_gradient,
 )
 from replica_engine.process.interrupts import held_off_once
 
@@ -79,10 +81,25 @@ _READING = ("save", "save_weights", "export", "get_weights")
 
 
 def extend_keras() -> None:
-    """Makes Keras' losses and means treat the values of a shard as described above, once."""
-    keras_hooks.extend_losses(_reduce, _weight, _in_shard, called)
-    keras_hooks.extend_averages(average_loss, regularization, _in_shard)
-    keras_hooks.note_gradients(note_gradients, _in_shard)
+    """Makes functions of Keras and TensorFlow treat the values of a shard as described above, once."""
+    of_shards: dict[Hook, Callable[..., object]] = {
+        keras_hooks.REDUCE_LOSSES: _reduce,
+        keras_hooks.LOSS: _loss,
+        keras_hooks.MEAN: _mean,
+        keras_hooks.AVERAGE_LOSS: average_loss,
+        keras_hooks.REGULARIZATION: regularization,
+        keras_hooks.TAPE_GRADIENT: tape_gradient,
+        keras_hooks.GRADIENTS: graph_gradients,
+    }
+    for hook, of_shard in of_shards.items():
+        hook.around(functools.partial(_in_shard, of_shard))
+    keras_hooks.scale_losses_once(current_shard)
+
+
+def _in_shard(of_shard: Callable[..., object], own: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """What a function gives: outside shards the function itself, and in a shard one of ours that gets it."""
+    share = current_shard()
+    return own(*args, **kwargs) if share is None else of_shard(share, own, *args, **kwargs)
 
 
 def has_no_sum(model: keras.Model) -> bool:
@@ -333,21 +350,21 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
     return update_state
 
 
-def _in_shard() -> bool:
-    return current_shard() is not None
+def _loss(share: Shard, own: Callable[..., object], loss: keras.losses.Loss, *args: object, **kwargs: object) -> object:
+    with called(loss):
+        return own(loss, *args, **kwargs)
 
 
 def _reduce(
-    original: Callable[..., tf.Tensor],
+    share: Shard,
+    own: Callable[..., tf.Tensor],
     values: object,
     sample_weight: object = None,
     mask: object = None,
     reduction: str | None = "sum_over_batch_size",
     dtype: object = None,
 ) -> tf.Tensor:
-    loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-    share = current_shard()
-    assert share is not None
+    loss = own(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
     if share.whole or share.replicas == 1 or _are_numbers(values):
         return loss
     if reduction == "sum":
@@ -364,12 +381,15 @@ def _are_numbers(values: object) -> bool:
     return all(len(getattr(each, "shape", ())) == 0 for each in parts)
 
 
-def _weight(values: object, sample_weight: object) -> object:
-    share = current_shard()
-    assert share is not None
-    check_sum(values, share)
-    is_number = sample_weight is None and len(tf.convert_to_tensor(values).shape) == 0
-    return share.fraction() if is_number else sample_weight
+def _mean(
+    share: Shard, own: Callable[..., object], values: object, weight: object, reduce_fn: object, dtype: object
+) -> object:
+    """What a metric makes of its values. A `Mean` counts a single number with the shard's fraction of the batch."""
+    if reduce_fn is ops.mean:
+        check_sum(values, share)
+        if weight is None and len(tf.convert_to_tensor(values).shape) == 0:
+            weight = share.fraction()
+    return own(values, weight, reduce_fn=reduce_fn, dtype=dtype)
 
 
 def _divisor(sample_weight: object, mask: object, reduction: str, dtype: tf.DType) -> tf.Tensor | None:

@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
 from replica_engine._tf import variables
+from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.diagnostics.op_lines import here, user_line
-from replica_engine.keras.shard import Shard, current_shard
+from replica_engine.keras.shard import Shard
 from replica_engine.process import scoped
 from replica_engine.values import linear
 
@@ -138,17 +140,33 @@ def like_sum(new: tf.Tensor, old: tf.Tensor, share: Shard) -> tf.Tensor:
     return new
 
 
-def note_gradients(targets: object, sources: object, gradients: object) -> None:
-    """Called in a shard before a tape makes gradients, with None, and with them afterwards."""
-    share = current_shard()
-    if share is None or share.whole or share.replicas == 1:
-        return
-    flat = [each for each in tf.nest.flatten(targets) if isinstance(each, tf.Tensor)]
-    if gradients is None:
-        for each in flat:
+def tape_gradient(
+    share: Shard, own: Callable[..., object], tape: tf.GradientTape, *args: object, **kwargs: object
+) -> object:
+    """`tf.GradientTape.gradient` in a shard: what it gives is known as gradients."""
+    return _gradients(share, functools.partial(own, tape), *args, **kwargs)
+
+
+def graph_gradients(
+    share: Shard, own: Callable[..., object], ys: object, xs: object, *args: object, **kwargs: object
+) -> object:
+    """The same for `tf.gradients`."""
+    noted = own if keras_hooks.is_of_graph(*args, **kwargs) else functools.partial(_gradients, share, own)
+    return noted(ys, xs, *args, **kwargs)
+
+
+def _gradients(
+    share: Shard, own: Callable[..., object], target: object, sources: object, *args: object, **kwargs: object
+) -> object:
+    if share.whole or share.replicas == 1:
+        return own(target, sources, *args, **kwargs)
+    for each in tf.nest.flatten(target):
+        if isinstance(each, tf.Tensor):
             check_sum(each, share)
             _check_gradient(each, share, "the gradient of a loss that depends on gradients of the weights is taken", "")
-        return
+    gradients = own(target, sources, *args, **kwargs)
+    if gradients is None:
+        return None
     of_inputs = linear.Ways(linear.GRADIENTS)
     leaves = tf.nest.flatten(gradients)  # rows of a table are one
     found = [
@@ -159,6 +177,7 @@ def note_gradients(targets: object, sources: object, gradients: object) -> None:
     linear.mark(found, linear.GRADIENTS)
     if tf.executing_eagerly():
         share.gradients += leaves
+    return gradients
 
 
 def check_gradients(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], share: Shard) -> None:
@@ -212,6 +231,7 @@ def _check_gradient(value: tf.Tensor | tf.IndexedSlices | None, share: Shard, wh
 
 
 def average_loss(
+    share: Shard,
     own: Callable[..., tf.Tensor],
     per_example_loss: object,
     sample_weight: object = None,
@@ -222,8 +242,6 @@ def average_loss(
     Raises:
         NotASum: the size of the batch may be that of the shard.
     """
-    share = current_shard()
-    assert share is not None
     losses = tf.convert_to_tensor(per_example_loss)
     if global_batch_size is None:
         size = None if losses.shape.rank == 0 else tf.shape(losses)[0]
@@ -250,6 +268,6 @@ def _is_of_all(size: int | tf.Tensor, share: Shard) -> bool:
     return bool(number % own) or (total is not None and number == total)
 
 
-def regularization(own: Callable[..., tf.Tensor], regularization_loss: object) -> tf.Tensor:
+def regularization(share: Shard, own: Callable[..., tf.Tensor], regularization_loss: object) -> tf.Tensor:
     """What `tf.nn.scale_regularization_loss` is in a shard: the weight of the shard divides it already."""
     return tf.reduce_sum(regularization_loss)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
-import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -333,34 +331,13 @@ def _for_each_replica(next_creator: Own, **kwargs: object) -> object:
     return next_creator(**kwargs)
 
 
-def extend_losses(
-    reduce: Own,
-    sample_weight: Callable[[object, object], object],
-    in_shard: Callable[[], bool],
-    around_call: Callable[[keras.losses.Loss], contextlib.AbstractContextManager[object]],
-) -> None:
-    """Makes Keras' losses and means treat the values of a shard in another way.
+def scale_losses_once(shard: Callable[[], object]) -> None:
+    """Keeps Keras from scaling the losses of a shard for a strategy.
 
     Args:
-        reduce: reduces the losses of a shard; its first argument is Keras' own function.
-        sample_weight: returns the weight that a `Mean` uses, from a value and the weight that was passed with it.
-        in_shard: whether a shard is being computed; while it is, losses are not scaled for a strategy.
-        around_call: returns what is around the call of a loss in a shard.
+        shard: the shard that is being computed; None outside.
     """
-
-    def weighted(own: Own, values: object, weight: object, reduce_fn: Own, dtype: object) -> object:
-        if in_shard() and reduce_fn is sys.modules["keras"].ops.mean:
-            weight = sample_weight(values, weight)
-        return own(values, weight, reduce_fn=reduce_fn, dtype=dtype)
-
-    def called(own: Own, loss: keras.losses.Loss, *args: object, **kwargs: object) -> object:
-        with around_call(loss) if in_shard() else contextlib.nullcontext():
-            return own(loss, *args, **kwargs)
-
-    REDUCE_LOSSES.around(functools.partial(_in_shards, reduce, in_shard))
-    LOSS.around(called)
-    BACKEND.put(lambda own: own if isinstance(own, _Backend) else _Backend(own, in_shard))
-    MEAN.around(weighted)
+    BACKEND.put(lambda own: own if isinstance(own, _Backend) else _Backend(own, shard))
 
 
 class _Backend(StandIn):
@@ -368,62 +345,24 @@ class _Backend(StandIn):
 
     Args:
         own: the module.
-        in_shard: whether a shard is being computed.
+        shard: the shard that is being computed; None outside.
     """
 
-    def __init__(self, own: ModuleType, in_shard: Callable[[], bool]):
+    def __init__(self, own: ModuleType, shard: Callable[[], object]):
         super().__init__(own)
-        self._in_shard = in_shard
+        self._shard = shard
 
     def backend(self) -> str:
         """The name of the backend, by which losses know whether TensorFlow distributes them."""
-        return "" if self._in_shard() else self._own.backend()
+        return self._own.backend() if self._shard() is None else ""
 
 
-def extend_averages(average: Own, regularization: Own, in_shard: Callable[[], bool]) -> None:
-    """Makes `tf.nn.compute_average_loss` and `tf.nn.scale_regularization_loss` compute something else in a shard.
+def is_of_graph(*args: object, **kwargs: object) -> bool:
+    """Whether what `GRADIENTS` gets behind `ys, xs` names a graph.
 
-    Args:
-        average: takes TensorFlow's function and the arguments of the first.
-        regularization: takes those of the second.
-        in_shard: whether a shard is being computed.
+    Loops, branches and functions name the graph that they differentiate, and have gradients of their own.
     """
-    AVERAGE_LOSS.around(functools.partial(_in_shards, average, in_shard))
-    REGULARIZATION.around(functools.partial(_in_shards, regularization, in_shard))
-
-
-def _in_shards(other: Own, in_shard: Callable[[], bool], own: Own, *args: object, **kw: object) -> object:
-    return other(own, *args, **kw) if in_shard() else own(*args, **kw)
-
-
-def note_gradients(note: Callable[[object, object, object], None], in_shard: Callable[[], bool]) -> None:
-    """Tells of each gradient that a tape or `tf.gradients` computes in a shard.
-
-    Args:
-        note: takes the targets, the sources and the gradients; a target before the gradients are made, with None.
-        in_shard: whether a shard is being computed.
-    """
-
-    def of_tape(
-        own: Own, tape: tf.GradientTape, target: object, sources: object, *args: object, **kwargs: object
-    ) -> object:
-        return noted(functools.partial(own, tape), target, sources, *args, **kwargs)
-
-    def of_graph(own: Own, ys: object, xs: object, *args: object, **kwargs: object) -> object:
-        # Loops, branches and functions name the graph that they differentiate, and have gradients of their own.
-        is_whole = len(args) < _BEFORE_GRAPH and "src_graph" not in kwargs
-        return noted(own, ys, xs, *args, **kwargs) if is_whole else own(ys, xs, *args, **kwargs)
-
-    def noted(own: Own, ys: object, xs: object, *args: object, **kwargs: object) -> object:
-        if not in_shard():
-            return own(ys, xs, *args, **kwargs)
-        note(ys, xs, None)
-        gradients = own(ys, xs, *args, **kwargs)
-        note(ys, xs, gradients)
-        return gradients
-
-    TAPE_GRADIENT.around(of_tape)
-    GRADIENTS.around(of_graph)
+    return len(args) >= _BEFORE_GRAPH or "src_graph" in kwargs
 
 
 _BEFORE_GRAPH = 8  # arguments of `_GradientsHelper` between `ys, xs` and `src_graph`, with which it calls itself
