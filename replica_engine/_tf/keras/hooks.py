@@ -164,17 +164,6 @@ class FirstBatch(NamedTuple):
 
 Own = Callable[..., object]
 """A function of Keras or TensorFlow, which a hook calls."""
-Make = Callable[["keras.Model", Own, Own], Own]
-"""Takes a model, its step and Keras' own function; returns the function to call with an iterator."""
-
-
-def extend_trainer(make: Make) -> None:
-    """Makes models call the function that `make` returns."""
-
-    def extended(own: Callable[..., Own], model: keras.Model, step_function: Own) -> Own:
-        return make(model, step_function, own(model, step_function))
-
-    MAKE_FUNCTION.around(extended)
 
 
 def compile_in_scope(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:

@@ -21,17 +21,19 @@ from replica_engine.strategies.tpu.device_loops import LoopSettings
 if TYPE_CHECKING:
     import keras
 
+Steps = Callable[[Iterator[object]], object]
+"""Runs the steps of one execution on the next batches."""
 
-def device_loop(
-    model: keras.Model, step_function: Callable[[object], object], plain: Callable[[Iterator[object]], object]
-) -> Callable[[Iterator[object]], object]:
+
+def device_loop(own: Callable[..., Steps], model: keras.Model, step_function: Callable[[object], object]) -> Steps:
     """Returns the function that `fit` or `evaluate` calls for `steps_per_execution` steps.
 
     Args:
+        own: makes Keras' own function, used if there is only one step or no device loop.
         model: the model whose steps run.
         step_function: runs one step on one batch.
-        plain: Keras' own function, used if there is only one step or no device loop.
     """
+    plain = own(model, step_function)
     strategy = keras_trainer.strategy_of(model)
     if strategy is None or not compiles(strategy) or model.run_eagerly:
         return plain

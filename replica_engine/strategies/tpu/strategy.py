@@ -174,7 +174,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        keras_hooks.extend_trainer(keras_steps.device_loop)
+        keras_hooks.MAKE_FUNCTION.around(keras_steps.device_loop)
         return super().scope()
 
     @autograph.artifact
