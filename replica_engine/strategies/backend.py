@@ -16,7 +16,7 @@ from replica_engine._tf import checkpoints, distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine._tf.keras import files
 from replica_engine._tf.keras import hooks as keras_hooks
-from replica_engine.backend import Arguments, Backend, Keywords, has_backend
+from replica_engine.backend import Arguments, Backend, Keywords
 from replica_engine.checkpoints import owners, saving
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas, explained
@@ -131,7 +131,7 @@ class OnBackend(tf.distribute.Strategy):
         # Each eager run enters the scope. Only modules imported since can have functions without their hooks.
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
-            models.explain(has_backend)
+            models.explain()
             saving.install()
             keras_hooks.combine_logs(OnBackend)
             self.leave_files_to_chief()

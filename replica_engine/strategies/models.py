@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +14,7 @@ from replica_engine._tf.hook import hide_frames
 from replica_engine._tf.keras import added_losses, layouts, normalization
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.backend import has_backend
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import warn_once
@@ -27,24 +27,22 @@ from replica_engine.process.interrupts import held_off_once
 from replica_engine.threads.call import keep_attributes
 
 
-def explain(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
+def explain() -> None:
     """Makes `compile` work outside the scope, and `fit` and `evaluate` check the first batch and explain what fails.
 
     On threads each replica has its own losses of layers, and its own attributes that a step sets. Synchronized
     normalizations are so with a mask too. A program that has imported `replica_engine.keras`
     can load models with a `CrossReplicaOptimizer`.
 
-    Does nothing until Keras is imported, or a second time.
-
-    Args:
-        is_ours: whether a strategy runs on a backend of this library; all others keep what Keras does.
+    Strategies that do not run on a backend of this library keep what Keras does. Does nothing until Keras is imported,
+    or a second time.
     """
     if "replica_engine.keras" in sys.modules and "keras" in sys.modules:  # for models that the program loads
         importlib.import_module("replica_engine.keras.cross_replica_optimizer")
-    keras_hooks.extend_build(_check_batch, explained, is_ours, _watch_metrics)
-    keras_hooks.compile_in_scope(is_ours)
+    keras_hooks.extend_build(_check_batch, explained, has_backend, _watch_metrics)
+    keras_hooks.compile_in_scope(has_backend)
     hide_frames(FOLDERS)
-    normalization.synchronize_masked(is_ours)
+    normalization.synchronize_masked(has_backend)
     keep_attributes()
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
@@ -70,7 +68,7 @@ def check_distribution(strategy: tf.distribute.Strategy) -> None:
         )
 
 
-def _check_batch(first: keras_hooks.FirstBatch) -> None:
+def _check_batch(model: Any, strategy: tf.distribute.Strategy, batch: Any, rest: int | None, is_fit: bool) -> None:
     """Checks that the replicas have equal shares of a batch; `fit` averages over replicas, not over samples.
 
     On threads, a smaller last batch of `fit` gets a warning only, because it is a single step. Compiled replicas cannot
@@ -85,21 +83,20 @@ def _check_batch(first: keras_hooks.FirstBatch) -> None:
     Raises:
         BatchError: `fit` gives the replicas unequal shares.
     """
-    size, backend = first.strategy.num_replicas_in_sync, first.strategy.extended.backend
-    has_own_test_step = not keras_trainer.has_keras_step(first.model, "test_step")
-    if not first.is_fit and not has_own_test_step:
+    size, backend = strategy.num_replicas_in_sync, strategy.extended.backend
+    if not is_fit and keras_trainer.has_keras_step(model, "test_step"):
         return
-    known: list[Any] = [[_shares(first.batch), first.rest]]
+    known: list[Any] = [[_shares(batch), rest]]
     if backend.saving is not None:
-        known = backend.saving.exchange(f"the first batch of `{'fit' if first.is_fit else 'evaluate'}`", known[0])
+        known = backend.saving.exchange(f"the first batch of `{'fit' if is_fit else 'evaluate'}`", known[0])
     rows = _unequal([shares for shares, _ in known])
     rest = next((rest for _, rest in known if rest and rest % size), None)
     warns = backend.saving is None or backend.saving.is_chief
-    if not first.is_fit:
+    if not is_fit:
         uneven = sum(rows) or rest
         if uneven and warns:
-            text = warn_uneven_evaluation(first.model.name, uneven, size)
-            warn_once(first.strategy, ("evaluation", first.model.name), text)
+            text = warn_uneven_evaluation(model.name, uneven, size)
+            warn_once(strategy, ("evaluation", model.name), text)
         return
     if rows:
         total, fits = sum(rows), -(-sum(rows) // size) * size
@@ -113,8 +110,8 @@ def _check_batch(first: keras_hooks.FirstBatch) -> None:
         return
     if not backend.compiles:
         if warns:
-            warn_once(first.strategy, "rest", warn_uneven_rest(rest, size))
-    elif keras_trainer.has_keras_step(first.model, "train_step"):
+            warn_once(strategy, "rest", warn_uneven_rest(rest, size))
+    elif keras_trainer.has_keras_step(model, "train_step"):
         most = rest % size
         raise BatchError(
             f"The last batch, of {count_of(rest, 'sample')}, does not divide by {size} replicas, and a compiled step "

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
@@ -144,24 +144,6 @@ GRADIENTS = Hook(
 )
 
 
-class FirstBatch(NamedTuple):
-    """What is known when `fit` or `evaluate` begins.
-
-    Attributes:
-        model: the model.
-        strategy: the strategy under which it was built.
-        batch: the first batch of all replicas.
-        rest: the number of samples in a smaller last batch; None if there is none, or if Keras does not know it.
-        is_fit: whether the method is `fit`.
-    """
-
-    model: keras.Model
-    strategy: tf.distribute.Strategy
-    batch: object
-    rest: int | None
-    is_fit: bool
-
-
 Own = Callable[..., object]
 """A function of Keras or TensorFlow, which a hook calls."""
 
@@ -188,7 +170,7 @@ def compile_in_scope(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
 
 
 def extend_build(
-    check: Callable[[FirstBatch], None],
+    check: Callable[[keras.Model, tf.distribute.Strategy, object, int | None, bool], None],
     explained: Callable[[Exception], Exception],
     is_ours: Callable[[tf.distribute.Strategy], bool],
     built_now: Callable[[keras.Model], None],
@@ -199,7 +181,9 @@ def extend_build(
     sizes fail in an op, AddN.
 
     Args:
-        check: called before the model is built, and before the first callback.
+        check: called before the model is built, and before the first callback. It takes the model; its strategy; the
+            first batch of all replicas; the number of samples in a smaller last batch, None if there is none or Keras
+            does not know it; and whether the method is `fit`.
         explained: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
         built_now: called with the model when it is built, before its first step.
@@ -222,7 +206,7 @@ def extend_build(
                     "again."
                 ) from None
             _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
-            check(FirstBatch(model, strategy, batch, size_of_rest(iterator), is_fit))
+            check(model, strategy, batch, size_of_rest(iterator), is_fit)
             iterator, data_batch = None, distribute.first_values(batch)
         try:
             result = own(model, iterator=iterator, data_batch=data_batch)
