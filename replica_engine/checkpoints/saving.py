@@ -17,45 +17,23 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from replica_engine._tf import checkpoints
 from replica_engine.checkpoints import bundle, owners, parts, snapshot, writer
 from replica_engine.errors import CheckpointError, ProgramDisagreementError, ReplicaEngineError, WorkerLostError
+from replica_engine.hosts import saving as workers
 from replica_engine.process import folders, scoped
 
 _PATTERN = frozenset("*?[\\")
 _FOLDER = "/tmp"  # where the folder for temporary files is itself a pattern
 
 
-class Turn(Protocol):
-    """What this worker does in one save.
-
-    Attributes:
-        writes: whether it writes to the path: it is the chief, or its path is not the chief's.
-        together: whether all workers save to one path.
-        worker: its index; 0 if it writes alone.
-        size: the number of workers that write together.
-    """
-
-    writes: bool
-    together: bool
-    worker: int
-    size: int
-
-    def tell(self, name: str, value: object) -> None:
-        """Stores something for the other workers."""
-
-    def hear(self, name: str) -> Any:
-        """Waits for what another worker stores."""
-
-    def exchange(self, what: str, value: object) -> list[Any]:
-        """The values with which all workers of the job have called this, when all have."""
-
-
 class _Alone:
+    """The turn of a worker that saves alone."""
+
     writes, together, worker, size = True, True, 0, 1
 
     def tell(self, name: str, value: object) -> None:
@@ -67,6 +45,10 @@ class _Alone:
     def exchange(self, what: str, value: object) -> list[Any]:
         """There is no other worker."""
         return [value]
+
+
+Turn: TypeAlias = workers.Turn | _Alone
+"""What this worker does in one save."""
 
 
 def install() -> None:

@@ -113,13 +113,17 @@ class Saving:
 
 
 class Turn:
-    """What this worker does in one save; implements `checkpoints.saving.Turn`.
+    """What this worker does in one save.
 
     Args:
         saving: this worker.
         key: what the keys of this save begin with; empty for a part of another save, which nobody else takes part in.
-        writes: whether it writes to its path.
+        writes: whether it writes to its path: it is the chief, or its path is not the chief's.
         together: whether all workers have one path.
+
+    Attributes:
+        worker: its index; 0 if it writes alone.
+        size: the number of workers that write together.
     """
 
     def __init__(self, saving: Saving, key: str, writes: bool, together: bool):
