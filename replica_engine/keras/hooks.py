@@ -327,12 +327,13 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
         share = current_shard()
         for each in tf.nest.flatten((args, kwargs)):
             check_sum(each, share)
-        with in_metric() as update:
-            result = own(*args, **kwargs)  # the first call may make variables
+        update = functools.partial(own, *args, **kwargs)
+        with in_metric() as looked_at:
+            result = update()  # the first call may make variables
             if share is None or share.whole or share.replicas == 1 or sums.is_looking():
                 return result
-            look = sums.adds_over_samples if update.has_sum else sums.only_adds
-            is_sum = held_off_once().around(lambda: look(metric, own, args, kwargs))
+            look = sums.adds_over_samples if looked_at.has_sum else sums.only_adds
+            is_sum = held_off_once().around(lambda: look(metric, update))
         if not is_sum:
             with _lock:
                 if id(metric) not in _found:

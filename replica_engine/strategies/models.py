@@ -158,8 +158,8 @@ def _first_update(metric: Any, *args: Any, **kwargs: Any) -> Any:
 
     Where the graph of the update does not show that it is wrong, there is no warning.
     """
-    own = functools.partial(type(metric).update_state, metric)
-    result = own(*args, **kwargs)
+    update = functools.partial(type(metric).update_state, metric, *args, **kwargs)
+    result = update()
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return result
@@ -167,8 +167,8 @@ def _first_update(metric: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     from replica_engine._tf.keras import sums
 
-    updates = held_off_once().around(lambda: sums.updates_of(metric, own, args, kwargs, here))
-    wrong = next((update for update in updates if update.kind == sums.OTHER), None)
+    updates = held_off_once().around(lambda: sums.updates_of(metric, update, here))
+    wrong = next((each for each in updates if each.kind == sums.OTHER), None)
     if wrong is not None:
         text = warn_metric_not_a_sum(
             metric.name, type(metric).__name__, wrong.variable, wrong.place, context.num_replicas_in_sync

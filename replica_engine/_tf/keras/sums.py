@@ -13,8 +13,9 @@ import it.
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import keras
@@ -34,8 +35,8 @@ _OF_LAST = ("Maximum", "Minimum", "Max", "Min", "Mean")  # what one of these mad
 _ASSIGNING = ("AssignVariableOp", "ResourceScatter")
 
 T = TypeVar("T")
-UpdateState: TypeAlias = Callable[..., object]
-Keywords: TypeAlias = Mapping[str, object]
+Call: TypeAlias = "functools.partial[object]"
+"""A call of a metric's `update_state`."""
 Place: TypeAlias = Callable[[], str]
 
 _thread = threading.local()
@@ -72,39 +73,33 @@ def is_looking() -> bool:
     return getattr(_thread, "is_looking", False)
 
 
-def only_adds(
-    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords
-) -> bool:
+def only_adds(metric: keras.metrics.Metric, update: Call) -> bool:
     """Whether a call of `update_state` adds to the variables of a metric, as far as a graph tells; see `updates_of`."""
-    return all(update.kind == SUM for update in updates_of(metric, update_state, args, kwargs, lambda: ""))
+    return all(each.kind == SUM for each in updates_of(metric, update, lambda: ""))
 
 
-def adds_over_samples(
-    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords
-) -> bool:
+def adds_over_samples(metric: keras.metrics.Metric, update: Call) -> bool:
     """Whether what a call of `update_state` adds for a batch is what it adds for two parts of the batch.
 
     The update is tried on numbers, since its ops do not show it: a sum, divided by the samples and multiplied by them
     again, is a sum. False too if that cannot be tried. Takes the arguments of `updates_of`, as that function does.
     """
-    return bool(_looked_at(metric, _adds_in_parts, update_state, args, kwargs))
+    return bool(_looked_at(metric, _adds_in_parts, update))
 
 
-def _adds_in_parts(
-    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords
-) -> bool:
-    leaves = tf.nest.flatten((args, kwargs))
+def _adds_in_parts(metric: keras.metrics.Metric, update: Call) -> bool:
+    leaves = tf.nest.flatten((update.args, update.keywords))
     if any(getattr(each, "_keras_mask", None) is not None for each in leaves):
         return False
-    graph = tf.__internal__.FuncGraph("metric")
+    given: list[object] = []
+
+    def update_by_any_batch() -> None:
+        given.extend(_of_any_length(each) if tf.is_tensor(each) else each for each in leaves)
+        args, kwargs = tf.nest.pack_sequence_as((update.args, update.keywords), given)
+        update.func(*args, **kwargs)
+
     try:
-        with graph.as_default(), function.inlined():
-            given = [_of_any_length(each) if tf.is_tensor(each) else each for each in leaves]
-            own = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in metric.variables]
-            with _Watching(list(zip(metric.variables, own, strict=True)), lambda: "") as scope:
-                new_args, new_kwargs = tf.nest.pack_sequence_as((args, kwargs), given)
-                update_state(*new_args, **new_kwargs)
-            new = [tf.convert_to_tensor(scope.get_current_value(each)) for each in metric.variables]
+        graph, own, new, _ = _traced(metric, update_by_any_batch, lambda: "")
     except Exception:  # such an update can only run for real
         return False
     ops = graph.get_operations()
@@ -144,21 +139,17 @@ def _numbers_like(tensor: tf.Tensor, rows: int, random: np.random.Generator) -> 
     return np.asarray(numbers, tensor.dtype.as_numpy_dtype)
 
 
-def updates_of(
-    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords, place: Place
-) -> list[Update]:
+def updates_of(metric: keras.metrics.Metric, update: Call, place: Place) -> list[Update]:
     """What a call of `update_state` does to the variables of a metric. The call changes no variable.
 
     The caller holds off Ctrl-C, so that it has the metric as it was when it gets one.
 
     Args:
         metric: the metric, with all its variables.
-        update_state: its method.
-        args: the arguments of the call, tensors of any graph among them.
-        kwargs: the keyword arguments of the call.
+        update: the call, with tensors of any graph among its arguments.
         place: returns the user's line that is running.
     """
-    return _looked_at(metric, _updates, update_state, args, kwargs, place) or []
+    return _looked_at(metric, _updates, update, place) or []
 
 
 def _looked_at(metric: keras.metrics.Metric, look: Callable[..., T], *args: object) -> T | None:
@@ -182,17 +173,23 @@ def _looked_at(metric: keras.metrics.Metric, look: Callable[..., T], *args: obje
     return found[0] if found else None
 
 
-def _updates(
-    metric: keras.metrics.Metric, update_state: UpdateState, args: Sequence[object], kwargs: Keywords, place: Place
-) -> list[Update]:
+def _traced(
+    metric: keras.metrics.Metric, update: Callable[[], object], place: Place
+) -> tuple[tf.Graph, list[tf.Tensor], list[tf.Tensor], dict[int, str]]:
+    """The graph of an update, the values of the metric's variables before and after it, and `_Watching.places`."""
+    graph, variables = tf.__internal__.FuncGraph("metric"), metric.variables
+    with graph.as_default(), function.inlined():
+        old = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables]
+        with _Watching(list(zip(variables, old, strict=True)), place) as scope:
+            update()
+        new = [tf.convert_to_tensor(scope.get_current_value(each)) for each in variables]
+    return graph, old, new, scope.places
+
+
+def _updates(metric: keras.metrics.Metric, update: Call, place: Place) -> list[Update]:
     variables: list[keras.Variable] = metric.variables
-    graph = tf.__internal__.FuncGraph("metric")
     try:
-        with graph.as_default(), function.inlined():
-            old = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables]
-            with _Watching(list(zip(variables, old, strict=True)), place) as scope:
-                update_state(*args, **kwargs)
-            new = [tf.convert_to_tensor(scope.get_current_value(each)) for each in variables]
+        graph, old, new, places = _traced(metric, update, place)
     except Exception:  # such an update can only run for real; what it raises there, it raises there
         return [Update(each.name, UNKNOWN, "") for each in variables]
     is_hidden = any(op.type.startswith(_ASSIGNING) for op in graph.get_operations())
@@ -206,7 +203,7 @@ def _updates(
     for variable, value, own in zip(variables, new, old, strict=True):
         is_known = not is_hidden and variable.aggregation == "sum"
         kind = _kind(value, own, depends, outside) if is_known else UNKNOWN
-        found.append(Update(variable.name, kind, scope.places.get(id(variable), "")))
+        found.append(Update(variable.name, kind, places.get(id(variable), "")))
     if is_hidden and not found:  # its only variables are plain ones, which Keras does not list
         found.append(Update("", UNKNOWN, ""))
     return found
