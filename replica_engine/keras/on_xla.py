@@ -277,7 +277,7 @@ class OnXla:
 
 
 class _Branch:
-    """A step on a shard, up to the first collective; `finish` does the updates of weights.
+    """A step on a shard, up to the first collective; `finish` does the update of weights.
 
     Args:
         model: the model whose step it is.
@@ -290,56 +290,44 @@ class _Branch:
     def __init__(self, model: keras.Model, name: str, data: object, share: Shard, larger: _Branch | None = None):
         self.share = share
         self._model, self._name = model, name
-        self._step: Callable[[object], object] = getattr(model, name)
         self._data = data
         self._larger = larger
-        self._updates: list[Update] = []
 
-    def run(self) -> tuple[dict[str, tf.Tensor], list[list[object]]]:
-        """Traces the step; returns its logs and the gradients of each update."""
+    def run(self) -> tuple[dict[str, tf.Tensor], list[object]]:
+        """Traces the step; returns its logs and the gradients of its update, if it has one."""
         data = samples.take(self._data, samples.count_in_graph(self._data) - self.share.rows, None)
-        self._updates = self.share.deferred = []
+        deferred: list[Update] = []
+        self.share.deferred = deferred
         self.share.results.clear()
         follow(self._model, self._name, data, self.share)
         with self.share.entered(), apart():
-            self._logs = Logs(self._step(data), self.share)
-        if len(self._updates) > 1:
+            self._logs = Logs(getattr(self._model, self._name)(data), self.share)
+        if len(deferred) > 1:
             raise CollectiveError.apart("A second update of weights")
         if string_work(tf.compat.v1.get_default_graph().get_operations()) is not None:
             raise CollectiveError.apart("Work with strings or a lookup table")
-        grads = [grad for _, of_update, _ in self._updates for grad in of_update]
+        self._update = deferred[0] if deferred else None
+        grads = self._update[1] if self._update is not None else []
         if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in grads):
             # Text lookup: both branches must return equally many rows, but the number is unknown while tracing.
             raise CollectiveError.apart("A gradient of an unknown number of rows of a table")
-        self._updates = [(apply, [_parts(grad) for grad in grads], weights) for apply, grads, weights in self._updates]
+        self._grads = [rows.pieces(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
         if self._larger is not None:
-            self._updates = [
-                (apply, [_like(grad, wanted) for grad, wanted in zip(grads, before, strict=True)], variables)
-                for (apply, grads, variables), (_, before, _) in zip(self._updates, self._larger._updates, strict=True)
-            ]
-        gradients = [[_tensors(grad) for grad in grads if grad is not None] for _, grads, _ in self._updates]
-        return self._logs.values, gradients
+            self._grads = [_like(grad, wanted) for grad, wanted in zip(self._grads, self._larger._grads, strict=True)]
+        return self._logs.values, [_tensors(grad) for grad in self._grads if grad is not None]
 
-    def finish(self, outputs: tuple[dict[str, tf.Tensor], list[list[object]]], smaller: _Branch) -> Logs:
-        """Applies the updates with the gradients of the branch that ran; returns the logs."""
+    def finish(self, outputs: tuple[dict[str, tf.Tensor], list[object]], smaller: _Branch) -> Logs:
+        """Does the update with the gradients of the branch that ran; returns the logs."""
         self._logs.values, gradients = outputs
-        for (apply, traced, variables), (_, others, _), grads in zip(
-            self._updates, smaller._updates, gradients, strict=True
-        ):
-            left = iter(grads)
-            apply(
-                [
-                    None if grad is None else _gradient(next(left), grad, other, variable)
-                    for grad, other, variable in zip(traced, others, variables, strict=True)
-                ],
-                variables,
-            )
+        if self._update is not None:
+            apply, _, variables = self._update
+            left = iter(gradients)
+            grads = [
+                None if grad is None else _gradient(next(left), grad, other, variable)
+                for grad, other, variable in zip(self._grads, smaller._grads, variables, strict=True)
+            ]
+            apply(grads, variables)
         return self._logs
-
-
-def _parts(grad: tf.Tensor | tf.IndexedSlices | None) -> Parts | None:
-    """The rows of each lookup of a table; any other gradient itself."""
-    return rows.pieces(grad) if isinstance(grad, tf.IndexedSlices) else grad
 
 
 def _tensors(grad: Parts) -> tf.Tensor | list[list[tf.Tensor]]:
