@@ -27,14 +27,17 @@ from replica_engine.errors.threads import warn_different_lines
 
 _logger = logging.getLogger("replica_engine")
 _OF_REPLICA = re.compile(r"(?:^|/)(replica_\d+)/")
-_told: weakref.WeakKeyDictionary[tf.distribute.Strategy, set[Hashable]] = weakref.WeakKeyDictionary()
+_told: weakref.WeakKeyDictionary[object, set[Hashable]] = weakref.WeakKeyDictionary()
+_telling = threading.Lock()
 
 
-def warn_once(strategy: tf.distribute.Strategy, key: Hashable, text: str) -> None:
-    """Logs a warning, unless it was logged for this strategy and key."""
-    told = _told.setdefault(strategy, set())
-    if key not in told:
+def warn_once(owner: object, key: Hashable, text: str) -> None:
+    """Logs a warning, unless it was logged for this strategy or model, and key."""
+    with _telling:
+        told = _told.setdefault(owner, set())
+        is_new = key not in told
         told.add(key)
+    if is_new:
         _logger.warning(text)
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
-import threading
-import weakref
 from collections.abc import Mapping
 
 import keras
@@ -14,6 +11,7 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.errors import LogError
 from replica_engine.errors.models import warn_whole_steps
 from replica_engine.keras.hooks import has_no_sum, overwrites_in_own_step
@@ -83,18 +81,8 @@ class Undivided:
         if not found.why:
             return  # a metric, which the hooks know
         self._names.add(name)
-        key = name, found.why, found.where
-        with _lock:
-            told = _told.setdefault(self._model, set())
-            is_new = key not in told
-            told.add(key)
-        if is_new:
-            _logger.warning(warn_whole_steps(name, self._model.name, found.why, found.where, found.instead))
-
-
-_lock = threading.Lock()
-_told: weakref.WeakKeyDictionary[keras.Model, set[tuple[str, str, str]]] = weakref.WeakKeyDictionary()
-_logger = logging.getLogger("replica_engine")
+        text = warn_whole_steps(name, self._model.name, found.why, found.where, found.instead)
+        warn_once(self._model, (name, found.why, found.where), text)
 
 
 class Logs:
