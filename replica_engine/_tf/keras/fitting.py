@@ -6,6 +6,7 @@ needs both. Checked on Keras 3.15.1.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from typing import Any
@@ -19,27 +20,23 @@ from replica_engine._tf.graphs import subgraphs
 from replica_engine._tf.hook import Hook
 from replica_engine._tf.keras.trainer import MODULE, TRAINER
 
-_FIRST_BACKUP = "the first `replica_engine.keras.BackupAndRestore`"
-_NO_BACKUP = "passes on to Keras for a `fit` without one"
-BEGIN = Hook(
+_of_backups = functools.partial(
+    Hook, since="the first `replica_engine.keras.BackupAndRestore`", until="passes on to Keras for a `fit` without one"
+)
+BEGIN = _of_backups(
     "keras.src.callbacks.callback_list.CallbackList",
     "on_train_begin",
     why="a backup saves and restores the state of all callbacks of a `fit`",
-    since=_FIRST_BACKUP,
-    until=_NO_BACKUP,
 )
-STEPS = Hook(
+STEPS = _of_backups(
     "keras.src.trainers.epoch_iterator.EpochIterator",
     "_enumerate_iterator",
     why="a backup saves the place in the data, and begins an epoch there",
-    since=_FIRST_BACKUP,
-    until=_NO_BACKUP,
 )
-FIT = Hook(
+FIT = _of_backups(
     f"{MODULE}.{TRAINER}",
     "fit",
     why="a backup that listens to signals gives the program its handlers back, also after an exception",
-    since=_FIRST_BACKUP,
     until="passes on to Keras",
     order=1,
 )

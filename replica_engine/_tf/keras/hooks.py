@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -49,100 +50,62 @@ _ONE_REPLICA = "in a shard, one device has one replica and the whole batch"
 _INSIDE = f"{_NOT_SHARDS}. The function stays, and what it calls inside is replaced"
 _CHANGED = "gradients that a step changes are known"
 
-MAKE_FUNCTION = Hook(
-    _TRAINERS,
-    METHOD,
-    why="`steps_per_execution` steps in one launch",
-    since="the first `TPUStrategy.scope()`",
-    until=_OTHERS,
+_of_scope = functools.partial(Hook, since=FIRST_SCOPE, until=_OTHERS)
+_of_variables = functools.partial(Hook, since=_FIRST_VARIABLE, until=_ELSEWHERE)
+_of_shards = functools.partial(Hook, since=REPLICATED, until=_SHARDS)
+
+MAKE_FUNCTION = _of_scope(
+    _TRAINERS, METHOD, why="`steps_per_execution` steps in one launch", since="the first `TPUStrategy.scope()`"
 )
-COMPILE = Hook(
+COMPILE = _of_scope(
     f"{COMPILES}.{BASE}",
     "compile",
     why="metrics, and an optimizer that is given by its name, are made in the scope of the model",
-    since=FIRST_SCOPE,
-    until=_OTHERS,
 )
-BUILD = Hook(
+BUILD = _of_scope(
     _TRAINERS,
     "_maybe_symbolic_build",
     why="models are built from one replica's part, after a check; own metrics are looked at; errors are explained",
-    since=FIRST_SCOPE,
-    until=_OTHERS,
 )
-FIT = Hook(
+FIT = _of_scope(
     _TRAINERS,
     "fit",
     why="the check before the model is built knows `fit` from `evaluate`",
-    since=FIRST_SCOPE,
     until="only notes that it was called",
 )
-COMBINE = Hook(
+COMBINE = _of_scope(
     MODULE,
     REDUCE,
     why="logs are means over replicas of all workers, not those of replica 0",
     since="the first scope of a strategy",
-    until=_OTHERS,
 )
-APPLY = Hook(
-    _OPTIMIZERS,
-    names.APPLY,
-    why="`gradient_accumulation_steps` reduces gradients only in the last step of a group",
-    since=_FIRST_VARIABLE,
-    until=_ELSEWHERE,
+APPLY = _of_variables(
+    _OPTIMIZERS, names.APPLY, why="`gradient_accumulation_steps` reduces gradients only in the last step of a group"
 )
-ADD_VARIABLE = Hook(
+ADD_VARIABLE = _of_variables(
     _OPTIMIZERS,
     names.ADD_VARIABLE,
     why="each replica has its own accumulators of gradients, which are saved as their sum",
-    since=_FIRST_VARIABLE,
     until="passes on to Keras for all other variables",
 )
-CHECK_FINITE = Hook(
+CHECK_FINITE = _of_variables(
     "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer",
     "check_finite",
     why="an overflow on one replica counts for all; Keras asks replica 0 alone",
-    since=_FIRST_VARIABLE,
-    until=_ELSEWHERE,
 )
-REDUCE_LOSSES = Hook(
-    _LOSSES, "reduce_weighted_values", why="a shard's loss counts by its samples", since=REPLICATED, until=_SHARDS
+REDUCE_LOSSES = _of_shards(_LOSSES, "reduce_weighted_values", why="a shard's loss counts by its samples")
+LOSS = _of_shards(f"{_LOSSES}.Loss", "__call__", why="whether a sum of losses is that of `compile` or of another call")
+# What scale_loss_for_distribution and unscale_loss_for_distribution ask first.
+BACKEND = _of_shards(_LOSSES, "backend", why="the losses of shards are scaled once")
+MEAN = _of_shards(
+    "keras.src.metrics.reduction_metrics", "reduce_to_samplewise_values", why="means over shards count by samples"
 )
-LOSS = Hook(
-    f"{_LOSSES}.Loss",
-    "__call__",
-    why="whether a sum of losses is that of `compile` or of another call",
-    since=REPLICATED,
-    until=_SHARDS,
+AVERAGE_LOSS = _of_shards(_AVERAGES, "compute_average_loss", why=_ONE_REPLICA, until=_INSIDE)
+REGULARIZATION = _of_shards(_AVERAGES, "scale_regularization_loss", why=_ONE_REPLICA, until=_INSIDE)
+TAPE_GRADIENT = _of_shards("tensorflow.python.eager.backprop.GradientTape", "gradient", why=_CHANGED, until=_NOT_SHARDS)
+GRADIENTS = _of_shards(
+    "tensorflow.python.ops.gradients_util", "_GradientsHelper", why=_CHANGED, until=_NOT_SHARDS, order=1
 )
-BACKEND = Hook(
-    _LOSSES,
-    "backend",  # what scale_loss_for_distribution and unscale_loss_for_distribution ask first
-    why="the losses of shards are scaled once",
-    since=REPLICATED,
-    until=_SHARDS,
-)
-MEAN = Hook(
-    "keras.src.metrics.reduction_metrics",
-    "reduce_to_samplewise_values",
-    why="means over shards count by samples",
-    since=REPLICATED,
-    until=_SHARDS,
-)
-AVERAGE_LOSS = Hook(_AVERAGES, "compute_average_loss", why=_ONE_REPLICA, since=REPLICATED, until=_INSIDE)
-REGULARIZATION = Hook(_AVERAGES, "scale_regularization_loss", why=_ONE_REPLICA, since=REPLICATED, until=_INSIDE)
-TAPE_GRADIENT = Hook(
-    "tensorflow.python.eager.backprop.GradientTape", "gradient", why=_CHANGED, since=REPLICATED, until=_NOT_SHARDS
-)
-GRADIENTS = Hook(
-    "tensorflow.python.ops.gradients_util",
-    "_GradientsHelper",
-    why=_CHANGED,
-    since=REPLICATED,
-    until=_NOT_SHARDS,
-    order=1,
-)
-
 
 Own = Callable[..., object]
 """A function of Keras or TensorFlow, which a hook calls."""

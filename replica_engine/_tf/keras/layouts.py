@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import sys
 import types
@@ -27,34 +28,30 @@ if TYPE_CHECKING:
 _OPS = "keras.src.backend.tensorflow.ops" if versions.keras_renamed() else "keras.src.backend.tensorflow"
 _INITIALIZERS = "keras.src.initializers"
 _DISTRIBUTION = "keras.src.distribution.distribution_lib"
-_FIRST_DIVIDED = "the first `TPUStrategy(distribution=...)`"
-INITIALIZE = Hook(
+_divided = functools.partial(Hook, since="the first `TPUStrategy(distribution=...)`")
+INITIALIZE = _divided(
     f"{_OPS}.core.Variable",
     "_initialize",
     why="the path of a variable says how it is divided; a large value is made in parts by an initializer of Keras",
-    since=_FIRST_DIVIDED,
     until="only notes which variable Keras makes, and by which initializer",
 )
-ADD_VARIABLE = Hook(
+ADD_VARIABLE = _divided(
     f"{names.MODULE}.{names.OPTIMIZER}",
     names.ADD_VARIABLE,
     why="what an optimizer keeps for a weight is divided like the weight",
-    since=_FIRST_DIVIDED,
     until="only notes the weight",
     order=1,
 )
-DIVIDE = Hook(
+DIVIDE = _divided(
     f"{_OPS}.numpy",
     "divide",
     why="a table's gradient in an optimizer such as Adagrad keeps its number of rows where devices divide the step",
-    since=_FIRST_DIVIDED,
     until="passes on to Keras outside the steps of such a strategy",
 )
-DISTRIBUTE = Hook(
+DISTRIBUTE = _divided(
     "keras.src.backend.tensorflow.distribution_lib",
     "distribute_tensor",  # the backend has none
     why="layouts of the outputs of layers, and `keras.distribution.distribute_tensor`",
-    since=_FIRST_DIVIDED,
     until="only added; does nothing outside the steps of such a strategy",
 )
 _GLOBAL_STATE = "keras.src.backend.common.global_state"
