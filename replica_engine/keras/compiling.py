@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine.diagnostics.op_lines import is_scope_of
 from replica_engine.errors import LoweringError, ReplicaEngineError
 from replica_engine.errors.base import add_note
+from replica_engine.telemetry.watchdog import Wait
 from replica_engine.values import samples
 
 PROGRESS_EVERY = 10.0
@@ -35,19 +35,9 @@ def compiling(what: str, was_read: Callable[[], bool] = lambda: False, only_trac
     """
     started = time.monotonic()
     doing, done_words = ("tracing", "traced") if only_traced else ("compiling", "compiled")
-    done = threading.Event()
-
-    def tell() -> None:
-        while not done.wait(PROGRESS_EVERY):
-            _logger.warning("still %s %s: %.0f s so far", doing, what, time.monotonic() - started)
-
-    teller = threading.Thread(target=tell, name="replica_engine: compiling", daemon=True)
-    teller.start()
-    try:
+    # `of_workers`: without the rows of the other workers, on which it does not wait.
+    with Wait(lambda seconds: f"still {doing} {what}: {seconds:.0f} s so far", PROGRESS_EVERY, of_workers=True):
         yield
-    finally:
-        done.set()
-        teller.join()
     made = "read the program for" if was_read() else done_words
     _logger.info("%s %s, and ran it once, in %.1f s", made, what, time.monotonic() - started)
 
