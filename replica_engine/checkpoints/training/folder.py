@@ -17,7 +17,7 @@ from pathlib import Path
 from replica_engine.process import folders
 
 _NAME = re.compile(r"backup-(\d+)-(\d+)")
-_HALF = ".half"
+_COMPLETE, _HALF = "", ".half"  # suffixes of the names
 
 
 class BackupFolder:
@@ -39,7 +39,7 @@ class BackupFolder:
 
     def last(self) -> Path | None:
         """The folder of the last complete checkpoint; None if there is none."""
-        return next(iter(self._complete()), None)
+        return next(iter(self._named(_COMPLETE)), None)
 
     def begin(self, epoch: int, batch: int) -> Path:
         """Makes the folder to write the checkpoint of a place into, and returns it; `finish` takes it."""
@@ -62,27 +62,21 @@ class BackupFolder:
                 half.rename(complete)
         with contextlib.suppress(FileNotFoundError):  # another worker has cleared the folder
             folders.to_disk(str(self.path))
-        older = [path for path in self._half() if path.name <= half.name]
-        for path in [*self._complete()[self._keep :], *older]:
+        older = [path for path in self._named(_HALF) if path.name <= half.name]
+        for path in [*self._named(_COMPLETE)[self._keep :], *older]:
             shutil.rmtree(path, ignore_errors=True)
 
     def clear(self) -> None:
         """Removes all checkpoints, and the folder if nothing else is in it."""
-        for path in [*self._complete(), *self._half()]:
+        for path in [*self._named(_COMPLETE), *self._named(_HALF)]:
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
-    def _half(self) -> list[Path]:
-        """The folders of checkpoints that were begun, and nothing of the user's."""
+    def _named(self, suffix: str) -> list[Path]:
+        """The folders of checkpoints whose names have this suffix, the last one first, and nothing of the user's."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return [path for path in self.path.iterdir() if path.suffix == _HALF and _NAME.fullmatch(path.stem)]
-        return []
-
-    def _complete(self) -> list[Path]:
-        """The folders of complete checkpoints, the last one first."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            named = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
+            named = ((_NAME.fullmatch(path.stem), path) for path in self.path.iterdir() if path.suffix == suffix)
             found = {tuple(map(int, match.groups())): path for match, path in named if match}
             return [found[place] for place in sorted(found, reverse=True)]
         return []
