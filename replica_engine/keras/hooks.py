@@ -57,13 +57,13 @@ from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import Gradient, Weights, apply_across_replicas, of_whole_batch
 from replica_engine.keras.shard import Shard, current_shard
 from replica_engine.keras.sums import (
+    InMetric,
     NotASum,
     average_loss,
     called,
     check_gradients,
     check_sum,
     graph_gradients,
-    in_metric,
     like_sum,
     regularization,
     summed,
@@ -328,7 +328,8 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
         for each in tf.nest.flatten((args, kwargs)):
             check_sum(each, share)
         update = functools.partial(own, *args, **kwargs)
-        with in_metric() as looked_at:
+        looked_at = InMetric()
+        with called(looked_at):
             result = update()  # the first call may make variables
             if share is None or share.whole or share.replicas == 1 or sums.is_looking():
                 return result

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -68,20 +68,12 @@ _WRITE_UPDATE = (
 
 
 def called(loss: object) -> contextlib.AbstractContextManager[object]:
-    """Notes that a loss, or what `compile` made of several, is being called."""
+    """Notes that a loss, what `compile` made of several, or a metric is being called."""
     return scoped.variable(_calls, (*_calls.get(), loss))
 
 
-@contextlib.contextmanager
-def in_metric() -> Iterator[_InMetric]:
-    """Notes that a metric of the user's own is being updated."""
-    found = _InMetric()
-    with called(found):
-        yield found
-
-
-class _InMetric:
-    """Stands for a metric among the calls.
+class InMetric:
+    """Stands among the calls for a metric of the user's own that is being updated.
 
     Attributes:
         has_sum: whether it has called a loss that is a sum.
@@ -90,9 +82,9 @@ class _InMetric:
     has_sum = False
 
 
-def metric_of_sums() -> _InMetric | None:
+def metric_of_sums() -> InMetric | None:
     """The innermost metric of the user's own that is being updated, in which `has_sum` may be set; None outside."""
-    return next((each for each in reversed(_calls.get()) if isinstance(each, _InMetric)), None)
+    return next((each for each in reversed(_calls.get()) if isinstance(each, InMetric)), None)
 
 
 def summed(loss: tf.Tensor, share: Shard) -> tf.Tensor:
