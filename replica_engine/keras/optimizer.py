@@ -20,6 +20,7 @@ largest of its shards.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -67,7 +68,8 @@ def apply_across_replicas(
             "in the function that is given to strategy.run, not in a merge function or under strategy.scope() "
             "alone."
         )
-    merge = _Merge(optimizer, apply, variables, reduction)
+    op = tf.distribute.ReduceOp[reduction.upper()]
+    merge = _Merge(optimizer, apply, None if variables is None else list(variables), op)
     grads = _with_largest(grads, variables or keras_model.trained_by(optimizer))
     if any(map(keras_accumulation.accumulates, keras_model.with_inner_optimizers(optimizer))):
         if not optimizer.built:
@@ -133,40 +135,34 @@ def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distrib
             vars(each)[keras_model.STRATEGY] = own
 
 
+@dataclasses.dataclass(eq=False)
 class _Merge:
     """The merge function: one object per replica; all run the same code, so the engine sees one merge function."""
 
-    def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        apply: Callable[..., object],
-        variables: Weights | None,
-        reduction: str,
-    ):
-        self._optimizer = optimizer
-        self._apply = apply
-        self._variables = None if variables is None else list(variables)
-        self._op = tf.distribute.ReduceOp[reduction.upper()]
+    optimizer: keras.optimizers.Optimizer
+    apply: Callable[..., object]
+    variables: list[keras.Variable] | None
+    op: tf.distribute.ReduceOp
 
     @autograph.artifact
     def build(self, strategy: tf.distribute.Strategy) -> None:
         """Makes the optimizer's variables if there are none."""
-        if not self._optimizer.built:
+        if not self.optimizer.built:
             with tf.init_scope(), strategy.scope():  # its variables outlive the traced function
-                self._optimizer.build(self._variables)
+                self.optimizer.build(self.variables)
 
     @autograph.artifact
     def run(self, strategy: tf.distribute.Strategy, grads: list[Gradient]) -> None:
         """Reduces and applies the gradients; runs in cross-replica context."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         with through_strategy(optimizer, strategy):
             self.build(strategy)
-            variables = self._variables or keras_model.trained_by(optimizer)
+            variables = self.variables or keras_model.trained_by(optimizer)
             given = [index for index, grad in enumerate(grads) if grad is not None]
             same = [index for index in given if keras_model.is_overwritten(variables[index])]  # on all replicas
             given = [index for index in given if index not in same]
             pairs = [(grads[index], keras_model.underlying_or_itself(variables[index])) for index in given]
-            reduced = strategy.extended.batch_reduce_to(self._op, pairs) if pairs else []
+            reduced = strategy.extended.batch_reduce_to(self.op, pairs) if pairs else []
             linear.mark(tf.nest.flatten([getattr(each, "values", each) for each in reduced]), linear.COMMON)
             if keras_model.touches_gradients(optimizer):
                 reduced = [distribute.first_values(grad) for grad in reduced]
@@ -176,7 +172,7 @@ class _Merge:
             for index in same:
                 whole[index] = distribute.first_values(grads[index])
             with distribute.merged():
-                keras_model.apply_across(optimizer, self._apply, whole, self._variables)
+                keras_model.apply_across(optimizer, self.apply, whole, self.variables)
 
 
 def _with_largest(grads: Sequence[Gradient], variables: Weights) -> list[Gradient]:
