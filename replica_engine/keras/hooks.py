@@ -35,6 +35,7 @@ there would be lost. Outside shards they only call Keras' own.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -121,6 +122,7 @@ def has_own_metrics(model: keras.Model) -> bool:
     return bool(sums.own_metrics_of(model))
 
 
+@dataclasses.dataclass(eq=False)
 class Hooks:
     """The hooks of one model, its optimizers and metrics.
 
@@ -132,20 +134,12 @@ class Hooks:
         reconcile: called before variables are read.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        strategy: tf.distribute.Strategy,
-        build: Callable[[keras.optimizers.Optimizer, Callable[[], None]], None],
-        changed: Callable[[], None],
-        reconcile: Callable[[], None],
-    ):
-        self._model = model
-        self._strategy = strategy
-        self._build_shared = build
-        self._changed = changed
-        self._reconcile = reconcile
-        self._there: dict[tuple[int, str], tuple[object, object]] = {}
+    model: keras.Model
+    strategy: tf.distribute.Strategy
+    build: Callable[[keras.optimizers.Optimizer, Callable[[], None]], None]
+    changed: Callable[[], None]
+    reconcile: Callable[[], None]
+    _there: dict[tuple[int, str], tuple[object, object]] = dataclasses.field(default_factory=dict, init=False)
 
     def put(self) -> None:
         """Installs the hooks that the model needs now, and removes those on objects that the model no longer has."""
@@ -164,7 +158,7 @@ class Hooks:
 
     def _take(self, key: tuple[int, str]) -> None:
         target, before = self._there.pop(key)
-        if before is self._strategy:  # an optimizer that was made under the scope has plain variables now
+        if before is self.strategy:  # an optimizer that was made under the scope has plain variables now
             before = distribute.default_strategy()
         if before is _NOTHING:
             vars(target).pop(key[1], None)
@@ -173,40 +167,40 @@ class Hooks:
 
     def _wanted(self) -> Iterator[tuple[object, str, Callable[[Any], object]]]:
         """Yields each hook as its target object, its attribute name, and the function that makes it."""
-        yield self._model, "compile", lambda model: _then(model.compile, self._changed)
+        yield self.model, "compile", lambda model: _then(model.compile, self.changed)
         for name in _READING:
-            yield self._model, name, functools.partial(self._reading, name=name)
-        for optimizer in keras_model.optimizers_of(self._model):
+            yield self.model, name, functools.partial(self._reading, name=name)
+        for optimizer in keras_model.optimizers_of(self.model):
             yield optimizer, "apply", functools.partial(_apply, has_weighted=self._has_weighted)
             yield optimizer, "scale_loss", functools.partial(_scale_loss, has_weighted=self._has_weighted)
             for each in keras_model.with_inner_optimizers(optimizer):
                 yield each, "build", self._build
-                yield each, keras_model.STRATEGY, lambda _: self._strategy
-        of_outputs = keras_model.output_losses(self._model)
-        for metric in keras_model.metrics_of(self._model):
+                yield each, keras_model.STRATEGY, lambda _: self.strategy
+        of_outputs = keras_model.output_losses(self.model)
+        for metric in keras_model.metrics_of(self.model):
             yield metric, "result", _result
-            if any(metric is each for each in of_outputs) and not self._model.run_eagerly:
+            if any(metric is each for each in of_outputs) and not self.model.run_eagerly:
                 yield metric, "update_state", _update
             elif sums.has_own_update(metric):
                 yield metric, "update_state", _looked_at
-        if (compiled := keras_model.compiled_loss(self._model)) is not None:
+        if (compiled := keras_model.compiled_loss(self.model)) is not None:
             yield compiled, "call", _compiled_loss
 
     def _has_weighted(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether gradients that reach the optimizer have the weight of the shard, because their loss had it."""
-        is_main = optimizer is getattr(self._model, "optimizer", None)
-        return is_main and keras_trainer.has_keras_step(self._model, "train_step")
+        is_main = optimizer is getattr(self.model, "optimizer", None)
+        return is_main and keras_trainer.has_keras_step(self.model, "train_step")
 
     def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Sequence[keras.Variable]], None]:
         own = optimizer.build
-        return lambda variables: self._build_shared(optimizer, lambda: own(variables))
+        return lambda variables: self.build(optimizer, lambda: own(variables))
 
     def _reading(self, model: keras.Model, name: str) -> Callable[..., object]:
         own = getattr(model, name)
 
         @functools.wraps(own)
         def read(*args: object, **kwargs: object) -> object:
-            self._reconcile()
+            self.reconcile()
             return own(*args, **kwargs)
 
         return read
