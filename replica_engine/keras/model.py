@@ -49,7 +49,7 @@ def original_of(model: keras.Model) -> keras.Model:
 def build_for(model: keras.Model, batch: object) -> None:
     """Makes all variables of a model, its metrics and optimizer, from a batch or its specs."""
     if is_replicated(model):
-        getattr(model, _SLOT).build_for(batch)
+        getattr(model, _SLOT).ready(batch)
     elif not keras_model.is_built(model):
         keras_model.build(model, batch)
 

@@ -241,10 +241,6 @@ class Replicas:
                 build()
             self._renew(in_step=True)
 
-    def build_for(self, batch: object) -> None:
-        """Makes all variables of the model, its metrics and optimizer, from a batch or its specs."""
-        self._ready(batch)
-
     def metrics_left(self) -> contextlib.AbstractContextManager[None]:
         """Inside the block, metric variables are plain ones; see `ReplicatedVariables.metrics_left`."""
         self.changed()
@@ -274,7 +270,7 @@ class Replicas:
         counted = [(batch, total) for batch in batches if (total := samples.count(batch))]
         with timeline.span(self._calling, name, "launch", {"batches": len(counted)}):
             if counted:
-                steps = self._ready(counted[0][0])
+                steps = self.ready(counted[0][0])
                 with _at_work():
                     logs = steps.step(name, counted)
             else:
@@ -298,14 +294,17 @@ class Replicas:
 
     def _predict(self, batch: object) -> object:
         total = samples.count(batch)
-        steps = self._ready(None)
+        steps = self.ready(None)
         with _at_work():
             if total:
                 return steps.predict(batch, total)
             return samples.take(steps.predict(samples.blank(batch), 1), 0, 0)
 
-    def _ready(self, batch: object) -> OnThreads | OnXla:
-        """The object that runs steps, with all variables shared; a new object if the model has changed."""
+    def ready(self, batch: object) -> OnThreads | OnXla:
+        """The object that runs steps, with all variables shared; a new object if the model has changed.
+
+        Makes all variables of the model, its metrics and optimizer, from a batch or its specs; from None, none.
+        """
         if batch is not None and not keras_model.is_built(self._model):
             with _lock:
                 self._suspend()
