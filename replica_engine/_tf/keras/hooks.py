@@ -19,17 +19,7 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.hook import FIRST_SCOPE, REPLICATED, Hook, StandIn
 from replica_engine._tf.keras import accumulation as names
-from replica_engine._tf.keras.trainer import (
-    BASE,
-    COMPILES,
-    METHOD,
-    MODULE,
-    REDUCE,
-    TRAINER,
-    first_batch,
-    size_of_rest,
-    strategy_of,
-)
+from replica_engine._tf.keras import trainer
 from replica_engine.errors import InputsError
 from replica_engine.process import scoped
 
@@ -44,7 +34,7 @@ _SHARDS = "passes on to Keras outside the steps of a replicated model"
 _NOT_SHARDS = "passes on to TensorFlow outside the steps of a replicated model"
 _ELSEWHERE = "passes on to Keras outside the replicas of this library's strategies"
 _FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
-_TRAINERS, _OPTIMIZERS = f"{MODULE}.{TRAINER}", f"{names.MODULE}.{names.OPTIMIZER}"
+_TRAINERS, _OPTIMIZERS = f"{trainer.MODULE}.{trainer.TRAINER}", f"{names.MODULE}.{names.OPTIMIZER}"
 _LOSSES, _AVERAGES = "keras.src.losses.loss", "tensorflow.python.ops.nn_impl_distribute"
 _ONE_REPLICA = "in a shard, one device has one replica and the whole batch"
 _INSIDE = f"{_NOT_SHARDS}. The function stays, and what it calls inside is replaced"
@@ -55,10 +45,10 @@ _of_variables = functools.partial(Hook, since=_FIRST_VARIABLE, until=_ELSEWHERE)
 _of_shards = functools.partial(Hook, since=REPLICATED, until=_SHARDS)
 
 MAKE_FUNCTION = _of_scope(
-    _TRAINERS, METHOD, why="`steps_per_execution` steps in one launch", since="the first `TPUStrategy.scope()`"
+    _TRAINERS, trainer.METHOD, why="`steps_per_execution` steps in one launch", since="the first `TPUStrategy.scope()`"
 )
 COMPILE = _of_scope(
-    f"{COMPILES}.{BASE}",
+    f"{trainer.COMPILES}.{trainer.BASE}",
     "compile",
     why="metrics, and an optimizer that is given by its name, are made in the scope of the model",
 )
@@ -74,8 +64,8 @@ FIT = _of_scope(
     until="only notes that it was called",
 )
 COMBINE = _of_scope(
-    MODULE,
-    REDUCE,
+    trainer.MODULE,
+    trainer.REDUCE,
     why="logs are means over replicas of all workers, not those of replica 0",
     since="the first scope of a strategy",
 )
@@ -123,7 +113,7 @@ def compile_in_scope(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     """
 
     def compiled(own: Own, model: keras.Model, *args: object, **kwargs: object) -> object:
-        strategy = strategy_of(model)
+        strategy = trainer.strategy_of(model)
         # A replica is in the scope already, and must not enter it.
         outside = strategy is not None and is_ours(strategy) and tf.distribute.get_strategy() is not strategy
         with strategy.scope() if outside else contextlib.nullcontext():
@@ -155,13 +145,13 @@ def extend_build(
     """
 
     def built(own: Own, model: keras.Model, iterator: object = None, data_batch: object = None) -> object:
-        strategy = strategy_of(model)
+        strategy = trainer.strategy_of(model)
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
         if iterator is not None:
             is_fit = _begun.get() is model
             try:
-                batch = first_batch(iterator, strategy)
+                batch = trainer.first_batch(iterator, strategy)
             except StopIteration:
                 raise InputsError(
                     f"The data of {'fit' if is_fit else 'evaluate'} has no batch: its arrays have no rows, or its "
@@ -169,7 +159,7 @@ def extend_build(
                     "again."
                 ) from None
             _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
-            check(model, strategy, batch, size_of_rest(iterator), is_fit)
+            check(model, strategy, batch, trainer.size_of_rest(iterator), is_fit)
             iterator, data_batch = None, distribute.first_values(batch)
         try:
             result = own(model, iterator=iterator, data_batch=data_batch)
