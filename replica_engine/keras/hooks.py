@@ -51,25 +51,13 @@ from replica_engine._tf import distribute
 from replica_engine._tf.hook import Hook
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
-from replica_engine._tf.keras import sums as sums
+from replica_engine._tf.keras import sums as keras_sums
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine._tf.reduction import changed
+from replica_engine.keras import sums
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import Gradient, Weights, apply_across_replicas, of_whole_batch
 from replica_engine.keras.shard import Shard, current_shard
-from replica_engine.keras.sums import (
-    InMetric,
-    NotASum,
-    average_loss,
-    called,
-    check_gradients,
-    check_sum,
-    graph_gradients,
-    like_sum,
-    regularization,
-    summed,
-    tape_gradient,
-)
 from replica_engine.process.interrupts import held_off_once
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -87,10 +75,10 @@ def extend_keras() -> None:
         keras_hooks.REDUCE_LOSSES: _reduce,
         keras_hooks.LOSS: _loss,
         keras_hooks.MEAN: _mean,
-        keras_hooks.AVERAGE_LOSS: average_loss,
-        keras_hooks.REGULARIZATION: regularization,
-        keras_hooks.TAPE_GRADIENT: tape_gradient,
-        keras_hooks.GRADIENTS: graph_gradients,
+        keras_hooks.AVERAGE_LOSS: sums.average_loss,
+        keras_hooks.REGULARIZATION: sums.regularization,
+        keras_hooks.TAPE_GRADIENT: sums.tape_gradient,
+        keras_hooks.GRADIENTS: sums.graph_gradients,
     }
     for hook, of_shard in of_shards.items():
         hook.around(functools.partial(_in_shard, of_shard))
@@ -119,7 +107,7 @@ def overwrites_in_own_step(model: keras.Model) -> bool:
 
 def has_own_metrics(model: keras.Model) -> bool:
     """Whether the model has metrics that are not Keras' own."""
-    return bool(sums.own_metrics_of(model))
+    return bool(keras_sums.own_metrics_of(model))
 
 
 @dataclasses.dataclass(eq=False)
@@ -181,7 +169,7 @@ class Hooks:
             yield metric, "result", _result
             if any(metric is each for each in of_outputs) and not self.model.run_eagerly:
                 yield metric, "update_state", _update
-            elif sums.has_own_update(metric):
+            elif keras_sums.has_own_update(metric):
                 yield metric, "update_state", _looked_at
         if (compiled := keras_model.compiled_loss(self.model)) is not None:
             yield compiled, "call", _compiled_loss
@@ -231,7 +219,7 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> 
             return values * share.weight(values.dtype)
 
         grads = list(grads)
-        check_gradients(grads, share)
+        sums.check_gradients(grads, share)
         if not has_weighted(optimizer):
             known = list(trainable_variables or keras_model.trained_by(updated))
             if trainable_variables is None and len(grads) > len(known):
@@ -262,8 +250,8 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted
             return own(loss)
         is_number = not tf.is_tensor(loss)
         loss = tf.convert_to_tensor(loss, dtype=keras.config.floatx() if is_number else None)
-        check_sum(loss, share)
-        return like_sum(of_shard(loss, own(loss), share), loss, share)
+        sums.check_sum(loss, share)
+        return sums.like_sum(of_shard(loss, own(loss), share), loss, share)
 
     def of_shard(loss: tf.Tensor, scaled: tf.Tensor, share: Shard) -> tf.Tensor:
         # The gradient of a vector is the gradient of its sum: such a loss is a sum over samples, not a mean.
@@ -307,7 +295,7 @@ def _compiled_loss(compiled: keras.losses.Loss) -> Callable[..., tf.Tensor]:
     own = compiled.call
 
     def call(*args: object, **kwargs: object) -> tf.Tensor:
-        with called(compiled):
+        with sums.called(compiled):
             return own(*args, **kwargs)
 
     return call
@@ -320,14 +308,14 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
     def update_state(*args: object, **kwargs: object) -> object:
         share = current_shard()
         for each in tf.nest.flatten((args, kwargs)):
-            check_sum(each, share)
+            sums.check_sum(each, share)
         update = functools.partial(own, *args, **kwargs)
-        looked_at = InMetric()
-        with called(looked_at):
+        looked_at = sums.InMetric()
+        with sums.called(looked_at):
             result = update()  # the first call may make variables
-            if share is None or share.whole or share.replicas == 1 or sums.is_looking():
+            if share is None or share.whole or share.replicas == 1 or keras_sums.is_looking():
                 return result
-            look = sums.adds_over_samples if looked_at.has_sum else sums.only_adds
+            look = keras_sums.adds_over_samples if looked_at.has_sum else keras_sums.only_adds
             is_sum = held_off_once().around(lambda: look(metric, update))
         if not is_sum:
             with _lock:
@@ -340,14 +328,14 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
                         "and compute it from `predict`.",
                         metric.name,
                     )
-            raise NotASum  # without a reason: that is told above, and concerns all steps
+            raise sums.NotASum  # without a reason: that is told above, and concerns all steps
         return result
 
     return update_state
 
 
 def _loss(share: Shard, own: Callable[..., object], loss: keras.losses.Loss, *args: object, **kwargs: object) -> object:
-    with called(loss):
+    with sums.called(loss):
         return own(loss, *args, **kwargs)
 
 
@@ -364,7 +352,7 @@ def _reduce(
     if share.whole or share.replicas == 1 or _are_numbers(values):
         return loss
     if reduction == "sum":
-        return summed(loss, share)
+        return sums.summed(loss, share)
     if reduction not in _MEANS:
         return loss
     divisor = _divisor(sample_weight, mask, reduction, loss.dtype)
@@ -382,7 +370,7 @@ def _mean(
 ) -> object:
     """What a metric makes of its values. A `Mean` counts a single number with the shard's fraction of the batch."""
     if reduce_fn is ops.mean:
-        check_sum(values, share)
+        sums.check_sum(values, share)
         if weight is None and len(tf.convert_to_tensor(values).shape) == 0:
             weight = share.fraction()
     return own(values, weight, reduce_fn=reduce_fn, dtype=dtype)
