@@ -65,9 +65,8 @@ def _class_of(kind: Any) -> type[keras.Model]:
     members["strategy"] = _Strategy()
     members["_repr_html_"] = _described
     members["__repr__"] = lambda self: f"{kind.__repr__(self)} on {getattr(self, _SLOT).strategy!r}"
-    members["__new__"] = lambda cls, *args, **kwargs: kind(
-        *args, **kwargs
-    )  # as `from_config` and `clone_model` call it
+    # `from_config` and `clone_model` call the class.
+    members["__new__"] = lambda cls, *args, **kwargs: kind(*args, **kwargs)
     return keras_model.serialized_as(type(kind.__name__, (kind,), members), kind)
 
 
