@@ -215,8 +215,7 @@ class _Shared:
         """Whether this is a seed with one value on all replicas: a callback has set it, perhaps from a checkpoint."""
         if not self._is_seed or len(self._components) == 1:
             return False
-        values = {component.numpy().tobytes() for component in self._components}
-        return len(values) == 1
+        return len({component.numpy().tobytes() for component in self._components}) == 1
 
     def put_distributed(self) -> None:
         """Puts the distributed variable into the Keras variable."""
@@ -243,17 +242,13 @@ class _Shared:
                 if replica or component is not self.plain:
                     component.assign(_seed(seed, replica))
             return
-        others = self._components[1:] if self._is_component else self._components
-        if others:
-            value = self.plain.read_value()
-            is_sum = self.on_read and self._distributed.aggregation == tf.VariableAggregation.SUM
-            for replica, other in enumerate(self._components):
-                if other is self.plain:
-                    continue
-                if is_sum and replica:
-                    other.assign(tf.zeros_like(value))
-                else:
-                    other.assign(value)
+        if self._is_component and len(self._components) == 1:
+            return
+        value = self.plain.read_value()
+        is_sum = self.on_read and self._distributed.aggregation == tf.VariableAggregation.SUM
+        for replica, other in enumerate(self._components):
+            if other is not self.plain:
+                other.assign(tf.zeros_like(value) if is_sum and replica else value)
 
     def before_use(self, writes: bool, is_between_steps: bool) -> None:
         """Brings the plain variable up to date, before a function uses it that knows nothing of the replicas.
@@ -294,12 +289,10 @@ class _Shared:
             return
         values = [value.numpy() for value in self._distributed.values]
         if any(value.tobytes() != values[0].tobytes() for value in values[1:]):
+            agreed = values[0]
             if self.plain.dtype.is_floating:
-                self._distributed.assign(
-                    tf.cast(_mean([tf.cast(value, "float64") for value in values]), self.plain.dtype)
-                )
-            else:
-                self._distributed.assign(values[0])
+                agreed = tf.cast(_mean([tf.cast(value, "float64") for value in values]), self.plain.dtype)
+            self._distributed.assign(agreed)
 
 
 def _with_all(shared: dict[int, _Shared], do: Callable[[_Shared], None]) -> Callable[[], None]:
