@@ -40,10 +40,7 @@ class Variables:
 
     def describe(self) -> dict[str, list[list[Any]]]:
         """The name, the shape and the dtype of each variable, by group."""
-        return {
-            name: [[path, list(variable.shape), variable.dtype.name] for path, variable in group]
-            for name, group in self._groups().items()
-        }
+        return {name: _described(group) for name, group in self._groups().items()}
 
     def trained(self) -> list[list[int] | None]:
         """The numbers of the model's variables that each optimizer was built for; None for one that is not built."""
@@ -131,9 +128,8 @@ class Variables:
         if described["random"] and keras_state.global_seeds() is None and described["random"][-1][0] == _GLOBAL:
             keras_state.global_seeds(make=True)
         groups = {name: group for name, group in self._groups().items() if metrics or name != METRICS}
-        here = self.describe()
-        for name in groups:
-            _check(folder, name, described.get(name, []), here[name])
+        for name, group in groups.items():
+            _check(folder, name, described.get(name, []), _described(group))
         _checkpoint(groups).read(str(folder / _PREFIX)).expect_partial()
 
     def seeds(self) -> list[np.ndarray]:
@@ -213,6 +209,10 @@ class Variables:
 
 
 _GLOBAL = "Keras' global seed generator"
+
+
+def _described(group: list[tuple[str, tf.Variable]]) -> list[list[Any]]:
+    return [[path, list(variable.shape), variable.dtype.name] for path, variable in group]
 
 
 def _checkpoint(groups: dict[str, list[tuple[str, tf.Variable]]]) -> tf.train.Checkpoint:
