@@ -22,10 +22,6 @@ from replica_engine.values import samples
 from replica_engine.values.regroup import select
 
 _NOTHING = contextlib.nullcontext()
-Kind = tuple[str, str, str, object]
-"""One of the functions of `OnThreads`, the method of the model, and what batches are like but for their length."""
-Function = Callable[[object], Any]
-"""Runs a step on a batch."""
 
 
 class OnThreads:
@@ -42,7 +38,8 @@ class OnThreads:
         self._size = strategy.num_replicas_in_sync
         self._is_eager = bool(model.run_eagerly)
         self._functions: dict[tuple[str, str], tf.types.experimental.PolymorphicFunction] = {}
-        self._traced: dict[Kind, Function] = {}
+        # What was traced: a function, the method of the model, and what batches are like but for their length.
+        self._traced: set[tuple[str, str, str, object]] = set()
         self._is_undivided = False
         self._whole_steps = Undivided(model)
         self._tried: set[str] = set()
@@ -60,11 +57,11 @@ class OnThreads:
             if total >= self._size and not is_whole:
                 try:
                     with self._undone_if_given_up(name) if self._is_eager else _NOTHING:
-                        logs = self._ready(self._shared, name, batch)(batch)
+                        logs = self._run(self._shared, name, batch)
                     continue
                 except NotASum as found:
                     self._whole_steps.note(name, found)
-            logs = self._ready(self._whole, name, batch)(batch)
+            logs = self._run(self._whole, name, batch)
         return logs
 
     def _undone_if_given_up(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -80,22 +77,20 @@ class OnThreads:
         """The outputs for a batch of so many samples, of at least one, in the order of the samples."""
         # An eager step does not tell an output with a row per sample from another one of that length.
         if not self._is_undivided and (not self._is_eager or keras_model.gives_rows(self._model)):
-            outputs, are_of_rows = self._ready(self._predict, "predict_step", batch)(batch)
+            outputs, are_of_rows = self._run(self._predict, "predict_step", batch)
             if are_of_rows:
                 return outputs
             self._is_undivided = True  # the outputs have no row per sample
-        return self._ready(self._predict_whole, "predict_step", batch)(batch)
+        return self._run(self._predict_whole, "predict_step", batch)
 
-    def _ready(self, function: Callable[[str, object], object], name: str, batch: object) -> Function:
-        """What runs one of the functions below on batches of this kind: its graph, unless the model runs eagerly."""
+    def _run(self, function: Callable[[str, object], object], name: str, batch: object) -> Any:
+        """Runs one of the functions below: its graph for batches of this kind, unless the model runs eagerly."""
         if self._is_eager:
-            return functools.partial(function, name)
-        kind = (function.__name__, name, samples.described(batch), samples.places(batch))
-        return self._traced.get(kind) or functools.partial(self._first, function, kind)
-
-    def _first(self, function: Callable[[str, object], object], kind: Kind, batch: object) -> object:
-        """Traces the graph, or the one more that batches of a new kind need, and runs it."""
-        _, name, described, _ = kind
+            return function(name, batch)
+        described = samples.described(batch)
+        kind = (function.__name__, name, described, samples.places(batch))
+        if kind in self._traced:
+            return self._functions[kind[:2]](batch)
         if kind[:2] not in self._functions:
             named: Any = functools.partial(function, name)
             named.__name__ = name  # as the watchdog calls it
@@ -106,7 +101,7 @@ class OnThreads:
             # The graph takes any number of samples, so the last batch of a dataset needs no other graph.
             graph.get_concrete_function(samples.generalized(batch))
             outputs = graph(batch)
-        self._traced[kind] = graph
+        self._traced.add(kind)
         return outputs
 
     def _shared(self, name: str, batch: object) -> dict[str, tf.Tensor]:
