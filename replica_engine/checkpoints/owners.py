@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf import distribute
-from replica_engine._tf.keras import files
+from replica_engine._tf.keras import trainer
 from replica_engine.backend import backend_of, has_backend
 from replica_engine.errors import ReplicaValueError
 from replica_engine.hosts.saving import Saving
@@ -91,7 +91,7 @@ def _of_object(each: object) -> Saving | None:
     with contextlib.suppress(TypeError):  # not hashable
         if each in _belonging:
             return _belonging[each]
-    return team_of_strategy(files.built_under(each))
+    return team_of_strategy(trainer.strategy_of(each))
 
 
 def team_of_strategy(strategy: tf.distribute.Strategy | None) -> Saving | None:

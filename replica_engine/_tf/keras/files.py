@@ -12,8 +12,6 @@ import functools
 import os
 from collections.abc import Callable
 
-import tensorflow as tf
-
 from replica_engine._tf.checkpoints import Worker, saved_by
 from replica_engine._tf.hook import FIRST_WORKERS_SCOPE, Hook
 
@@ -39,11 +37,6 @@ def let_the_chief_write(worker_of: Callable[[object], Worker | None]) -> None:
     SAVE_MODEL.around(functools.partial(_save, worker_of))
     SAVE_WEIGHTS.around(functools.partial(_save, worker_of))
     MAKE_FOLDER.around(_make_folder)
-
-
-def built_under(model: object) -> tf.distribute.Strategy | None:
-    """The strategy that a model was built under; None for anything else."""
-    return getattr(model, "_distribute_strategy", None)
 
 
 def _save(

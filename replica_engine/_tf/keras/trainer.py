@@ -46,9 +46,9 @@ def class_of_trainers() -> type | None:
     return getattr(sys.modules.get(MODULE), TRAINER, None)
 
 
-def strategy_of(model: keras.Model) -> Any:
-    """The strategy under which a model was built; None if it was built under none."""
-    return model._distribute_strategy
+def strategy_of(model: object) -> Any:
+    """The strategy under which a model was built; None if it was built under none, and for anything else."""
+    return getattr(model, "_distribute_strategy", None)
 
 
 def has_keras_step(model: keras.Model, name: str) -> bool:
