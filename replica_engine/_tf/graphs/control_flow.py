@@ -54,75 +54,51 @@ from replica_engine._tf.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, OUTSID
 _FuncGraph: Any = tf.__internal__.FuncGraph
 
 
-def _hook(owner: str, name: str, since: str, why: str) -> Hook:
+def _hook(since: str, function: str, why: str) -> Hook:
+    owner, _, name = function.rpartition(".")
     return Hook(f"tensorflow.python.{owner}", name, why=why, since=since, until=OUTSIDE)
 
 
-_FUNCTION = "eager.polymorphic_function.polymorphic_function.Function"
-_CUSTOM_GRADIENT = "ops.custom_gradient", "_graph_mode_decorator"
+_compiled, _threads = functools.partial(_hook, FIRST_COMPILED), functools.partial(_hook, FIRST_THREADS)
+_FUNCTION, _TAPE = "eager.polymorphic_function.polymorphic_function.Function", "eager.backprop.GradientTape"
+_DECORATOR = "ops.custom_gradient._graph_mode_decorator"
 
 CALL = _hook(
-    _FUNCTION,
-    "__call__",
     FIRST,
+    f"{_FUNCTION}.__call__",
     "errors of replicas in a tf.function show the lines of the user; merge calls in a nested tf.function",
 )
 """What both backends need: it serves errors, and replica threads."""
 
-FREED_GRADIENT = _hook(*_CUSTOM_GRADIENT, FIRST_COMPILED, "compiled bodies can be freed")
-WATCH_VARIABLE = _hook(
-    "framework.func_graph.FuncGraph",
-    "watch_variable",
-    FIRST_COMPILED,
-    "a graph that lists its variables does not use them",
+FREED_GRADIENT = _compiled(_DECORATOR, "compiled bodies can be freed")
+WATCH_VARIABLE = _compiled(
+    "framework.func_graph.FuncGraph.watch_variable", "a graph that lists its variables does not use them"
 )
-RAGGED = _hook(
-    "ops.ragged.ragged_tensor.RaggedTensor",
-    "__init__",
-    FIRST_COMPILED,
-    "how many values the rows of a ragged tensor have together",
+RAGGED = _compiled(
+    "ops.ragged.ragged_tensor.RaggedTensor.__init__", "how many values the rows of a ragged tensor have together"
 )
-REPEAT = _hook(
-    "ops.array_ops", "repeat_with_axis", FIRST_COMPILED, "repeats something for each value of a row of a ragged tensor"
-)
-REPEAT_ROWS = _hook("ops.ragged.ragged_util", "repeat", FIRST_COMPILED, "sums along the rows of a ragged tensor")
+REPEAT = _compiled("ops.array_ops.repeat_with_axis", "repeats something for each value of a row of a ragged tensor")
+REPEAT_ROWS = _compiled("ops.ragged.ragged_util.repeat", "sums along the rows of a ragged tensor")
 """What compiled replicas need."""
 
-COND = _hook("ops.cond_v2", "cond_v2", FIRST_THREADS, "merge calls in tf.cond, and in `if` on a tensor")
-SWITCH_CASE = _hook("ops.cond_v2", "indexed_case", FIRST_THREADS, "merge calls in tf.switch_case")
-WHILE_LOOP = _hook(
-    "ops.while_v2", "while_loop", FIRST_THREADS, "merge calls in tf.while_loop, and in `for` and `while` on a tensor"
+COND = _threads("ops.cond_v2.cond_v2", "merge calls in tf.cond, and in `if` on a tensor")
+SWITCH_CASE = _threads("ops.cond_v2.indexed_case", "merge calls in tf.switch_case")
+WHILE_LOOP = _threads("ops.while_v2.while_loop", "merge calls in tf.while_loop, and in `for` and `while` on a tensor")
+TRIAL = _threads(
+    "autograph.operators.control_flow._try_handling_undefineds", "the same, with variables undefined before it"
 )
-TRIAL = _hook(
-    "autograph.operators.control_flow",
-    "_try_handling_undefineds",
-    FIRST_THREADS,
-    "the same, with variables undefined before it",
+WHILE_STATEMENT = _threads("autograph.operators.while_stmt", "merge calls in the condition of a `while`")
+INITIALIZE = _threads(f"{_FUNCTION}._initialize", "a first call of a nested tf.function that is left")
+VECTORIZE = _threads(
+    "ops.parallel_for.control_flow_ops._pfor_impl", "refuses merge calls in tf.vectorized_map and jacobians"
 )
-WHILE_STATEMENT = _hook("autograph.operators", "while_stmt", FIRST_THREADS, "merge calls in the condition of a `while`")
-INITIALIZE = _hook(_FUNCTION, "_initialize", FIRST_THREADS, "a first call of a nested tf.function that is left")
-VECTORIZE = _hook(
-    "ops.parallel_for.control_flow_ops",
-    "_pfor_impl",
-    FIRST_THREADS,
-    "refuses merge calls in tf.vectorized_map and jacobians",
+CUSTOM_GRADIENT = _threads(_DECORATOR, "custom gradients that make merge calls")
+GRADIENTS = _threads("ops.gradients_util._GradientsHelper", "gradients of branches and loops with merge calls")
+GRADIENT_TYPES = _threads("ops.gradients_util.PossibleTapeGradientTypes", "tapes count as without this library")
+PUSH_TAPE = _threads(
+    f"{_TAPE}._push_tape", "tapes outlast an attempt to enter a branch alone; how many record a nested tf.function"
 )
-CUSTOM_GRADIENT = _hook(*_CUSTOM_GRADIENT, FIRST_THREADS, "custom gradients that make merge calls")
-GRADIENTS = _hook(
-    "ops.gradients_util", "_GradientsHelper", FIRST_THREADS, "gradients of branches and loops with merge calls"
-)
-GRADIENT_TYPES = _hook(
-    "ops.gradients_util", "PossibleTapeGradientTypes", FIRST_THREADS, "tapes count as without this library"
-)
-PUSH_TAPE = _hook(
-    "eager.backprop.GradientTape",
-    "_push_tape",
-    FIRST_THREADS,
-    "tapes outlast an attempt to enter a branch alone; how many record a nested tf.function",
-)
-TAPE_GRADIENT = _hook(
-    "eager.backprop.GradientTape", "gradient", FIRST_THREADS, "tapes outlast an attempt to enter a branch alone"
-)
+TAPE_GRADIENT = _threads(f"{_TAPE}.gradient", "tapes outlast an attempt to enter a branch alone")
 """What replica threads need; idle outside a replica."""
 
 _TYPES = (*subgraphs.BRANCHES, *subgraphs.LOOPS)
