@@ -35,7 +35,7 @@ FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of
 REPLICATED = "the first `replicate_model`"
 """What installs hooks."""
 OUTSIDE = "passes on to TensorFlow outside the replicas of this library"
-"""When hooks have no effect."""
+"""When hooks have no effect, unless they say otherwise."""
 
 _HANDLED = "fn"  # the variable of a handler that has the function
 _HANDLERS = ("tensorflow.python.util.traceback_utils", "keras.src.utils.traceback_utils")
@@ -56,7 +56,7 @@ class Hook:
         order: where several hooks go around one function, the lowest is called last. Equal ones never count.
     """
 
-    def __init__(self, owner: str, name: str, *, why: str, since: str, until: str, order: int = 0):
+    def __init__(self, owner: str, name: str, *, why: str, since: str, until: str = OUTSIDE, order: int = 0):
         self.owner, self.name, self.order = owner, name, order
         self.why, self.since, self.until = why, since, until
         self.call: Callable[..., Any] | None = None

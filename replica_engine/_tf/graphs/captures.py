@@ -11,14 +11,13 @@ from typing import Any
 
 from replica_engine._tf import variables
 from replica_engine._tf.graphs.kept import kept_on
-from replica_engine._tf.hook import OUTSIDE, REPLICATED, Hook
+from replica_engine._tf.hook import REPLICATED, Hook
 
 CALL_FLAT = Hook(
     "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction",
     "_call_flat",  # makes all calls of one trace of a `tf.function`, with or without a tape
     why="a function that was traced before, called in a callback, has the weights of then",
     since=REPLICATED,
-    until=OUTSIDE,
 )
 _WRITES = "_replica_engine_writes"
 

@@ -49,14 +49,14 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed as var
 
 from replica_engine._tf.graphs import subgraphs
 from replica_engine._tf.graphs.kept import keep
-from replica_engine._tf.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, OUTSIDE, Hook
+from replica_engine._tf.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, Hook
 
 _FuncGraph: Any = tf.__internal__.FuncGraph
 
 
 def _hook(since: str, function: str, why: str) -> Hook:
     owner, _, name = function.rpartition(".")
-    return Hook(f"tensorflow.python.{owner}", name, why=why, since=since, until=OUTSIDE)
+    return Hook(f"tensorflow.python.{owner}", name, why=why, since=since)
 
 
 _compiled, _threads = functools.partial(_hook, FIRST_COMPILED), functools.partial(_hook, FIRST_THREADS)

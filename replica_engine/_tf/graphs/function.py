@@ -12,7 +12,7 @@ import tensorflow as tf
 # XLA_COMPILE: the attribute that stands for jit_compile=True.
 from tensorflow.python.eager.polymorphic_function.attributes import XLA_COMPILE as _XLA_COMPILE
 
-from replica_engine._tf.hook import FIRST, OUTSIDE, Hook
+from replica_engine._tf.hook import FIRST, Hook
 from replica_engine.process import scoped
 
 TRACE = Hook(
@@ -20,7 +20,6 @@ TRACE = Hook(
     "_create_concrete_function",  # its options of a trace have the function's attributes
     why="knows whether a function with jit_compile=True is being traced",
     since=FIRST,
-    until=OUTSIDE,
 )
 
 

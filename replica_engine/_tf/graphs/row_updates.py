@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import control_flow
-from replica_engine._tf.hook import FIRST_COMPILED, OUTSIDE, Hook
+from replica_engine._tf.hook import FIRST_COMPILED, Hook
 
 _SPARSE, _DENSE = "ResourceSparseApply", "ResourceApply"
 
@@ -23,7 +23,6 @@ MAKE_OP = Hook(
     why="in compiled bodies, optimizers of `tf.compat.v1.train` and Keras 2 update rows of tables, and "
     "`Generator.binomial` draws",
     since=FIRST_COMPILED,
-    until=OUTSIDE,
 )
 
 
