@@ -70,7 +70,6 @@ PRIVATE = (
     Private(_graph, "_add_function_recursive", "copying ops that call functions"),
     Private(_graph, "_create_op_internal", "copying ops"),
     Private(_graph, "_get_function", "the functions of branches and loops"),
-    Private(_graph, "_functions", "copying the functions that ops call, once"),
     Private(_op, "_add_control_input", "ops with effects wait for the arguments of a run"),
     Private(_op, "_update_input", "counting with as many places as two equal limits say"),
     Private(_op, "_set_attr", "the number of a gradient"),

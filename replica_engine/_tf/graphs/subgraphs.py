@@ -170,12 +170,6 @@ def apply_op(
         )
 
 
-def definition(graph: Any, name: str) -> Any:
-    """The FunctionDef of a function that ops of a graph call."""
-    context = _context.context()
-    return context.get_function_def(name) if context.has_function(name) else graph._functions[name].cached_definition
-
-
 def run(
     graph: Any, operations: Iterable[tf.Operation], inputs: Sequence[tf.Tensor], values: Sequence[Any], outputs: Any
 ) -> list[tf.Tensor]:
