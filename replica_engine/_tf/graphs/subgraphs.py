@@ -136,12 +136,20 @@ def runs_functions(op: tf.Operation) -> bool:
 
 def op_types_of_calls(op: tf.Operation) -> set[str]:
     """The types of all ops in the functions that an op calls: a loop, a branch or a function call."""
-    nodes_of = functools.cache(lambda name: _context.context().get_function_def(name).node_def)
-    names = reached(called(op.node_def), lambda name: [each for node in nodes_of(name) for each in called(node)], str)
-    return {node.op for name in names for node in nodes_of(name)}
+    return {node.op for definition in definitions(_called(op.node_def)) for node in definition.node_def}
 
 
-def called(node: Any) -> Iterator[str]:
+def definitions(names: Iterable[str]) -> Iterator[Any]:
+    """The FunctionDefs of functions that the context knows by name, and of all that they call: each once."""
+    known = functools.cache(_context.context().get_function_def)
+
+    def inside(name: str) -> list[str]:
+        return [each for node in known(name).node_def for each in _called(node)]
+
+    return map(known, reached(names, inside, str))
+
+
+def _called(node: Any) -> Iterator[str]:
     """The names of the functions that a node calls: a loop, a branch or a function call."""
     for attribute in node.attr.values():
         for function in (attribute.func, *attribute.list.func):

@@ -186,16 +186,10 @@ def stablehlo(function: Any, specs: Sequence[tf.TensorSpec], handles: Sequence[t
 def digest(function: Any) -> str:
     """A hash of a registered function and of all functions that it calls. It does not depend on the function's name."""
     first, found = function.name.decode(), hashlib.sha256()
-    pending, seen = [first], {first}
-    while pending:
-        definition = _context.context().get_function_def(pending.pop())
+    for definition in subgraphs.definitions([first]):
         for node in definition.node_def:
             for attribute in gradients.OF_PYTHON:
                 node.attr.pop(attribute, None)
-            for value in node.attr.values():
-                called = [each.name for each in (value.func, *value.list.func) if each.name]
-                pending += [name for name in called if name not in seen]
-                seen.update(called)
         if definition.signature.name == first:
             definition.signature.name = ""
         found.update(definition.SerializeToString(deterministic=True))
