@@ -50,6 +50,7 @@ from tensorflow.python.ops.resource_variable_ops import variable_accessed as var
 from replica_engine._tf.graphs import subgraphs
 from replica_engine._tf.graphs.kept import keep
 from replica_engine._tf.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, Hook
+from replica_engine.process import scoped
 
 _FuncGraph: Any = tf.__internal__.FuncGraph
 
@@ -210,17 +211,9 @@ def restore_tape(tape: tf.GradientTape, before: tuple[Any, bool]) -> None:
         tape._push_tape()
 
 
-class kept_after_gradient:
+def kept_after_gradient(tape: tf.GradientTape) -> contextlib.AbstractContextManager[bool]:
     """Inside the block, a tape begins to record in such a way that `restore_tape` can undo its end."""
-
-    def __init__(self, tape: tf.GradientTape):
-        self._tape = tape
-
-    def __enter__(self) -> None:
-        self._before, self._tape._persistent = self._tape._persistent, True
-
-    def __exit__(self, *_: object) -> None:
-        self._tape._persistent = self._before
+    return scoped.attribute(tape, "_persistent", True)
 
 
 def bound_arguments(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
