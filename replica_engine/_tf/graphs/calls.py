@@ -58,9 +58,8 @@ It returns what makes the call: a function that takes the call, which may be mad
 
 _LEVEL = "_replica_engine_optimizer"
 _RUNS = "_replica_engine_traced_runs"
-_REPLICAS = "_replica_engine_replicas"
 notes = 0
-"""Counts `note_replicas`. If it has changed while a function was called, replicas may run in its trace that failed."""
+"""Counts `choose`. If it has changed while a function was called, replicas may run in its trace that failed."""
 _Rewriter = rewriter_config_pb2.RewriterConfig
 _LEFT_OUT = {
     "meta_optimizer_iterations": _Rewriter.ONE,
@@ -95,7 +94,8 @@ def choose(graph: Any, level: str | None, run: Any, supervise: Callable[[Any, Se
         supervise: takes the graph of a function and the `run` of all replicas in it; what it returns begins each call
             of the function from eager code.
     """
-    note_replicas(graph)
+    global notes
+    notes += 1
     for each in variables.function_graphs(graph):
         if level is not None:
             setattr(each, _LEVEL, max(level, getattr(each, _LEVEL, OFF), key=LEVELS.index))
@@ -107,18 +107,10 @@ def is_in_loop(graph: Any) -> bool:
     return any(map(variables.is_loop_body, variables.function_graphs(graph))) or control_flow.in_dataset()
 
 
-def note_replicas(graph: Any) -> None:
-    """Notes that replicas run in the function that is being traced into a graph, and so in those around it."""
-    global notes
-    notes += 1
-    for each in variables.function_graphs(graph):
-        setattr(each, _REPLICAS, True)
-
-
 def has_replicas(fn: Any) -> bool:
     """Whether replicas of this library run in a trace of a `tf.function`."""
     try:
-        return any(hasattr(graph, _REPLICAS) for _, graph in function.graphs_of(fn))
+        return any(hasattr(graph, _RUNS) for _, graph in function.graphs_of(fn))
     except Exception:  # TensorFlow cannot list the traces if the first one failed after it had made a variable
         return False
 
