@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
@@ -62,10 +63,13 @@ notes = 0
 """Counts `choose`. If it has changed while a function was called, replicas may run in its trace that failed."""
 _Rewriter = rewriter_config_pb2.RewriterConfig
 _LEFT_OUT = {
-    "meta_optimizer_iterations": _Rewriter.ONE,
-    "layout_optimizer": _Rewriter.OFF,
-    "memory_optimization": _Rewriter.NO_MEM_OPT,
-    "disable_tfg_optimizer": True,
+    OFF: {"disable_meta_optimizer": True},
+    LIGHT: {
+        "meta_optimizer_iterations": _Rewriter.ONE,
+        "layout_optimizer": _Rewriter.OFF,
+        "memory_optimization": _Rewriter.NO_MEM_OPT,
+        "disable_tfg_optimizer": True,
+    },
 }
 
 
@@ -149,7 +153,9 @@ class _Context(StandIn):
             return call(uncut)
         attributes = tuple(itertools.chain(*options.as_attrs().items()))
         execute = functools.partial(execute_with_cancellation, name.decode(), num_outputs, tensor_inputs, attributes)
-        execute = functools.partial(execute, _Place(own), ends)
+        # What a call needs of the context, as this thread has it: the call may be made on another one.
+        place = SimpleNamespace(_handle=own._handle, device_name=own.device_name, ensure_initialized=_initialized)
+        execute = functools.partial(execute, place, ends)
         if own.op_callbacks:
             execute = functools.partial(self._shown, uncut, execute)
         return call(execute) or None
@@ -174,26 +180,13 @@ class _Context(StandIn):
         key = given.executor_type, given.config_proto_serialized
         if key != self._given:
             config = config_pb2.ConfigProto.FromString(key[1])
-            _leave_out(config.graph_options.rewrite_options, self._level)
+            rewrites = config.graph_options.rewrite_options
+            for name, value in _LEFT_OUT[self._level].items():
+                if not getattr(rewrites, name):  # 0 is "default" for each of them
+                    setattr(rewrites, name, value)
             self._given, self._changed = key, FunctionCallOptions(key[0], config)
         return self._changed
 
 
-def _leave_out(options: Any, level: str) -> None:
-    if level == OFF:
-        options.disable_meta_optimizer = True
-        return
-    for name, value in _LEFT_OUT.items():
-        if not getattr(options, name):  # 0 is "default" for each of them
-            setattr(options, name, value)
-
-
-class _Place:
-    """What a call needs of TensorFlow's context, as the calling thread has it: the call may be made on another one."""
-
-    def __init__(self, own: Any):
-        self._handle = own._handle
-        self.device_name = own.device_name
-
-    def ensure_initialized(self) -> None:
-        """Does nothing: the context that made this is initialized."""
+def _initialized() -> None:
+    """Does nothing: the context of a call is initialized."""
