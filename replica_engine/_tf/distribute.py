@@ -58,9 +58,6 @@ from tensorflow.python.distribute.values import (
     SyncOnReadVariable,
 )
 
-# get_default_graph: the graph, which has the thread's variable creators.
-from tensorflow.python.framework import ops as _ops
-
 # _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
 
@@ -205,7 +202,7 @@ def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextMana
 
 def scopes() -> tuple[object, ...]:
     """What scopes of strategies this thread has entered, and what they change; for `set_scopes`."""
-    graph, store = _ops.get_default_graph(), variable_scope_store()
+    graph, store = tf.compat.v1.get_default_graph(), variable_scope_store()
     return graph, [*graph._distribution_strategy_stack], variable_creators(graph), store, store.current_scope
 
 
@@ -233,7 +230,7 @@ def outside_scopes() -> Iterator[None]:
     `no_strategy` leaves the scope but keeps the scope's variable creator on the graph. That creator would raise.
     """
     with no_strategy():
-        graph = _ops.get_default_graph()
+        graph = tf.compat.v1.get_default_graph()
         others = [each for each in variable_creators(graph) if not _is_of_scope(each[1])]
         with enter_creators(graph, others):
             yield

@@ -32,14 +32,10 @@ from tensorflow.python.eager import cancellation as _cancellation
 # The context also has the thread's op callbacks.
 from tensorflow.python.eager import context as _context
 
-# get_default_graph: the graph whose stacks are thread-local.
-from tensorflow.python.framework import ops as _ops
-
 # _summary_state: the default writer, step and recording condition. Only the writer can be set publicly.
 from tensorflow.python.ops import summary_ops_v2 as _summary
 
-# variable_scope: the scope of tf.compat.v1, which takes the scope object itself and is entered again with `reuse` for
-# replicas after the first.
+# get_variable_scope_store: the current variable scope of tf.compat.v1 in each thread.
 from tensorflow.python.ops import variable_scope as _variable_scope
 
 from replica_engine._tf.hook import StandIn
@@ -67,7 +63,7 @@ def started() -> bool:
     return context is not None and context._context_handle is not None
 
 
-default_graph = _ops.get_default_graph
+default_graph = tf.compat.v1.get_default_graph
 """The default graph of this thread, which may be a function graph."""
 
 
@@ -129,11 +125,8 @@ def control_inputs(graph: tf.Graph) -> set:
     return graph._current_control_dependencies()
 
 
-def enter_variable_scope(
-    scope: tf.compat.v1.VariableScope, reuse: bool = False
-) -> contextlib.AbstractContextManager[tf.compat.v1.VariableScope]:
-    """Enters a variable scope again; with `reuse`, get_variable returns the variables that exist there."""
-    return _variable_scope.variable_scope(scope, reuse=reuse)
+enter_variable_scope = tf.compat.v1.variable_scope
+"""Enters a variable scope again; with `reuse=True`, get_variable returns the variables that exist there."""
 
 
 def variable_scope_store() -> Any:
