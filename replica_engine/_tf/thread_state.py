@@ -134,12 +134,6 @@ def variable_scope_store() -> Any:
     return _variable_scope.get_variable_scope_store()
 
 
-def device_and_name_scope() -> tuple[str, str]:
-    """The device of this thread's ops and the name scope, in eager mode."""
-    eager = _context.context()
-    return eager.device_name, eager.scope_name
-
-
 def device_policy() -> int:
     """How this thread's eager ops treat inputs that are on another device."""
     return _pywrap_tfe.TFE_ContextGetDevicePlacementPolicy(_context.context()._handle)
@@ -185,27 +179,22 @@ def summaries_of_caller(step: object) -> Iterator[None]:
     `actual_summaries` gives access to the writer and the step that they replace now.
     """
     state = _summary._summary_state
-    before = _stand_ins.of = state.writer, state.step
-    state.writer = _CallersWriter(state.writer)
-    if step is not None:
-        state.step = step
-    try:
+    stands_in = _writer_and_step(_CallersWriter(state.writer), state.step if step is None else step)
+    with scoped.attribute(_stand_ins, "of", (state.writer, state.step)), stands_in:
         yield
-    finally:
-        state.writer, state.step = before
-        del _stand_ins.of
+
+
+def actual_summaries() -> contextlib.AbstractContextManager[None]:
+    """Restores, inside `summaries_of_caller`, the writer and the step from before it, for the duration of the block."""
+    state = _summary._summary_state
+    return _writer_and_step(*getattr(_stand_ins, "of", None) or (state.writer, state.step))
 
 
 @contextlib.contextmanager
-def actual_summaries() -> Iterator[None]:
-    """Restores, inside `summaries_of_caller`, the writer and the step from before it, for the duration of the block."""
+def _writer_and_step(writer: object, step: object) -> Iterator[None]:
     state = _summary._summary_state
-    before = state.writer, state.step
-    state.writer, state.step = getattr(_stand_ins, "of", before)
-    try:
+    with scoped.attribute(state, "writer", writer), scoped.attribute(state, "step", step):
         yield
-    finally:
-        state.writer, state.step = before
 
 
 def locals_of_thread() -> tuple:
@@ -224,8 +213,9 @@ def locals_of_thread() -> tuple:
 
 def of_thread() -> tuple:
     """This thread's default graph, mode, device, name scope and locals, in the form that `is_as` compares."""
-    eager = tf.executing_eagerly()
-    return default_graph(), eager, device_and_name_scope() if eager else None, locals_of_thread()
+    eager, context = tf.executing_eagerly(), _context.context()
+    device_and_scope = (context.device_name, context.scope_name) if eager else None
+    return default_graph(), eager, device_and_scope, locals_of_thread()
 
 
 @contextlib.contextmanager
