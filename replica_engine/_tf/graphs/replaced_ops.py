@@ -23,6 +23,7 @@ from tensorflow.python.framework import op_callbacks as _op_callbacks
 from replica_engine._tf.graphs import gradients
 from replica_engine._tf.graphs.kept import kept_on
 from replica_engine._tf.hook import FIRST_THREADS, Hook
+from replica_engine.process import scoped
 
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
 """Takes an op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""
@@ -51,11 +52,6 @@ def set_aside(graph: Any) -> frozenset[str]:
 def original(tensor: tf.Tensor) -> tf.Tensor | None:
     """The result of the user's op that `tensor` replaced; None if `tensor` replaced nothing."""
     return getattr(tensor.graph, _ORIGINALS, {}).get(tensor.name)
-
-
-def _set_aside(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
-    kept_on(graph, _ASIDE, set).add(op.name)
-    _note_originals(graph, op, results)
 
 
 def _note_originals(graph: Any, op: tf.Operation, results: Sequence[tf.Tensor]) -> None:
@@ -110,14 +106,8 @@ def restore(state: Any) -> None:
 def seeded(seed: int) -> Iterator[None]:
     """Sets TensorFlow's global seed inside the block; on leaving, the old seed and generator return."""
     context = _context.context()
-    before = {name: vars(context)[name] for name in ("_seed", "_rng") if name in vars(context)}
-    context._seed, context._rng = seed, random.Random(seed)
-    try:
+    with scoped.attribute(context, "_seed", seed), scoped.attribute(context, "_rng", random.Random(seed)):
         yield
-    finally:
-        for name in ("_seed", "_rng"):
-            vars(context).pop(name, None)
-        vars(context).update(before)
 
 
 @contextlib.contextmanager
@@ -147,7 +137,8 @@ def intercepted(replace: Replace, draw: Draw, kinds: Container[str]) -> Iterator
             replaced = replace(op_type, inputs, op.get_attr)
             if replaced is not None:
                 replaced = gradients.in_place_of(op, replaced)
-                _set_aside(graph, op, replaced)
+                kept_on(graph, _ASIDE, set).add(op.name)
+                _note_originals(graph, op, replaced)
         # None if nothing is replaced: TensorFlow gives callbacks a tuple of what an op returns to its caller as a list.
         for other in others:
             given = replaced or outputs
