@@ -64,31 +64,6 @@ from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as Unrea
 from replica_engine._tf.thread_state import enter_creators, set_creators, variable_creators, variable_scope_store
 from replica_engine.process import scoped
 
-__all__ = [
-    "DistributedValues",
-    "DistributedVariable",
-    "LaterPerReplica",
-    "Mirrored",
-    "MirroredExtended",
-    "MirroredVariable",
-    "MultiWorkerMirroredExtended",
-    "PerReplica",
-    "SyncOnReadVariable",
-    "UnreadVariable",
-    "UpdateContext",
-    "check_cross_replica",
-    "check_in_replica",
-    "enter_or_assert_strategy",
-    "init_context",
-    "is_mirrored",
-    "replica_id_in_sync_group",
-    "resolve",
-    "select_replica",
-    "specs_of_replicas",
-    "update_regroup",
-    "value_container",
-]
-
 PACKAGE = "tensorflow.python.distribute."
 """The start of the names of the modules that reduce, gather and broadcast values of replicas."""
 
