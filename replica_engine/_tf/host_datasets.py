@@ -342,7 +342,7 @@ class _Turns:
         iterator: tf.data.Iterator,
         worker: str,
         devices: Sequence[str],
-        agree: Callable[[tf.Tensor | bool], tf.Tensor | bool] | None = None,
+        agree: Callable[[tf.Tensor | bool], tf.Tensor | bool] | None,
     ):
         self.iterator = iterator
         self.agree = agree
@@ -357,7 +357,11 @@ class _Turns:
             if self.agree is None:
                 return [self._on(device, self._next()) for device in self.devices]
             optionals = [self.iterator.get_next_as_optional() for _ in self.devices]
-            agreed = self._agreed(tf.reduce_all([optional.has_value() for optional in optionals]), raises=True)
+            agreed = self.agree(tf.reduce_all([optional.has_value() for optional in optionals]))
+            if not tf.executing_eagerly():
+                agreed = python_op(_end_unless, [agreed], tf.bool)
+            elif not agreed:
+                raise _ended()
             with tf.control_dependencies([agreed]):
                 pairs = zip(self.devices, optionals, strict=True)
                 return [self._on(device, optional.get_value()) for device, optional in pairs]
@@ -368,7 +372,7 @@ class _Turns:
             optionals = [self.iterator.get_next_as_optional() for _ in self.devices]
             if self.agree is None:
                 return optionals
-            agreed = self._agreed(tf.reduce_any([optional.has_value() for optional in optionals]))
+            agreed = tf.convert_to_tensor(self.agree(tf.reduce_any([optional.has_value() for optional in optionals])))
             spec = self.iterator.element_spec
             return [
                 tf.cond(agreed, lambda optional=optional: optional, lambda: tf.experimental.Optional.empty(spec))
@@ -386,18 +390,6 @@ class _Turns:
             output_shapes=iterator._flat_output_shapes,
         )
         return tf.nest.pack_sequence_as(iterator.element_spec, tensors)
-
-    def _agreed(self, has: tf.Tensor, raises: bool = False) -> tf.Tensor:
-        """Whether all workers have batches; in a graph, an op. With `raises`, it raises OutOfRangeError if not."""
-        assert self.agree is not None, "there are several workers"
-        agreed = self.agree(has)
-        if not raises:
-            return tf.convert_to_tensor(agreed)
-        if not tf.executing_eagerly():
-            return python_op(_end_unless, [agreed], tf.bool)
-        if not agreed:
-            raise _ended()
-        return tf.constant(True)
 
     def padded(self) -> list[object]:
         """The next elements of all replicas, with empty ones at the end; raises OutOfRangeError if all get none."""
