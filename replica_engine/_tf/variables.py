@@ -8,10 +8,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-# DistributedValues, MirroredVariable: a variable of which all replicas have one value, and values of several replicas.
-from tensorflow.python.distribute.values import DistributedValues as _DistributedValues
-from tensorflow.python.distribute.values import MirroredVariable as _MirroredVariable
-
 # stop_recording: for code that has no gradient.
 from tensorflow.python.eager import record as _record
 
@@ -35,6 +31,7 @@ from tensorflow.python.ops.resource_variable_ops import default_variable_creator
 # in_save_context: whether a SavedModel is being written.
 from tensorflow.python.saved_model import save_context as _save_context
 
+from replica_engine._tf.distribute import DistributedValues, MirroredVariable
 from replica_engine._tf.thread_state import unobserved
 
 _EMPTY = np.empty(0, np.uint8)
@@ -56,12 +53,12 @@ def parts(value: object) -> tuple[Any, ...]:
 
 def is_mirrored(variable: object) -> bool:
     """Whether a variable has several components, which have one value."""
-    return isinstance(variable, _MirroredVariable) and len(variable._values) > 1
+    return isinstance(variable, MirroredVariable) and len(variable._values) > 1
 
 
 def differ_by_replica(arguments: object) -> bool:
     """Whether a structure has values of several replicas of which two are not equal; in eager mode."""
-    several = (leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, _DistributedValues))
+    several = (leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, DistributedValues))
     unequal = (leaf for leaf in several if not getattr(leaf, "_is_mirrored", bool)())  # values of `run` do not have it
     return any(len(set(map(_bytes, leaf._values))) > 1 for leaf in unequal)
 
@@ -70,7 +67,7 @@ def _bytes(value: object) -> tuple[bytes, ...]:
     return tuple(np.asarray(each).tobytes() for each in tf.nest.flatten(value, expand_composites=True))
 
 
-def make_equal(variable: _MirroredVariable, source: int) -> None:
+def make_equal(variable: MirroredVariable, source: int) -> None:
     """Copies one component of a mirrored variable to the others that have other values, in eager mode."""
     value = variable._values[source].read_value()
     wanted = _bytes(value)
