@@ -72,10 +72,8 @@ def everywhere(*graphs: Any) -> Iterator[tf.Operation]:
 
 def captured(inside: tf.Tensor) -> Any | None:
     """The outside value of a placeholder in a function graph; None if the placeholder is an argument instead."""
-    for outside, placeholder in getattr(inside.graph, "captures", ()):
-        if placeholder is inside:
-            return outside
-    return None
+    captures = getattr(inside.graph, "captures", ())
+    return next((outside for outside, placeholder in captures if placeholder is inside), None)
 
 
 def is_passed_on(body: Any, index: int) -> bool:
