@@ -85,6 +85,10 @@ class Place(NamedTuple):
     replica: int
 
 
+Where = Callable[[], Place | None]
+"""Tells where the calling thread is; None if it runs no replica."""
+
+
 class _Object:
     """An object of which replicas have set attributes.
 
@@ -142,7 +146,7 @@ class _OfReplicas:
         place: where the calling thread is, if it runs a replica.
     """
 
-    def __init__(self, name: str, default: object, place: Callable[[], Place | None]):
+    def __init__(self, name: str, default: object, place: Where):
         self.default = default
         self._name, self._place = name, place
 
@@ -186,7 +190,7 @@ class _OfReplicas:
             _objects[id(owner)].attributes.pop(self._name, None)
 
 
-def for_each_replica(place: Callable[[], Place | None]) -> None:
+def for_each_replica(place: Where) -> None:
     """Gives replicas on threads their own attributes; once for TensorFlow's class, and for that of Keras once imported.
 
     Args:
@@ -196,9 +200,7 @@ def for_each_replica(place: Callable[[], Place | None]) -> None:
         each.put(lambda own: own if hasattr(own, "_replica_engine") else _setting(own, place))
 
 
-def _setting(
-    own: Callable[[object, str, object], None], place: Callable[[], Place | None]
-) -> Callable[[object, str, object], None]:
+def _setting(own: Callable[[object, str, object], None], place: Where) -> Callable[[object, str, object], None]:
     @functools.wraps(own)
     def __setattr__(self: object, name: str, value: object) -> None:  # tracebacks show the name
         here = place()
@@ -209,9 +211,7 @@ def _setting(
     return __setattr__
 
 
-def _belongs_to_replica(
-    owner: object, name: str, value: object, here: Place, place: Callable[[], Place | None]
-) -> bool:
+def _belongs_to_replica(owner: object, name: str, value: object, here: Place, place: Where) -> bool:
     """Sets an attribute for a replica; returns whether the class has nothing left to do.
 
     The class has something left to do with lists and dictionaries, which it wraps, so that variables that come into
@@ -276,7 +276,7 @@ def _set_by() -> tuple[bool, bool]:
     return by_library, frame is not None
 
 
-def _prepared(kind: type, name: str, place: Callable[[], Place | None]) -> bool:
+def _prepared(kind: type, name: str, place: Where) -> bool:
     """Puts `_OfReplicas` on the class; returns whether it is there. A property of the class stays."""
     known = inspect.getattr_static(kind, name, _MISSING)
     if isinstance(known, _OfReplicas):
