@@ -47,7 +47,7 @@ from replica_engine.process import scoped
 _CHECKPOINTS, _CHECKPOINT = "tensorflow.python.checkpoint", "tensorflow.python.checkpoint.checkpoint.Checkpoint"
 _MANAGEMENT = f"{_CHECKPOINTS}.checkpoint_management"
 _FIRST = "the first scope of a strategy, the first `TrainingState`, or the first `BackupAndRestore`"
-_KINDS, _CHIEF = "checkpoints are atomic, asynchronous, and in parts", "the chief writes files for all workers"
+_KINDS = "checkpoints are atomic, asynchronous, and in parts"
 _NOT_OURS = (
     "passes on to TensorFlow for checkpoints without variables of this library's strategies and without a "
     "`TrainingState`"
@@ -76,7 +76,7 @@ FILES = Hook(
 NODES = Hook(
     "tensorflow.python.saved_model.save",
     "save_and_return_nodes",  # what tf.saved_model.save calls
-    why=_CHIEF,
+    why="the chief writes files for all workers",
     since=FIRST_WORKERS_SCOPE,
     until="passes on to TensorFlow for what is not trained on several workers",
 )
@@ -92,10 +92,9 @@ VALUE = _VALUE
 
 T = TypeVar("T")
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
-Read = Callable[[], tf.Tensor | None]
 
 
-def spec(read: Read, part: str, dtype: tf.DType, device: str) -> _SaveSpec:
+def spec(read: Callable[[], tf.Tensor | None], part: str, dtype: tf.DType, device: str) -> _SaveSpec:
     """A value that an object saves, or a part of it; its key is not known yet.
 
     Args:
@@ -118,13 +117,7 @@ def restore_mirrored(variable: tf.Variable, value: tf.Tensor) -> object:
 
 
 class Worker(Protocol):
-    """A worker that saves together with others.
-
-    Attributes:
-        is_chief: whether this worker writes the files of a path that all have.
-    """
-
-    is_chief: bool
+    """A worker that saves together with others."""
 
     def saving(self, what: str, path: Path) -> contextlib.AbstractContextManager[bool]:
         """A context manager around saving: all workers meet before and after it. Inside is whether this one writes."""
