@@ -200,19 +200,6 @@ def _taking(types: tuple, shapes: tuple, count: int) -> tf.types.experimental.Co
         return tf.function(take, autograph=False).get_concrete_function(resource, resource)
 
 
-def may_call_python(dataset: tf.data.Dataset | None) -> bool:
-    """Whether a dataset calls Python, as far as can be seen: True if some part of it cannot be seen."""
-    if dataset is None:
-        return True
-    found = _calling.get(dataset)
-    if found is None:
-        found = _calling[dataset] = looks_as_if_it_calls_python(dataset)
-    return found
-
-
-_calling: weakref.WeakKeyDictionary[tf.data.Dataset, bool] = weakref.WeakKeyDictionary()
-
-
 def bytes_of(spec: object) -> int | None:
     """The bytes of an element, by its specs; None if they are not known, or it is not of dense tensors of numbers."""
     specs = tf.nest.flatten(spec)
@@ -221,8 +208,15 @@ def bytes_of(spec: object) -> int | None:
     return sum(each.shape.num_elements() * each.dtype.size for each in specs)
 
 
-def looks_as_if_it_calls_python(dataset: tf.data.Dataset, without: tuple[type, ...] = ()) -> bool:
-    """Like `may_call_python`, but looks each time, and not at datasets of the classes `without` and their inputs."""
+def may_call_python(dataset: tf.data.Dataset | None, without: tuple[type, ...] = ()) -> bool:
+    """Whether a dataset calls Python, as far as can be seen: True if some part of it cannot be seen.
+
+    Args:
+        dataset: the dataset; None if it is not known.
+        without: classes of datasets that are not looked at, and whose inputs are not either.
+    """
+    if dataset is None:
+        return True
     for each in subgraphs.reached([dataset], lambda each: [] if isinstance(each, without) else each._inputs()):
         if isinstance(each, without):
             continue

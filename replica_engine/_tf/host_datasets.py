@@ -39,7 +39,7 @@ from tensorflow.python.distribute.input_lib import (
     _dummy_tensor_fn,
 )
 
-from replica_engine._tf.data_pulls import Pulls, bytes_of, looks_as_if_it_calls_python, may_call_python
+from replica_engine._tf.data_pulls import Pulls, bytes_of, may_call_python
 from replica_engine._tf.graphs.python_ops import python_op
 from replica_engine.errors import InputsError
 from replica_engine.process import threads
@@ -531,7 +531,7 @@ def _in_own_memory(
 
     `batch` copies its elements. So only what Python does after the last `batch` matters here.
     """
-    if not isinstance(dataset, tf.data.Dataset) or not looks_as_if_it_calls_python(dataset, _COPYING):
+    if not isinstance(dataset, tf.data.Dataset) or not may_call_python(dataset, _COPYING):
         return dataset
     several = type(dataset.element_spec) is tuple  # `map` passes the parts of a tuple one by one
 
