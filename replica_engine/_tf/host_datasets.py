@@ -147,7 +147,7 @@ def pulls_of(iterator: object) -> Pulls | None:
     if not isinstance(iterator, _HostIterator):
         return Pulls.of(iterator)
     (turns,) = iterator._iterators
-    if turns.agree is not None or iterator._replica_order is not None or iterator._enable_get_next_as_optional:
+    if turns.agree is not None or iterator._enable_get_next_as_optional:
         return None
     return Pulls.of(turns.iterator, len(turns.devices), turns.round)
 
@@ -205,15 +205,10 @@ class _Iterable:
         return ahead
 
     @property
-    def _type_spec(self: tf.distribute.DistributedDataset) -> tf.TypeSpec:
-        return self._spec(
-            self._input_workers,
-            self._element_spec,
-            self._strategy,
-            self._options,
-            enable_get_next_as_optional=self._enable_get_next_as_optional,
-            replica_order=self._replica_order,
-        )
+    def _type_spec(self) -> tf.TypeSpec:
+        spec = super()._type_spec  # type: ignore[misc]
+        spec.__class__ = self._spec  # TensorFlow's property names the class that it makes
+        return spec
 
 
 def _iterator_of(
@@ -232,7 +227,6 @@ def _iterator_of(
         cardinality=cardinality,
         enable_get_next_as_optional=dataset._enable_get_next_as_optional,
         options=dataset._options,
-        replica_order=dataset._replica_order,
     )
 
 
@@ -445,7 +439,7 @@ class _HostIterator(DistributedIterator):
         in_scope = tf.distribute.has_strategy()
         misplaced = in_scope and tf.distribute.get_replica_context() is not None
         foreign = in_scope and tf.distribute.get_strategy() is not self._strategy
-        if not tf.executing_eagerly() or misplaced or foreign or self._replica_order is not None:
+        if not tf.executing_eagerly() or misplaced or foreign:
             return super().get_next(name)
         (turns,) = self._iterators
         with tf.device(self._input_workers.worker_devices[0]):
@@ -454,15 +448,9 @@ class _HostIterator(DistributedIterator):
 
     @property
     def _type_spec(self) -> _HostIteratorSpec:
-        return _HostIteratorSpec(
-            self._input_workers,
-            self._element_spec,
-            self._strategy,
-            self._options,
-            self._cardinality,
-            self._enable_get_next_as_optional,
-            self._replica_order,
-        )
+        spec = super()._type_spec
+        spec.__class__ = _HostIteratorSpec
+        return spec
 
 
 class _HostIteratorSpec(DistributedIteratorSpec):

@@ -116,7 +116,6 @@ PRIVATE = (
     Private(_dataset, "_cardinality", "making the iterator of a distributed dataset"),
     Private(_dataset, "_enable_get_next_as_optional", "whether batches may be partial"),
     Private(_dataset, "_element_spec", "making the iterator of a distributed dataset"),
-    Private(_dataset, "_replica_order", "making the iterator of a distributed dataset"),
     Private(_dataset._type_spec, "_component_specs", "overridden: the iterator as the argument of a tf.function"),
     Private(_dataset._type_spec, "_to_components", "overridden: the same"),
     Private(_dataset._type_spec, "_from_components", "overridden: the same"),
