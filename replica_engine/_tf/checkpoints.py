@@ -22,7 +22,7 @@ import re
 import tempfile
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -91,6 +91,8 @@ VALUE = _VALUE
 """The name of a variable's value among what an object saves."""
 
 T = TypeVar("T")
+Own = Callable[..., object]  # what TensorFlow does itself
+Options: TypeAlias = tf.train.CheckpointOptions | None
 Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
@@ -212,11 +214,7 @@ def let_the_chief_write(worker_of: Callable[[object], Worker | None]) -> None:
 
 
 def _written(
-    saves: Saves,
-    original: Callable[..., object],
-    self: tf.train.Checkpoint,
-    file_prefix: str | os.PathLike[str],
-    options: tf.train.CheckpointOptions | None = None,
+    saves: Saves, original: Own, self: tf.train.Checkpoint, file_prefix: str | os.PathLike[str], options: Options = None
 ) -> object:
     if not tf.executing_eagerly() or not saves.concerns(self):
         return original(self, file_prefix, options)
@@ -256,14 +254,14 @@ class _Helper:
     def __init__(self, saves: Saves, checkpoint: tf.train.Checkpoint):
         self._saves, self._checkpoint = saves, weakref.ref(checkpoint)
 
-    def save(self, file_prefix: object, options: tf.train.CheckpointOptions | None) -> object:
+    def save(self, file_prefix: object, options: Options) -> object:
         with scoped.variable(_asynchronously, True):
             return self._synchronous().save(file_prefix, _synchronous(options))
 
-    def read(self, save_path: object, options: tf.train.CheckpointOptions | None) -> object:
+    def read(self, save_path: object, options: Options) -> object:
         return self._synchronous().read(save_path, _synchronous(options))
 
-    def restore(self, save_path: object, options: tf.train.CheckpointOptions | None) -> object:
+    def restore(self, save_path: object, options: Options) -> object:
         return self._synchronous().restore(save_path, _synchronous(options))
 
     def sync(self) -> None:
@@ -276,7 +274,7 @@ class _Helper:
         return checkpoint
 
 
-def _helped(saves: Saves, original: Callable[..., object], self: tf.train.Checkpoint) -> object:
+def _helped(saves: Saves, original: Own, self: tf.train.Checkpoint) -> object:
     known = self._async_checkpointer_impl
     is_ours = isinstance(known, _Helper)
     if saves.concerns(self) is not is_ours:
@@ -286,9 +284,7 @@ def _helped(saves: Saves, original: Callable[..., object], self: tf.train.Checkp
     return self._async_checkpointer_impl or original(self)
 
 
-def _read(
-    saves: Saves, original: Callable[..., object], self: object, save_path: object, options: object = None
-) -> object:
+def _read(saves: Saves, original: Own, self: object, save_path: object, options: object = None) -> object:
     saves.wait(raises=False)  # the objects may have no variables yet: they get their values when they are made
     if not isinstance(save_path, (str, os.PathLike)):
         return original(self, save_path, options)
@@ -297,13 +293,7 @@ def _read(
         return original(self, path, options)
 
 
-def _given(
-    saves: Saves,
-    original: Callable[..., object],
-    self: Any,
-    file_prefix: object,
-    options: tf.train.CheckpointOptions | None = None,
-) -> object:
+def _given(saves: Saves, original: Own, self: Any, file_prefix: object, options: Options = None) -> object:
     receive = saves.receiver()
     if receive is None or not tf.executing_eagerly() or self._registered_savers:  # those write files themselves
         return original(self, file_prefix, options)
@@ -323,7 +313,7 @@ def _given(
     return None
 
 
-def _synchronous(options: tf.train.CheckpointOptions | None) -> tf.train.CheckpointOptions:
+def _synchronous(options: Options) -> tf.train.CheckpointOptions:
     """The options without asynchronous saving, which is done by this library and not by TensorFlow."""
     options = copy.copy(options or tf.train.CheckpointOptions())
     options.experimental_enable_async_checkpoint = False
@@ -332,7 +322,7 @@ def _synchronous(options: tf.train.CheckpointOptions | None) -> tf.train.Checkpo
 
 def _exported(
     worker_of: Callable[[object], Worker | None],
-    original: Callable[..., object],
+    original: Own,
     obj: object,
     export_dir: Path,
     *args: object,
