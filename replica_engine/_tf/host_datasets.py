@@ -16,6 +16,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -45,6 +46,10 @@ from replica_engine.errors import InputsError
 from replica_engine.process import threads
 from replica_engine.process.interrupts import held_off_once
 
+Data: TypeAlias = tf.data.Dataset | tf.distribute.DistributedDataset
+Options: TypeAlias = tf.distribute.InputOptions | None
+Agree = Callable[[tf.Tensor | bool], tf.Tensor | bool]  # see `HostDatasets`
+
 _MOST_AHEAD = 64  # elements that are read ahead for all replicas together
 _SMALL = 1 << 16  # bytes that they may take then
 
@@ -67,15 +72,13 @@ class HostDatasets(tf.distribute.StrategyExtended):
     function takes whether this worker has a batch, and returns whether all have one; in a graph, tensors.
     """
 
-    def _experimental_distribute_dataset(
-        self, dataset: tf.data.Dataset | tf.distribute.DistributedDataset, options: tf.distribute.InputOptions | None
-    ) -> tf.distribute.DistributedDataset:
+    def _experimental_distribute_dataset(self, dataset: Data, options: Options) -> tf.distribute.DistributedDataset:
         """The hook of `experimental_distribute_dataset`.
 
         Raises:
             InputsError: `dataset` is neither a dataset nor distributed already, or its elements are not batches.
         """
-        if not isinstance(dataset, (tf.data.Dataset, tf.distribute.DistributedDataset)):
+        if not isinstance(dataset, Data):
             raise InputsError(
                 f"experimental_distribute_dataset takes a tf.data.Dataset, not {type(dataset).__name__}. Make a "
                 "dataset of arrays, with the batch of all replicas:\n"
@@ -97,9 +100,7 @@ class HostDatasets(tf.distribute.StrategyExtended):
         )
 
     def _distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
-        options: tf.distribute.InputOptions | None,
+        self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset], options: Options
     ) -> tf.distribute.DistributedDataset:
         """The hook of `distribute_datasets_from_function`."""
 
@@ -230,7 +231,7 @@ def _iterator_of(
     )
 
 
-def _ahead(dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None, replicas: int) -> tf.data.Dataset:
+def _ahead(dataset: tf.data.Dataset, options: Options, replicas: int) -> tf.data.Dataset:
     """The dataset that reads as many elements ahead for each replica as the user wants; by default one.
 
     By default small elements that no Python code makes are read further ahead: with a place for one or two of them,
@@ -331,13 +332,7 @@ class _Turns:
 
     end: weakref.ref[_Turns] | None = None
 
-    def __init__(
-        self,
-        iterator: tf.data.Iterator,
-        worker: str,
-        devices: Sequence[str],
-        agree: Callable[[tf.Tensor | bool], tf.Tensor | bool] | None,
-    ):
+    def __init__(self, iterator: tf.data.Iterator, worker: str, devices: Sequence[str], agree: Agree | None):
         self.iterator = iterator
         self.agree = agree
         self._worker = worker
@@ -506,9 +501,7 @@ for _ours, _theirs in ((_HostIterator, DistributedIterator), *((ours, theirs) fo
     _ours.__name__ = _ours.__qualname__ = _theirs.__name__  # the name that messages show and users know
 
 
-def _in_own_memory(
-    dataset: tf.data.Dataset | tf.distribute.DistributedDataset,
-) -> tf.data.Dataset | tf.distribute.DistributedDataset:
+def _in_own_memory(dataset: Data) -> Data:
     """The dataset with copies of its elements, if they may be the memory of Python; otherwise the dataset itself.
 
     TensorFlow takes an array that a generator or `tf.numpy_function` returns without a copy, if its memory is aligned
