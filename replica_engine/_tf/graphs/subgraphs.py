@@ -23,6 +23,7 @@ from replica_engine._tf import variables
 from replica_engine._tf.hook import StandIn
 
 T = TypeVar("T")
+Ops = Iterable[tf.Operation]
 
 _numbers = itertools.count()
 
@@ -155,9 +156,7 @@ def _called(node: Any) -> Iterator[str]:
                 yield function.name
 
 
-def apply_op(
-    op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation] = ()
-) -> tf.Operation:
+def apply_op(op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Ops = ()) -> tf.Operation:
     """Copies an op into the current graph, with inputs that may have other shapes."""
     graph = variables.graph()
     for function in _registered(op):
@@ -177,7 +176,7 @@ def apply_op(
 
 
 def run(
-    graph: Any, operations: Iterable[tf.Operation], inputs: Sequence[tf.Tensor], values: Sequence[Any], outputs: Any
+    graph: Any, operations: Ops, inputs: Sequence[tf.Tensor], values: Sequence[Any], outputs: Any
 ) -> list[tf.Tensor]:
     """Runs ops of a function graph in eager mode, on the host.
 
@@ -201,12 +200,7 @@ class Part(StandIn):
     """Some ops of a function graph, with the attributes that `from_func_graph` reads from a graph."""
 
     def __init__(
-        self,
-        graph: Any,
-        operations: Iterable[tf.Operation],
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        control_outputs: Sequence[tf.Operation] = (),
+        self, graph: Any, operations: Ops, inputs: Sequence[Any], outputs: Sequence[Any], control_outputs: Ops = ()
     ):
         super().__init__(graph)
         self._operations = list(operations)
