@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TypeVar
 
 from replica_engine.telemetry.stacks import in_users_code
@@ -174,9 +174,7 @@ class held_off:
             self._let_through(thread)
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restores the handlers, calls those of the signals that arrived during the block, and raises `later`."""
         self._let_through(threading.get_ident())
         self._handle()
