@@ -6,7 +6,6 @@ It checks arguments, says errors in the user's terms, and passes on to the exten
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -47,8 +46,6 @@ class OnBackend(tf.distribute.Strategy):
 
     _runs_again: type | None = None
     """The extended class whose backend may know a run; a class of the user's may run functions in another way."""
-    _modules = 0
-    """How many modules were imported when the scope was entered last."""
 
     @overload
     def run(
@@ -128,13 +125,10 @@ class OnBackend(tf.distribute.Strategy):
         """
         check_outside_replicas("scope")
         models.check_distribution(self)
-        # Each eager run enters the scope. Only modules imported since can have functions without their hooks.
-        if len(sys.modules) != self._modules:
-            self._modules = len(sys.modules)
-            models.explain()
-            saving.install()
-            keras_hooks.combine_logs(OnBackend)
-            self.leave_files_to_chief()
+        models.explain()
+        saving.install()
+        keras_hooks.combine_logs(OnBackend)
+        self.leave_files_to_chief()
         return super().scope()
 
     def leave_files_to_chief(self, *models: Any) -> None:
