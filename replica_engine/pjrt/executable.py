@@ -408,10 +408,12 @@ class Flight:
             wait_for_ever(woken.wait)
         except BaseException:
             left.set()
+            thread.leave()
             raise
         if thread.has_result:
             return thread.result()
         left.set()
+        thread.leave()
         return None
 
 

@@ -83,6 +83,7 @@ class Apart(threading.Thread, Generic[T]):
         super().__init__(target=self._make, args=(call, ended), name=f"replica_engine: {name}", daemon=True)
         self._results: list[T] = []
         self._failures: list[BaseException] = []
+        self._is_left = False
 
     def _make(self, call: Callable[[], T], ended: Callable[[], None]) -> None:
         try:
@@ -90,7 +91,15 @@ class Apart(threading.Thread, Generic[T]):
         except BaseException as error:
             self._failures.append(error)
         finally:
+            if self._is_left:
+                self.leave()
             ended()
+
+    def leave(self) -> None:
+        """Lets go of what the call returns or raises, now and later: nobody asks for it, and it may hold arrays."""
+        self._is_left = True
+        self._results.clear()
+        self._failures.clear()
 
     @property
     def has_result(self) -> bool:

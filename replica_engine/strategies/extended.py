@@ -33,7 +33,7 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 class ExtendedHooks(HostDatasets):
     """The hooks that all strategies of this library have in common: values, which may be any structure, and datasets.
 
-    Put it before an extended class of `tf.distribute`.
+    Put it before an extended class of `tf.distribute`, and give it a `backend`.
     """
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:

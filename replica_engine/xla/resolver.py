@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -46,24 +45,28 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         process_id: int | None = None,
     ):
         self.cluster = _cluster(coordinator_address, num_processes, process_id)
+        self._found: DeviceGroup | None = None
         self._asked = platform_named(platform)
         if self.cluster.num_processes > 1:
             self.task_type, self.task_id = "worker", self.cluster.process_id
         elif platform is not None:
-            _ = self.devices  # fails now if there is none
+            self._found = self.group(None)  # fails now if there is none
 
     @property
     def platform(self) -> str:
         """The platform: "tpu", "gpu" or "cpu"."""
         return self._asked or self.devices.platform
 
-    @functools.cached_property
+    @property
     def devices(self) -> DeviceGroup:
         """The devices, of all processes. On the CPU platform each has as many as cores.
 
         With several processes, the first use joins the job and waits for all.
         """
-        return self.group(None)
+        # Not a cached_property: up to Python 3.11 all resolvers would share its lock, also while one waits for a job.
+        if self._found is None:
+            self._found = self.group(None)
+        return self._found
 
     def group(self, count: int | None, mesh: ReplicaMesh | None = None) -> DeviceGroup:
         """The first `count` devices, of all processes; None takes all. With a mesh, each replica has several.

@@ -100,8 +100,8 @@ class Convolution:
         whose dimensions are in the order of the result.
         """
         rows = ops.transpose(kernel, [*self.window, self.inputs, self.outputs])
-        count = ops.shape(kernel)[self.outputs]
-        flat = ops.reshape(rows, [math.prod(ops.shape(kernel)) // count, count])
+        *of_row, count = ops.shape(rows)
+        flat = ops.reshape(rows, [math.prod(of_row), count])
         found = ops.product(value, flat, ([self.features], [0]))
         left = [dimension for dimension in range(len(self.shape)) if dimension != self.features]
         return ops.transpose(found, _order(self, [left.index(self.batch), len(left), *map(left.index, self.space)]))

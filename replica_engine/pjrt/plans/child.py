@@ -40,7 +40,9 @@ def main(folder: pathlib.Path) -> None:
         answer = _answer(request, folder)
     except RUNTIME_ERRORS as error:
         answer = {"error": str(error)}
-    (folder / "answer.json").write_text(json.dumps(answer))
+    whole = folder / "answer.part"  # on a full disk, or if the process is killed now, there must be no half an answer
+    whole.write_text(json.dumps(answer))
+    whole.rename(folder / "answer.json")
 
 
 def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:

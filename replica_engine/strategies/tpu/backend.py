@@ -24,7 +24,7 @@ from replica_engine.strategies.tpu.distribution import Distribution
 from replica_engine.strategies.tpu.variable_table import VariableTable
 from replica_engine.values.regroup import spread
 from replica_engine.xla.body import LaunchLimits, in_body
-from replica_engine.xla.context import BodyReplicaContext
+from replica_engine.xla.context import BodyReplicaContext, use_own_values
 from replica_engine.xla.graph_op import call_with_numbers
 from replica_engine.xla.graph_op import plan as plan_call
 from replica_engine.xla.signature.function_spec import FunctionSpec
@@ -62,6 +62,9 @@ class CompiledBackend(Backend):
         distribution: Distribution | None,
     ):
         super().__init__(strategy)
+        use_own_values()
+        if devices.member is not None:
+            workers.explain_failures(devices.member)  # before the first op, which may fail
         self.device_group, self.same_random = devices, same_random
         self.limits, self.distribution = limits, distribution
         self.saving = workers.saving_on(devices, limits)

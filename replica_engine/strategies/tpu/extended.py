@@ -24,7 +24,7 @@ from replica_engine.xla import own_values, shared_sums
 from replica_engine.xla.analysis.differences import is_equal_everywhere
 from replica_engine.xla.body import in_body
 from replica_engine.xla.constraints import logical_device
-from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf, use_own_values
+from replica_engine.xla.context import BodyReplicaContext, gather_leaf, reduce_leaf
 from replica_engine.xla.state.host_variable import handles_compared
 
 
@@ -116,10 +116,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, backend: CompiledBackend, steps_per_run: int):
-        use_own_values()
         self.backend, self.device_group, self.steps_per_run = backend, backend.device_group, steps_per_run
-        if self.device_group.member is not None:
-            workers.explain_failures(self.device_group.member)
         super().__init__(strategy, [distribute.resolve("CPU:0")] * self.device_group.size, QuietReduction())
 
     def _initialize_strategy(self, devices: list[str]) -> None:

@@ -389,6 +389,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
             DeviceError: a replica has no device of this number; or the strategy was made with
                 `experimental_spmd_xla_partitioning=True`.
         """
+        check_mode()
         if self._only_splits:
             raise DeviceError(
                 "experimental_assign_to_logical_device was called under a strategy that was made with "
