@@ -12,9 +12,5 @@ Trace = tf.profiler.experimental.Trace
 """A context manager that shows the code inside as a span with a name."""
 
 
-def _read_flag() -> bool:
-    return _trace.enabled
-
-
-is_running = _trace.enabled if callable(_trace.enabled) else _read_flag
+is_running = _trace.enabled if callable(_trace.enabled) else lambda: _trace.enabled
 """Whether a profile is being taken."""
