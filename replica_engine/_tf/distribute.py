@@ -86,8 +86,10 @@ class LaterPerReplica(PerReplica):
         self._make = make
 
     def __getattr__(self, name: str) -> Any:
-        if name != "_values":
-            return _of_no_attribute(self, name)
+        if name != "_values":  # as a plain `PerReplica`, whose class may have a method for this
+            if (raising := getattr(PerReplica, "__getattr__", None)) is not None:
+                return raising(self, name)
+            raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=self)
         make = vars(self).get("_make")
         if make is None:  # another thread has just made them
             return vars(self)["_values"]
@@ -103,14 +105,6 @@ class LaterPerReplica(PerReplica):
         """A copy has its values."""
         len(self._values)  # makes them; from here on the class is the plain one
         return object.__reduce_ex__(self, protocol)
-
-
-def _of_no_attribute(value: object, name: str) -> Any:
-    """Raises the AttributeError of a plain `PerReplica`."""
-    raising = getattr(PerReplica, "__getattr__", None)
-    if raising is not None:
-        return raising(value, name)
-    raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=value)
 
 
 LaterPerReplica.__name__ = LaterPerReplica.__qualname__ = PerReplica.__name__  # as Python's own errors name it
