@@ -17,7 +17,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 _SIGINT = int(signal.SIGINT)
 
@@ -76,7 +75,7 @@ class heard_at_once:
             _ear.theirs = before
             self._is_set = True
 
-    def __exit__(self, kind: object, error: BaseException | None, frames: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if _ear is None or _ear.told is not self._told:
             return
         _ear.told = self._outer
