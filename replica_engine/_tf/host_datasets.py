@@ -443,9 +443,14 @@ class _HostIterator(DistributedIterator):
 
     @property
     def _type_spec(self) -> _HostIteratorSpec:
-        spec = super()._type_spec
-        spec.__class__ = _HostIteratorSpec
-        return spec
+        return _HostIteratorSpec(  # and not TensorFlow's of another class: each step asks for it
+            self._input_workers,
+            self._element_spec,
+            self._strategy,
+            self._options,
+            self._cardinality,
+            self._enable_get_next_as_optional,
+        )
 
 
 class _HostIteratorSpec(DistributedIteratorSpec):
