@@ -33,7 +33,7 @@ _INSTALLED = """
         ("replica_engine.MirroredStrategy(['CPU:0'])", ["_tf", "diagnostics", "threads"]),
         pytest.param(
             "replica_engine.TPUStrategy(num_cores=1)",
-            ["_tf", "diagnostics", "xla"],
+            ["_tf", "diagnostics", "strategies", "xla"],
             marks=pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA),
         ),
     ],

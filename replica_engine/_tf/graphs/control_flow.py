@@ -159,8 +159,14 @@ def is_branch_or_loop(graph: Any) -> bool:
 
 
 def graphs_inside(op: tf.Operation) -> list[Any]:
-    """The graphs of the branches of an op, or of its condition and its body; an empty list for any other op."""
-    return subgraphs.functions_of(op) if op.type in _TYPES else []
+    """The graphs of the branches, or of the condition and the body, of an op that was made in this process."""
+    if op.type not in _TYPES:
+        return []
+    # By the attributes that TensorFlow sets: an eager tape asks with a stand-in for the op, which has no graph.
+    names = ["_true_graph", "_false_graph", "_cond_graph", "_body_graph"]
+    if op.type.endswith("Case"):
+        names = [f"_branch_graph_{index}" for index in range(len(op.get_attr("branches")))]
+    return [getattr(op, name) for name in names if hasattr(op, name)]
 
 
 def gradients_of_ops(*args: Any, **kwargs: Any) -> list[Any]:
