@@ -67,6 +67,10 @@ class Cluster:
     addresses: tuple[str, ...] = ()
 
 
+_Reader = Callable[[Mapping[str, str]], Cluster | None]
+_FindsAddress = Callable[[Mapping[str, str], int], str]
+
+
 def find_cluster(environ: Mapping[str, str] | None = None) -> Cluster:
     """Reads the place of this process in its job from environment variables.
 
@@ -114,14 +118,6 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """The address of a host and a port: "host:port", or "[host]:port" for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _ours(environ: Mapping[str, str]) -> Cluster | None:
-    if PROCESS_ID not in environ and NUM_PROCESSES not in environ:
-        return None
-    size, index = _size_and_index(environ, NUM_PROCESSES, PROCESS_ID)
-    coordinator = _address(COORDINATOR, _present(environ, COORDINATOR, NUM_PROCESSES, _ADDRESS)) if size > 1 else ""
-    return Cluster(index, size, coordinator, _named("process", size), "REPLICA_ENGINE_PROCESS_ID")
 
 
 def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
@@ -212,44 +208,35 @@ def _beside(addresses: Sequence[str]) -> str:
     return join_address(host, port)
 
 
-def _keras(environ: Mapping[str, str]) -> Cluster | None:
-    numbers, ids, jobs = (f"{_KERAS}{name}" for name in ("NUM_PROCESSES", "PROCESS_ID", "JOB_ADDRESSES"))
-    if numbers not in environ and ids not in environ:
-        return None
-    size, index = _size_and_index(environ, numbers, ids)
-    source = "KERAS_DISTRIBUTION_PROCESS_ID"
-    if size == 1:
-        return Cluster(0, 1, "", ("process 0",), source)
-    wanted = '"host:port" of worker 0, or of all workers with commas between them'
-    given = _present(environ, jobs, numbers, wanted)
+def _our_address(environ: Mapping[str, str], size: int) -> str:
+    return _address(COORDINATOR, _present(environ, COORDINATOR, NUM_PROCESSES, _ADDRESS))
+
+
+def _keras_address(environ: Mapping[str, str], size: int) -> str:
+    jobs, wanted = f"{_KERAS}JOB_ADDRESSES", '"host:port" of worker 0, or of all workers with commas between them'
+    given = _present(environ, jobs, f"{_KERAS}NUM_PROCESSES", wanted)
     addresses = [_address(f"{jobs}[{at}]", each.strip()) for at, each in enumerate(given.split(","))]
     if len(addresses) not in (1, size):
         raise ClusterConfigError.bad_value(jobs, given, f"{wanted}: 1 or {size} addresses")
-    return Cluster(index, size, addresses[0], _named("process", size), source)
+    return addresses[0]
 
 
-def _jax(environ: Mapping[str, str]) -> Cluster | None:
-    numbers, ids, coordinator = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS"
-    if numbers not in environ and ids not in environ:
-        return None
-    size, index = _size_and_index(environ, numbers, ids)
-    if size == 1:
-        return Cluster(0, 1, "", ("process 0",), ids)
-    address = _given(environ) or _address(coordinator, _present(environ, coordinator, numbers, _ADDRESS))
-    return Cluster(index, size, address, _named("process", size), ids)
+def _jax_address(environ: Mapping[str, str], size: int) -> str:
+    coordinator = "JAX_COORDINATOR_ADDRESS"
+    return _given(environ) or _address(coordinator, _present(environ, coordinator, "JAX_NUM_PROCESSES", _ADDRESS))
 
 
 def _torchrun(environ: Mapping[str, str]) -> Cluster | None:
     if not {"RANK", "WORLD_SIZE"} <= set(environ):
         return None  # one of the two alone does not show who started the process
-    size, index = _size_and_index(environ, "WORLD_SIZE", "RANK")
-    if size == 1:
-        return Cluster(0, 1, "", ("rank 0",), "torchrun")
+    return _place(environ, "WORLD_SIZE", "RANK", "rank", "torchrun", _torchrun_address)
+
+
+def _torchrun_address(environ: Mapping[str, str], size: int) -> str:
     host = _present(environ, "MASTER_ADDR", "WORLD_SIZE", "the name of the host of rank 0")
     port = _whole("MASTER_PORT", _present(environ, "MASTER_PORT", "WORLD_SIZE", "a port"), least=1, most=2**16 - 2)
     # torchrun itself may listen at that port, and then says so.
-    port += environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Cluster(index, size, join_address(host, port), _named("rank", size), "torchrun")
+    return join_address(host, port + (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"))
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster | None:
@@ -262,47 +249,60 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
         if _number(environ.get(_SLURM_ID, "")) > 0:
             raise ClusterConfigError.missing(schedulers.STEP_TASKS, _SLURM_ID, "the number of tasks of the step")
         return None
-    size, index = _size_and_index(environ, schedulers.STEP_TASKS, _SLURM_ID)
-    if size == 1:
-        return Cluster(0, 1, "", ("task 0",), "Slurm")
-    address = _given(environ)
-    if not address:
-        _present(environ, schedulers.STEP_NODES, schedulers.STEP_TASKS, "the nodes of the step, as Slurm writes them")
-        address = schedulers.slurm_address(environ)
-    return Cluster(index, size, address, _named("task", size), "Slurm")
+    return _place(environ, schedulers.STEP_TASKS, _SLURM_ID, "task", "Slurm", _slurm_address)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Cluster | None:
-    if not {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} & set(environ):
-        return None
-    size, index = _size_and_index(environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    if size == 1:
-        return Cluster(0, 1, "", ("rank 0",), "Open MPI")
-    address = _given(environ) or schedulers.open_mpi_address(environ, size)
-    return Cluster(index, size, address, _named("rank", size), "Open MPI")
+def _slurm_address(environ: Mapping[str, str], size: int) -> str:
+    if given := _given(environ):
+        return given
+    _present(environ, schedulers.STEP_NODES, schedulers.STEP_TASKS, "the nodes of the step, as Slurm writes them")
+    return schedulers.slurm_address(environ)
 
 
-_READERS: tuple[Callable[[Mapping[str, str]], Cluster | None], ...] = (
-    _ours,
+def _open_mpi_address(environ: Mapping[str, str], size: int) -> str:
+    return _given(environ) or schedulers.open_mpi_address(environ, size)
+
+
+def _numbered(sizes: str, indices: str, kind: str, source: str, address: _FindsAddress) -> _Reader:
+    """A reader of what tells the number of workers and the index of this one; see `_place`."""
+    return lambda environ: (
+        _place(environ, sizes, indices, kind, source, address) if {sizes, indices} & set(environ) else None
+    )
+
+
+def _place(
+    environ: Mapping[str, str], sizes: str, indices: str, kind: str, source: str, address: _FindsAddress
+) -> Cluster:
+    """The place that two variables tell, checked.
+
+    Args:
+        environ: the variables.
+        sizes: the name of the one with the number of workers.
+        indices: the name of the one with the index of this worker.
+        kind: what the launcher calls a worker.
+        source: what the place is read from.
+        address: finds the address of the coordinator, for the number of workers, if they are several.
+    """
+    wanted = "the number of workers, the same for all"
+    size = _whole(sizes, _present(environ, sizes, indices, wanted), least=1)
+    index = _whole(indices, _present(environ, indices, sizes, "the worker's index, from 0"), least=0)
+    if index >= size:
+        raise ClusterConfigError.out_of_range(indices, index, size, sizes)
+    tasks = tuple(f"{kind} {each}" for each in range(size))
+    return Cluster(index, size, address(environ, size) if size > 1 else "", tasks, source)
+
+
+_READERS: tuple[_Reader, ...] = (
+    _numbered(NUM_PROCESSES, PROCESS_ID, "process", PROCESS_ID, _our_address),
     _tf_config,
-    _keras,
-    _jax,
+    _numbered(f"{_KERAS}NUM_PROCESSES", f"{_KERAS}PROCESS_ID", "process", f"{_KERAS}PROCESS_ID", _keras_address),
+    _numbered("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "process", "JAX_PROCESS_ID", _jax_address),
     _torchrun,
     _slurm,
-    _open_mpi,
+    _numbered("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "rank", "Open MPI", _open_mpi_address),
 )
 
 _ADDRESS = 'the address of the coordinator, as "host:port": a free port on the host of worker 0'
-
-
-def _size_and_index(environ: Mapping[str, str], size_field: str, index_field: str) -> tuple[int, int]:
-    """The number of workers and the index of this one, checked."""
-    wanted = "the number of workers, the same for all"
-    size = _whole(size_field, _present(environ, size_field, index_field, wanted), least=1)
-    index = _whole(index_field, _present(environ, index_field, size_field, "the worker's index, from 0"), least=0)
-    if index >= size:
-        raise ClusterConfigError.out_of_range(index_field, index, size, size_field)
-    return size, index
 
 
 def _present(environ: Mapping[str, str], field: str, given: str, wanted: str) -> str:
@@ -327,12 +327,7 @@ def _number(text: str) -> int:
 def _whole(field: str, value: object, least: int, most: int | None = None) -> int:
     """A whole number that is given as a number or as text."""
     wanted = f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
-    text = value.strip() if isinstance(value, str) else value
-    if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise ClusterConfigError.bad_value(field, value, wanted)
-    if isinstance(text, str) and not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise ClusterConfigError.bad_value(field, value, wanted)
-    number = int(text)
+    number = value if type(value) is int else _number(value.strip()) if isinstance(value, str) else -1
     if number < least or (most is not None and number > most):
         raise ClusterConfigError.bad_value(field, value, wanted)
     return number
@@ -349,7 +344,3 @@ def _address(field: str, address: object) -> str:
 def _given(environ: Mapping[str, str]) -> str:
     """The coordinator's address, if the user says it: then it need not be found out, which may not be possible."""
     return environ.get(COORDINATOR, "")
-
-
-def _named(kind: str, size: int) -> tuple[str, ...]:
-    return tuple(f"{kind} {index}" for index in range(size))
