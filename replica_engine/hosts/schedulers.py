@@ -6,6 +6,7 @@ the first task, and a port drawn from the number of the job, so that two jobs on
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ _MPI_URI = "OMPI_MCA_orte_hnp_uri"
 _MPI_LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_SIZE"
 _FIRST_PORT, _PORTS = 61_000, 4_500  # above the ports that Linux gives to outgoing connections (32768 to 60999)
 _MOST_NODES = 100_000
+_NODES = r"(?:[\w.-]|\[[^][]*\])+"  # a name, which may have brackets
 _WANTED = 'a list of nodes as Slurm writes it: "node1,node2" or "node[1-3,07]"'
 
 
@@ -28,13 +30,12 @@ def slurm_address(environ: Mapping[str, str]) -> str:
     return f"{node_names(environ[STEP_NODES])[0]}:{_port(job)}"
 
 
-def node_names(text: str, field: str = STEP_NODES) -> list[str]:
+def node_names(text: str) -> list[str]:
     """The names in a list of nodes as Slurm writes it.
 
     Args:
         text: names with commas between them. Brackets stand for numbers and ranges of numbers, which keep their
             leading zeros; a name may have several.
-        field: where the text is from, for the error.
 
     Raises:
         ClusterConfigError: it is not such a list.
@@ -43,12 +44,15 @@ def node_names(text: str, field: str = STEP_NODES) -> list[str]:
         >>> node_names("login,node[1-3,07]")
         ['login', 'node1', 'node2', 'node3', 'node07']
     """
-    found: list[str] = []
-    for part in _parts(text, field):
-        for name in _expanded(part, text, field):
-            found.append(name)
-            if len(found) > _MOST_NODES:
-                raise ClusterConfigError.bad_value(field, text, _WANTED)
+    try:
+        if not re.fullmatch(rf"\s*{_NODES}\s*(?:,\s*{_NODES}\s*)*", text):
+            raise ValueError("not names with commas between them")
+        every = (name for part in re.findall(_NODES, text) for name in _expanded(part))
+        found = list(itertools.islice(every, _MOST_NODES + 1))
+        if len(found) > _MOST_NODES:
+            raise ValueError("too many")
+    except ValueError:
+        raise ClusterConfigError.bad_value(STEP_NODES, text, _WANTED) from None
     return found
 
 
@@ -74,28 +78,10 @@ def _port(job: str) -> int:
     return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
 
 
-def _parts(text: str, field: str) -> Iterator[str]:
-    """The list without its outer commas."""
-    depth, start = 0, 0
-    for at, character in enumerate(f"{text},"):
-        depth += (character == "[") - (character == "]")
-        if depth not in (0, 1):
-            raise ClusterConfigError.bad_value(field, text, _WANTED)
-        if character == "," and not depth:
-            if not text[start:at].strip():
-                raise ClusterConfigError.bad_value(field, text, _WANTED)
-            yield text[start:at].strip()
-            start = at + 1
-    if depth:
-        raise ClusterConfigError.bad_value(field, text, _WANTED)
-
-
-def _expanded(part: str, text: str, field: str) -> Iterator[str]:
+def _expanded(part: str) -> Iterator[str]:
     """The names that one part stands for, with its brackets expanded from the left."""
     before, bracket, rest = part.partition("[")
     if not bracket:
-        if not re.fullmatch(r"[\w.-]+", part):
-            raise ClusterConfigError.bad_value(field, text, _WANTED)
         yield part
         return
     inside, _, after = rest.partition("]")
@@ -103,6 +89,6 @@ def _expanded(part: str, text: str, field: str) -> Iterator[str]:
         numbers = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", each.strip(), re.ASCII)
         first, last = (numbers[1], numbers[2] or numbers[1]) if numbers else ("1", "0")
         if not 0 <= int(last) - int(first) < _MOST_NODES:
-            raise ClusterConfigError.bad_value(field, text, _WANTED)
+            raise ValueError("neither a number nor a range of numbers")
         for number in range(int(first), int(last) + 1):
-            yield from _expanded(f"{before}{number:0{len(first)}d}{after}", text, field)
+            yield from _expanded(f"{before}{number:0{len(first)}d}{after}")
