@@ -101,7 +101,7 @@ def test_a_wait_that_the_end_of_its_own_member_ends_does_not_speak_of_the_coordi
 
         thread = threading.Thread(target=wait)
         thread.start()
-        until(lambda: member._answers)
+        until(lambda: 0 in member._answers)
         member.close()
         thread.join()
         assert "worker 0 of 2" in said[0]
@@ -177,9 +177,9 @@ def test_a_value_given_before_an_interrupt_is_not_taken_for_a_later_one():
 
         wait, thread = member._wait_for, threading.current_thread()
 
-        def interrupt(come, patience=None):
+        def interrupt(answer, patience):
             if threading.current_thread() is not thread:
-                return wait(come, patience)
+                return wait(answer, patience)
             assert told.wait(LONG)
             raise KeyboardInterrupt
 

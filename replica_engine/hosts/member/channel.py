@@ -71,8 +71,7 @@ class Channel:
         self._first_failure: Failure | None = None
         self._callbacks: list[Callable[[ReplicaEngineError], None]] = []
         self._complete = False
-        self._answers: dict[int, _Answer] = {}
-        self._exchanged: dict[str, _Answer] = {}
+        self._answers: dict[int | str, _Answer] = {}  # to questions by number, and to exchanges by name
         self._numbers = itertools.count()
         self._connection = Connection(
             sock,
@@ -176,13 +175,9 @@ class Channel:
         length = len(wire.encode(message))
         if length < wire.LONGEST_LINE:
             with self._changed:
-                answer = self._exchanged[key] = _Answer()
-                self._connection.queue(message)
-                try:
-                    if not self._wait_for(lambda: answer.come, patience):
-                        return None
-                finally:
-                    del self._exchanged[key]
+                answer = self._answer_to(key, message, patience)
+            if not answer.come:
+                return None
             if answer.value is not None:
                 return list(answer.value)
         raise ValueError(
@@ -194,32 +189,33 @@ class Channel:
         """Sends a message with a number, and waits for the answer with that number; None if it lasts too long."""
         with self._changed:
             number = next(self._numbers)
-            answer = self._answers[number] = _Answer()
-            self._connection.queue(question(number))
-            try:
-                come = self._wait_for(lambda: answer.come, patience)
-            finally:
-                del self._answers[number]
+            answer = self._answer_to(number, question(number), patience)
         if answer.late is not None:
             raise answer.late.error()
-        return answer.value if come else None
+        return answer.value
 
-    def _wait_for(self, come: Callable[[], bool], patience: float | None = None) -> bool:
-        """Waits, with the lock, until something has come; returns False if it lasts too long.
+    def _answer_to(self, key: int | str, message: Message, patience: float | None) -> _Answer:
+        """Sends a message, with the lock, and waits for the answer with its key; it has not come if it lasts too long.
 
         Raises:
             WorkerLostError: or another failure of the job, which ends the wait.
         """
-        over = lambda: come() or self._first_failure is not None or self._connection.stopping  # noqa: E731
-        if not self._changed.wait_for(over, patience):
-            return False
-        if not come():
+        answer = self._answers[key] = _Answer()
+        self._connection.queue(message)
+        try:
+            self._wait_for(answer, patience)
+        finally:
+            del self._answers[key]
+        return answer
+
+    def _wait_for(self, answer: _Answer, patience: float | None) -> None:
+        over = lambda: answer.come or self._first_failure is not None or self._connection.stopping  # noqa: E731
+        if self._changed.wait_for(over, patience) and not answer.come:
             self.check()
             raise WorkerLostError(  # by another thread
                 f"{self._row.name} waits for the others no longer: it has left the job, at its end or because of an "
                 "exception, which its own output says."
             )
-        return True
 
     def _fill(self, now: float) -> float:
         """Queues what is due, and returns when something will be due next."""
@@ -238,16 +234,10 @@ class Channel:
                     self._changed.notify_all()
             elif kind == "warning":
                 LOGGER.warning(str(rest[0]))
-            elif kind == "exchanged":
-                name, values = rest
+            elif kind in ("answer", "exchanged", "late"):
+                key, value = rest
                 with self._changed:
-                    if (answer := self._exchanged.get(name)) is not None:  # nobody waits after an interrupt
-                        answer.value, answer.come = values, True
-                        self._changed.notify_all()
-            elif kind in ("answer", "late"):
-                number, value = rest
-                with self._changed:
-                    answer = self._answers.get(number, _Answer())
+                    answer = self._answers.get(key, _Answer())  # nobody waits after an interrupt
                     answer.late = Failure.from_json(value) if kind == "late" else None
                     answer.come, answer.value = True, value
                     self._changed.notify_all()
