@@ -230,22 +230,18 @@ class _Attempt:
     def run(self) -> int:
         """Starts the workers, and returns the exit status when all have ended."""
         token = secrets.token_hex(16)
-        wake, woken = socket.socketpair()
-        wake.setblocking(False)
         with (
-            wake,
-            woken,
             selectors.DefaultSelector() as selector,
             Coordinator(
                 len(self._slots.present),
                 token,
                 limits=self._plan.limits,
                 knows_statuses=True,
-                on_failure=lambda _: _wake_up(wake),
+                # It wakes the loop up, as the end of a process does.
+                on_failure=lambda _: os.kill(os.getpid(), signal.SIGCHLD),
             ) as coordinator,
         ):
             selector.register(self._woken, selectors.EVENT_READ)
-            selector.register(woken, selectors.EVENT_READ)
             try:
                 self._start(selector, coordinator.address, token)
                 while any(worker.running for worker in self._workers):
@@ -293,8 +289,7 @@ class _Attempt:
                     selector.unregister(key.fileobj)
                     key.data.source.close()
             else:
-                assert isinstance(key.fileobj, socket.socket)
-                for number in key.fileobj.recv(_READ):
+                for number in self._woken.recv(_READ):
                     if number in _SIGNALS:
                         self._pass_signal(number)
                     elif number == signal.SIGUSR1:
@@ -403,11 +398,6 @@ class _Attempt:
             return ""
         by_itself = "" if self._plan.max_restarts else "; `--max-restarts 1` does so by itself"
         return f" Start all workers again from the last checkpoint{by_itself}."
-
-
-def _wake_up(wake: socket.socket) -> None:
-    with contextlib.suppress(BlockingIOError):  # full: it is awake
-        wake.send(b"\0")
 
 
 def _how(worker: _Worker | None, size: int) -> WorkerLostError:
