@@ -53,6 +53,13 @@ class Failure:
         return cls(wording.__qualname__, arguments)
 
     @classmethod
+    def of_exit(cls, row: WorkerRow, status: int) -> Failure:
+        """The failure of a worker whose process has ended; the status is negative if it was a signal."""
+        if status < 0:
+            return cls.of(WorkerLostError.killed, row, -status)
+        return cls.of(WorkerLostError.exited, row, status)
+
+    @classmethod
     def from_json(cls, value: Any) -> Failure:
         """The failure that `as_json` has converted.
 

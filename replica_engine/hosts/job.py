@@ -377,11 +377,7 @@ class Job:
 
     def _exit_failure(self, worker: int, now: float) -> Failure:
         row, status = self._row(worker, now), self._statuses.get(worker)
-        if status is None:
-            return Failure.of(WorkerLostError.vanished, row)
-        if status < 0:
-            return Failure.of(WorkerLostError.killed, row, -status)
-        return Failure.of(WorkerLostError.exited, row, status)
+        return Failure.of(WorkerLostError.vanished, row) if status is None else Failure.of_exit(row, status)
 
     # Messages
 

@@ -371,13 +371,15 @@ class _Attempt:
             name = signalled.name
             _say(self._err, f"the job was preempted: all workers have ended with the status of {name}.{again}")
             return 128 + signalled
-        if first is not None:
-            self.failed = self._slots.present[first.index], None if failure is None else failure.step
-        error = _how(first, len(self._workers)) if failure is None else failure.error()
+        else:  # it was no member, or had said goodbye
+            row = WorkerRow(first.index, len(self._workers), socket.gethostname(), first.process.pid)
+            failure = Failure.of_exit(row, first.process.returncode)
+        error = failure.error()
         status = 1  # of a failure that is nobody's own, or of a worker that this launcher had to end
         if first is not None:
+            self.failed = self._slots.present[first.index], failure.step
             if first.tail:
-                did = "ended" if failure is not None and failure.is_end else "failed"
+                did = "ended" if failure.is_end else "failed"
                 _say(self._err, f"worker {first.index} {did} first; its last lines:")
             for line in first.tail:
                 self._err.write(b"[worker %d] %s\n" % (first.index, line))
@@ -398,14 +400,6 @@ class _Attempt:
             return ""
         by_itself = "" if self._plan.max_restarts else "; `--max-restarts 1` does so by itself"
         return f" Start all workers again from the last checkpoint{by_itself}."
-
-
-def _how(worker: _Worker | None, size: int) -> WorkerLostError:
-    """How a worker ended that was no member, or that had said goodbye."""
-    assert worker is not None
-    row = WorkerRow(worker.index, size, socket.gethostname(), worker.process.pid)
-    status = worker.process.returncode
-    return WorkerLostError.killed(row, -status) if status < 0 else WorkerLostError.exited(row, status)
 
 
 def _shell_status(status: int) -> int:
