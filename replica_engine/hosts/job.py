@@ -68,7 +68,7 @@ class _Member:
     closed: bool = False  # its connection has ended
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Wait:
     """A member that waits for an answer.
 
@@ -76,13 +76,13 @@ class _Wait:
         what: the position in the launch log, or the key of the value, that it waits for.
         point: the same in words, if it is a position.
         timeout: how many seconds it waits.
-        deadline: until when.
+        began: since when.
     """
 
     what: int | str
     point: str
     timeout: float
-    deadline: float
+    began: float
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class Job:
             if now - member.heard > self.limits.heartbeat and not member.left and not member.closed:
                 row = self._row(worker, now)
                 self._fail(Failure.of(WorkerLostError.silent, row, self.limits.heartbeat))
-        for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.deadline]:
+        for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.began + wait.timeout]:
             self._give_up(ticket, now)
         self._end_steps_in_vain(now)
         self._log.prune()
@@ -301,9 +301,8 @@ class Job:
             member.heard = max(member.heard, min(member.heard + stood, now))
         for worker, deadline in self._ending.items():
             self._ending[worker] = min(deadline + stood, now + STATUS_PATIENCE)
-        for ticket, wait in self._waits.items():
-            deadline = min(wait.deadline + stood, now + wait.timeout)
-            self._waits[ticket] = dataclasses.replace(wait, deadline=deadline)
+        for wait in self._waits.values():
+            wait.began = min(wait.began + stood, now)
         for worker, (position, since) in self._in_vain.items():
             self._in_vain[worker] = position, min(since + stood, now)
 
@@ -422,7 +421,7 @@ class Job:
             if timeout is not None:
                 kind, words = self._programs.get(entries[-ENTRY:], ("", "the end of the program"))
                 point = f"the {kind} {words}" if kind == COMPILE else words
-                self._waits[ticket] = self._wait(position, point, timeout, member.heard)
+                self._waits[ticket] = _Wait(position, point, float(timeout), member.heard)
         for ticket in self._log.released():
             self._answer(ticket, None)
 
@@ -443,9 +442,6 @@ class Job:
             return "end of its program"
         kind, words = self._programs.get(code, (LAUNCH, f"program {code.hex()}"))
         return f"{kind} {words}"
-
-    def _wait(self, what: int | str, point: str, timeout: float, now: float) -> _Wait:
-        return _Wait(what, point, float(timeout), now + float(timeout))
 
     def _on_put(self, worker: int, member: _Member, key: str, value: object) -> None:
         waiting = [ticket for ticket, wait in self._waits.items() if wait.what == key]
@@ -469,7 +465,7 @@ class Job:
         elif not self._has_room(str(key)):
             self._refuse(ticket, str(key))
         else:
-            self._waits[ticket] = self._wait(str(key), "", float("inf") if timeout is None else timeout, member.heard)
+            self._waits[ticket] = _Wait(str(key), "", float("inf" if timeout is None else timeout), member.heard)
             if timeout is not None and timeout <= 0:  # now, and not at the next tick: the chief may ask for each worker
                 self._give_up(ticket, member.heard)
 
