@@ -516,29 +516,26 @@ class Job:
         member.left = True
         self._ending.pop(worker, None)
 
-    def _answer(self, ticket: tuple[int, int], value: object) -> None:
+    def _answer(self, ticket: tuple[int, int], value: object, kind: str = "answer") -> None:
         self._waits.pop(ticket, None)
         worker, number = ticket
-        self._tell(worker, ["answer", number, value])
+        self._tell(worker, [kind, number, value])
 
     def _has_room(self, key: str) -> bool:
         return key in self._values or len(self._values) < _MOST_VALUES
 
     def _refuse(self, ticket: tuple[int, int], key: str) -> None:
-        self._waits.pop(ticket, None)
-        worker, number = ticket
-        self._tell(worker, ["late", number, Failure.of(WorkersMissingError.no_room, key, _MOST_VALUES).as_json()])
+        self._answer(ticket, Failure.of(WorkersMissingError.no_room, key, _MOST_VALUES).as_json(), "late")
 
     def _give_up(self, ticket: tuple[int, int], now: float) -> None:
-        wait = self._waits.pop(ticket)
+        wait = self._waits[ticket]
         if isinstance(wait.what, int):
             late = self._log.give_up(wait.what, ticket)
             lines = in_short([self._row(each, now) for each in late])
             failure = Failure.of(WorkersMissingError.not_met, wait.point, late, lines, wait.timeout)
         else:
             failure = Failure.of(WorkersMissingError.no_value, wait.what, wait.timeout)
-        worker, number = ticket
-        self._tell(worker, ["late", number, failure.as_json()])
+        self._answer(ticket, failure.as_json(), "late")
 
 
 _HANDLERS: dict[str, Callable[..., None]] = {
