@@ -95,7 +95,6 @@ class Coordinator:
         on_failure: Callable[[Failure], None] | None = None,
     ):
         self._token = token
-        self._size = size
         self._on_failure = on_failure
         self._listener = _listen(address, size)
         self.address = join_address(*self._listener.getsockname()[:2])
@@ -111,7 +110,7 @@ class Coordinator:
         self._members: dict[int, _Connection] = {}
         self._calls: deque[Callable[[], None]] = deque()  # from other threads, to run on the serving one
         self._stop = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self.serve, name="replica_engine coordinator", daemon=True)
         # Only processes of this machine come to a loopback address, as those of our launcher, who knows their statuses.
         local = "" if knows_statuses or not is_loopback(self._listener.getsockname()[0]) else self.address
         self._job = Job(size, limits or Limits(), time.monotonic(), self._tell, knows_statuses, local)
@@ -137,17 +136,12 @@ class Coordinator:
 
     def start(self) -> None:
         """Serves on a thread, until `close`."""
-        self._thread = threading.Thread(target=self.serve, name="replica_engine coordinator", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ends all connections; what was told before is written as far as the members read it at once."""
         self._call(self._end_serving)
-        if self._thread is not None:
-            self._thread.join()
-        elif not self._stop:
-            self._end_serving()
-            self._close_all()
+        self._thread.join()
 
     def exited(self, worker: int, status: int) -> None:
         """The process of a worker has ended, as its parent knows; may be called on any thread.
