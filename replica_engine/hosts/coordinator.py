@@ -96,7 +96,9 @@ class Coordinator:
     ):
         self._token = token
         self._on_failure = on_failure
-        self._listener = _listen(address, size)
+        host, port = split_address(address)
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        self._listener = socket.create_server(where, family=family, backlog=size + _MOST_STRANGERS)
         self.address = join_address(*self._listener.getsockname()[:2])
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -183,7 +185,8 @@ class Coordinator:
                     ticked = now
                     counted, pause = self.messages, _PAUSE if self.messages - counted > _MANY else 0.0
                     self._job.tick(asked)
-                    self._drop_strangers(asked)
+                    for stranger in self._strangers.late(asked):
+                        self._refuse(stranger, "has said nothing for too long")
                     if text := self._strangers.told(asked):
                         self._job.refused_strangers(text)
                 if self._job.failure is not known:
@@ -306,10 +309,6 @@ class Coordinator:
         self._strangers.discard(connection, connection.host)
         connection.lines.longest = wire.LONGEST_LINE
 
-    def _drop_strangers(self, now: float) -> None:
-        for connection in self._strangers.late(now):
-            self._refuse(connection, "has said nothing for too long")
-
     def _refuse(self, connection: _Connection, why: str) -> None:
         """Ends a connection that is not as it must be, of a stranger or of a member, which is lost then."""
         if connection.worker is None:
@@ -367,20 +366,10 @@ class Coordinator:
         if connection.closing and not connection.unwritten:
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_WR)
-        elif bool(connection.unwritten) or was_waiting:
-            self._watch(connection)
-
-    def _watch(self, connection: _Connection) -> None:
-        """Waits for room to write exactly as long as there is something to write."""
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unwritten else 0)
-        if self._selector.get_key(connection.socket).events != wanted:
-            self._selector.modify(connection.socket, wanted, connection)
-
-
-def _listen(address: str, size: int) -> socket.socket:
-    host, port = split_address(address)
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(where, family=family, backlog=size + _MOST_STRANGERS)
+        elif connection.unwritten or was_waiting:  # waits for room exactly as long as there is something to write
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unwritten else 0)
+            if self._selector.get_key(connection.socket).events != wanted:
+                self._selector.modify(connection.socket, wanted, connection)
 
 
 def allow_files(count: int) -> int:
