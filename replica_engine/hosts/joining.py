@@ -249,18 +249,14 @@ def _connected(address: str, token: str, hello: Message, patience: float, launch
             if left <= 0:
                 worker, size, about = hello
                 row = WorkerRow(worker, size, about["host"], about["pid"])
-                raise _no_coordinator(row, address, patience, str(error)) from None
+                missing = WorkersMissingError(
+                    f"The coordinator at {address} was not reached within {patience:g} s by {row.name}: {error}. "
+                    "Worker 0 starts it: either worker 0 does not run, or its address is wrong or blocked by a "
+                    "firewall, or the name of its machine is 127.0.1.1 there (then set REPLICA_ENGINE_LISTEN for it). "
+                    "Set REPLICA_ENGINE_JOIN_TIMEOUT to more seconds if it needs them."
+                )
+                missing.workers = (0,)
+                raise missing from None
         # Not all at the same moments: a thousand workers try.
         threading.Event().wait(min(pause * random.uniform(0.5, 1.0), max(left, 0.0)))
         pause = min(pause * 2, _PAUSES[1])
-
-
-def _no_coordinator(row: WorkerRow, address: str, seconds: float, reason: str) -> WorkersMissingError:
-    error = WorkersMissingError(
-        f"The coordinator at {address} was not reached within {seconds:g} s by {row.name}: {reason}. Worker 0 starts "
-        "it: either worker 0 does not run, or its address is wrong or blocked by a firewall, or the name of its "
-        "machine is 127.0.1.1 there (then set REPLICA_ENGINE_LISTEN for it). Set REPLICA_ENGINE_JOIN_TIMEOUT to more "
-        "seconds if it needs them."
-    )
-    error.workers = (0,)
-    return error
