@@ -332,21 +332,23 @@ class Member(Channel):
 
     def close(self) -> None:
         """Ends the thread and the connection without a goodbye: a job that has not failed loses this worker."""
-        self._left = True
-        self._unhook()
-        self._close_links()
+        self._end_its_share()
         _members.discard(self)
-        forget_workers(self.describe)
-        timeline.name_after_worker(0)
-        if self._process != os.getpid():
-            return
-        self._connection.close()
+        if self._process == os.getpid():
+            self._connection.close()
 
-    def _close_links(self) -> None:
+    def _end_its_share(self) -> None:
+        """Ends what this process does as a worker, besides the connection: timelines are those of a process alone."""
+        self._left = True
+        if self._hook is not None and sys.excepthook is self._hook:
+            sys.excepthook = self._before
+        self._hook = None
         if self._links is not None:
             self._links.close()
         if self._held is not None:
             self._held.close()
+        forget_workers(self.describe)
+        timeline.name_after_worker(0)
 
     def hook_exceptions(self) -> None:
         """Tells the job of an exception that ends the process, before Python prints it."""
@@ -365,11 +367,6 @@ class Member(Channel):
 
         self._hook = sys.excepthook = hook
         self._before = before
-
-    def _unhook(self) -> None:
-        if self._hook is not None and sys.excepthook is self._hook:
-            sys.excepthook = self._before
-        self._hook = None
 
     # Questions
 
@@ -449,13 +446,9 @@ class Member(Channel):
         Nobody answers questions here, so they are errors at once, and timelines and warnings are those of a process on
         its own. The parent's thread may have held the lock at the fork.
         """
-        self._left = True
         self._changed = threading.Condition()
-        self._unhook()
-        forget_workers(self.describe)
-        timeline.name_after_worker(0)
+        self._end_its_share()
         self._connection.forget()
-        self._close_links()
 
 
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
