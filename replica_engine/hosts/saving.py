@@ -55,21 +55,19 @@ class Saving:
             ProgramDisagreementError: another worker does something else.
             WorkerLostError: a worker is lost.
         """
-        with self._meeting(what, path, by_all=False) as turn:
+        with self.taking_turns(what, path, by_all=False) as turn:
             yield turn.writes
 
-    def taking_turns(self, what: str, path: Any, given: str | None = None) -> contextlib.AbstractContextManager[Turn]:
+    @contextlib.contextmanager
+    def taking_turns(self, what: str, path: Any, given: str | None = None, by_all: bool = True) -> Iterator[Turn]:
         """Like `saving`, for what all workers may write together: it yields what this one does.
 
         Args:
             what: what is saved, in words.
             path: where this worker is to save it.
             given: the path as the user gave it, if that is another one.
+            by_all: whether all may write together, rather than the chief and those with a path of their own.
         """
-        return self._meeting(what, path, True, given)
-
-    @contextlib.contextmanager
-    def _meeting(self, what: str, path: Any, by_all: bool, given: str | None = None) -> Iterator[Turn]:
         if _inside.get():  # Keras backs a model up by saving its weights, and the path is chosen already
             yield Turn(self, "", writes=True, together=False)
             return
@@ -158,7 +156,6 @@ def _is_same(ours: list[str], theirs: list[str]) -> bool:
 
 
 _numbers = itertools.count()  # all workers save the same in the same order, or do not get past the meeting
-
 
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_saves", default=False)
 """Whether this thread saves something that the workers have met for."""

@@ -239,7 +239,7 @@ def test_a_worker_knows_the_chiefs_path(tmp_path, monkeypatch):
         values.clear()
         with chief.taking_turns("a checkpoint", tmp_path / "a" / chiefs, chiefs):
             pass
-        with other._meeting("a checkpoint", tmp_path / "b" / own, by_all=False, given=own) as turn:
+        with other.taking_turns("a checkpoint", tmp_path / "b" / own, by_all=False, given=own) as turn:
             return not turn.writes
 
     assert is_together("backups/variables", "backups/variables")
