@@ -78,8 +78,9 @@ class Saving:
         if by_all and self.is_chief:  # each worker has come here, so the save before this one has ended on all
             self._member.drop(self._told)
             self._told = f"told {key}"
-        writes = self.is_chief or not _is_same(ours, self._member.get(f"{key}0"))
-        together = by_all and self._have_one_path(key)
+        chiefs = ours if self.is_chief else self._member.get(f"{key}0")
+        writes = self.is_chief or not _is_same(ours, chiefs)
+        together = by_all and all(_is_same(chiefs, self._member.get(f"{key}{each}")) for each in range(1, self.size))
         token = _inside.set(True)
         try:
             yield Turn(self, f"told {key}", writes, together)
@@ -88,10 +89,6 @@ class Saving:
         self._meet(f"the end of saving {what}", False)  # not after a failure: the others get an error that names it
         if self.is_chief:
             self._member.drop(key)
-
-    def _have_one_path(self, key: str) -> bool:
-        chiefs = self._member.get(f"{key}0")
-        return all(_is_same(chiefs, self._member.get(f"{key}{worker}")) for worker in range(1, self._member.size))
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """The values that all workers have called this with, in their order, when all have.
