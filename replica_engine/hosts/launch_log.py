@@ -152,9 +152,8 @@ class LaunchLog:
         else:
             count = next(i for i in range(len(known) // ENTRY) if _at(known, i) != _at(entries, i))
         after = self._positions[worker] = before + count
-        if self._points:
-            for position, point in self._points.items():
-                point.come += before <= position < after
+        for position, point in self._points.items():
+            point.come += before <= position < after
         if equal:
             return None
         others = tuple(other for other in range(self._size) if self._positions[other] > after)
@@ -185,8 +184,6 @@ class LaunchLog:
 
     def released(self) -> list[Ticket]:
         """The waits that are over because all have come; each is returned once."""
-        if not self._points:
-            return []
         full = [position for position, point in self._points.items() if point.come == self._size]
         return [ticket for position in full for ticket in self._points.pop(position).waiting]
 
