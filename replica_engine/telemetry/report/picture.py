@@ -111,9 +111,7 @@ def _stragglers(timeline: Timeline) -> dict[str, str]:
     """By group: the name of its straggler's track, where there is one."""
     found = {}
     for group in dict.fromkeys(track.group for track in timeline.tracks):
-        compiled = steps.is_compiled(timeline, group)
-        slowest = steps.straggler(timeline.replicas(group), steps.compared(timeline, group), compiled)
-        if slowest:
+        if slowest := steps.straggler(timeline, group):
             found[group] = slowest.name
     return found
 

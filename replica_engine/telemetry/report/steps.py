@@ -99,14 +99,12 @@ def is_compiled(timeline: Timeline, group: str) -> bool:
     return not _runs([track for track in timeline.tracks if track.group == group])
 
 
-def straggler(replicas: list[DrawnTrack], steps: list[tuple[float, float]], compiled: bool = False) -> Straggler | None:
+def straggler(timeline: Timeline, group: str) -> Straggler | None:
     """The replica that works longest in the median step; None if no replica stands out, or of fewer than five steps.
 
-    Args:
-        replicas: one track for each replica.
-        steps: the steps to compare, in order and apart from each other.
-        compiled: see `is_compiled`; then their host calls are compared.
+    Of replicas that run one program, the host calls are compared.
     """
+    replicas, steps, compiled = timeline.replicas(group), compared(timeline, group), is_compiled(timeline, group)
     if len(replicas) < 2 or len(steps) < FEWEST:
         return None
     work = [_work(track, steps, ON_HOST if compiled else WORK) for track in replicas]
@@ -128,8 +126,7 @@ def _slowest(timeline: Timeline, group: str) -> Straggler | str:
     steps = compared(timeline, group)
     if len(steps) < FEWEST:
         return f"not known: record at least {FEWEST} steps after the first, which traces and compiles"
-    found = straggler(timeline.replicas(group), steps, is_compiled(timeline, group))
-    return found or f"{_nobody(timeline, group)} (median of {len(steps)} steps)"
+    return straggler(timeline, group) or f"{_nobody(timeline, group)} (median of {len(steps)} steps)"
 
 
 def _nobody(timeline: Timeline, group: str) -> str:
