@@ -6,15 +6,6 @@ import dataclasses
 import json
 from typing import Any
 
-EMPTY = (
-    "{path} is empty: a timeline writes its file when its `with` block ends, so the process still records, or was "
-    "killed before it wrote"
-)
-NOT_A_TIMELINE = (
-    "{path} is not a whole timeline of replica_engine; `with replica_engine.timeline({path!r}):` writes one. "
-    "ui.perfetto.dev shows what is there of a file that is cut off"
-)
-
 
 @dataclasses.dataclass
 class DrawnSpan:
@@ -82,11 +73,17 @@ def read(path: str) -> Timeline:
     with open(path, errors="replace") as file:
         text = file.read()
     if not text:
-        raise ValueError(EMPTY.format(path=path))
+        raise ValueError(
+            f"{path} is empty: a timeline writes its file when its `with` block ends, so the process still records, or "
+            "was killed before it wrote"
+        )
     try:
         return _timeline(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ValueError(NOT_A_TIMELINE.format(path=path)) from None
+        raise ValueError(
+            f"{path} is not a whole timeline of replica_engine; `with replica_engine.timeline({path!r}):` writes one. "
+            "ui.perfetto.dev shows what is there of a file that is cut off"
+        ) from None
 
 
 def _timeline(data: Any) -> Timeline:
