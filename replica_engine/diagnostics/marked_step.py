@@ -124,18 +124,10 @@ class MarkedStep:
             ended = self._ended[replica].read() if self._ended else 0.0
             if ended >= max(start, place.since):
                 place = place._replace(state=State.FINISHED, since=ended, points=number)
-            places.append(place._replace(next=self._next(replica, reached, start)))
+            missing = (point for point, times in zip(self.points, reached, strict=True) if times[replica] < start)
+            marks = (point.arrived[replica] for point in missing)
+            places.append(place._replace(next=next(marks, self._ended[replica] if self._ended else None)))
         return places
-
-    def _next(self, replica: int, reached: Sequence[Sequence[float]], start: float) -> Mark | None:
-        for point, times in zip(self.points, reached, strict=True):
-            if times[replica] < start:
-                return point.arrived[replica]
-        return self._ended[replica] if self._ended else None
-
-    def meetings(self) -> list[SyncPoint]:
-        """The sync points that have marks, in the order in which they were traced."""
-        return [marked.points[0] for marked in self.points]
 
     def times(self) -> list[list[float]]:
         """The last times of each replica, in the order of its step, in seconds since the epoch.

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -167,35 +167,28 @@ def draw(marks: MarkedStep, since: float) -> None:
     offset = time.time() - timeline.now()
     steps = [_step(times, since) for times in marks.times()]
 
-    def add(
-        track: timeline.Track,
-        name: str,
-        kind: str,
-        begin: float,
-        end: float,
-        details: Mapping[str, object] | None = None,
-    ) -> None:
+    def add(track: timeline.Track, name: str, kind: str, begin: float, end: float, **details: object) -> None:
         if 0.0 < begin < end:
-            timeline.add(track, name, kind, begin - offset, end - offset, details)
+            timeline.add(track, name, kind, begin - offset, end - offset, details or None)
 
     for replica, (name, step) in enumerate(zip(marks.names, steps, strict=True)):
         track = timeline.Track(marks.group, f"replica {replica} of {len(steps)} ({name})", id(marks), replica + 1)
         left = step[0]
-        for at, point in enumerate(marks.meetings()):
+        for at, marked in enumerate(marks.points):
             arrived, gone = step[1 + 2 * at : 3 + 2 * at]
             if not arrived and not gone:  # a branch that was not taken
                 continue
-            come, where = [each[1 + 2 * at] for each in steps], {"where": point.where}
+            point, come = marked.points[0], [each[1 + 2 * at] for each in steps]
             last = max(come) if all(come) else 0.0
             add(track, "run", "run", left, arrived)
-            add(track, f"waiting at {point.name}", "waiting", arrived, last, where)
-            add(track, point.name, "merge", last, gone, where)
+            add(track, f"waiting at {point.name}", "waiting", arrived, last, where=point.where)
+            add(track, point.name, "merge", last, gone, where=point.where)
             left = gone
         add(track, "run", "run", left, step[-1])
     if all(step[-1] for step in steps):
         caller = threading.current_thread()
         track = timeline.Track(marks.group, f"coordinator ({caller.name})", caller.ident or 0)
-        add(track, "run", "waiting", min(step[0] for step in steps), max(map(max, steps)), {"replicas": len(steps)})
+        add(track, "run", "waiting", min(step[0] for step in steps), max(map(max, steps)), replicas=len(steps))
 
 
 def _step(times: Sequence[float], since: float) -> list[float]:

@@ -466,10 +466,8 @@ def test_spans_lie_between_the_sync_points(tmp_path):
 def test_an_arrival_that_is_marked_late_makes_no_spans_that_overlap(tmp_path):
     class Late:
         names, group = ("CPU:0", "CPU:1"), "a run"
+        points = (types.SimpleNamespace(points=[types.SimpleNamespace(name="all_reduce", where="train.py:40")]),)
         began = time.time() + 1
-
-        def meetings(self):
-            return [types.SimpleNamespace(name="all_reduce", where="train.py:40")]
 
         def times(self):  # begin, arrival, departure, end
             return [[self.began + each for each in own] for own in ((0, 2, 1, 3), (0, 0.5, 1.5, 3))]
