@@ -131,22 +131,6 @@ class Wait:
         first_due: seconds from the beginning until the watchdog must check this wait.
     """
 
-    __slots__ = (
-        "_breaker",
-        "_describe",
-        "_insists",
-        "_late",
-        "_of_workers",
-        "_progress",
-        "_said",
-        "_timeout",
-        "_warn_after",
-        "error",
-        "expired",
-        "first_due",
-        "since",
-    )
-
     def __init__(
         self,
         describe: Callable[[float], str | None] | None,
