@@ -177,7 +177,7 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def killed(cls, row: WorkerRow, number: int) -> WorkerLostError:
         """A signal ended the process of a worker."""
-        error = _lost(cls, row, f"was ended by signal {number} ({_signal_name(number)}){_usual_cause(number)}")
+        error = _lost(row, f"was ended by signal {number} ({_signal_name(number)}){_usual_cause(number)}")
         error.signal = number
         return error
 
@@ -185,7 +185,7 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     def exited(cls, row: WorkerRow, status: int) -> WorkerLostError:
         """A worker exited while the others were still working."""
         # One that raised before it joined (its process is not known then) would do so again.
-        error = _lost(cls, row, f"has exited with status {status} before the others came to their end", bool(row.pid))
+        error = _lost(row, f"has exited with status {status} before the others came to their end", bool(row.pid))
         error.status = status
         return error
 
@@ -193,7 +193,6 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     def vanished(cls, row: WorkerRow) -> WorkerLostError:
         """A worker's connection was closed, and nobody knows the exit status of its process."""
         return _lost(
-            cls,
             row,
             "has closed its connection without a word: its process was killed (by a signal, or because memory ran out) "
             "or left through os._exit",
@@ -202,7 +201,7 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def raised(cls, row: WorkerRow, exception: str) -> WorkerLostError:
         """A worker's program raised."""
-        error = _lost(cls, row, f"has raised {exception}")
+        error = _lost(row, f"has raised {exception}")
         error.exception = exception
         return error
 
@@ -214,7 +213,7 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
             "step. A program that catches an exception out of a step can go on if all workers get one in the same "
             "step; else it must raise it again"
         )
-        error = _lost(cls, row, what)
+        error = _lost(row, what)
         error.exception = exception
         return error
 
@@ -229,13 +228,12 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
             "and no step may be in a branch on the worker's index"
         )
         what = f"has come to the end of its program or to sys.exit, and worker {other} goes on with the {doing}"
-        return _lost(cls, row, f"{what}. {cure}", again=False)
+        return _lost(row, f"{what}. {cure}", again=False)
 
     @classmethod
     def silent(cls, row: WorkerRow, seconds: float) -> WorkerLostError:
         """A worker has not been heard of for longer than the heartbeat limit."""
         return _lost(
-            cls,
             row,
             f"has not been heard of for {seconds:g} s: it is stopped, or its machine or the network is down "
             "(the limit is REPLICA_ENGINE_HEARTBEAT_TIMEOUT)",
@@ -244,7 +242,7 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def parted(cls, row: WorkerRow, other: WorkerRow, reason: str) -> WorkerLostError:
         """A worker does not reach another one, although the coordinator hears both."""
-        return _lost(cls, other, f"is not reached by {row.name}, and the coordinator hears both: {reason}")
+        return _lost(other, f"is not reached by {row.name}, and the coordinator hears both: {reason}")
 
     @classmethod
     def no_coordinator(
@@ -432,10 +430,10 @@ def workers(indices: Iterable[int], most: int | None = None) -> str:
     return f"worker{'' if len(every) == 1 else 's'} {', '.join(shown)}"
 
 
-def _lost(kind: type[WorkerLostError], row: WorkerRow, what: str, again: bool = True) -> WorkerLostError:
+def _lost(row: WorkerRow, what: str, again: bool = True) -> WorkerLostError:
     last = f" Its last: {row.last}." if row.last else ""
     what = what.removesuffix(".")
-    error = kind(f"{row.name} {what}.{last} The others cannot go on without it.")
+    error = WorkerLostError(f"{row.name} {what}.{last} The others cannot go on without it.")
     error.again = again
     if os.environ.get(LAUNCHED) != "1":  # `replica-engine launch` prints the same at the end
         if again:
