@@ -69,10 +69,8 @@ def moved_to_host(fn: str, pieces: Sequence[tuple[str, str, bool]]) -> str:
         f"  {ops}{at(where)}" + (": in a loop, so each iteration may make a call" if in_loop else "")
         for ops, where, in_loop in pieces
     ]
-    return "\n".join(
-        [
-            f"XLA cannot compile all of `{fn}`. Each replica's program calls the host for these ops "
-            "(for checks, only when they fail; soft_placement=False makes the other ops an error):",
-            *lines,
-        ]
+    said = (
+        f"XLA cannot compile all of `{fn}`. Each replica's program calls the host for these ops (for checks, only when "
+        "they fail; soft_placement=False makes the other ops an error):"
     )
+    return "\n".join([said, *lines])

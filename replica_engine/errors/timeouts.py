@@ -222,10 +222,7 @@ def slow_function(
 
     `limit` is `timeout=`. `earlier` names the functions that were given up before and still run.
     """
-    if any(row.iteration is not None for row in rows):
-        said = f"The tf.function `{name}` has made no progress for {seconds:.3g} s"
-    else:
-        said = f"The tf.function `{name}` has not returned for {seconds:.3g} s"
+    did = "made no progress" if any(row.iteration is not None for row in rows) else "not returned"
     then = f"Ctrl-C ends the step; {_raises_later(limit)}"
     if not rows:
         then = f"The graph has no marks (marks=), so its replicas cannot be shown. {then}"
@@ -235,7 +232,8 @@ def slow_function(
             "for what is computed before the run"
         )
     still = "".join(f"\n{each} was given up earlier, still runs, and holds a thread of TensorFlow." for each in earlier)
-    return f"{said}:\n{table(rows, coordinator, stacks=True)}\n{then}.{still}"
+    stand = table(rows, coordinator, stacks=True)
+    return f"The tf.function `{name}` has {did} for {seconds:.3g} s:\n{stand}\n{then}.{still}"
 
 
 def table(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None = None, stacks: bool = False) -> str:

@@ -173,11 +173,8 @@ def note_no_value(error: BaseException, asked: str, where: str, of_variable: boo
     """
     if any(_ASKS in str(note) for note in getattr(error, "__notes__", ())):
         return  # by a run inside another
-    instead = _INSTEAD.get(asked)
-    host = ""
-    name = asked.removeprefix("np.").removesuffix("(x)")
-    if instead is None:
-        instead = f"Write {_TENSORFLOWS[name]}." if name in _TENSORFLOWS else _INSTEAD["numpy"]
+    name, host = asked.removeprefix("np.").removesuffix("(x)"), ""
+    instead = f"Write {_TENSORFLOWS[name]}." if name in _TENSORFLOWS else _INSTEAD.get(asked, _INSTEAD["numpy"])
     if asked == "numpy" or asked.startswith("np."):
         host = (
             " Code that needs NumPy can run on the host, while the function runs: "
