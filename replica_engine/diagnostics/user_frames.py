@@ -43,7 +43,6 @@ _HOOKS = (
     os.path.join(OURS, "threads", "joint", ""),
 )
 _CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that AutoGraph converted
-_SITE_PACKAGES = os.sep + "site-packages" + os.sep
 
 
 def sync_point(
@@ -158,7 +157,7 @@ def is_plumbing(filename: str) -> bool:
 
 
 def _is_standard(filename: str) -> bool:
-    return filename.startswith(_STANDARD_LIBRARY) and _SITE_PACKAGES not in filename
+    return filename.startswith(_STANDARD_LIBRARY) and not is_installed(filename)
 
 
 @functools.cache
