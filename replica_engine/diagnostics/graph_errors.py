@@ -80,12 +80,9 @@ def name_lines(error: tf.errors.OpError, fn: tf.types.experimental.PolymorphicFu
         lines = {user_line(op) for op in subgraphs.everywhere(*graphs) if op.name == node} - {""}
         return f"Detected at node {node}, at {lines.pop()}" if len(lines) == 1 else ""  # two: it is not known which
 
-    def known(detected: re.Match[str]) -> str:
-        return place(detected[1]) or detected[0]
-
-    text = re.sub(rf"Detected at node (\S+) defined at .*\n{_UNKNOWN}", known, text)
-    found = [line for line in map(place, nodes) if line]
-    function.set_message(error, "\n".join([*found, text]))
+    unknown = rf"Detected at node (\S+) defined at .*\n{_UNKNOWN}"
+    text = re.sub(unknown, lambda detected: place(detected[1]) or detected[0], text)
+    function.set_message(error, "\n".join([*filter(None, map(place, nodes)), text]))
 
 
 def _once(text: str) -> str:

@@ -29,9 +29,8 @@ def user_line(made: tf.Operation | tf.Tensor | Iterable[tuple[str, int, str]]) -
             made = made.op.inputs[0]
         made = made.op
     if isinstance(made, tf.Operation):
-        frames = [
-            (frame.filename, frame.lineno, frame.name) for frame in made.traceback or ()
-        ]  # an op of a loaded graph has no frames
+        # An op of a loaded graph has no frames.
+        frames = [(frame.filename, frame.lineno, frame.name) for frame in made.traceback or ()]
         if any(autograph.is_generated(frame[0]) for frame in frames):  # of a function inside a converted function
             known = autograph.source_map()
             frames = [known.get((file, line), (file, line, name)) for file, line, name in frames]
