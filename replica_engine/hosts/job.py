@@ -426,9 +426,8 @@ class Job:
             self._answer(ticket, None)
 
     def _disagree(self, position: int, entries: dict[bytes, tuple[int, ...]]) -> None:
-        groups = tuple((indices, self._in_words(code)) for code, indices in entries.items())
-        groups = tuple(sorted(groups))
         if END not in entries:
+            groups = tuple(sorted((indices, self._in_words(code)) for code, indices in entries.items()))
             self._fail(Failure.of(ProgramDisagreementError.differ, position, groups))
             return
         (early,) = (indices[0] for code, indices in entries.items() if code == END)
