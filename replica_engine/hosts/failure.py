@@ -14,17 +14,7 @@ from replica_engine import errors
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 
 _WORDINGS = {
-    "WorkerLostError": (
-        "killed",
-        "exited",
-        "vanished",
-        "raised",
-        "left",
-        "silent",
-        "parted",
-        "gave_up",
-        "no_coordinator",
-    ),
+    "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "parted", "gave_up"),
     "WorkersMissingError": ("not_joined", "not_met", "no_value", "no_room"),
     "WorkerVersionError": ("of_package", "of_replicas"),
     "ProgramDisagreementError": ("differ",),
