@@ -194,14 +194,9 @@ class MarkedStep:
         """The replica on whose device an op is; None if it is on no replica's, or all are on one."""
         if len(set(self._devices)) < 2:
             return 0 if len(self._devices) == 1 else None
-        names = [tf.DeviceSpec.from_string(device) for device in self._devices]
-        own = tf.DeviceSpec.from_string(op.device or "")
-        found = [
-            replica
-            for replica, name in enumerate(names)
-            if (name.device_type, name.device_index) == (own.device_type, own.device_index)
-        ]
-        return found[0] if len(found) == 1 else None
+        specs = map(tf.DeviceSpec.from_string, [*self._devices, op.device or ""])
+        *replicas, own = [(each.device_type, each.device_index) for each in specs]
+        return replicas.index(own) if replicas.count(own) == 1 else None
 
     def iterations(self) -> list[int]:
         """How often each replica has begun so far, in a loop; an empty list outside."""
