@@ -148,14 +148,8 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
     every = tuple(address for each in _ROLES for address in addresses.get(each, ()))
     if len(set(every)) < len(every):
         raise ClusterConfigError.bad_value(f"{_TF_CONFIG}.cluster", config["cluster"], "one address for each task")
-    return Cluster(
-        names.index((kind, index)),
-        len(every),
-        _beside(every) if len(every) > 1 else "",
-        tuple(f"{each} {at}" for each, at in names),
-        _TF_CONFIG,
-        every,
-    )
+    coordinator, tasks = _beside(every) if len(every) > 1 else "", tuple(f"{each} {at}" for each, at in names)
+    return Cluster(names.index((kind, index)), len(every), coordinator, tasks, _TF_CONFIG, every)
 
 
 def _tf_addresses(cluster: object) -> dict[str, list[str]]:
