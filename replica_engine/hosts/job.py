@@ -314,17 +314,9 @@ class Job:
         member = self._members.get(worker)
         if member is None:
             return WorkerRow(worker, self._size)
-        return WorkerRow(
-            worker,
-            self._size,
-            member.host,
-            member.pid,
-            member.launches,
-            member.launched,
-            member.step,
-            member.sync_point,
-            round(max(now - member.heard, 0.0), 3),
-        )
+        did = member.launches, member.launched, member.step, member.sync_point
+        silent = round(max(now - member.heard, 0.0), 3)
+        return WorkerRow(worker, self._size, member.host, member.pid, *did, silent)
 
     def _fail(self, failure: Failure) -> None:
         if self.failure is None:
@@ -394,16 +386,7 @@ class Job:
     def _on_program(self, worker: int, member: _Member, code: str, kind: str, words: str) -> None:
         self._programs.setdefault(bytes.fromhex(code), (str(kind), str(words)))
 
-    def _on_log(
-        self,
-        worker: int,
-        member: _Member,
-        text: str,
-        launches: int,
-        progress: list[Any],
-        number: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
+    def _on_log(self, worker: int, member: _Member, text: str, launches: int, progress: list[Any], *wait: Any) -> None:
         entries = unpacked(text)
         difference = self._log.extend(worker, entries)
         member.launches = int(launches)
@@ -415,7 +398,8 @@ class Job:
                 break
         if difference is not None:
             self._disagree(difference.position, difference.entries)
-        elif number is not None:
+        elif wait:
+            number, timeout = wait
             ticket = worker, int(number)
             position = self._log.wait(worker, ticket)
             if timeout is not None:

@@ -273,10 +273,10 @@ def test_who_is_refused():
 def test_all_wait_for_the_last():
     played = Played()
     for worker in (0, 2):
-        played.launch(worker, TRAIN, SAVE, wait=(5 + worker,))
+        played.launch(worker, TRAIN, SAVE, wait=(5 + worker, None))
     played.launch(1, TRAIN)
     assert played.told[1:] == []
-    played.launch(1, SAVE, wait=(9,))
+    played.launch(1, SAVE, wait=(9, None))
     assert sorted(played.told[1:]) == [(0, ["answer", 5, None]), (1, ["answer", 9, None]), (2, ["answer", 7, None])]
 
 
@@ -292,7 +292,7 @@ def test_one_that_waits_too_long_is_told_for_whom():
     assert number == 5
     assert "worker 1 did not come to the checkpoint within 3 s" in str(Failure.from_json(failure).error())
     assert played.error is None, "the job goes on"
-    played.launch(1, TRAIN, SAVE, wait=(7,))
+    played.launch(1, TRAIN, SAVE, wait=(7, None))
     assert played.told_to(0, "answer") == []
     assert played.told_to(2, "answer") == [[6, None]]
 
@@ -321,7 +321,7 @@ def test_different_launches():
 
 def test_the_end_of_one_program_too_early():
     played = Played()
-    played.launch(1, TRAIN, END, wait=(1,))
+    played.launch(1, TRAIN, END, wait=(1, None))
     played.launch(0, TRAIN)
     assert played.error is None
     played.launch(0, TRAIN)
