@@ -8,6 +8,7 @@ stays is the message, and the frames of the user's files.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -94,10 +95,7 @@ def _once(text: str) -> str:
     if found is None:
         return text
     entries = [each.rstrip("\n") for each in _ENTRY.split(found["entries"])[1:]]
-    counts: dict[str, int] = {}
-    for entry in entries:
-        if not entry.startswith("CANCELLED: "):
-            counts[_NAMES.sub("", entry)] = counts.get(_NAMES.sub("", entry), 0) + 1
+    counts = Counter(_NAMES.sub("", entry) for entry in entries if not entry.startswith("CANCELLED: "))
     if not counts or len(counts) == len(entries):
         return text
     shown = [entry if count == 1 else f"{entry}\n({count} times)" for entry, count in counts.items()]
