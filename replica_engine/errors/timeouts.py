@@ -238,9 +238,7 @@ def slow_function(
 
 def table(rows: Iterable[ReplicaRow], coordinator: CoordinatorRow | None = None, stacks: bool = False) -> str:
     """The rows as text, one on each line; with `stacks`, the stacks of the threads follow."""
-    every: list[ReplicaRow | CoordinatorRow] = [*rows]
-    if coordinator is not None:
-        every.append(coordinator)
+    every = [each for each in (*rows, coordinator) if each is not None]
     lines = [f"  {row}" for row in every]
     for each in every:
         if isinstance(each, ReplicaRow) and each.waits:
