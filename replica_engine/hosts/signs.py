@@ -17,10 +17,6 @@ def of_others(environ: Mapping[str, str]) -> str | None:
     return next((name for name, is_sign in _SIGNS.items() if is_sign(environ.get(name, "").strip())), None)
 
 
-def _any(value: str) -> bool:
-    return bool(value)
-
-
 def _index(value: str) -> bool:
     return value.isascii() and value.isdecimal()
 
@@ -55,16 +51,16 @@ def _is_second_task(value: str) -> bool:
 
 
 _SIGNS: dict[str, Callable[[str], bool]] = {
-    "REPLICA_ENGINE_COORDINATOR": _any,
+    "REPLICA_ENGINE_COORDINATOR": bool,
     "TF_CONFIG": _is_second_task,
-    "KERAS_DISTRIBUTION_JOB_ADDRESSES": _any,
-    "JAX_COORDINATOR_ADDRESS": _any,
+    "KERAS_DISTRIBUTION_JOB_ADDRESSES": bool,
+    "JAX_COORDINATOR_ADDRESS": bool,
     "WORLD_SIZE": _several,
     "RANK": _index,
     "MASTER_ADDR": _elsewhere,
     "LOCAL_WORLD_SIZE": _several,
     "LOCAL_RANK": _later,
-    "JOB_COMPLETION_INDEX": _any,  # an Indexed Job of Kubernetes, which does not tell how many there are
+    "JOB_COMPLETION_INDEX": bool,  # an Indexed Job of Kubernetes, which does not tell how many there are
     "TPU_WORKER_HOSTNAMES": _names,
     "TPU_WORKER_ID": _later,
     "TPU_PROCESS_ADDRESSES": _names,
