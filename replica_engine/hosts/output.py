@@ -84,7 +84,9 @@ def outputs(program: str) -> tuple[Output, Output]:
         program: what their messages about each other begin with.
     """
     for number in range(3):
-        if not _is_open(number):  # or a socket would get this number, and what something prints would go there
+        try:
+            os.fstat(number)
+        except OSError:  # it is closed: a socket would get this number, and what something prints would go there
             os.open(os.devnull, os.O_RDONLY)  # writing to it fails as to one that is closed
     out = Output(_descriptor(sys.stdout, 1), "standard output", program)
     err = Output(_descriptor(sys.stderr, 2), "standard error", program)
@@ -98,11 +100,3 @@ def _descriptor(stream: TextIO | None, usual: int) -> int:
             stream.flush()
             return stream.fileno()
     return usual
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
