@@ -47,7 +47,7 @@ WARN_AFTER = _default()
 """Seconds after which a wait warns, unless it is given another number."""
 
 
-_workers: list[Callable[[], str]] = []
+_workers: dict[Callable[[], str], None] = {}  # in order
 
 
 def describe_workers(describe: Callable[[], str]) -> None:
@@ -56,13 +56,12 @@ def describe_workers(describe: Callable[[], str]) -> None:
     Args:
         describe: returns a table with a row for each worker, or "" if nothing is known. It must return soon.
     """
-    _workers.append(describe)
+    _workers[describe] = None
 
 
 def forget_workers(describe: Callable[[], str]) -> None:
     """Takes back `describe_workers`."""
-    if describe in _workers:
-        _workers.remove(describe)
+    _workers.pop(describe, None)
 
 
 def workers() -> list[str]:
@@ -70,7 +69,7 @@ def workers() -> list[str]:
     return [text for text in (describe() for describe in list(_workers)) if text]
 
 
-_replicas: list[Callable[[], str]] = []
+_replicas: dict[Callable[[], str], None] = {}
 
 
 def has_workers() -> bool:
@@ -84,13 +83,12 @@ def describe_replicas(describe: Callable[[], str]) -> None:
     Args:
         describe: returns a line; "" if all is well. It must return soon.
     """
-    _replicas.append(describe)
+    _replicas[describe] = None
 
 
 def forget_replicas(describe: Callable[[], str]) -> None:
     """Takes back `describe_replicas`."""
-    if describe in _replicas:
-        _replicas.remove(describe)
+    _replicas.pop(describe, None)
 
 
 def replicas() -> str:
