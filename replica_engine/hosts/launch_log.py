@@ -193,11 +193,6 @@ class LaunchLog:
         del self._entries[: (passed - self._first) * ENTRY]
         self._first = passed
 
-    @property
-    def kept(self) -> int:
-        """The number of entries that are kept."""
-        return len(self._entries) // ENTRY
-
 
 def _at(entries: bytes | bytearray, index: int) -> bytes:
     return bytes(entries[index * ENTRY : (index + 1) * ENTRY])
