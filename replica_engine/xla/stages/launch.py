@@ -283,7 +283,11 @@ class Launch:
                 if self._run is not None:
                     self._program.traced.host_calls.end(self._run, self._devices, failed=error is not None)
             finally:
-                self._watch.__exit__(None, None, None)  # also if it was not entered
+                try:
+                    self._watch.__exit__(None, None, None)  # also if it was not entered
+                except BaseException:  # after an error nobody ends the launch again, and the watch would warn for ever
+                    self._watch.__exit__(None, None, None)
+                    raise
                 self._watch.error = None  # whose traceback has the arguments
 
     def _fly(self, arrays: list[Array]) -> list[Array]:
