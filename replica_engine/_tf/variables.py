@@ -63,8 +63,10 @@ def differ_by_replica(arguments: object) -> bool:
     return any(len(set(map(_bytes, leaf._values))) > 1 for leaf in unequal)
 
 
-def _bytes(value: object) -> tuple[bytes, ...]:
-    return tuple(np.asarray(each).tobytes() for each in tf.nest.flatten(value, expand_composites=True))
+def _bytes(value: object) -> tuple[object, ...]:
+    arrays = map(np.asarray, tf.nest.flatten(value, expand_composites=True))
+    # The bytes of an array of strings are their addresses.
+    return tuple(tuple(each.flat) if each.dtype == object else each.tobytes() for each in arrays)
 
 
 def make_equal(variable: MirroredVariable, source: int) -> None:

@@ -195,6 +195,8 @@ def _step(times: Sequence[float], since: float) -> list[float]:
     """The times of a replica in a call that began at `since`, as `MarkedStep.times` has them; 0.0 if not reached."""
     begun = times[0] if times[0] >= since else math.inf
     step = [each if each >= begun else 0.0 for each in times]
-    for at in range(1, len(step) - 1, 2):  # no departure waits for the mark of an arrival, so that may be late
-        step[at] = min(step[at], step[at + 1] or math.inf)
+    next_ = math.inf
+    for at in reversed(range(1, len(step))):  # what follows a mark does not wait for it, so a mark may be late
+        if step[at]:
+            step[at] = next_ = min(step[at], next_)
     return step

@@ -99,7 +99,8 @@ class PartitionedGroup(DeviceGroup):
         if replica not in self._alone:
             first = replica * self.mesh.size
             devices = self.devices[first : first + self.mesh.size]
-            self._alone[replica] = PartitionedGroup(self.platform, devices, self.mesh, rows=self.rows)
+            group = self._alone[replica] = PartitionedGroup(self.platform, devices, self.mesh, rows=self.rows)
+            group.names = [self.names[replica]]
         return self._alone[replica]
 
     def parts(self, array: Array) -> list[Array]:

@@ -197,6 +197,22 @@ def test_an_error_of_the_update_is_no_half_update():
     assert values(strategy, [other]) == [[5.0, 0.0]]
 
 
+def test_equal_texts_on_the_replicas_are_equal_arguments_of_an_update():
+    strategy = replica_engine.MirroredStrategy(DEVICES[:2])
+    with strategy.scope():
+        weight = tf.Variable(0.0)
+    texts = strategy.experimental_distribute_values_from_function(lambda _: tf.constant(["CPU", "CPU:1"]))
+
+    def update(component, texts):
+        component.assign_add(1.0)
+        if component.device.endswith(texts[1].numpy().decode()):
+            raise ValueError("not this one")
+
+    with pytest.raises(ValueError, match="not this one"), strategy.scope():
+        strategy.extended.update(weight, update, args=(texts,))
+    assert values(strategy, [weight]) == [[1.0, 1.0]]
+
+
 def test_an_update_that_leaves_a_device_entered_is_left_without_it():
     """As where an exception comes between entering a device and the block that leaves it."""
     strategy = replica_engine.MirroredStrategy(DEVICES[:2])

@@ -82,6 +82,18 @@ def test_a_copy_goes_its_own_way(two, counter):
     assert float(tf.function(lambda: copied + counter)()) == 13.0
 
 
+def test_a_copy_is_one_value_on_all_replicas_where_the_variable_is(two):
+    variable = two.variable(1.0, MEAN)
+    with two.strategy.scope():
+        copied = copy.deepcopy(variable)
+
+    def body():
+        context = tf.distribute.get_replica_context()
+        return tf.cond(copied > 0.0, lambda: context.all_reduce("SUM", tf.constant(1.0)), lambda: tf.constant(0.0))
+
+    assert float(two.strategy.experimental_local_results(two.strategy.run(body))[0]) == 2.0
+
+
 @pytest.mark.parametrize("on_read", [False, True])
 def test_a_copy_has_the_value_of_each_replica(two, on_read):
     variable = two.variable(0.0, NONE, on_read=on_read)

@@ -48,6 +48,7 @@ class _OnDevices:
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
         original: DeviceValue = variable._values[0]._replica_engine[0]
         device_value = make_device_value(values, strategy.extended.device_group, original.spread, original.axes)
+        device_value.limits, device_value.kept_equal = original.limits, original.kept_equal
         table = strategy.extended.backend.variable_table
         table.note(device_value, table.path_of(original))
         if len(device_value.handles) == 1 and (own := original.on_replicas()) is not None:
