@@ -28,7 +28,7 @@ from replica_engine.errors.threads import warn_different_lines
 _logger = logging.getLogger("replica_engine")
 _OF_REPLICA = re.compile(r"(?:^|/)(replica_\d+)/")
 _told: weakref.WeakKeyDictionary[object, set[Hashable]] = weakref.WeakKeyDictionary()
-_telling = threading.Lock()
+_telling = threading.RLock()  # a handler of a signal may warn, too
 
 
 def warn_once(owner: object, key: Hashable, text: str) -> None:

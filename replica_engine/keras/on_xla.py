@@ -71,6 +71,7 @@ class OnXla:
         several = self._size > 1 and strategy.extended.device_group.mesh is not None
         self._undivided = {"train_step", "test_step"} if several else set()
         self._whole = Undivided(model)
+        self._predicted: set[tuple[str, int]] = set()
         self._gives: dict[str, bool] = {}
         self._compiled: set[tuple[str, str, int, str]] = set()
         self._functions: dict[tuple[str, str, int, bool], Callable[..., object]] = {}
@@ -141,12 +142,12 @@ class OnXla:
     def _outputs(self, batch: object, total: int) -> object:
         data = samples.views(batch)
         kind = samples.described(data)
-        made = (size for _, name, size, of_kind in self._compiled if (name, of_kind) == ("predict_step", kind))
-        known = [size for size in made if total <= size <= _WASTE * total]
+        known = [size for before, size in self._predicted if before == kind and total <= size <= _WASTE * total]
         size = min(known, default=-(-total // self._size) * self._size)
         if "predict_step" not in self._undivided:
             shares = self._shares(samples.pad(data, size - total), size)
             outputs = self._run(self._predict_step, "predict_step", shares, size)
+            self._predicted.add((kind, size))
             if samples.are_of(select(0, outputs), size // self._size) and self._gives_rows(kind, data, total, outputs):
                 return samples.take(joined(self._strategy, outputs), 0, total)
             self._undivided.add("predict_step")  # the outputs have no row per sample
