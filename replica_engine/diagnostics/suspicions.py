@@ -27,17 +27,13 @@ from replica_engine.errors.threads import warn_different_lines
 
 _logger = logging.getLogger("replica_engine")
 _OF_REPLICA = re.compile(r"(?:^|/)(replica_\d+)/")
-_told: weakref.WeakKeyDictionary[object, set[Hashable]] = weakref.WeakKeyDictionary()
-_telling = threading.RLock()  # a handler of a signal may warn, too
+_told: weakref.WeakKeyDictionary[object, dict[Hashable, object]] = weakref.WeakKeyDictionary()
 
 
 def warn_once(owner: object, key: Hashable, text: str) -> None:
     """Logs a warning, unless it was logged for this strategy or model, and key."""
-    with _telling:
-        told = _told.setdefault(owner, set())
-        is_new = key not in told
-        told.add(key)
-    if is_new:
+    mine = object()
+    if _told.setdefault(owner, {}).setdefault(key, mine) is mine:  # of several threads, one; without a lock
         _logger.warning(text)
 
 

@@ -282,8 +282,8 @@ def _place(
     index = _whole(indices, _present(environ, indices, sizes, "the worker's index, from 0"), least=0)
     if index >= size:
         raise ClusterConfigError.out_of_range(indices, index, size, sizes)
-    tasks = tuple(f"{kind} {each}" for each in range(size))
-    return Cluster(index, size, address(environ, size) if size > 1 else "", tasks, source)
+    coordinator = address(environ, size) if size > 1 else ""  # first: the names of a wrong size may fill the memory
+    return Cluster(index, size, coordinator, tuple(f"{kind} {each}" for each in range(size)), source)
 
 
 _READERS: tuple[_Reader, ...] = (

@@ -141,7 +141,7 @@ class Coordinator:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all connections; what was told before is written as far as the members read it at once."""
+        """After `start`: ends all connections. What was told before is written if the members read it at once."""
         self._call(self._end_serving)
         self._thread.join()
 

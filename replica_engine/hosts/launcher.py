@@ -420,9 +420,11 @@ def _signals() -> Iterator[socket.socket]:
     woken.setblocking(True)
     before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGUSR1, signal.SIGCHLD)}
     old = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # who started this process may have blocked it
     try:
         yield woken
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.set_wakeup_fd(old)
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -78,7 +78,8 @@ class Saving:
         if by_all and self.is_chief:  # each worker has come here, so the save before this one has ended on all
             self._member.drop(self._told)
             self._told = f"told {key}"
-        chiefs = ours if self.is_chief else self._member.get(f"{key}0")
+        # The chief asks for its own path too: if the job had no room for it, all workers must fail.
+        chiefs = ours if self.is_chief and not by_all else self._member.get(f"{key}0")
         writes = self.is_chief or not _is_same(ours, chiefs)
         together = by_all and all(_is_same(chiefs, self._member.get(f"{key}{each}")) for each in range(1, self.size))
         token = _inside.set(True)

@@ -447,8 +447,8 @@ class Member(Channel):
         its own. The parent's thread may have held the lock at the fork.
         """
         self._changed = threading.Condition()
-        self._end_its_share()
         self._connection.forget()
+        self._end_its_share()
 
 
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
