@@ -4,6 +4,7 @@
 #   make test     the quick tests, in minutes           ARGS="-k collectives" runs all cases of those
 #   make test-full      lint, make test, the cases it leaves out, the site, the oldest versions, programs for TPUs
 #   make baseline    200 programs on the library of 2026-11-27 and on this one, bit by bit   BASE=HEAD~1 for another one
+#   make keras-table 60 trainings beside one device, and beside what they computed before   ARGS="--only tiny --values"
 #   make test-clients   published libraries on our strategies, in .venv-clients: a few minutes
 #   make test-aot       each kind of program compiled for TPUs and GPUs that are not there, in .venv-aot
 #   make test-aot-short   some of them for TPUs, beside the environment of make test
@@ -34,7 +35,7 @@ BIN := $(VENV)/bin
 # Where pip runs this often, its version check and cache talk are noise.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-full baseline test-aot test-aot-short test-clients test-gpu test-network matrix lint format bench soak docs docs-serve test-docs wheel clean
+.PHONY: help demo test test-full baseline keras-table test-aot test-aot-short test-clients test-gpu test-network matrix lint format bench soak docs docs-serve test-docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -89,6 +90,9 @@ baseline: $(VENV)/.extras-$(TEST_EXTRAS)
 	mkdir -p build/base
 	git archive $(BASE) replica_engine | tar -x -C build/base
 	PYTHONPATH=.:tests $(BIN)/python -m tests.baseline --base build/base $(ARGS)
+
+keras-table: $(VENV)/.extras-$(TEST_EXTRAS)
+	PYTHONPATH=.:tests $(BIN)/python -m tests.keras_table $(ARGS)
 
 # Libraries that pin what they were released with, some of them years ago: an environment of their own, installed without
 # regard to those pins. Those that need Keras 2 run in a process of their own, since TensorFlow has one Keras a process.

@@ -121,7 +121,7 @@ if HAS_XLA:
         modules=("test_collectives", "test_host_ops", "test_keras", "test_uneven_batches", "test_variables"),
     )
 else:
-    collect_ignore = ["baseline", "sharding", "xla", "tpu"]
+    collect_ignore = ["baseline", "keras_table", "sharding", "xla", "tpu"]
     collect_ignore += [f"bad_input/test_{name}.py" for name in ("collectives", "replicate")]
     collect_ignore += [
         "faults/test_parts.py",

@@ -27,14 +27,23 @@ Recorded = dict[str, dict[str, np.ndarray]]
 """What each program computes, by its name."""
 
 
-def of_library(library: pathlib.Path, folder: pathlib.Path, only: str = "", nudge: int | None = None) -> Recorded:
-    """What all programs compute on the library in a folder.
+def of_library(
+    library: pathlib.Path,
+    folder: pathlib.Path,
+    only: str = "",
+    nudge: int | None = None,
+    package: str = "tests.baseline",
+) -> Recorded:
+    """What all programs of a package compute on the library in a folder.
+
+    The package is a command that passes the arguments `--record`, `--share`, `--only` and `--done` on to `write`, and
+    its module `programs` has a function of that name.
 
     The share of a process depends on its number alone, so programs have the same ones before them on each library. A
     program at which the process ends is recorded as that, and the rest of the share runs in another process.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shares = [_Share(library, folder, index, only, nudge) for index in range(PROCESSES)]
+    shares = [_Share(library, folder, index, only, nudge, package) for index in range(PROCESSES)]
     with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
         try:
             for each in [pool.submit(share.finish) for share in shares]:
@@ -48,9 +57,12 @@ def of_library(library: pathlib.Path, folder: pathlib.Path, only: str = "", nudg
 class _Share:
     """The programs of one process, and of those that go on after it."""
 
-    def __init__(self, library: pathlib.Path, folder: pathlib.Path, index: int, only: str, nudge: int | None):
+    def __init__(
+        self, library: pathlib.Path, folder: pathlib.Path, index: int, only: str, nudge: int | None, package: str
+    ):
         self.recorded: Recorded = {}
         self._is_given_up = False
+        self._package = package
         self._library, self._index, self._only, self._nudge = library, index, only, nudge
         self._file, self._log = folder / f"share {index}.pickle", folder / f"share {index}.log"
         self._log.unlink(missing_ok=True)
@@ -58,7 +70,7 @@ class _Share:
 
     def _begin(self) -> None:
         self._file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "tests.baseline", "--record", str(self._file)]
+        command = [sys.executable, "-m", self._package, "--record", str(self._file)]
         command += ["--share", f"{self._index}/{PROCESSES}", "--only", self._only]
         command += ["--done", ",".join(self.recorded)] if self.recorded else []
         command += ["--nudge", str(self._nudge)] if self._nudge is not None else []
@@ -104,21 +116,29 @@ def _entries(file: pathlib.Path) -> Iterator[tuple[str, dict[str, np.ndarray] | 
                 return
 
 
-def write(file: pathlib.Path, share: str, only: str, done: str, nudge: int | None) -> None:
+def write(
+    file: pathlib.Path,
+    share: str,
+    only: str,
+    done: str,
+    nudge: int | None = None,
+    package: str = "tests.baseline",
+) -> None:
     """Runs the programs of a share in this process."""
     import faulthandler
     import gc
+    import importlib
 
     from helpers import devices  # noqa: F401  # sets TensorFlow up
 
     import replica_engine
-    from tests.baseline.programs import programs
 
+    programs = importlib.import_module(f"{package}.programs").programs()  # it starts TensorFlow
     assert pathlib.Path(replica_engine.__file__).is_relative_to(pathlib.Path.cwd()), replica_engine.__file__
     gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that stay
     index, count = map(int, share.split("/"))
     with file.open("wb", buffering=0) as stream:
-        for program in programs()[index::count]:
+        for program in programs[index::count]:
             if only not in program.name or program.name in done.split(","):
                 continue
             pickle.dump((program.name, None), stream)
