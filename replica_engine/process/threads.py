@@ -79,7 +79,7 @@ class Apart(threading.Thread, Generic[T]):
     """
 
     def __init__(self, call: Callable[[], T], name: str, ended: Callable[[], None]):
-        # As arguments: `Thread` lets go of them at the end of the call, whoever keeps the thread.
+        # Passed as arguments, since `Thread` drops its arguments when the call ends, even if somebody keeps the thread.
         super().__init__(target=self._make, args=(call, ended), name=f"replica_engine: {name}", daemon=True)
         self._results: list[T] = []
         self._failures: list[BaseException] = []
