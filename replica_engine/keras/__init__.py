@@ -5,8 +5,8 @@
   has.
 - `variables`: the variables that the original, the replicated model and all replicas share.
 - `shard`: one replica's part of a batch, and its weight in the whole batch.
-- `steps`: one step on one replica; `on_threads` and `on_xla` run it on all replicas; `compiling` reports progress while
-  a step compiles.
+- `shard_step`: one step on one replica; `train_function`: what Keras calls to run it on all replicas, on the next
+  batches; `unequal_shards`: such a step in one compiled program; `compiling` reports progress while a step compiles.
 - `hooks`: changes the parts of Keras that must know about shards, and tells which metrics need whole batches.
 - `optimizer`: reduces the gradients of all replicas and applies them; `cross_replica_optimizer` does so in custom
   loops.

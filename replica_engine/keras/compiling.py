@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -25,28 +25,23 @@ _logger = logging.getLogger("replica_engine")
 
 
 @contextlib.contextmanager
-def compiling(what: str, was_read: Callable[[], bool] = lambda: False, only_traced: bool = False) -> Iterator[None]:
+def compiling(model: keras.Model, what: str, compiles: bool) -> Iterator[None]:
     """Logs at level INFO that something was compiled, with the time, and at level WARNING if it takes long.
 
+    An XLA error inside the `with` block gets a note that names the layer of the model and a remedy.
+
     Args:
+        model: the model.
         what: a description of what the `with` block traces, compiles and runs for the first time.
-        was_read: asked after the block: whether the program was read from the cache folder, and not compiled.
-        only_traced: whether nothing is compiled.
+        compiles: whether it is compiled; otherwise it is only traced.
     """
     started = time.monotonic()
-    doing, done_words = ("tracing", "traced") if only_traced else ("compiling", "compiled")
-    # `of_workers`: without the rows of the other workers, on which it does not wait.
-    with Wait(lambda seconds: f"still {doing} {what}: {seconds:.0f} s so far", PROGRESS_EVERY, of_workers=True):
-        yield
-    made = "read the program for" if was_read() else done_words
-    _logger.info("%s %s, and ran it once, in %.1f s", made, what, time.monotonic() - started)
-
-
-@contextlib.contextmanager
-def layers_named(model: keras.Model) -> Iterator[None]:
-    """Adds a note to an XLA error inside the `with` block; the note names the layer of the model and a remedy."""
+    doing, done = ("compiling", "compiled") if compiles else ("tracing", "traced")
+    before = _counts() if compiles else None
     try:
-        yield
+        # `of_workers`: without the rows of the other workers, on which it does not wait.
+        with Wait(lambda seconds: f"still {doing} {what}: {seconds:.0f} s so far", PROGRESS_EVERY, of_workers=True):
+            yield
     except LoweringError as error:
         if (layer := _guilty(model, error)) is not None:
             add_note(
@@ -56,20 +51,34 @@ def layers_named(model: keras.Model) -> Iterator[None]:
                 "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
             )
         raise
+    if before is not None and (made := _counts() - before).cache_hits > 0 and made.compiles == 0:
+        done = "read the program for"
+    _logger.info("%s %s, and ran it once, in %.1f s", done, what, time.monotonic() - started)
 
 
-def name_sparse_inputs(error: ReplicaEngineError, batch: Any) -> None:
-    """Adds a note to an error of this library: the sparse and ragged tensors of the batch."""
-    inputs = [(name, kind, call) for name, leaf in samples.named(batch) for kind, call in _not_dense(leaf)]
-    if inputs:
-        named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
-        calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
-        add_note(
-            error,
-            f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
-            f"{calls}. Replicas on threads accept these inputs unchanged: "
-            "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
-        )
+def _counts() -> Any:
+    from replica_engine import xla  # not at module level: it needs jax
+
+    return xla.counts()
+
+
+@contextlib.contextmanager
+def inputs_named(batch: Any) -> Iterator[None]:
+    """Adds a note to an error of this library inside the `with` block: the sparse and ragged tensors of the batch."""
+    try:
+        yield
+    except ReplicaEngineError as error:
+        inputs = [(name, kind, call) for name, leaf in samples.named(batch) for kind, call in _not_dense(leaf)]
+        if inputs:
+            named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
+            calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
+            add_note(
+                error,
+                f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
+                f"{calls}. Replicas on threads accept these inputs unchanged: "
+                "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
+            )
+        raise
 
 
 def _not_dense(leaf: Any) -> list[tuple[str, str]]:

@@ -128,8 +128,8 @@ def _make_nothing(self: keras.Model, force: bool = False) -> None:
 
 def _function(name: str) -> property:
     def get(self: keras.Model) -> Callable[..., object]:
-        replicas: Replicas = getattr(self, _SLOT)
-        return replicas.predict if name == "predict" else functools.partial(replicas.run, f"{name}_step")
+        function = getattr(self, _SLOT).functions[name]
+        return function.predict if name == "predict" else function
 
     def put(self: keras.Model, value: object) -> None:
         self.__dict__[f"{name}_function"] = value  # goes to the original's attribute, which compile() clears

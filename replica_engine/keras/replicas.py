@@ -18,42 +18,34 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import captures
-from replica_engine._tf.host_datasets import end_apart
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine.backend import compiles
+from replica_engine.backend import Backend
 from replica_engine.engine import current_replica
 from replica_engine.errors import OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
-from replica_engine.keras.on_threads import OnThreads
 from replica_engine.keras.optimizer import through_strategy
+from replica_engine.keras.shard_step import ShardedStep
+from replica_engine.keras.train_function import StepFunction, WholeBatches
 from replica_engine.keras.variables import ReplicatedVariables, used_by
 from replica_engine.process import scoped
 from replica_engine.process.afterwards import afterwards
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import models
-from replica_engine.telemetry import timeline
-from replica_engine.values import samples
-
-if TYPE_CHECKING:
-    from replica_engine.keras.on_xla import OnXla
 
 _lock = threading.RLock()
 _inside: weakref.WeakKeyDictionary[keras.Model, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
-
-
 _thread = threading.local()
 
-_STEPS = {"fit": "train_step", "evaluate": "test_step"}
-"""By method of a model, the step that it runs on each batch of its iterator."""
+_FUNCTIONS = {"fit": "train", "evaluate": "test"}
+"""By method of a model, the function that it calls with its iterator."""
 
 
 def extend_functions() -> None:
@@ -105,11 +97,11 @@ class Replicas:
         self._entered: list[tuple[Replicas | None, int, int]] = []  # the same three of the blocks around the last one
         self._known: object = None
         self._counted: object = None
-        self._steps: OnThreads | OnXla | None = None
-        # By step and thread, the iterator that it was last called with, as `end_apart` takes it.
-        self._iterators: dict[tuple[str, int], list[tf.data.Iterator]] = {}
-        self._calling = timeline.Track(type(strategy).__name__, "Keras", order=-1)
-        self._feeding = timeline.Track(type(strategy).__name__, "feeding", order=-1)
+        backend: Backend = strategy.extended.backend
+        self.functions = {
+            name: StepFunction(model, backend, ShardedStep(model, f"{name}_step"), WholeBatches(strategy), self.ready)
+            for name in ("train", "test", "predict")
+        }
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -211,8 +203,8 @@ class Replicas:
         history = vars(self.original).get("history")
         if history is not None and history.model is self._model:
             history.set_model(self.original)
-        if method in _STEPS:
-            self._end((_STEPS[method], threading.get_ident()))
+        if method in _FUNCTIONS:
+            self.functions[_FUNCTIONS[method]].batches.end()
 
     def changed(self) -> None:
         """Called when the model's variables, optimizers or metrics may differ; replicas then share new variables."""
@@ -246,64 +238,13 @@ class Replicas:
         self.changed()
         return self._variables.metrics_left()
 
-    def predict(self, batches: Sequence[object]) -> object:
-        """Returns the outputs of some batches as one batch; replaces Keras' `predict_function`."""
-        outputs = [self._predict(samples.as_tensors(batch)) for batch in batches]
-        return outputs[0] if len(outputs) == 1 else samples.join(outputs)
+    def ready(self, batch: object) -> contextlib.AbstractContextManager[object]:
+        """Called before a step: shares all variables of the model, its metrics and optimizer.
 
-    def run(self, name: str, iterator: Iterator[object]) -> dict[str, tf.Tensor]:
-        """Runs a step on the next batches; replaces Keras' `train_function` and `test_function`."""
-        self._keep(name, iterator)
-        batches: list[object] = []
-        failed: Exception | None = None
-        for _ in range(self._model.steps_per_execution):
-            try:
-                with timeline.span(self._feeding, "next batch", "feeding"):
-                    batches.append(samples.as_tensors(next(iterator)))
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if not batches:
-                    raise
-                break
-            except Exception as error:  # the steps before it count, as if they ran one by one
-                failed = error
-                break
-        counted = [(batch, total) for batch in batches if (total := samples.count(batch))]
-        with timeline.span(self._calling, name, "launch", {"batches": len(counted)}):
-            if counted:
-                steps = self.ready(counted[0][0])
-                with _at_work():
-                    logs = steps.step(name, counted)
-            else:
-                logs = self._model.get_metrics_result()
-        if failed is not None:
-            raise failed
-        return logs
+        Makes them, from a batch or its specs; from None, none. If the model has changed, its functions forget all.
 
-    def _keep(self, name: str, iterator: Iterator[object]) -> None:
-        """Keeps an iterator of tf.data for longer than Keras does, which would wait for its end."""
-        key = name, threading.get_ident()
-        last = self._iterators.get(key)
-        if isinstance(iterator, tf.data.Iterator) and (last is None or last[0] is not iterator):
-            self._end(key)
-            self._iterators[key] = [iterator]
-
-    def _end(self, key: tuple[str, int]) -> None:
-        last = self._iterators.pop(key, None)
-        if last is not None:
-            end_apart(last)
-
-    def _predict(self, batch: object) -> object:
-        total = samples.count(batch)
-        steps = self.ready(None)
-        with _at_work():
-            if total:
-                return steps.predict(batch, total)
-            return samples.take(steps.predict(samples.blank(batch), 1), 0, 0)
-
-    def ready(self, batch: object) -> OnThreads | OnXla:
-        """The object that runs steps, with all variables shared; a new object if the model has changed.
-
-        Makes all variables of the model, its metrics and optimizer, from a batch or its specs; from None, none.
+        Returns:
+            A context manager for the step.
         """
         if batch is not None and not keras_model.is_built(self._model):
             with _lock:
@@ -311,20 +252,13 @@ class Replicas:
                 with afterwards(self._resume, "giving the model to the replicas"):
                     keras_model.build(self._model, batch)
         state, counted = keras_model.state_of(self._model), keras_model.counts(self._model)
-        steps = self._steps
-        if steps is None or self._known != state or self._counted != counted:
+        if self._known != state or self._counted != counted:
             self.changed()
             self._check_trainable()
-            steps = self._steps = self._make_steps()
+            for function in self.functions.values():
+                function.forget()
             self._known = state
-        return steps
-
-    def _make_steps(self) -> OnThreads | OnXla:
-        if not compiles(self.strategy):
-            return OnThreads(self._model, self.strategy)
-        from replica_engine.keras.on_xla import OnXla  # not at module level: it needs jax
-
-        return OnXla(self._model, self.strategy)
+        return _at_work()
 
     def _check_trainable(self) -> None:
         if not keras_trainer.has_keras_step(self._model, "train_step"):

@@ -17,7 +17,7 @@ from replica_engine.errors.models import (
     warn_uneven_rest,
     warn_whole_steps,
 )
-from replica_engine.keras import BackupAndRestore, CrossReplicaOptimizer, on_xla, replicate_model
+from replica_engine.keras import BackupAndRestore, CrossReplicaOptimizer, replicate_model, train_function
 
 
 def make_model():
@@ -83,7 +83,7 @@ def test_arrays_of_two_lengths():
 
 @pytest.fixture
 def _few_sizes(monkeypatch):
-    monkeypatch.setattr(on_xla, "MANY_SIZES", 2)
+    monkeypatch.setattr(train_function, "MANY_SIZES", 2)
 
 
 @pytest.mark.usefixtures("_few_sizes")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import keras
 import numpy as np
@@ -11,78 +12,63 @@ import tensorflow as tf
 
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine.diagnostics.suspicions import warn_once
 from replica_engine.errors import LogError
-from replica_engine.errors.models import warn_whole_steps
-from replica_engine.keras.hooks import has_no_sum, overwrites_in_own_step
 from replica_engine.keras.shard import Shard
-from replica_engine.keras.sums import NotASum, check_sum, check_weights
-from replica_engine.values import late_weights, linear, rows, samples
-from replica_engine.values.regroup import select
+from replica_engine.keras.sums import check_sum, check_weights
+from replica_engine.values import late_weights, linear, rows
 
 
-def run_step(model: keras.Model, name: str, data: object, share: Shard) -> dict[str, tf.Tensor]:
-    """Runs `train_step` or `test_step` of a model.
-
-    Args:
-        model: the model whose step runs.
-        name: the name of the step.
-        data: this replica's samples.
-        share: the part of the batch that these samples are.
-
-    Returns:
-        The logs of the step over all replicas; they are equal on all replicas.
-    """
-    counted = metric_variables(model)
-    before = [tf.identity(variable.value) for variable in counted] if share.whole else []
-    is_own = name == "train_step" and not keras_trainer.has_keras_step(model, name)
-    follow(model, name, data, share)
-    with share.entered(), late_weights.weighted_late(share.fraction if is_own and not share.whole else None):
-        logs = getattr(model, name)(data)
-    if is_own:
-        check_weights(model, share)
-    for variable, value in zip(counted, before, strict=False):
-        # All replicas computed the same samples, which must count once.
-        is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
-        variable.assign(tf.where(is_first, variable.value, value))
-    return across_replicas(model, Logs(logs, share), share.weight("float64"))
-
-
-def follow(model: keras.Model, name: str, data: object, share: Shard) -> None:
-    """Says which tensors are the samples of a step, and whether a method of the user's own uses the loss of `compile`.
-
-    Called before a step of a shard, so that it can be seen what the step does to gradients and to sums of losses.
-    """
-    share.is_own = not (keras_trainer.has_keras_step(model, name) and keras_model.has_keras_loss(model))
-    linear.mark(tf.nest.flatten(data, expand_composites=True), linear.SAMPLES)
-
-
-class Undivided:
-    """The steps of a model that are of the whole batch, by their names: all, as the model shows, or those found to be.
+class ShardedStep:
+    """A step of a model on one replica.
 
     Args:
         model: the model.
+        name: "train_step", "test_step" or "predict_step".
     """
 
-    def __init__(self, model: keras.Model):
-        self._model = model
-        self._names: set[str] = set()
+    def __init__(self, model: keras.Model, name: str):
+        self.model, self.name = model, name
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names or self._all or has_no_sum(self._model)
+    @property
+    def is_own(self) -> bool:
+        """Whether it trains the model, and is not Keras'."""
+        return self.name == "train_step" and not keras_trainer.has_keras_step(self.model, self.name)
 
-    @functools.cached_property
-    def _all(self) -> bool:
-        """What `compile` and the step tell. Asked in a step: before, a model may have no losses and metrics yet."""
-        return overwrites_in_own_step(self._model) or keras_model.mixes_samples(self._model)
+    def __call__(self, data: object, share: Shard) -> Any:
+        """Runs the step on this replica's samples, which are this part of a batch.
 
-    def note(self, name: str, found: NotASum) -> None:
-        """Notes why a step was given up; a warning says so once for each line."""
-        if not found.why:
-            return  # a metric, which the hooks know
-        self._names.add(name)
-        text = warn_whole_steps(name, self._model.name, found.why, found.where, found.instead)
-        warn_once(self._model, (name, found.why, found.where), text)
+        Returns:
+            The logs of the step over all replicas, equal on all of them; for a prediction, the outputs for the samples.
+        """
+        if self.name == "predict_step":
+            return self.method(data)
+        counted = metric_variables(self.model)
+        before = [tf.identity(variable.value) for variable in counted] if share.whole else []
+        weight = share.fraction if self.is_own and not share.whole else None
+        with self.followed(data, share), late_weights.weighted_late(weight):
+            logs = self.method(data)
+        if self.is_own:
+            check_weights(self.model, share)
+        for variable, value in zip(counted, before, strict=False):
+            # All replicas computed the same samples, which must count once.
+            is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+            variable.assign(tf.where(is_first, variable.value, value))
+        return across_replicas(self.model, Logs(logs, share), share.weight("float64"))
+
+    @property
+    def method(self) -> Callable[[object], Any]:
+        """The method of the model."""
+        return getattr(self.model, self.name)
+
+    def followed(self, data: object, share: Shard) -> contextlib.AbstractContextManager[object]:
+        """Around a call of `method` on a shard: what it does to gradients and to sums of losses can be seen.
+
+        Says which tensors are its samples, and whether a method of the user's own uses the loss of `compile`.
+        """
+        is_of_keras = keras_trainer.has_keras_step(self.model, self.name) and keras_model.has_keras_loss(self.model)
+        share.is_own = not is_of_keras
+        linear.mark(tf.nest.flatten(data, expand_composites=True), linear.SAMPLES)
+        return share.entered()
 
 
 class Logs:
@@ -136,14 +122,6 @@ def across_replicas(model: keras.Model, logs: Logs, weight: tf.Tensor) -> dict[s
             # Inside the scope: a result may be a variable of the metric, and is read here.
             means[key] = tf.convert_to_tensor(result if part is None else result[part])
     return {key: means[key] if key in means else logs.values[key] for key in logs.names}
-
-
-def joined(strategy: tf.distribute.Strategy, outputs: object) -> object:
-    """The rows of all replicas, in the order of the replicas, as one batch."""
-    size = len(strategy.extended.worker_devices)
-    if size < strategy.num_replicas_in_sync:  # the other workers have the rest
-        return tf.nest.map_structure(lambda leaf: strategy.gather(leaf, axis=0), outputs)
-    return samples.join([select(replica, outputs) for replica in range(size)])
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:

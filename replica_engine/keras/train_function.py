@@ -1,0 +1,417 @@
+"""What Keras calls to train, test and predict: a method of a model, run on all replicas, for the next batches.
+
+On threads one graph takes batches of any size, and each replica takes its shard in the graph. A compiled program has
+shapes, so there is one for each size, and the host divides the batches. `unequal_shards` has the program for a batch
+that does not divide by the replicas. Batches that cannot be divided, or of a step whose parts would not add up to the
+numbers of one device, are computed whole on every replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine._tf.host_datasets import end_apart
+from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.backend import Backend
+from replica_engine.diagnostics.suspicions import warn_once
+from replica_engine.errors import CollectiveError
+from replica_engine.errors.base import warning
+from replica_engine.errors.models import warn_whole_steps
+from replica_engine.keras.compiling import compiling, inputs_named
+from replica_engine.keras.hooks import has_no_sum, has_own_metrics, overwrites_in_own_step
+from replica_engine.keras.shard import Shard
+from replica_engine.keras.shard_step import ShardedStep
+from replica_engine.keras.sums import NotASum
+from replica_engine.keras.variables import kept_if
+from replica_engine.strategies.multi_step import MultiStepContext
+from replica_engine.telemetry import timeline
+from replica_engine.values import samples
+from replica_engine.values.regroup import regroup, select
+
+MANY_SIZES = 8
+"""A warning is logged when programs for this many batch sizes of one step exist."""
+
+_WASTE = 4
+"""A prediction may use an existing program whose batch size is up to this many times as large."""
+
+_SHARDS, _UNEQUAL, _WHOLE = "_shards", "_unequal_shards", "_whole_batch"
+"""The methods of `StepFunction` that a replica runs."""
+
+_NOTHING = contextlib.nullcontext()
+_logger = logging.getLogger("replica_engine")
+_as_keras_does = tf.autograph.experimental.do_not_convert
+
+
+class Batch(NamedTuple):
+    """A batch of at least one sample.
+
+    Attributes:
+        data: the samples, as tensors.
+        total: how many they are.
+    """
+
+    data: Any
+    total: int
+
+
+class WholeBatches:
+    """The batches of an iterator over whole batches, which this process divides among the replicas.
+
+    Args:
+        strategy: the strategy of the replicas.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._size = strategy.num_replicas_in_sync
+        local = range(len(strategy.extended.worker_devices))
+        self._own = [distribute.replica_id_in_sync_group(strategy, index) for index in local]
+        self._feeding = timeline.Track(type(strategy).__name__, "feeding", order=-1)
+        # By thread, the iterator that was last read there, as `end_apart` takes it.
+        self._iterators: dict[int, list[tf.data.Iterator]] = {}
+
+    def next(self, iterator: Iterator[object], most: int) -> tuple[list[Batch], Exception | None]:
+        """The next batches, without empty ones; and the exception with which the iterator failed after them.
+
+        Raises:
+            StopIteration, OutOfRangeError: there is none.
+        """
+        last = self._iterators.get(threading.get_ident())
+        if isinstance(iterator, tf.data.Iterator) and (last is None or last[0] is not iterator):
+            self.end()
+            self._iterators[threading.get_ident()] = [iterator]
+        batches: list[object] = []
+        failed: Exception | None = None
+        for _ in range(most):
+            try:
+                with timeline.span(self._feeding, "next batch", "feeding"):
+                    batches.append(samples.as_tensors(next(iterator)))
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if not batches:
+                    raise
+                break
+            except Exception as error:  # the steps before it count, as if they ran one by one
+                failed = error
+                break
+        return [Batch(data, total) for data in batches if (total := samples.count(data))], failed
+
+    def end(self) -> None:
+        """Ends the iterator of tf.data that this thread has read, which is kept longer: Keras waits for its end."""
+        last = self._iterators.pop(threading.get_ident(), None)
+        if last is not None:
+            end_apart(last)
+
+    def taking(self, total: samples.Rows) -> Callable[[object], tuple[object, Shard]]:
+        """Returns what gives a replica on a thread its shard of a batch of `total` samples, in a graph of any size."""
+        each, more = total // self._size, total % self._size  # the first `more` replicas get one sample more
+
+        def take(data: object) -> tuple[object, Shard]:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            rows = each + tf.cast(replica < more, tf.int32)
+            start = replica * each + tf.minimum(replica, more)
+            return samples.on_device(samples.take(data, start, start + rows)), Shard(rows, total, self._size)
+
+        return take
+
+    def shares(self, data: object, total: int) -> Any:
+        """Divides a batch on the host: equally many rows for each replica; a smaller shard has the one before too."""
+        if total % self._size == 0:
+            parts = samples.split(data, self._size)
+            return regroup([parts[replica] for replica in self._own])
+        data = samples.views(data)
+        size = -(-total // self._size)
+        larger = total - (size - 1) * self._size  # the number of shards with `size` rows
+        stops = [replica * (size - 1) + min(replica, larger) for replica in range(1, self._size + 1)]
+        return regroup([samples.take(data, stops[replica] - size, stops[replica]) for replica in self._own])
+
+
+class StepFunction:
+    """What Keras calls as `train_function`, `test_function` or `predict_function`.
+
+    Args:
+        model: the model.
+        backend: what runs the replicas.
+        step: the step on one replica.
+        batches: takes the batches of an iterator, and divides them.
+        ready: called before each step with a batch of it, or with None for a prediction. It calls `forget` if the model
+            has changed, and the step runs inside the context that it returns.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        backend: Backend,
+        step: ShardedStep,
+        batches: WholeBatches,
+        ready: Callable[[object], contextlib.AbstractContextManager[object]],
+    ):
+        self.batches = batches
+        self._model, self._step, self._ready = model, step, ready
+        self._backend: Any = backend  # one that compiles has more methods
+        self._compiles = backend.compiles
+        self._size = backend.strategy.num_replicas_in_sync
+        self._calling = timeline.Track(type(backend.strategy).__name__, "Keras", order=-1)
+
+    def forget(self) -> None:
+        """Forgets what was traced and found out, as the model has changed; called before the first step too."""
+        self._is_eager = bool(self._model.run_eagerly) and not self._compiles
+        self._functions: dict[tuple[str, int, bool], Any] = {}
+        # What has run: the method, the batch size that it is compiled for, and what batches are like but for that.
+        self._known: set[tuple[str, int, str, object]] = set()
+        self._is_whole: bool | None = None  # whether no batch is divided; None before a step has asked
+        self._gives: dict[str, bool] = {}
+        self._was_tried = False
+        if self._compiles:
+            # Replicas take different branches in a step of unequal shares. In a branch, devices of several replicas
+            # must not wait for each other, but they do where XLA divides a replica over devices.
+            self._has_branches = self._backend.device_group.mesh is None
+            if self._backend.distribution is not None:
+                self._backend.distribution.check_layouts()
+            self._programs = self._backend.own_programs()  # they hold the model and are freed with it
+
+    def __call__(self, iterator: Iterator[object]) -> dict[str, tf.Tensor]:
+        """Runs `train_step` or `test_step` on the next `steps_per_execution` batches; returns the logs of the last."""
+        batches, failed = self.batches.next(iterator, self._model.steps_per_execution)
+        with timeline.span(self._calling, self._step.name, "launch", {"batches": len(batches)}):
+            if batches:
+                with self._ready(batches[0].data), self._inputs_named(batches[0].data):
+                    logs = self._logs(batches)
+            else:
+                logs = self._model.get_metrics_result()
+        if failed is not None:
+            raise failed
+        return logs
+
+    def predict(self, batches: Sequence[object]) -> object:
+        """The outputs for some batches as one batch, in the order of the samples."""
+        outputs = []
+        for data in map(samples.as_tensors, batches):
+            total = samples.count(data)
+            with self._ready(None), self._inputs_named(data):
+                made = self._outputs(data if total else samples.blank(data), total or 1)
+                outputs.append(made if total else samples.take(made, 0, 0))
+        return outputs[0] if len(outputs) == 1 else samples.join(outputs)
+
+    def _logs(self, batches: Sequence[Batch]) -> dict[str, tf.Tensor]:
+        logs: Any = None
+        for how, data, size, group in self._launches(batches):
+            try:
+                with self._undone_if_given_up() if self._is_eager and how == _SHARDS else _NOTHING:
+                    logs = self._run(how, data, size, len(group) > 1)
+                continue
+            except NotASum as found:
+                self._give_up(found)
+            except CollectiveError:
+                if how != _UNEQUAL:
+                    raise
+                self._has_branches = False
+            for batch in group:
+                logs = self._run(_WHOLE, *batch)
+        return select(0, logs) if self._compiles else logs
+
+    def _launches(self, batches: Sequence[Batch]) -> Iterator[tuple[str, object, int, list[Batch]]]:
+        """For each launch: a method, what it takes, the batch size to compile it for, and the batches that it computes.
+
+        Consecutive batches of one size, as `steps_per_execution` requests them, run in one launch: a device loop.
+        """
+        for total, same in itertools.groupby(batches, operator.attrgetter("total")):
+            group, divides = list(same), total % self._size == 0
+            if len(group) > 1 and self._compiles and divides and not self._computes_whole(total):
+                yield _SHARDS, [self.batches.shares(*batch) for batch in group], total, group
+                continue
+            for batch in group:
+                if self._computes_whole(total):
+                    yield _WHOLE, *batch, [batch]
+                elif not self._compiles:
+                    yield _SHARDS, *batch, [batch]
+                elif divides:
+                    yield _SHARDS, self.batches.shares(*batch), total, [batch]
+                else:
+                    # One program serves all totals between two multiples of N: the number of larger shards is an input.
+                    yield _UNEQUAL, (self.batches.shares(*batch), np.int32(total)), total // self._size, [batch]
+
+    def _computes_whole(self, total: int) -> bool:
+        """Whether every replica computes all of a batch."""
+        if self._is_whole is None:  # asked in a step: before, a model may have no losses and metrics yet
+            self._is_whole = overwrites_in_own_step(self._model) or keras_model.mixes_samples(self._model)
+        if self._is_whole or has_no_sum(self._model) or total < self._size:
+            return True
+        if self._compiles:
+            return total % self._size > 0 and (self._step.is_own or not self._has_branches)
+        # An eager step cannot be given up when one of its metrics turns out not to be a sum.
+        return self._is_eager and has_own_metrics(self._model)
+
+    def _undone_if_given_up(self) -> contextlib.AbstractContextManager[None]:
+        """Around an eager step that may be given up: it has changed variables then, which its graph has not.
+
+        Keras' own steps do in each call what they did in the first one; a step of the user's own may begin to clip.
+        """
+        is_known = self._was_tried and keras_trainer.has_keras_step(self._model, self._step.name)
+        self._was_tried = True
+        return _NOTHING if is_known else kept_if(NotASum, self._model)
+
+    def _give_up(self, found: NotASum) -> None:
+        """Notes why a step was given up; a warning says so once for each line."""
+        if found.why:  # otherwise a metric, which the hooks know
+            self._is_whole = True
+            text = warn_whole_steps(self._step.name, self._model.name, found.why, found.where, found.instead)
+            warn_once(self._model, (self._step.name, found.why, found.where), text)
+
+    def _outputs(self, data: Any, total: int) -> object:
+        # An eager step does not tell an output with a row per sample from another one of that length.
+        if not self._is_whole and (not self._is_eager or keras_model.gives_rows(self._model)):
+            outputs, are_of_rows = (self._compiled_outputs if self._compiles else self._run)(_SHARDS, data, total)
+            if are_of_rows:
+                return outputs
+            self._is_whole = True  # the outputs have no row per sample
+        return select(0, self._run(_WHOLE, data, total))
+
+    def _compiled_outputs(self, how: str, data: Any, total: int) -> tuple[object, bool]:
+        """The outputs, and whether they have a row per sample; by a program for a larger batch, if there is one."""
+        data = samples.views(data)
+        kind = samples.described(data)
+        known = [size for by, size, of, _ in self._known if (by, of) == (how, kind) and total <= size <= _WASTE * total]
+        size = min(known, default=-(-total // self._size) * self._size)
+        parts = self._run(how, self.batches.shares(samples.pad(data, size - total), size), size)
+        outputs, are_of_rows = self._joined(parts, total, size // self._size)
+        if are_of_rows and kind not in self._gives:
+            self._gives[kind] = keras_model.gives_rows(self._model) or self._grows(data, total, select(0, parts))
+        return outputs, bool(are_of_rows) and self._gives[kind]
+
+    def _grows(self, data: object, total: int, outputs: object) -> bool:
+        """Whether outputs that are as long as a shard have a row per sample: those of a longer shard are longer."""
+        rows = -(-total // self._size) + 1
+        longer = self.batches.shares(samples.pad(data, rows * self._size - total), rows * self._size)
+        specs = self._backend.result_specs(self._programs, self._shards, (longer, rows * self._size))
+        leaves = [tf.nest.flatten(leaf, expand_composites=True) for leaf in tf.nest.flatten(outputs)]
+        if len(specs) != sum(map(len, leaves)):
+            return False  # a variable is among them
+        left = iter(specs)
+        of_leaves = [[next(left) for _ in parts] for parts in leaves]
+        # Ragged and sparse outputs, of several parts, have told their numbers of rows.
+        return all(spec.shape.rank and spec.shape[0] == rows for spec, *more in of_leaves if not more)
+
+    def _joined(self, outputs: object, total: samples.Rows, rows: samples.Rows) -> tuple[object, bool | tf.Tensor]:
+        """The outputs for all samples, of those for shards of so many rows; and whether they have a row per sample.
+
+        Outputs without a row per sample are not used. In a graph they only need to be computable.
+        """
+        strategy, first = self._backend.strategy, select(0, outputs)
+        if (are_of_rows := samples.are_of(first, rows)) is False:
+            return first, False
+        own = len(strategy.extended.worker_devices)
+        if own < self._size:  # the other workers have the rest
+            joined = tf.nest.map_structure(lambda leaf: strategy.gather(leaf, axis=0), outputs)
+        else:
+            joined = samples.join([select(replica, outputs) for replica in range(own)])
+        return samples.take(joined, 0, total), are_of_rows
+
+    def _run(self, how: str, data: Any, size: int, is_loop: bool = False) -> Any:
+        """Runs a method on all replicas: compiled for batches of this size, or in a graph for those of any size."""
+        compiles, known = self._compiles, self._known
+        in_parts, size = compiles and not is_loop and type(data) is tuple, size if compiles else 0
+        function = self._functions.get((how, size, in_parts)) or self._made(how, size, in_parts)
+        if in_parts:  # a batch like the last one, of dense tensors, is found again by its objects
+            again = self._backend.run_again(function, data, self._programs)
+            if again is not None:
+                return again[0]
+        if self._is_eager:
+            return function(data)
+        call = functools.partial(self._launch, function, in_parts, is_loop) if compiles else function
+        kind = samples.described(select(0, data) if compiles else data)
+        key = how, size, kind, samples.places(data)
+        if key in known:
+            return call(data)
+        with compiling(self._model, self._described(how, size, kind), compiles):
+            if not compiles:  # the graph takes any number of samples: the last batch of a dataset needs no other graph
+                function.get_concrete_function(samples.generalized(data))
+            outputs = call(data)
+        known.add(key)
+        if compiles and len(known) == MANY_SIZES:
+            text = (
+                f"{self._step.name} of {self._model.name!r} has been compiled for {MANY_SIZES} batch sizes, once for "
+                "each size. Batches of one size compile once. replicate_model(model, "
+                "strategy=replica_engine.MirroredStrategy(...)) has one graph for all sizes."
+            )
+            _logger.warning(warning("many_batch_sizes", text))
+        return outputs
+
+    def _described(self, how: str, size: int, kind: str) -> str:
+        first, last = (size * self._size + 1, (size + 1) * self._size - 1) if how == _UNEQUAL else (size, size)
+        sizes = f"{first} samples" if first == last else f"{first} to {last} samples"
+        batches = sizes if self._compiles else kind
+        return f"{self._step.name} of {self._model.name!r} for {self._size} replicas, batches of {batches}"
+
+    def _made(self, how: str, size: int, in_parts: bool) -> Any:
+        """One function for all batches, under the name of the model's method, as messages and the watchdog call it."""
+        run: Any
+        if self._compiles:
+
+            @_as_keras_does
+            def run(*data: object) -> object:
+                return getattr(self, how)(data if in_parts else data[0], size)
+
+        else:
+            run = functools.partial(self._on_threads, how)
+        run.__name__ = self._step.name
+        if not self._compiles and not self._is_eager:
+            run = tf.function(run, reduce_retracing=True, autograph=False)
+        return self._functions.setdefault((how, size, in_parts), run)
+
+    def _launch(self, function: Callable[..., object], in_parts: bool, is_loop: bool, data: Any) -> object:
+        """Runs a compiled function, for each element of `data` if that is a loop."""
+        if not is_loop:
+            return self._backend.run(function, data if in_parts else (data,), programs=self._programs)
+        from replica_engine.strategies.tpu.device_loops import LoopSettings  # not at module level: it needs jax
+
+        @_as_keras_does
+        def step(context: MultiStepContext, shares: object) -> None:
+            context.set_last_step_output("logs", function(shares))
+
+        step.__name__ = self._step.name
+        settings = LoopSettings(len(data), spread=False, programs=self._programs)
+        return self._backend.run_steps(step, iter(data), settings).last_step_outputs["logs"]
+
+    def _on_threads(self, how: str, batch: object) -> object:
+        """Runs a method on all replicas, while a graph is built unless the model runs eagerly."""
+        total = size = samples.count_in_graph(batch)
+        is_padded = self._step.name == "predict_step" and how == _SHARDS
+        if is_padded:
+            size = -(-total // self._size) * self._size
+            batch = samples.pad(batch, size - total)
+        take = self.batches.taking(size) if how == _SHARDS else None
+
+        def step(data: object) -> object:
+            return self._whole_batch(data, total) if take is None else self._step(*take(data))
+
+        outputs = self._backend.strategy.run(step, args=(batch,))
+        return self._joined(outputs, total, size // self._size) if is_padded else select(0, outputs)
+
+    @_as_keras_does
+    def _shards(self, data: object, total: int) -> object:
+        return self._step(data, Shard(total // self._size, total, self._size))
+
+    @_as_keras_does
+    def _whole_batch(self, data: object, total: samples.Rows) -> object:
+        return self._step(data, Shard(total, total, self._size, whole=True))
+
+    @_as_keras_does
+    def _unequal_shards(self, data: tuple[object, tf.Tensor], size: int) -> object:
+        from replica_engine.keras.unequal_shards import in_branches  # not at module level: it needs jax
+
+        return in_branches(self._step, *data, size, self._size)
+
+    def _inputs_named(self, batch: object) -> contextlib.AbstractContextManager[None]:
+        return inputs_named(batch) if self._compiles else _NOTHING
