@@ -1,12 +1,11 @@
 """Keras models on N replicas.
 
 - `replicate`: `replicate_model`, the one line that a user writes.
-- `model`: the replicated model, a second object of the same model; `replicas`: the state that only this second object
-  has.
+- `lent_model`: the replicated model, a second object of the same model, and the state that only this one has.
 - `variables`: the variables that the original, the replicated model and all replicas share.
-- `shard`: one replica's part of a batch, and its weight in the whole batch.
-- `shard_step`: one step on one replica; `train_function`: what Keras calls to run it on all replicas, on the next
-  batches; `unequal_shards`: such a step in one compiled program; `compiling` reports progress while a step compiles.
+- `shard_step`: one step on one replica, on its shard: its part of a batch, and the weight of that in the whole batch.
+- `train_function`: what Keras calls, which runs that step on all replicas, on the next batches; `unequal_shards`: the
+  same in one compiled program, for shards of two sizes.
 - `hooks`: changes the parts of Keras that must know about shards, and tells which metrics need whole batches.
 - `optimizer`: reduces the gradients of all replicas and applies them; `cross_replica_optimizer` does so in custom
   loops.

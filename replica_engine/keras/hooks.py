@@ -57,7 +57,7 @@ from replica_engine._tf.reduction import changed
 from replica_engine.keras import sums
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import Gradient, Weights, apply_across_replicas, of_whole_batch
-from replica_engine.keras.shard import Shard, current_shard
+from replica_engine.keras.shard_step import Shard, current_shard
 from replica_engine.process.interrupts import held_off_once
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -94,20 +94,6 @@ def _in_shard(of_shard: Callable[..., object], own: Callable[..., object], *args
 def has_no_sum(model: keras.Model) -> bool:
     """Whether a metric of the model was found whose values do not add up over parts of a batch."""
     return bool(_found) and any(id(metric) in _found for metric in keras_model.metrics_of(model))
-
-
-def overwrites_in_own_step(model: keras.Model) -> bool:
-    """Whether a step of the user's own trains variables that their gradients overwrite: it needs whole batches.
-
-    What float8 keeps of gradients is of the loss that the step has, which is there the mean over a shard.
-    """
-    is_own = not keras_trainer.has_keras_step(model, "train_step")
-    return is_own and any(map(keras_model.is_overwritten, model.trainable_variables))
-
-
-def has_own_metrics(model: keras.Model) -> bool:
-    """Whether the model has metrics that are not Keras' own."""
-    return bool(keras_sums.own_metrics_of(model))
 
 
 @dataclasses.dataclass(eq=False)

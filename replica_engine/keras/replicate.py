@@ -16,8 +16,7 @@ from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras.hooks import extend_keras
-from replica_engine.keras.model import is_replicated, replicated
-from replica_engine.keras.replicas import extend_functions
+from replica_engine.keras.lent_model import extend_functions, is_replicated, replicated
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.validation import names_keywords
 

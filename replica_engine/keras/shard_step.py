@@ -1,9 +1,20 @@
-"""One step of a model on one replica, in replica context, on a shard of the batch or on the whole batch."""
+"""One step of a model on one replica, on a shard: the part of a batch that it computes.
+
+One device computes the mean over its batch of n samples. Replica r has n_r of these samples and computes the mean over
+them. The sum over the replicas of `n_r / n` times these means is the mean over the batch. So a loss, a gradient or a
+mean of replica r counts with `weight = n_r / n`, and the replicas together compute what one device computes, whatever
+the sizes of their shards are.
+
+Some batches cannot be split, for example a batch with fewer samples than replicas. Then every replica computes
+the *whole* batch, and only the result of replica 0 counts.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import contextvars
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,9 +24,71 @@ import tensorflow as tf
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.errors import LogError
-from replica_engine.keras.shard import Shard
 from replica_engine.keras.sums import check_sum, check_weights
+from replica_engine.process import scoped
 from replica_engine.values import late_weights, linear, rows
+
+Update = tuple[Callable[..., None], list[Any], Sequence[keras.Variable]]
+"""An update of weights by an optimizer: what makes it, its gradients, and the weights."""
+
+
+@dataclasses.dataclass
+class Shard:
+    """The part of a batch that one replica computes.
+
+    Attributes:
+        rows: the number of samples of this replica.
+        total: the number of samples of all replicas.
+        replicas: the number of replicas.
+        whole: whether every replica has all samples.
+        results: the metric results of this step, each as (result, metric, key); the key is None unless the metric
+            returned a dictionary.
+        deferred: optimizer updates, with their gradients, that wait for the end of a branch; None where updates need
+            not wait.
+        is_own: whether a method of the user's own uses the loss of `compile`: the step, or `compute_loss`.
+        sums: whether this step has a sum of losses whose use must be looked at.
+        gradients: the gradients that tapes have given in an eager step.
+        updates: whether an optimizer has got gradients.
+    """
+
+    rows: int | tf.Tensor
+    total: int | tf.Tensor
+    replicas: int
+    whole: bool = False
+    results: list[tuple[object, keras.metrics.Metric, str | None]] = dataclasses.field(default_factory=list)
+    deferred: list[Update] | None = None
+    is_own: bool = False
+    sums: bool = False
+    gradients: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    updates: bool = False
+
+    def fraction(self, dtype: str | tf.DType = "float32") -> tf.Tensor:
+        """The fraction of the batch that this replica has, as a scalar of `dtype`."""
+        if self.whole:
+            return tf.ones([], dtype)
+        return tf.cast(self.rows, dtype) / tf.cast(self.total, dtype)
+
+    def weight(self, dtype: str | tf.DType = "float32") -> tf.Tensor:
+        """The weight of a mean over this replica's samples in the mean over all samples, as a scalar of `dtype`."""
+        return self.once(dtype) if self.whole else self.fraction(dtype)
+
+    def once(self, dtype: str | tf.DType = "float32") -> tf.Tensor:
+        """The weight of a sum over this replica's samples in the sum over all samples, as a scalar of `dtype`."""
+        if not self.whole:
+            return tf.ones([], dtype)
+        return tf.cast(tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0), dtype)
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """Makes this shard the current one for the code inside the `with` block."""
+        return scoped.variable(_current, self)
+
+
+def current_shard() -> Shard | None:
+    """The shard that is being computed; None outside the steps of a replicated model."""
+    return _current.get()
+
+
+_current: contextvars.ContextVar[Shard | None] = contextvars.ContextVar("replica_engine_share", default=None)
 
 
 class ShardedStep:
@@ -33,6 +106,16 @@ class ShardedStep:
     def is_own(self) -> bool:
         """Whether it trains the model, and is not Keras'."""
         return self.name == "train_step" and not keras_trainer.has_keras_step(self.model, self.name)
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether the model shows that a step on a shard would not do for the shard what it does for the batch.
+
+        What float8 keeps of gradients is of the loss that a step has; in one of the user's own, the mean over a shard.
+        """
+        own = not keras_trainer.has_keras_step(self.model, "train_step")
+        overwrites = own and any(map(keras_model.is_overwritten, self.model.trainable_variables))
+        return overwrites or keras_model.mixes_samples(self.model)
 
     def __call__(self, data: object, share: Shard) -> Any:
         """Runs the step on this replica's samples, which are this part of a batch.

@@ -14,6 +14,7 @@ import itertools
 import logging
 import operator
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,19 +26,20 @@ from replica_engine._tf import distribute
 from replica_engine._tf.host_datasets import end_apart
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine._tf.keras.sums import own_metrics_of
 from replica_engine.backend import Backend
+from replica_engine.diagnostics.op_lines import is_scope_of
 from replica_engine.diagnostics.suspicions import warn_once
-from replica_engine.errors import CollectiveError
-from replica_engine.errors.base import warning
+from replica_engine.errors import CollectiveError, LoweringError, ReplicaEngineError
+from replica_engine.errors.base import add_note, warning
 from replica_engine.errors.models import warn_whole_steps
-from replica_engine.keras.compiling import compiling, inputs_named
-from replica_engine.keras.hooks import has_no_sum, has_own_metrics, overwrites_in_own_step
-from replica_engine.keras.shard import Shard
-from replica_engine.keras.shard_step import ShardedStep
+from replica_engine.keras.hooks import has_no_sum
+from replica_engine.keras.shard_step import Shard, ShardedStep
 from replica_engine.keras.sums import NotASum
 from replica_engine.keras.variables import kept_if
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.telemetry import timeline
+from replica_engine.telemetry.watchdog import Wait
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
 
@@ -47,8 +49,11 @@ MANY_SIZES = 8
 _WASTE = 4
 """A prediction may use an existing program whose batch size is up to this many times as large."""
 
-_SHARDS, _UNEQUAL, _WHOLE = "_shards", "_unequal_shards", "_whole_batch"
-"""The methods of `StepFunction` that a replica runs."""
+PROGRESS_EVERY = 10.0
+"""Seconds between log lines that report an unfinished compilation."""
+
+_SHARDS, _UNEQUAL, _WHOLE = "shards", "unequal shards", "whole batch"
+"""What replicas compute of a batch."""
 
 _NOTHING = contextlib.nullcontext()
 _logger = logging.getLogger("replica_engine")
@@ -171,8 +176,7 @@ class StepFunction:
         # What has run: the method, the batch size that it is compiled for, and what batches are like but for that.
         self._known: set[tuple[str, int, str, object]] = set()
         self._is_whole: bool | None = None  # whether no batch is divided; None before a step has asked
-        self._gives: dict[str, bool] = {}
-        self._was_tried = False
+        self._gives: dict[str, bool] = {}  # whether outputs as long as a shard have a row per sample, by kind of batch
         if self._compiles:
             # Replicas take different branches in a step of unequal shares. In a branch, devices of several replicas
             # must not wait for each other, but they do where XLA divides a replica over devices.
@@ -183,43 +187,43 @@ class StepFunction:
 
     def __call__(self, iterator: Iterator[object]) -> dict[str, tf.Tensor]:
         """Runs `train_step` or `test_step` on the next `steps_per_execution` batches; returns the logs of the last."""
+        name = self._step.name
         batches, failed = self.batches.next(iterator, self._model.steps_per_execution)
-        with timeline.span(self._calling, self._step.name, "launch", {"batches": len(batches)}):
-            if batches:
-                with self._ready(batches[0].data), self._inputs_named(batches[0].data):
-                    logs = self._logs(batches)
-            else:
+        first = batches[0].data if batches else None
+        logs: Any = None
+        span = timeline.span(self._calling, name, "launch", {"batches": len(batches)})
+        with span, self._ready(first), _inputs_named(first) if self._compiles else _NOTHING:
+            for how, data, size, group in self._launches(batches):
+                try:
+                    with self._undone_if_given_up() if self._is_eager and how == _SHARDS else _NOTHING:
+                        logs = self._run(how, data, size, len(group) > 1)
+                    continue
+                except NotASum as found:
+                    if found.why:  # otherwise a metric, which the hooks know
+                        self._is_whole = True
+                        text = warn_whole_steps(name, self._model.name, found.why, found.where, found.instead)
+                        warn_once(self._model, (name, found.why, found.where), text)
+                except CollectiveError:
+                    if how != _UNEQUAL:
+                        raise
+                    self._has_branches = False
+                for batch in group:
+                    logs = self._run(_WHOLE, *batch)
+            if not batches:
                 logs = self._model.get_metrics_result()
         if failed is not None:
             raise failed
-        return logs
+        return select(0, logs) if self._compiles else logs
 
     def predict(self, batches: Sequence[object]) -> object:
         """The outputs for some batches as one batch, in the order of the samples."""
         outputs = []
         for data in map(samples.as_tensors, batches):
             total = samples.count(data)
-            with self._ready(None), self._inputs_named(data):
+            with self._ready(None), _inputs_named(data) if self._compiles else _NOTHING:
                 made = self._outputs(data if total else samples.blank(data), total or 1)
                 outputs.append(made if total else samples.take(made, 0, 0))
         return outputs[0] if len(outputs) == 1 else samples.join(outputs)
-
-    def _logs(self, batches: Sequence[Batch]) -> dict[str, tf.Tensor]:
-        logs: Any = None
-        for how, data, size, group in self._launches(batches):
-            try:
-                with self._undone_if_given_up() if self._is_eager and how == _SHARDS else _NOTHING:
-                    logs = self._run(how, data, size, len(group) > 1)
-                continue
-            except NotASum as found:
-                self._give_up(found)
-            except CollectiveError:
-                if how != _UNEQUAL:
-                    raise
-                self._has_branches = False
-            for batch in group:
-                logs = self._run(_WHOLE, *batch)
-        return select(0, logs) if self._compiles else logs
 
     def _launches(self, batches: Sequence[Batch]) -> Iterator[tuple[str, object, int, list[Batch]]]:
         """For each launch: a method, what it takes, the batch size to compile it for, and the batches that it computes.
@@ -245,29 +249,21 @@ class StepFunction:
     def _computes_whole(self, total: int) -> bool:
         """Whether every replica computes all of a batch."""
         if self._is_whole is None:  # asked in a step: before, a model may have no losses and metrics yet
-            self._is_whole = overwrites_in_own_step(self._model) or keras_model.mixes_samples(self._model)
+            self._is_whole = self._step.mixes_samples
         if self._is_whole or has_no_sum(self._model) or total < self._size:
             return True
         if self._compiles:
             return total % self._size > 0 and (self._step.is_own or not self._has_branches)
         # An eager step cannot be given up when one of its metrics turns out not to be a sum.
-        return self._is_eager and has_own_metrics(self._model)
+        return self._is_eager and bool(own_metrics_of(self._model))
 
     def _undone_if_given_up(self) -> contextlib.AbstractContextManager[None]:
         """Around an eager step that may be given up: it has changed variables then, which its graph has not.
 
         Keras' own steps do in each call what they did in the first one; a step of the user's own may begin to clip.
         """
-        is_known = self._was_tried and keras_trainer.has_keras_step(self._model, self._step.name)
-        self._was_tried = True
+        is_known = (_SHARDS, 0, False) in self._functions and keras_trainer.has_keras_step(self._model, self._step.name)
         return _NOTHING if is_known else kept_if(NotASum, self._model)
-
-    def _give_up(self, found: NotASum) -> None:
-        """Notes why a step was given up; a warning says so once for each line."""
-        if found.why:  # otherwise a metric, which the hooks know
-            self._is_whole = True
-            text = warn_whole_steps(self._step.name, self._model.name, found.why, found.where, found.instead)
-            warn_once(self._model, (self._step.name, found.why, found.where), text)
 
     def _outputs(self, data: Any, total: int) -> object:
         # An eager step does not tell an output with a row per sample from another one of that length.
@@ -294,7 +290,8 @@ class StepFunction:
         """Whether outputs that are as long as a shard have a row per sample: those of a longer shard are longer."""
         rows = -(-total // self._size) + 1
         longer = self.batches.shares(samples.pad(data, rows * self._size - total), rows * self._size)
-        specs = self._backend.result_specs(self._programs, self._shards, (longer, rows * self._size))
+        function = self._made(_SHARDS, rows * self._size, False)
+        specs = self._backend.result_specs(self._programs, function, (longer,))
         leaves = [tf.nest.flatten(leaf, expand_composites=True) for leaf in tf.nest.flatten(outputs)]
         if len(specs) != sum(map(len, leaves)):
             return False  # a variable is among them
@@ -334,7 +331,7 @@ class StepFunction:
         key = how, size, kind, samples.places(data)
         if key in known:
             return call(data)
-        with compiling(self._model, self._described(how, size, kind), compiles):
+        with self._first_run(how, size, kind):
             if not compiles:  # the graph takes any number of samples: the last batch of a dataset needs no other graph
                 function.get_concrete_function(samples.generalized(data))
             outputs = call(data)
@@ -348,11 +345,37 @@ class StepFunction:
             _logger.warning(warning("many_batch_sizes", text))
         return outputs
 
-    def _described(self, how: str, size: int, kind: str) -> str:
+    @contextlib.contextmanager
+    def _first_run(self, how: str, size: int, kind: str) -> Iterator[None]:
+        """Logs at level INFO that a step was traced or compiled, with the time, and at level WARNING if it takes long.
+
+        An XLA error inside the `with` block gets a note that names the layer of the model and a remedy.
+        """
         first, last = (size * self._size + 1, (size + 1) * self._size - 1) if how == _UNEQUAL else (size, size)
-        sizes = f"{first} samples" if first == last else f"{first} to {last} samples"
-        batches = sizes if self._compiles else kind
-        return f"{self._step.name} of {self._model.name!r} for {self._size} replicas, batches of {batches}"
+        batches = (f"{first}" if first == last else f"{first} to {last}") + " samples" if self._compiles else kind
+        what = f"{self._step.name} of {self._model.name!r} for {self._size} replicas, batches of {batches}"
+        doing, done = ("compiling", "compiled") if self._compiles else ("tracing", "traced")
+        started = time.monotonic()
+        if self._compiles:
+            from replica_engine import xla  # not at module level: it needs jax
+
+            before = xla.counts()
+        try:
+            # `of_workers`: without the rows of the other workers, on which it does not wait.
+            with Wait(lambda seconds: f"still {doing} {what}: {seconds:.0f} s so far", PROGRESS_EVERY, of_workers=True):
+                yield
+        except LoweringError as error:
+            if (layer := _guilty(self._model, error)) is not None:
+                add_note(
+                    error,
+                    f"This is in the layer {layer.name!r} ({type(layer).__name__}) of the model {self._model.name!r}. "
+                    "The threaded strategy runs layers that XLA cannot compile: "
+                    "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
+                )
+            raise
+        if self._compiles and (made := xla.counts() - before).cache_hits > 0 and made.compiles == 0:
+            done = "read the program for"
+        _logger.info("%s %s, and ran it once, in %.1f s", done, what, time.monotonic() - started)
 
     def _made(self, how: str, size: int, in_parts: bool) -> Any:
         """One function for all batches, under the name of the model's method, as messages and the watchdog call it."""
@@ -361,7 +384,7 @@ class StepFunction:
 
             @_as_keras_does
             def run(*data: object) -> object:
-                return getattr(self, how)(data if in_parts else data[0], size)
+                return self._on_replica(how, data if in_parts else data[0], size)
 
         else:
             run = functools.partial(self._on_threads, how)
@@ -394,24 +417,53 @@ class StepFunction:
         take = self.batches.taking(size) if how == _SHARDS else None
 
         def step(data: object) -> object:
-            return self._whole_batch(data, total) if take is None else self._step(*take(data))
+            return self._on_replica(how, data, total) if take is None else self._step(*take(data))
 
         outputs = self._backend.strategy.run(step, args=(batch,))
         return self._joined(outputs, total, size // self._size) if is_padded else select(0, outputs)
 
-    @_as_keras_does
-    def _shards(self, data: object, total: int) -> object:
-        return self._step(data, Shard(total // self._size, total, self._size))
+    def _on_replica(self, how: str, data: Any, total: Any) -> object:
+        """Runs the step in replica context; of unequal shards, `total` is the number of samples in a smaller one."""
+        if how == _UNEQUAL:
+            from replica_engine.keras.unequal_shards import in_branches  # not at module level: it needs jax
 
-    @_as_keras_does
-    def _whole_batch(self, data: object, total: samples.Rows) -> object:
-        return self._step(data, Shard(total, total, self._size, whole=True))
+            return in_branches(self._step, data[0], data[1], total, self._size)
+        whole = how == _WHOLE
+        return self._step(data, Shard(total if whole else total // self._size, total, self._size, whole))
 
-    @_as_keras_does
-    def _unequal_shards(self, data: tuple[object, tf.Tensor], size: int) -> object:
-        from replica_engine.keras.unequal_shards import in_branches  # not at module level: it needs jax
 
-        return in_branches(self._step, *data, size, self._size)
+@contextlib.contextmanager
+def _inputs_named(batch: Any) -> Iterator[None]:
+    """Adds a note to an error of this library inside the `with` block: the sparse and ragged tensors of the batch."""
+    try:
+        yield
+    except ReplicaEngineError as error:
+        inputs = [(name, kind, call) for name, leaf in samples.named(batch) for kind, call in _not_dense(leaf)]
+        if inputs:
+            named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
+            calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
+            add_note(
+                error,
+                f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
+                f"{calls}. Replicas on threads accept these inputs unchanged: "
+                "replicate_model(model, strategy=replica_engine.MirroredStrategy()).",
+            )
+        raise
 
-    def _inputs_named(self, batch: object) -> contextlib.AbstractContextManager[None]:
-        return inputs_named(batch) if self._compiles else _NOTHING
+
+def _not_dense(leaf: Any) -> list[tuple[str, str]]:
+    """The kind of a leaf, and the call that makes the leaf dense; empty if it is dense already."""
+    if isinstance(leaf, tf.SparseTensor):
+        return [(f"SparseTensor of {leaf.dtype.name}{[None, *leaf.shape[1:]]}", "tf.sparse.to_dense(x)")]
+    if isinstance(leaf, tf.RaggedTensor):
+        return [(f"RaggedTensor of {leaf.dtype.name}{[None, *leaf.shape[1:]]}", "x.to_tensor(shape=...)")]
+    return []
+
+
+def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | None:
+    """The layer that contains the op; otherwise the first layer that declares that XLA cannot compile it; or None."""
+    layers = keras_model.layers_of(model, include_self=False)
+    scopes = error.op_name.split("/")
+    inside = [layer for layer in layers if any(is_scope_of(scope, layer.name) for scope in scopes)]
+    unsupported = [layer for layer in layers if not layer.supports_jit]
+    return inside[-1] if inside else unsupported[0] if unsupported else None

@@ -33,7 +33,7 @@ from replica_engine.backend import compiles
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
-from replica_engine.keras.model import original_of
+from replica_engine.keras.lent_model import original_of
 from replica_engine.keras.replicate import compiled_strategy, is_divided
 from replica_engine.process.devices import logical_devices
 from replica_engine.strategies import MirroredStrategy

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine.errors import LoweringError
-from replica_engine.keras import compiling, replicate_model
+from replica_engine.keras import replicate_model, train_function
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 BATCHES, SHORT = (tf.data.Dataset.from_tensor_slices((X[:count], X[:count, :1])).batch(8) for count in (24, 20))
@@ -122,7 +122,7 @@ def test_a_long_compilation_says_that_it_goes_on(both, is_tpu, caplog, monkeypat
             told.set()
 
     model = replicate_model(small(Slow()), strategy=both(2))
-    monkeypatch.setattr(compiling, "PROGRESS_EVERY", 0.1)
+    monkeypatch.setattr(train_function, "PROGRESS_EVERY", 0.1)
     logger, handler = logging.getLogger("replica_engine"), Told(logging.WARNING)
     logger.addHandler(handler)
     try:

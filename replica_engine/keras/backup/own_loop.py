@@ -19,7 +19,7 @@ from replica_engine.errors.base import brief
 from replica_engine.errors.models import warn_other_batches
 from replica_engine.keras.backup.data import skip
 from replica_engine.keras.backup.variables import Variables
-from replica_engine.keras.model import is_replicated
+from replica_engine.keras.lent_model import is_replicated
 
 _logger = logging.getLogger("replica_engine")
 

@@ -32,7 +32,7 @@ from replica_engine.errors.base import warning
 from replica_engine.keras.backup import states
 from replica_engine.keras.backup.data import Place, Step
 from replica_engine.keras.backup.variables import Variables
-from replica_engine.keras.model import build_for, is_replicated
+from replica_engine.keras.lent_model import build_for, is_replicated
 
 _logger = logging.getLogger("replica_engine")
 _thread = threading.local()

@@ -1,10 +1,16 @@
-"""The state that a replicated model has and the original has not: a strategy, and steps on its replicas.
+"""The replicated model: the original model, lent to replicas while one of its methods runs.
 
-The original and the replicated model share their variables, and only one of them owns them at a time. A method of the
-replicated model *enters*: the variables become variables of the replicas, optimizers and metrics get their hooks, and
-the functions that Keras traced for the original are put aside. When the last thread leaves, all this is undone. So
-after a method of the replicated model has returned, users of the original see no change. A callback that uses the
-original during such a method works on the replicas' variables.
+The replicated model is a second object that uses the attribute dictionary of the original. So each change of one (new
+weights, a frozen layer, `compile`) is a change of both, and nothing needs to be kept in step. Its class derives from
+the class of the original, so `isinstance`, custom methods and `train_step` keep working. Keras serializes it under the
+name of the original's class, and called, its class makes a model of that class. So what is saved, copied or cloned is
+a plain model.
+
+Both share their variables, and only one of them owns them at a time. A method of the replicated model *enters*: the
+variables become variables of the replicas, optimizers and metrics get their hooks, and the functions that Keras traced
+for the original are put aside. When the last thread leaves, all this is undone. So after a method of the replicated
+model has returned, users of the original see no change. A callback that uses the original during such a method works on
+the replicas' variables.
 
 A callback may change what the model has: build its optimizer, set another one, compile it, add weights. Keras creates
 variables for these outside any scope, so they are plain variables. They must be shared before the next step runs;
@@ -16,9 +22,12 @@ each epoch and evaluation, when there is time to visit all layers.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -29,7 +38,7 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.backend import Backend
 from replica_engine.engine import current_replica
-from replica_engine.errors import OptimizerError, ReplicateError
+from replica_engine.errors import BatchError, OptimizerError, ReplicateError
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.shard_step import ShardedStep
@@ -39,13 +48,126 @@ from replica_engine.process import scoped
 from replica_engine.process.afterwards import afterwards
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import models
+from replica_engine.telemetry import html
 
+_RUN = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_SLOT = "_replica_engine_replicas"
 _lock = threading.RLock()
-_inside: weakref.WeakKeyDictionary[keras.Model, Replicas] = weakref.WeakKeyDictionary()  # the one inside, by original
+_inside: weakref.WeakKeyDictionary[keras.Model, LentModel] = weakref.WeakKeyDictionary()  # the one inside, by original
 _thread = threading.local()
-
 _FUNCTIONS = {"fit": "train", "evaluate": "test"}
 """By method of a model, the function that it calls with its iterator."""
+
+
+def replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
+    """Makes a second object of the same model, which runs on the replicas of `strategy`."""
+    model_class: Any = type(model)
+    twin: keras.Model = object.__new__(_class_of(model_class))
+    object.__setattr__(twin, "__dict__", model.__dict__)
+    object.__setattr__(twin, _SLOT, LentModel(model, twin, strategy))
+    return twin
+
+
+def is_replicated(model: keras.Model) -> bool:
+    """Whether `replicated` made the model."""
+    return hasattr(type(model), _SLOT)
+
+
+def original_of(model: keras.Model) -> keras.Model:
+    """The original of a model that `replicated` made; any other model itself."""
+    original: keras.Model = getattr(model, _SLOT).original if is_replicated(model) else model
+    return original
+
+
+def build_for(model: keras.Model, batch: object) -> None:
+    """Makes all variables of a model, its metrics and optimizer, from a batch or its specs."""
+    if is_replicated(model):
+        getattr(model, _SLOT).ready(batch)
+    elif not keras_model.is_built(model):
+        keras_model.build(model, batch)
+
+
+@functools.cache
+def _class_of(kind: Any) -> type[keras.Model]:
+    members: dict[str, object] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}
+    members.update({name: _running(kind, name) for name in _RUN})
+    members.update({f"make_{name}_function": _make_nothing for name in ("train", "test", "predict")})
+    members.update({f"{name}_function": _function(name) for name in ("train", "test", "predict")})
+    members["reset_metrics"] = _resetting(kind)
+    members["__reduce__"] = lambda self: getattr(self, _SLOT).original.__reduce__()  # which names the class
+    members["strategy"] = _Strategy()
+    members["_repr_html_"] = _described
+    members["__repr__"] = lambda self: f"{kind.__repr__(self)} on {getattr(self, _SLOT).strategy!r}"
+    # `from_config` and `clone_model` call the class.
+    members["__new__"] = lambda cls, *args, **kwargs: kind(*args, **kwargs)
+    return keras_model.serialized_as(type(kind.__name__, (kind,), members), kind)
+
+
+def _described(self: keras.Model) -> str:
+    """The replicated model in a notebook."""
+    strategy = getattr(self, _SLOT).strategy
+    weights = sum(math.prod(weight.shape) for weight in self.trainable_weights)
+    rows = [
+        ("model", f"{self.name} ({type(original_of(self)).__name__})"),
+        ("replicas", strategy.num_replicas_in_sync),
+        ("strategy", type(strategy).__name__),
+        ("trainable weights", f"{weights:,}"),
+        ("compiled", "yes" if self.compiled else "no: call compile() before fit()"),
+    ]
+    return html.table("replicated model", ("", ""), rows)
+
+
+class _Strategy:
+    """The strategy that a replicated model runs on, unless the model has an attribute of that name."""
+
+    def __get__(self, model: keras.Model | None, kind: type | None = None) -> object:
+        return self if model is None else getattr(model, _SLOT).strategy
+
+
+def _running(kind: type[keras.Model], name: str) -> Callable[..., object]:
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def wrapper(self: keras.Model, *args: object, **kwargs: object) -> object:
+        lent: LentModel = getattr(self, _SLOT)
+        data = args[0] if args else kwargs.get("x")
+        if isinstance(data, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
+            raise BatchError(
+                f"{name} of a replicated model got a {type(data).__name__}, and divides each batch among the "
+                "replicas itself. Pass the dataset as it is, before experimental_distribute_dataset: "
+                "replicated.fit(dataset)."
+            )
+        try:
+            with lent.entered():
+                return method(self, *args, **kwargs)
+        finally:
+            lent.let_go(name)
+
+    return wrapper
+
+
+def _resetting(kind: type[keras.Model]) -> Callable[..., None]:
+    @functools.wraps(kind.reset_metrics)
+    def reset_metrics(self: keras.Model) -> None:
+        with getattr(self, _SLOT).metrics_left():
+            kind.reset_metrics(self)
+
+    return reset_metrics
+
+
+def _make_nothing(self: keras.Model, force: bool = False) -> None:
+    """Replaces a method of Keras; a `LentModel` has its own functions."""
+
+
+def _function(name: str) -> property:
+    def get(self: keras.Model) -> Callable[..., object]:
+        function = getattr(self, _SLOT).functions[name]
+        return function.predict if name == "predict" else function
+
+    def put(self: keras.Model, value: object) -> None:
+        self.__dict__[f"{name}_function"] = value  # goes to the original's attribute, which compile() clears
+
+    return property(get, put)
 
 
 def extend_functions() -> None:
@@ -69,12 +191,12 @@ def _called(original: Callable[..., object], function: object, *args: object, **
         return original(function, *args, **kwargs)
     me = threading.get_ident()
     with _lock:
-        is_between_steps = any(replicas._thread == me for replicas in _inside.values())
+        is_between_steps = any(lent._thread == me for lent in _inside.values())
     with used_by(function, is_between_steps, _at_work):
         return original(function, *args, **kwargs)
 
 
-class Replicas:
+class LentModel:
     """The strategy and the steps of a replicated model.
 
     Args:
@@ -93,8 +215,8 @@ class Replicas:
         self._is_resumed = False
         self._depth = 0
         self._thread = 0
-        self._outer: Replicas | None = None
-        self._entered: list[tuple[Replicas | None, int, int]] = []  # the same three of the blocks around the last one
+        self._outer: LentModel | None = None
+        self._entered: list[tuple[LentModel | None, int, int]] = []  # the same three of the blocks around the last one
         self._known: object = None
         self._counted: object = None
         backend: Backend = strategy.extended.backend
@@ -122,12 +244,8 @@ class Replicas:
         with outside:
             with _lock:
                 self._enter()
-            with afterwards(self._left, "giving the model back"):
+            with afterwards(self._exit, "giving the model back"):
                 yield
-
-    def _left(self) -> None:
-        with _lock:
-            self._exit()
 
     def _enter(self) -> None:
         current = _inside.get(self.original)
@@ -156,19 +274,20 @@ class Replicas:
         _inside[self.original] = self
 
     def _exit(self) -> None:
-        self._depth -= 1
-        if self._depth:
-            return
-        outer = self._outer
-        self._outer, self._thread, self._depth = self._entered.pop()
-        try:
-            self._suspend()
-        finally:
-            if outer is None:
-                del _inside[self.original]
-            else:
-                _inside[self.original] = outer
-                outer._resume()
+        with _lock:
+            self._depth -= 1
+            if self._depth:
+                return
+            outer = self._outer
+            self._outer, self._thread, self._depth = self._entered.pop()
+            try:
+                self._suspend()
+            finally:
+                if outer is None:
+                    del _inside[self.original]
+                else:
+                    _inside[self.original] = outer
+                    outer._resume()
 
     def _resume(self) -> None:
         """Gives the model to the replicas; if that fails, or is interrupted, the original has everything again."""
