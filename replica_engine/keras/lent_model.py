@@ -221,7 +221,7 @@ class LentModel:
         self._counted: object = None
         backend: Backend = strategy.extended.backend
         self.functions = {
-            name: StepFunction(model, backend, ShardedStep(model, f"{name}_step"), WholeBatches(strategy), self.ready)
+            name: StepFunction(model, backend, ShardedStep(model, f"{name}_step"), WholeBatches(backend), self.ready)
             for name in ("train", "test", "predict")
         }
 

@@ -22,7 +22,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute
 from replica_engine._tf.host_datasets import end_apart
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
@@ -76,14 +75,14 @@ class WholeBatches:
     """The batches of an iterator over whole batches, which this process divides among the replicas.
 
     Args:
-        strategy: the strategy of the replicas.
+        backend: what runs the replicas.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy):
-        self._size = strategy.num_replicas_in_sync
-        local = range(len(strategy.extended.worker_devices))
-        self._own = [distribute.replica_id_in_sync_group(strategy, index) for index in local]
-        self._feeding = timeline.Track(type(strategy).__name__, "feeding", order=-1)
+    def __init__(self, backend: Backend):
+        self._size = backend.strategy.num_replicas_in_sync
+        devices = getattr(backend, "device_group", None)  # of one that compiles: the host divides
+        self._own = range(0) if devices is None else range(devices.first, devices.first + devices.size)
+        self._feeding = timeline.Track(type(backend.strategy).__name__, "feeding", order=-1)
         # By thread, the iterator that was last read there, as `end_apart` takes it.
         self._iterators: dict[int, list[tf.data.Iterator]] = {}
 
