@@ -95,6 +95,13 @@ def feeding():
     return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
 
 
+@pytest.fixture(autouse=True)
+def _no_thread_of_an_earlier_test():
+    """One that comes back now would read the `_IDLE` of this test, and stay for as long."""
+    for thread in feeding():
+        thread.join(SOON)
+
+
 def fail(error):
     raise error
 
@@ -178,8 +185,6 @@ def test_a_device_that_an_iterator_leaves_entered_is_not_there_in_the_next_loop(
 
 def test_a_thread_that_does_not_come_back_feeds_no_other_loop(two, noting):
     """It is in the user's iterator when its loop is over, and stays there."""
-    for thread in feeding():
-        thread.join(SOON)  # of an earlier test
     leave = threading.Event()
 
     def batches():
