@@ -17,7 +17,7 @@ import numpy as np
 from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.threads import note_workers
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.executable import Executable, Flight
+from replica_engine.pjrt.executable import Executable, Flight, agreed
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.partitions.layout import Axes
@@ -202,7 +202,7 @@ def _gather(
         }}
         """
         name = f"reading a divided variable, {dtype}{list(part)} on each device", ""
-        _programs[key] = Executable(text, devices.flat, [((size, *sizes), dtype)], name=name, limits=limits)
+        _programs[key] = _compiled(text, devices.flat, ((size, *sizes), dtype), name, limits)
     return _programs[key]
 
 
@@ -218,6 +218,12 @@ def _element(dtype: np.dtype) -> str:
 
 
 _programs: dict[tuple, Executable] = {}
+
+
+def _compiled(
+    text: str, devices: DeviceGroup, result: tuple[tuple[int, ...], np.dtype], name: tuple[str, str], limits: Limits
+) -> Executable:
+    return Executable(text, devices, [result], compared=agreed(text, devices, name, limits), limits=limits)
 
 
 def _program(devices: DeviceGroup, value: np.ndarray, op: str, name: str, limits: Limits) -> Executable:
@@ -237,6 +243,5 @@ def _program(devices: DeviceGroup, value: np.ndarray, op: str, name: str, limits
           }}
         }}
         """
-        results = [(value.shape, value.dtype)]
-        _programs[key] = Executable(text, devices, results, name=(name, ""), limits=limits)
+        _programs[key] = _compiled(text, devices, (value.shape, value.dtype), (name, ""), limits)
     return _programs[key]

@@ -134,18 +134,13 @@ class Executable:
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
             dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
         compiled: the bytes of this program, compiled before (`serialized`) for the same `circumstances`.
-        compared: whether the program concerns other workers: whether it has collectives.
-        name: what the program was made of, where that is, and perhaps the arguments in words, for the comparison with
-            other workers.
+        compared: the program as `agreed` gives it, if it concerns other workers; each launch is compared with theirs.
         limits: seconds that a launch may take, and the wait for other workers at the first one, or None for no limit;
             and seconds until a warning about that wait.
 
     Raises:
         jax.errors.JaxRuntimeError: `compiled` is not a program.
         UntransferableError: a host call has a value that cannot be sent between these devices and the host.
-        ProgramDisagreementError: another worker compiles another program, or does something else.
-        WorkersMissingError: other workers did not come in time.
-        WorkerLostError: another worker is lost.
 
     Attributes:
         bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
@@ -160,19 +155,15 @@ class Executable:
         results: Sequence[tuple[tuple[int, ...], np.dtype]],
         host_calls: Sequence[Callable[..., tuple[np.ndarray, ...]]] = (),
         compiled: bytes | None = None,
-        compared: bool = True,
-        name: tuple[str, ...] = ("", ""),
+        compared: Program | None = None,
         limits: tuple[float | None, float | None] = (None, None),
         axes: Sequence[Axes] | None = None,
     ):
-        self._compared: Program | None = None
+        self._compared = compared
         self._limits = limits
         self._is_first = True
         self._calls_host = bool(host_calls)
         self._took = 0.0  # seconds that a launch takes: about the shortest of the recent ones
-        if devices.member is not None and compared:
-            self._compared = Program(hashlib.sha256(program.encode()).hexdigest()[:16], *name)
-            devices.member.compile(self._compared, *limits)
         self._devices = devices
         self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
         self._results = len(results)
@@ -417,6 +408,37 @@ class Flight:
         return None
 
 
+def agreed(
+    program: str,
+    devices: DeviceGroup,
+    name: tuple[str, ...],
+    limits: tuple[float | None, float | None] = (None, None),
+) -> Program | None:
+    """Waits until all workers are about to compile the same program, or to read what was compiled of it before.
+
+    Once for a program, whichever of the two comes of it: the workers count where they meet.
+
+    Args:
+        program: the text of the module.
+        devices: the devices that it is for.
+        name: what the program was made of, where that is, and perhaps the arguments in words.
+        limits: as for `Executable`.
+
+    Returns:
+        The program as the other workers know it; None if there is one worker.
+
+    Raises:
+        ProgramDisagreementError: another worker compiles another program, or does something else.
+        WorkersMissingError: other workers did not come in time.
+        WorkerLostError: another worker is lost.
+    """
+    if devices.member is None:
+        return None
+    compared = Program(hashlib.sha256(program.encode()).hexdigest()[:16], *name)
+    devices.member.compile(compared, *limits)
+    return compared
+
+
 def prepared(program: str, platform: str) -> ir.Module:
     """The module of a program as the compiler of a platform gets it."""
     module = expand_markers(program, platform)
@@ -434,7 +456,7 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
     return {
         "the devices": ", ".join(sorted({device.device_kind for device in devices.devices})),
         "the version of the devices": client.platform_version,
-        "the process of the job": str(client.process_index()),
+        "the worker": f"{client.process_index()} of {len({device.process_index for device in devices.everywhere})}",
         "the CPU": _cpu(),
         "the rewrites for CPU": str(cpu_rewrites.VERSION) if cpu_rewrites.enabled() else "off",
         "the forms of markers": str(MARKERS_VERSION),

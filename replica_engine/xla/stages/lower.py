@@ -17,7 +17,7 @@ from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import CollectiveError, DeviceError, LoweringError, ProgramError
 from replica_engine.errors.base import at, byte_size, shown
 from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
-from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.executable import Executable, agreed
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.host_transfers import UntransferableError
 from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
@@ -88,20 +88,22 @@ class Lowered:
                 "networks take minutes on CPU; MirroredStrategy compiles nothing."
             )
 
-        make = functools.partial(
-            Executable,
-            text,
-            devices,
-            self.program.results,
-            calls,
-            compared=self.has_collectives or devices.spans,  # the devices of a replica exchange parts of its values
-            name=(name, self.traced.where, self.program.takes),
-            limits=body.limits,
-            axes=self.program.layout and self.program.layout.results,
-        )
         with body.compiling(f"compile {name}", describe):
+            compared = None
+            if self.has_collectives or devices.spans:  # the devices of a replica exchange parts of its values
+                compared = agreed(text, devices, (name, self.traced.where, self.program.takes), body.limits)
+            make = functools.partial(
+                Executable,
+                text,
+                devices,
+                self.program.results,
+                calls,
+                compared=compared,
+                limits=body.limits,
+                axes=self.program.layout and self.program.layout.results,
+            )
             try:
-                executable = found_or_compiled(text, self.program, devices, make)
+                executable = found_or_compiled(text, self.program, devices, make, together=compared is not None)
             except UntransferableError as refused:
                 raise self._untransferable(refused, devices.platform.upper()) from None
             except RUNTIME_ERRORS as failed:

@@ -4,8 +4,9 @@ The folder is that of `set_cache_dir`, else of the environment variable `REPLICA
 `JAX_COMPILATION_CACHE_DIR`. A program is found by its text and by everything else that its compilation depends on
 (`circumstances`), so an executable that is found is the one that compiling would make. A text is found by the graph
 that it was lowered from, and by TensorFlow's version. Programs with host calls are kept too: an executable holds only
-the numbers of its host calls, and each process gives it its own functions. In a job of several workers only the texts
-are kept: the workers compile together, so that their programs are compared.
+the numbers of its host calls, and each process gives it its own functions. In a job of several workers each has its own
+executables, which know the worker's number and that of all. They may be in folders of their own, so on CPU one worker
+may read what another compiles. Elsewhere the workers may compile together: all read it, or none.
 
 The folder only saves time, and nothing that is wrong with it may fail a program: what cannot be read is compiled and
 written again, and what cannot be written is not. What other users can have written is not read. Each is warned of once.
@@ -92,7 +93,7 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
 
 
 def found_or_compiled(
-    text: str, program: BodyProgram, devices: DeviceGroup, make: Callable[[bytes | None], Executable]
+    text: str, program: BodyProgram, devices: DeviceGroup, make: Callable[[bytes | None], Executable], together: bool
 ) -> Executable:
     """The executable of a text: read from the folder, or compiled and written to it.
 
@@ -101,22 +102,27 @@ def found_or_compiled(
         program: the lowered body.
         devices: the devices to compile for.
         make: makes the executable from bytes that were written before; from None, it compiles.
+        together: whether all workers are here for this program.
     """
-    folder = None if devices.member is not None else _folder()
-    if folder is None:
-        count("compiles")
-        return make(None)
-    about = circumstances(devices) | {_PROGRAM: hashlib.sha256(text.encode()).hexdigest()}
-    prefix = _prefix(program.name)
-    key = prefix + _hash(about)
-    found = _read(folder, key, make)
-    if found is not None:
+    folder = _folder()
+    found, key, about = None, "", {}
+    if folder is not None:
+        about = circumstances(devices) | {_PROGRAM: hashlib.sha256(text.encode()).hexdigest()}
+        key = _prefix(program.name) + _hash(about)
+        found = _read(folder, key, make)
+    if together and devices.member is not None and devices.platform != "cpu":
+        # Compilers of GPUs share out the kernels that they try: a worker that read its program would be waited for.
+        all_found = devices.member.exchange(f"what the cache folders have of {program.name}", found is not None)
+        found = found if all(all_found) else None
+    if folder is not None and found is not None:
         count("cache_hits")
         _logger.info("`%s` was read from the cache folder %s, and not compiled.", program.name, folder.path)
         return found
-    about = _taken(program) | about
-    _logger.info(_reason(program.name, folder, about, folder.abouts(prefix)))
     count("compiles")
+    if folder is None:
+        return make(None)
+    about = _taken(program) | about
+    _logger.info(_reason(program.name, folder, about, folder.abouts(_prefix(program.name))))
     began = time.monotonic()
     executable = make(None)
     _write(folder, key, executable.serialized(), time.monotonic() - began, about)
