@@ -18,9 +18,10 @@ from replica_engine.keras.optimizer import REDUCTIONS, Gradient, Weights, apply_
 class CrossReplicaOptimizer(keras.optimizers.Optimizer):
     """Wraps a Keras optimizer: gradients are first summed or averaged over replicas, and then applied.
 
-    Keras' own optimizers sum gradients as part of the update, after clipping, so each replica clips only its own part.
-    This optimizer reduces first. So clipping, gradient accumulation, weight decay and loss scaling work on the gradient
-    of the global batch, as on one device.
+    Under the strategies of `tf.distribute`, Keras' own optimizers sum gradients after they are clipped, so each replica
+    clips only its own part. Under those of this library they sum first, as this class does. What it adds is the mean,
+    for replicas that each compute the mean over their shard: clipping, gradient accumulation, weight decay and loss
+    scaling then work on the mean gradient of the global batch, as on one device.
 
     This class is for custom loops: in the function that `strategy.run` runs, call `apply` or `apply_gradients`, as with
     any optimizer. Outside all strategy scopes, each call goes to the wrapped optimizer. Use "mean" if each replica

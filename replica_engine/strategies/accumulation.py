@@ -1,8 +1,12 @@
-"""Keras' `gradient_accumulation_steps` on replicas: gradients travel between them once in k steps.
+"""Keras' optimizers on replicas: they clip the gradient of the whole batch, and gradients travel once in k steps.
 
-Each replica adds its gradients to accumulators of its own (variables with `ON_READ` synchronization). In the last step
-of a group the sums of all replicas are reduced, and the optimizer clips, decays and updates with the result: the
-gradient of the whole group, as on one device. In the other k - 1 steps no gradient leaves its replica.
+Keras clips the gradient of each replica, and sums what is left. One device clips the sum. So in a replica, an optimizer
+that clips first sums the gradients of all, in a merge call, and all replicas update with the clipped sum.
+
+With `gradient_accumulation_steps`, each replica adds its gradients to accumulators of its own (variables with `ON_READ`
+synchronization). In the last step of a group the sums of all replicas are reduced, and the optimizer clips, decays and
+updates with the result: the gradient of the whole group, as on one device. In the other k - 1 steps no gradient leaves
+its replica.
 
 Whether a step is the last one depends on the optimizer's counter, which is equal on all replicas. Replica threads
 cannot meet inside a branch, so they meet before it: in each step a merge call, which moves no data, builds one
@@ -27,7 +31,7 @@ from replica_engine.values.regroup import regroup
 
 
 def extend_keras() -> None:
-    """Makes Keras' optimizers accumulate on each replica of this library; strategies of others keep what Keras does.
+    """Makes Keras' optimizers clip and accumulate as above; strategies of others keep what Keras does.
 
     Does nothing until Keras is imported, or a second time.
     """
@@ -36,23 +40,49 @@ def extend_keras() -> None:
 
 @autograph.artifact
 def _apply(optimizer: Any, grads: Any, variables: Any) -> None:
-    """Accumulates gradients, and applies the sum of a group; called in replica context in place of Keras' own code.
+    """Accumulates gradients, or sums them before they are clipped; called in replica context in place of Keras' code.
 
     Args:
-        optimizer: an optimizer with `gradient_accumulation_steps`.
+        optimizer: an optimizer with `gradient_accumulation_steps`, or one that clips.
         grads: this replica's gradients, none of them None.
         variables: the variables of the gradients.
     """
-    step = _AccumulationStep(optimizer, list(variables))
-    tf.distribute.get_replica_context().merge_call(step.run, args=(list(grads),))
+    kind = _AccumulationStep if keras_accumulation.accumulates(optimizer) else _ClippedStep
+    tf.distribute.get_replica_context().merge_call(kind(optimizer, list(variables)).run, args=(list(grads),))
 
 
-class _AccumulationStep:
-    """One of the k steps of a group: the merge function, one object per replica."""
+class _ClippedStep:
+    """A step of an optimizer that clips: the merge function, one object per replica."""
 
     def __init__(self, optimizer: Any, variables: list[Any]):
         self._optimizer = optimizer
         self._variables = variables
+
+    @autograph.artifact
+    def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
+        """Updates the variables with the clipped sum of the gradients."""
+        self._update(strategy, grads)
+        with distribute.merged():
+            keras_accumulation.average(self._optimizer)
+
+    def _update(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
+        """Reduces gradients, and updates the variables with their sums."""
+        pairs = [
+            (grad, variable if isinstance(variable, tf.Variable) else variable.value)
+            for grad, variable in zip(grads, self._variables, strict=True)
+        ]
+        sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
+        if keras_accumulation.clips(self._optimizer):
+            sums = [distribute.first_values(grad) for grad in sums]
+        with distribute.merged():
+            keras_accumulation.update(self._optimizer, sums, self._variables)
+
+
+class _AccumulationStep(_ClippedStep):
+    """One of the k steps of a group."""
+
+    def __init__(self, optimizer: Any, variables: list[Any]):
+        super().__init__(optimizer, variables)
         self._accumulators = [each.value for each in keras_accumulation.accumulators(optimizer, variables)]
 
     @autograph.artifact
@@ -67,19 +97,15 @@ class _AccumulationStep:
     def _end_group(self, strategy: tf.distribute.Strategy) -> None:
         """Reduces and clears the accumulators, and updates the variables with the mean over the steps of the group."""
         steps = self._optimizer.gradient_accumulation_steps
-        pairs = []
         mine = {id(each) for each in self._accumulators}
         for other in keras_accumulation.accumulators(self._optimizer):
             if id(other.value) not in mine:  # a variable without a gradient in this step; Keras forgets earlier ones
                 strategy.extended.update(other.value, _clear, group=False)
-        for accumulator, variable in zip(self._accumulators, self._variables, strict=True):
-            means = strategy.extended.update(accumulator, _take, args=(steps,), group=False)
-            pairs.append((regroup(means), variable if isinstance(variable, tf.Variable) else variable.value))
-        grads = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
-        if keras_accumulation.clips(self._optimizer):
-            grads = [distribute.first_values(grad) for grad in grads]
-        with distribute.merged():
-            keras_accumulation.update(self._optimizer, grads, self._variables)
+        means = [
+            regroup(strategy.extended.update(accumulator, _take, args=(steps,), group=False))
+            for accumulator in self._accumulators
+        ]
+        self._update(strategy, means)
 
 
 def _add(accumulator: tf.Variable, grad: Any) -> Any:

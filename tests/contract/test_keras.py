@@ -104,23 +104,49 @@ def test_fit_that_runs_eagerly_equals_fit_on_one_device(strategy, alone):
     assert_trained_alike(strategy, model, fit(model), alone)
 
 
-@pytest.mark.graphs
+CLIPPED = {
+    "each": lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
+    "all, decayed, averaged": lambda: keras.optimizers.AdamW(
+        0.1, global_clipnorm=0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
+    "values": lambda: keras.optimizers.SGD(0.5, clipvalue=0.02),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5, clipnorm=0.05), 16.0),
+}
+
+
+@pytest.mark.graphs  # eagerly: the next test
+@pytest.mark.replicas(2)
+@pytest.mark.parametrize("name", CLIPPED)
+def test_an_optimizer_clips_the_gradient_of_the_whole_batch(strategy, name):
+    one = small(optimizer=CLIPPED[name](), metrics=["mae"], run_eagerly=True)
+    expected = fit(one), one.get_weights()
+    with strategy.scope():
+        model = small(optimizer=CLIPPED[name](), metrics=["mae"])
+    assert_trained_alike(strategy, model, fit(model), expected)
+
+
 @pytest.mark.replicas(1, 2)
-def test_sgd_with_clipnorm_clips_each_replicas_gradient(strategy):
-    """Keras clips before it adds up, so N replicas do not train exactly as one does."""
+def test_a_loop_of_ones_own_clips_the_sum_of_the_gradients(strategy, per_replica):
+    """Of a table each replica has another row."""
     n = strategy.num_replicas_in_sync
     with strategy.scope():
-        model = model_of(dense(1, 1, use_bias=False), optimizer=keras.optimizers.SGD(0.5, clipnorm=0.1))
-    kernel = model.get_weights()[0]
-    fit(model, epochs=1)
-    for step in range(2):
-        total = 0.0
-        for x, y in zip(np.split(FEATURES[8 * step :][:8], n), np.split(LABELS[8 * step :][:8], n), strict=True):
-            gradient = 2 * x.T @ (x @ kernel - y) / 8
-            total = total + gradient * min(1.0, 0.1 / np.linalg.norm(gradient))
-        kernel = kernel - 0.5 * total
-    for component in components(strategy, model.trainable_variables[0]):
-        np.testing.assert_allclose(component, kernel, rtol=1e-5, atol=1e-6)
+        table, weight = keras.Variable(np.ones([3, 2], "float32")), keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.SGD(1.0, global_clipnorm=0.5)
+
+    def step(row, number):
+        rows = tf.IndexedSlices(tf.reshape(number * tf.constant([3.0, 4.0]), [1, 2]), tf.reshape(row, [1]), [3, 2])
+        optimizer.apply([rows, number * tf.constant([0.0, 12.0])], [table, weight])
+
+    strategy.run(
+        step, args=(per_replica(lambda replica: replica), per_replica(lambda replica: np.float32(replica + 1)))
+    )
+    of_table = np.array([[3.0, 4.0], [6.0, 8.0], [0.0, 0.0]]) * np.array([[1], [n == 2], [0]])
+    of_weight = np.array([0.0, 12.0]) * n * (n + 1) / 2
+    norm = np.sqrt((of_table**2).sum() + (of_weight**2).sum())
+    for component in components(strategy, weight):
+        np.testing.assert_allclose(component, [1.0, 2.0] - 0.5 / norm * of_weight, rtol=1e-5)
+    for component in components(strategy, table):
+        np.testing.assert_allclose(component, 1.0 - 0.5 / norm * of_table, rtol=1e-5)
 
 
 @pytest.mark.graphs

@@ -70,7 +70,9 @@ COMBINE = _of_scope(
     since="the first scope of a strategy",
 )
 APPLY = _of_variables(
-    _OPTIMIZERS, names.APPLY, why="`gradient_accumulation_steps` reduces gradients only in the last step of a group"
+    _OPTIMIZERS,
+    names.APPLY,
+    why="gradients are summed before they are clipped; accumulated ones only in the last step of a group",
 )
 ADD_VARIABLE = _of_variables(
     _OPTIMIZERS,
@@ -201,10 +203,11 @@ def extend_optimizers(
     check_foreign: Callable[[keras.optimizers.Optimizer, Weights], None],
     explained: Callable[[Exception], Exception],
 ) -> None:
-    """Makes Keras' optimizers accumulate gradients on each replica separately.
+    """Makes Keras' optimizers accumulate gradients on each replica separately, and clip their sum over replicas.
 
     Args:
-        apply: called as `apply(optimizer, grads, variables)` in a replica where an optimizer accumulates gradients.
+        apply: called as `apply(optimizer, grads, variables)` in a replica where an optimizer accumulates gradients, or
+            clips them and there are others.
         agreed: combines the flag of a replica, whether its gradients are finite, with those of the others.
         is_ours: whether a strategy is one of this library's.
         check_foreign: called as `check_foreign(optimizer, variables)` in a replica with an optimizer of no strategy.
@@ -218,11 +221,13 @@ def extend_optimizers(
     def applied(
         own: Own, optimizer: keras.optimizers.Optimizer, grads: Gradients, trainable_variables: Weights
     ) -> None:
-        if names.accumulates(optimizer) and in_replica_of_ours():
-            apply(optimizer, grads, trainable_variables)
-            return
-        if names.is_of_no_strategy(optimizer) and in_replica_of_ours():
-            check_foreign(optimizer, trainable_variables)
+        context = tf.distribute.get_replica_context()
+        if context is not None and is_ours(context.strategy):
+            if names.is_of_no_strategy(optimizer):
+                check_foreign(optimizer, trainable_variables)
+            elif optimizer.gradient_accumulation_steps or (names.clips(optimizer) and context.num_replicas_in_sync > 1):
+                apply(optimizer, grads, trainable_variables)
+                return
         own(optimizer, grads, trainable_variables)
 
     def added(
