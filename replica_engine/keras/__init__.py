@@ -2,6 +2,7 @@
 
 - `replicate`: `replicate_model`, the one line that a user writes.
 - `lent_model`: the replicated model, a second object of the same model, and the state that only this one has.
+- `scoped_model`: a model that was made in `strategy.scope()`, whose variables are the replicas' own.
 - `variables`: the variables that the original, the replicated model and all replicas share.
 - `shard_step`: one step on one replica, on its shard: its part of a batch, and the weight of that in the whole batch.
 - `train_function`: what Keras calls, which runs that step on all replicas, on the next batches; `unequal_shards`: the

@@ -41,7 +41,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -57,7 +57,7 @@ from replica_engine._tf.reduction import changed
 from replica_engine.keras import sums
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import Gradient, Weights, apply_across_replicas, of_whole_batch
-from replica_engine.keras.shard_step import Shard, current_shard
+from replica_engine.keras.shard_step import Shard, current_shard, noted_shard
 from replica_engine.process.interrupts import held_off_once
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -96,6 +96,19 @@ def has_no_sum(model: keras.Model) -> bool:
     return bool(_found) and any(id(metric) in _found for metric in keras_model.metrics_of(model))
 
 
+class Lender(Protocol):
+    """Who lends the variables of a model."""
+
+    def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
+        """Called when an optimizer builds its variables, with the optimizer's own method."""
+
+    def changed(self) -> None:
+        """Called when the model may have other variables, optimizers or metrics than before."""
+
+    def reconcile(self) -> None:
+        """Called before variables are read."""
+
+
 @dataclasses.dataclass(eq=False)
 class Hooks:
     """The hooks of one model, its optimizers and metrics.
@@ -103,16 +116,12 @@ class Hooks:
     Args:
         model: the model.
         strategy: the strategy through which its optimizers update variables.
-        build: called when an optimizer builds its variables, with the optimizer and its own method.
-        changed: called when the model may have other variables, optimizers or metrics than before.
-        reconcile: called before variables are read.
+        lender: who lends the variables of the model to the replicas; None if they are the replicas' own.
     """
 
     model: keras.Model
     strategy: tf.distribute.Strategy
-    build: Callable[[keras.optimizers.Optimizer, Callable[[], None]], None]
-    changed: Callable[[], None]
-    reconcile: Callable[[], None]
+    lender: Lender | None
     _there: dict[tuple[int, str], tuple[object, object]] = dataclasses.field(default_factory=dict, init=False)
 
     def put(self) -> None:
@@ -132,7 +141,7 @@ class Hooks:
 
     def _take(self, key: tuple[int, str]) -> None:
         target, before = self._there.pop(key)
-        if before is self.strategy:  # an optimizer that was made under the scope has plain variables now
+        if before is self.strategy and self.lender is not None:  # it was made under the scope, and has plain variables
             before = distribute.default_strategy()
         if before is _NOTHING:
             vars(target).pop(key[1], None)
@@ -141,14 +150,17 @@ class Hooks:
 
     def _wanted(self) -> Iterator[tuple[object, str, Callable[[Any], object]]]:
         """Yields each hook as its target object, its attribute name, and the function that makes it."""
-        yield self.model, "compile", lambda model: _then(model.compile, self.changed)
-        for name in _READING:
-            yield self.model, name, functools.partial(self._reading, name=name)
+        lender = self.lender
+        if lender is not None:
+            yield self.model, "compile", lambda model: _then(model.compile, lender.changed)
+            for name in _READING:
+                yield self.model, name, functools.partial(_reading, name=name, lender=lender)
         for optimizer in keras_model.optimizers_of(self.model):
             yield optimizer, "apply", functools.partial(_apply, has_weighted=self._has_weighted)
             yield optimizer, "scale_loss", functools.partial(_scale_loss, has_weighted=self._has_weighted)
             for each in keras_model.with_inner_optimizers(optimizer):
-                yield each, "build", self._build
+                if lender is not None:
+                    yield each, "build", functools.partial(_build, lender=lender)
                 yield each, keras_model.STRATEGY, lambda _: self.strategy
         of_outputs = keras_model.output_losses(self.model)
         for metric in keras_model.metrics_of(self.model):
@@ -165,19 +177,21 @@ class Hooks:
         is_main = optimizer is getattr(self.model, "optimizer", None)
         return is_main and keras_trainer.has_keras_step(self.model, "train_step")
 
-    def _build(self, optimizer: keras.optimizers.Optimizer) -> Callable[[Sequence[keras.Variable]], None]:
-        own = optimizer.build
-        return lambda variables: self.build(optimizer, lambda: own(variables))
 
-    def _reading(self, model: keras.Model, name: str) -> Callable[..., object]:
-        own = getattr(model, name)
+def _build(optimizer: keras.optimizers.Optimizer, lender: Lender) -> Callable[[Sequence[keras.Variable]], None]:
+    own = optimizer.build
+    return lambda variables: lender.build(optimizer, lambda: own(variables))
 
-        @functools.wraps(own)
-        def read(*args: object, **kwargs: object) -> object:
-            self.reconcile()
-            return own(*args, **kwargs)
 
-        return read
+def _reading(model: keras.Model, name: str, lender: Lender) -> Callable[..., object]:
+    own = getattr(model, name)
+
+    @functools.wraps(own)
+    def read(*args: object, **kwargs: object) -> object:
+        lender.reconcile()
+        return own(*args, **kwargs)
+
+    return read
 
 
 def _then(own: Callable[..., object], after: Callable[[], None]) -> Callable[..., object]:
@@ -257,7 +271,7 @@ def _result(metric: keras.metrics.Metric) -> Callable[[], object]:
 
     def result() -> object:
         found = own()
-        if (share := current_shard()) is not None:
+        if (share := noted_shard()) is not None:
             parts = found.items() if isinstance(found, dict) else [(None, found)]
             share.results += [(part, metric, key) for key, part in parts]
         return found

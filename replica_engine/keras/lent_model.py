@@ -210,7 +210,7 @@ class LentModel:
         self.strategy = strategy
         self._model = model
         self._variables = ReplicatedVariables(original, strategy)
-        self._hooks = Hooks(original, strategy, self.build, self.changed, self.reconcile)
+        self._hooks = Hooks(original, strategy, self)
         self._functions: keras_model.Functions | None = None
         self._is_resumed = False
         self._depth = 0

@@ -134,9 +134,9 @@ def _check(model: Any) -> None:
             f"The model {model.name!r} is not built{whose}: it has no variables yet that the replicas could share. "
             "Give it a keras.Input, or call it on a batch, model(x[:1]), before you replicate it."
         )
-    if own := keras_model.own_functions(model):
+    if own := keras_trainer.makes_functions(model):
         raise ReplicateError(
-            f"The model {model.name!r} overrides {own[0]}, but replicate_model replaces this method. Override "
+            f"The model {model.name!r} overrides {own}, but replicate_model replaces this method. Override "
             "train_step, test_step or predict_step instead: they run on each replica."
         )
 

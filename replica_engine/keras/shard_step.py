@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -49,6 +49,7 @@ class Shard:
         sums: whether this step has a sum of losses whose use must be looked at.
         gradients: the gradients that tapes have given in an eager step.
         updates: whether an optimizer has got gradients.
+        is_plain: whether the step follows the rule of `tf.distribute`: only the results of its metrics are noted.
     """
 
     rows: int | tf.Tensor
@@ -61,6 +62,7 @@ class Shard:
     sums: bool = False
     gradients: list[tf.Tensor] = dataclasses.field(default_factory=list)
     updates: bool = False
+    is_plain: bool = False
 
     def fraction(self, dtype: str | tf.DType = "float32") -> tf.Tensor:
         """The fraction of the batch that this replica has, as a scalar of `dtype`."""
@@ -84,7 +86,13 @@ class Shard:
 
 
 def current_shard() -> Shard | None:
-    """The shard that is being computed; None outside the steps of a replicated model."""
+    """The shard that is being computed; None outside of steps that have the numbers of one device."""
+    share = _current.get()
+    return None if share is None or share.is_plain else share
+
+
+def noted_shard() -> Shard | None:
+    """The shard that is being computed by any step."""
     return _current.get()
 
 
@@ -97,15 +105,26 @@ class ShardedStep:
     Args:
         model: the model.
         name: "train_step", "test_step" or "predict_step".
+        own_step: what a `train_step` of the user's own computes: "mean", of its samples, which counts by their number;
+            or "sum", its part of what is summed over replicas, as in `tf.distribute`. The same for `compute_loss`.
     """
 
-    def __init__(self, model: keras.Model, name: str):
-        self.model, self.name = model, name
+    def __init__(self, model: keras.Model, name: str, own_step: Literal["mean", "sum"] = "mean"):
+        self.model, self.name, self._own_step = model, name, own_step
 
     @property
     def is_own(self) -> bool:
         """Whether it trains the model, and is not Keras'."""
         return self.name == "train_step" and not keras_trainer.has_keras_step(self.model, self.name)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it follows the rule of `tf.distribute`."""
+        return self._own_step == "sum" and self.name == "train_step" and not self._is_of_keras
+
+    @property
+    def _is_of_keras(self) -> bool:
+        return keras_trainer.has_keras_step(self.model, self.name) and keras_model.has_keras_loss(self.model)
 
     @property
     def mixes_samples(self) -> bool:
@@ -127,10 +146,11 @@ class ShardedStep:
             return self.method(data)
         counted = metric_variables(self.model)
         before = [tf.identity(variable.value) for variable in counted] if share.whole else []
-        weight = share.fraction if self.is_own and not share.whole else None
+        share.is_plain = self.is_plain
+        weight = share.fraction if self.is_own and not share.whole and not share.is_plain else None
         with self.followed(data, share), late_weights.weighted_late(weight):
             logs = self.method(data)
-        if self.is_own:
+        if self.is_own and not share.is_plain:
             check_weights(self.model, share)
         for variable, value in zip(counted, before, strict=False):
             # All replicas computed the same samples, which must count once.
@@ -148,8 +168,7 @@ class ShardedStep:
 
         Says which tensors are its samples, and whether a method of the user's own uses the loss of `compile`.
         """
-        is_of_keras = keras_trainer.has_keras_step(self.model, self.name) and keras_model.has_keras_loss(self.model)
-        share.is_own = not is_of_keras
+        share.is_own = not self._is_of_keras
         linear.mark(tf.nest.flatten(data, expand_composites=True), linear.SAMPLES)
         return share.entered()
 
@@ -180,7 +199,8 @@ class Logs:
             if found:
                 self.metrics[key] = found[-1]
             elif value is not None:
-                check_sum(value, share)
+                if not share.is_plain:
+                    check_sum(value, share)
                 self.values[key] = _value(key, value, share)
         self.names = [key for key in flat if key in self.metrics or key in self.values]
 
@@ -221,7 +241,7 @@ def _value(name: str, value: object, share: Shard) -> tf.Tensor:
             f"The step returned {name!r} of dtype {tensor.dtype.name}, of which no mean over replicas exists. "
             "Return numbers, or print it in a callback."
         )
-    if not share.whole and share.replicas > 1:
+    if not share.whole and share.replicas > 1 and not share.is_plain:
         shard = tf.get_static_value(share.rows)
         if tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] in (None, shard)):
             raise LogError(

@@ -29,9 +29,10 @@ from replica_engine._tf.keras.sums import own_metrics_of
 from replica_engine.backend import Backend
 from replica_engine.diagnostics.op_lines import is_scope_of
 from replica_engine.diagnostics.suspicions import warn_once
-from replica_engine.errors import CollectiveError, LoweringError, ReplicaEngineError
+from replica_engine.errors import BatchError, CollectiveError, LoweringError, ReplicaEngineError
 from replica_engine.errors.base import add_note, warning
-from replica_engine.errors.models import warn_whole_steps
+from replica_engine.errors.models import warn_uneven_rest, warn_whole_steps
+from replica_engine.errors.timeouts import count_of
 from replica_engine.keras.hooks import has_no_sum
 from replica_engine.keras.shard_step import Shard, ShardedStep
 from replica_engine.keras.sums import NotASum
@@ -101,7 +102,7 @@ class WholeBatches:
         for _ in range(most):
             try:
                 with timeline.span(self._feeding, "next batch", "feeding"):
-                    batches.append(samples.as_tensors(next(iterator)))
+                    batches.append(self.whole(next(iterator)))
             except (StopIteration, tf.errors.OutOfRangeError):
                 if not batches:
                     raise
@@ -110,6 +111,16 @@ class WholeBatches:
                 failed = error
                 break
         return [Batch(data, total) for data in batches if (total := samples.count(data))], failed
+
+    def whole(self, batch: object) -> Any:
+        """A batch as tensors; of the parts that TensorFlow has dealt to the replicas, all together."""
+        dealt = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.distribute.DistributedValues)]
+        if not dealt:
+            return samples.as_tensors(batch)
+        parts = [samples.as_tensors(select(index, batch)) for index in range(len(dealt[0].values))]
+        return tf.nest.map_structure(
+            lambda *leaves: samples.join(leaves) if samples.has_rows(leaves[0]) else leaves[0], *parts
+        )
 
     def end(self) -> None:
         """Ends the iterator of tf.data that this thread has read, which is kept longer: Keras waits for its end."""
@@ -217,7 +228,7 @@ class StepFunction:
     def predict(self, batches: Sequence[object]) -> object:
         """The outputs for some batches as one batch, in the order of the samples."""
         outputs = []
-        for data in map(samples.as_tensors, batches):
+        for data in map(self.batches.whole, batches):
             total = samples.count(data)
             with self._ready(None), _inputs_named(data) if self._compiles else _NOTHING:
                 made = self._outputs(data if total else samples.blank(data), total or 1)
@@ -246,7 +257,14 @@ class StepFunction:
                     yield _UNEQUAL, (self.batches.shares(*batch), np.int32(total)), total // self._size, [batch]
 
     def _computes_whole(self, total: int) -> bool:
-        """Whether every replica computes all of a batch."""
+        """Whether every replica computes all of a batch.
+
+        Raises:
+            BatchError: a step that follows the rule of `tf.distribute` cannot be divided so.
+        """
+        if self._step.is_plain:
+            self._check_shares(total)
+            return False
         if self._is_whole is None:  # asked in a step: before, a model may have no losses and metrics yet
             self._is_whole = self._step.mixes_samples
         if self._is_whole or has_no_sum(self._model) or total < self._size:
@@ -255,6 +273,25 @@ class StepFunction:
             return total % self._size > 0 and (self._step.is_own or not self._has_branches)
         # An eager step cannot be given up when one of its metrics turns out not to be a sum.
         return self._is_eager and bool(own_metrics_of(self._model))
+
+    def _check_shares(self, total: int) -> None:
+        """Checks that each replica gets samples, in a program equally many; a rest on threads gets a warning.
+
+        Raises:
+            BatchError: they do not.
+        """
+        size, rest = self._size, total % self._size
+        if rest and not self._compiles and total > size:
+            warn_once(self._backend.strategy, "rest", warn_uneven_rest(total, size))
+        elif rest:
+            fits = -(-total // size) * size
+            raise BatchError(
+                f"A batch of {count_of(total, 'sample')} does not divide by {size} replicas, and the train_step or "
+                f"compute_loss of {self._model.name!r} follows the rule of tf.distribute in a scope: each replica "
+                f"computes its part of a sum. Pass a batch size that is a multiple of {size}, such as batch_size={fits}"
+                ", and leave out a rest: dataset.batch(n, drop_remainder=True). Or let replicate_model(model) divide "
+                "batches of any size, with the results of one device."
+            )
 
     def _undone_if_given_up(self) -> contextlib.AbstractContextManager[None]:
         """Around an eager step that may be given up: it has changed variables then, which its graph has not.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +15,7 @@ from replica_engine._tf.hook import hide_frames
 from replica_engine._tf.keras import added_losses, layouts, normalization
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine.backend import has_backend
+from replica_engine.backend import compiles, has_backend
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.diagnostics.suspicions import warn_once
@@ -39,12 +40,43 @@ def explain() -> None:
     """
     if "replica_engine.keras" in sys.modules and "keras" in sys.modules:  # for models that the program loads
         importlib.import_module("replica_engine.keras.cross_replica_optimizer")
-    keras_hooks.extend_build(_check_batch, explained, has_backend, _watch_metrics)
+    keras_hooks.extend_build(_check_batch, explained, has_backend, _watch_metrics, _divides_itself)
+    keras_hooks.make_functions(_function_of, _function_of_parts)
     keras_hooks.compile_in_scope(has_backend)
     hide_frames(FOLDERS)
     normalization.synchronize_masked(has_backend)
     keep_attributes()
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
+
+
+def _divides_itself(model: Any) -> bool:
+    """Whether the functions of a model take whole batches and divide them among the replicas of its scope.
+
+    Not over several workers, and not on GPUs of threads, to which TensorFlow copies the next batch during a step. Nor
+    if the model makes its functions itself.
+    """
+    strategy = keras_trainer.strategy_of(model)
+    if strategy is None or not has_backend(strategy) or keras_trainer.makes_functions(model):
+        return False
+    backend = strategy.extended.backend
+    on_gpus = not backend.compiles and any("GPU" in device.upper() for device in strategy.extended.worker_devices)
+    return backend.saving is None and not on_gpus
+
+
+def _function_of(model: Any, name: str) -> Callable[..., Any] | None:
+    """What Keras calls to run a step of a model in its scope; None if Keras' own function does."""
+    if not _divides_itself(model):
+        return None
+    made = importlib.import_module("replica_engine.keras.scoped_model").function_of(model, name)
+    return made.predict if name == "predict_step" else made
+
+
+def _function_of_parts(own: Callable[..., Any], model: Any, step_function: Callable[..., Any]) -> Callable[..., Any]:
+    strategy = keras_trainer.strategy_of(model)
+    if strategy is None or not compiles(strategy):
+        return own(model, step_function)
+    loops = importlib.import_module("replica_engine.strategies.tpu.keras_steps")  # it needs jax
+    return loops.device_loop(own, model, step_function)
 
 
 def check_distribution(strategy: tf.distribute.Strategy) -> None:

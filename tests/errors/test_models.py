@@ -152,9 +152,17 @@ def test_gradients_applied_in_a_merge_function():
 
 @shows(warn_uneven_rest)
 def test_a_rest_that_does_not_divide():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = make_model()
+    class ItsOwnStep(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((self(x) - y) ** 2) / 4
+            weights = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            return {"loss": loss}
+
+    with MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = ItsOwnStep([keras.Input((3,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse")
     # Not of the evaluation: it counts samples.
     model.evaluate(np.ones((9, 3)), np.ones((9, 2)), batch_size=4, verbose=0)
@@ -173,6 +181,9 @@ class ItsOwnTestStep(keras.Model):
     def test_step(self, data):
         x, y = data
         return {"loss": tf.reduce_mean((self(x) - y) ** 2)}
+
+    def make_test_function(self, force=False):  # so TensorFlow deals its batches
+        super().make_test_function(force)
 
 
 @shows(warn_uneven_evaluation)
@@ -200,9 +211,13 @@ def test_a_metric_that_is_a_maximum():
         def result(self):
             return self.value
 
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = make_model()
+    class ItsOwnStep(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            return self.compute_metrics(x, y, self(x, training=True))
+
+    with MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = ItsOwnStep([keras.Input((3,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse", metrics=[Biggest()])
     model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
 

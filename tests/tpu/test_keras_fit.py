@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import TPUStrategy
-from replica_engine.errors import BatchError, ReplicaMismatchError
+from replica_engine.errors import ReplicaMismatchError
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype("float32")
@@ -173,23 +173,17 @@ def test_evaluate_and_predict_take_partial_batches(replicas):
             assert found["loss"] == pytest.approx(np.mean((expected - y) ** 2), rel=1e-5)
 
 
-def test_a_partial_last_batch_in_fit_says_what_to_do(shared):
-    with pytest.raises(BatchError, match=r"probably the last one, does not divide by 2 replicas.*drop_remainder=True"):
-        shared.fit(batches(8, 11).filter(lambda *_: True), verbose=0)  # nobody knows how many it gives
-    first, second = fit(shared)["loss"]  # and it goes on with whole ones
-    assert second < first
-
-
-def test_a_partial_last_batch_is_refused_before_anything_runs(shared):
-    begun = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: pytest.fail("fit has begun"))
-    with pytest.raises(BatchError, match=r"last batch, of 3 samples.* fit\(x\[:-1\], y\[:-1\]\)"):
-        shared.fit(X[:11], Y[:11], batch_size=8, callbacks=[begun], verbose=0)
-    with pytest.raises(BatchError, match=r"last batch, of 3 samples.* drop_remainder=True"):
-        shared.fit(batches(8, 11), callbacks=[begun], verbose=0)
-    assert shared.optimizer.iterations.numpy() == 0
-    shared.fit(X[:11], Y[:11], batch_size=8, steps_per_epoch=1, verbose=0)  # which ends before that batch
-    expected = np.mean((shared.predict(X[:11], 8, verbose=0) - Y[:11]) ** 2)
-    assert shared.evaluate(X[:11], Y[:11], 8, verbose=0) == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("count", [11, 9], ids=["a rest of 3 samples", "a rest of one"])
+def test_a_partial_last_batch_trains_as_on_one_device(shared, count):
+    other = like_shared()
+    data = batches(8, count).filter(lambda *_: True)  # nobody knows how many it gives
+    losses = [model.fit(data, epochs=2, verbose=0, shuffle=False).history["loss"] for model in (shared, other)]
+    np.testing.assert_allclose(*losses, rtol=2e-5)
+    for ours, theirs in zip(shared.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, **CLOSE)
+    assert shared.optimizer.iterations.numpy() == 4
+    expected = np.mean((shared.predict(X[:count], 8, verbose=0) - Y[:count]) ** 2)
+    assert shared.evaluate(X[:count], Y[:count], 8, verbose=0) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_last_batch_that_divides_evenly_trains(shared):

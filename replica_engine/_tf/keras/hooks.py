@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     Weights = Sequence[keras.Variable]
 
 _OTHERS = "passes on to Keras for models of other strategies"
-_SHARDS = "passes on to Keras outside the steps of a replicated model"
-_NOT_SHARDS = "passes on to TensorFlow outside the steps of a replicated model"
+_SHARDS = "passes on to Keras outside the steps of models on replicas"
+_NOT_SHARDS = "passes on to TensorFlow outside the steps of models on replicas"
 _ELSEWHERE = "passes on to Keras outside the replicas of this library's strategies"
 _FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
 _TRAINERS, _OPTIMIZERS = f"{trainer.MODULE}.{trainer.TRAINER}", f"{names.MODULE}.{names.OPTIMIZER}"
@@ -42,11 +42,12 @@ _CHANGED = "gradients that a step changes are known"
 
 _of_scope = functools.partial(Hook, since=FIRST_SCOPE, until=_OTHERS)
 _of_variables = functools.partial(Hook, since=_FIRST_VARIABLE, until=_ELSEWHERE)
-_of_shards = functools.partial(Hook, since=REPLICATED, until=_SHARDS)
+_of_shards = functools.partial(Hook, since=f"{REPLICATED}, or the first step of a model in a scope", until=_SHARDS)
 
 MAKE_FUNCTION = _of_scope(
-    _TRAINERS, trainer.METHOD, why="`steps_per_execution` steps in one launch", since="the first `TPUStrategy.scope()`"
+    _TRAINERS, trainer.METHOD, why="a batch of any size is divided, and gives the numbers of one device"
 )
+MAKE_PREDICT = _of_scope(_TRAINERS, "make_predict_function", why="a batch of any size is divided")
 COMPILE = _of_scope(
     f"{trainer.COMPILES}.{trainer.BASE}",
     "compile",
@@ -129,6 +130,7 @@ def extend_build(
     explained: Callable[[Exception], Exception],
     is_ours: Callable[[tf.distribute.Strategy], bool],
     built_now: Callable[[keras.Model], None],
+    divides_itself: Callable[[keras.Model], bool],
 ) -> None:
     """Makes Keras build a model from one replica's part of the first batch.
 
@@ -141,7 +143,10 @@ def extend_build(
             does not know it; and whether the method is `fit`.
         explained: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
-        built_now: called with the model when it is built, before its first step.
+        built_now: called with the model when it is built, before its first step, if it takes what TensorFlow has
+            distributed or has a `train_step` of its own.
+        divides_itself: whether the functions of a model take whole batches. Then its data is not distributed, but by
+            the user, and there is nothing to check.
 
     `fit` and `evaluate` then raise InputsError if their data has no batch.
     """
@@ -150,10 +155,12 @@ def extend_build(
         strategy = trainer.strategy_of(model)
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
+        divides = divides_itself(model)
         if iterator is not None:
             is_fit = _begun.get() is model
+            divides = divides and trainer.undistribute(iterator)
             try:
-                batch = trainer.first_batch(iterator, strategy)
+                batch = trainer.first_batch(iterator, None if divides else strategy)
             except StopIteration:
                 raise InputsError(
                     f"The data of {'fit' if is_fit else 'evaluate'} has no batch: its arrays have no rows, or its "
@@ -161,13 +168,15 @@ def extend_build(
                     "again."
                 ) from None
             _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
-            check(model, strategy, batch, trainer.size_of_rest(iterator), is_fit)
+            if not divides:
+                check(model, strategy, batch, trainer.size_of_rest(iterator), is_fit)
             iterator, data_batch = None, distribute.first_values(batch)
         try:
             result = own(model, iterator=iterator, data_batch=data_batch)
         except Exception as error:
             raise explained(error)
-        built_now(model)
+        if not divides or not trainer.has_keras_step(model, "train_step"):
+            built_now(model)
         return result
 
     BUILD.around(built)
@@ -181,6 +190,58 @@ _begun: contextvars.ContextVar[keras.Model | None] = contextvars.ContextVar("rep
 def _fit(own: Own, model: keras.Model, *args: object, **kwargs: object) -> object:
     with scoped.variable(_begun, model):
         return own(model, *args, **kwargs)
+
+
+def make_functions(made: Callable[[keras.Model, str], Own | None], of_parts: Callable[..., Own]) -> None:
+    """Gives models other functions to train, test and predict than Keras makes.
+
+    Args:
+        made: called with a model and "train_step", "test_step" or "predict_step"; returns what Keras calls with an
+            iterator over whole batches, or with the batches of a prediction, or None if the model takes what TensorFlow
+            has distributed.
+        of_parts: makes the function of such a model, as `of_parts(own, model, step_function)` with Keras' own method.
+    """
+
+    def make(own: Own, model: keras.Model, step_function: object) -> object:
+        name = "train_step" if step_function == model.train_step else "test_step"
+        whole = made(model, name)
+        if whole is None:
+            return of_parts(own, model, step_function)
+        keras_own: list[Own] = []
+
+        def function(iterator: Iterator[object]) -> object:
+            if not isinstance(iterator, tf.distribute.DistributedIterator):
+                return whole(iterator)
+            if not keras_own:  # the user has distributed the dataset
+                keras_own.append(of_parts(own, model, step_function))
+            return keras_own[0](iterator)
+
+        return function
+
+    def make_predict(own: Own, model: keras.Model, force: bool = False) -> object:
+        if model.predict_function is not None and not force:
+            return model.predict_function
+        whole = made(model, "predict_step")
+        if whole is None:
+            return own(model, force)
+        own(model, True)
+        of_parts = model.predict_function
+
+        def function(batches: Sequence[object]) -> object:
+            return (whole if all(map(_can_be_joined, batches)) else of_parts)(batches)
+
+        model.predict_function = function
+        return function
+
+    MAKE_FUNCTION.around(make)
+    MAKE_PREDICT.around(make_predict)
+
+
+def _can_be_joined(batch: object) -> bool:
+    """Whether the parts of replicas differ in nothing but their numbers of samples."""
+    leaves = [leaf.values for leaf in tf.nest.flatten(batch) if isinstance(leaf, distribute.DistributedValues)]
+    shapes = ([tuple(getattr(part, "shape", ()))[1:] for part in parts] for parts in leaves)
+    return all(len(set(each)) == 1 for each in shapes)
 
 
 def combine_logs(strategies: type) -> None:

@@ -389,14 +389,6 @@ def serialized_as(kind: type, other: type) -> type:
     return kind
 
 
-def own_functions(model: keras.Model) -> list[str]:
-    """The names of the methods for making Keras' functions that the model overrides."""
-    names = [f"make_{name}_function" for name in _FUNCTIONS]
-    return [
-        name for name in names if getattr(type(model), name) is not getattr(keras_trainer.class_of_trainers(), name)
-    ]
-
-
 def masked(sample_weight: object, mask: object, dtype: tf.DType, reduction: str) -> tf.Tensor:
     """The sample weights combined with the mask, as Keras' losses use them."""
     return getattr(_loss, MASKED)(sample_weight, mask, dtype=dtype, reduction=reduction)

@@ -57,8 +57,33 @@ def has_keras_step(model: keras.Model, name: str) -> bool:
     return not own and name not in vars(model)
 
 
-def first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> object:
-    """The first batch that an epoch will give the replicas, which the epoch still gives.
+def makes_functions(model: keras.Model) -> str | None:
+    """The method of a model that makes a function, such as `make_train_function`, in place of Keras'; None if none."""
+    names = (f"make_{name}_function" for name in ("train", "test", "predict"))
+    return next((name for name in names if not has_keras_step(model, name)), None)
+
+
+def undistribute(iterator: Any) -> bool:
+    """Makes an epoch iterator give whole batches, where Keras has distributed a dataset; whether it does now.
+
+    A dataset that the user has distributed stays as it is. TensorFlow takes a distributed dataset's batches ahead of
+    the step, and so does what takes its place.
+    """
+    dataset = getattr(iterator, DISTRIBUTED)
+    if isinstance(dataset, tf.data.Dataset):
+        return True
+    given = iterator.data_adapter
+    if isinstance(getattr(given, "_dataset", None), tf.distribute.DistributedDataset):
+        return False
+    setattr(iterator, DISTRIBUTED, getattr(dataset, ORIGINAL).prefetch(_AHEAD))
+    return True
+
+
+_AHEAD = 2  # batches
+
+
+def first_batch(iterator: Any, strategy: tf.distribute.Strategy | None) -> object:
+    """The first batch that an epoch will give the replicas, which the epoch still gives; of no strategy, whole.
 
     A dataset begins again for each iterator. A generator does not: what is taken of it here would be missing in the
     epoch. But its adapter has looked at its first batches and keeps them, so the batch is one of a copy of the first.
@@ -68,8 +93,9 @@ def first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> object:
     if not kept:
         *_, batches = next(iter(iterator))  # after the number of a step; newer Keras has two
         return next(batches)
-    copies = itertools.repeat(kept[0], strategy.num_replicas_in_sync)  # for each worker one, and none is needed twice
-    return next(iter(strategy.experimental_distribute_dataset(type(adapter)(copies).get_tf_dataset())))
+    size = 1 if strategy is None else strategy.num_replicas_in_sync
+    copies = type(adapter)(itertools.repeat(kept[0], size)).get_tf_dataset()  # for each worker one: none is read twice
+    return next(iter(copies if strategy is None else strategy.experimental_distribute_dataset(copies)))
 
 
 def size_of_rest(iterator: object) -> int | None:

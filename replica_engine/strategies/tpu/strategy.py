@@ -21,7 +21,6 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
-from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine.diagnostics.misuse import explained
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors import DeviceError, InputsError
@@ -31,7 +30,6 @@ from replica_engine.process import pool
 from replica_engine.strategies.backend import OnBackend
 from replica_engine.strategies.devices import described
 from replica_engine.strategies.multi_step import MultiStepContext
-from replica_engine.strategies.tpu import keras_steps
 from replica_engine.strategies.tpu.backend import CompiledBackend
 from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.strategies.tpu.distribution import assigned, read
@@ -171,11 +169,6 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
     @_extended.setter
     def _extended(self, extended: TPUExtended) -> None:
         self._compiled_half = extended
-
-    def scope(self) -> Any:
-        """Like the scope of every strategy. Keras models built in it run `steps_per_execution` steps in one launch."""
-        keras_hooks.MAKE_FUNCTION.around(keras_steps.device_loop)
-        return super().scope()
 
     @autograph.artifact
     @names_keywords("strategy.run_steps")

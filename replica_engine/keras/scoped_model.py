@@ -1,0 +1,77 @@
+"""A model that was made in `strategy.scope()`: its variables are the replicas' own, and Keras' `fit` is its loop.
+
+Keras would distribute its data, and a step would have a mean over replicas where one device has a mean over samples.
+Here the data stays whole, and a `StepFunction` divides it, as for a replicated model. A `train_step` of the user's own
+keeps the rule of `tf.distribute`: gradients are summed over replicas, and the step divides by the batch of all.
+
+Several workers, and threads on GPUs, take the shares that TensorFlow has dealt to them: there Keras' own functions run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from replica_engine._tf import distribute
+from replica_engine._tf.keras import model as keras_model
+from replica_engine._tf.keras import trainer as keras_trainer
+from replica_engine.backend import Backend
+from replica_engine.keras.hooks import Hooks, extend_keras
+from replica_engine.keras.shard_step import ShardedStep
+from replica_engine.keras.train_function import StepFunction, WholeBatches
+
+_lock = threading.RLock()
+
+
+class ScopedModel:
+    """The steps of a model on the replicas whose variables it has.
+
+    Args:
+        model: the model.
+        backend: what runs the replicas.
+        name: "train_step", "test_step" or "predict_step".
+    """
+
+    def __init__(self, model: keras.Model, backend: Backend, name: str):
+        extend_keras()
+        self._model = model
+        self._strategy = strategy = backend.strategy
+        self._hooks = Hooks(model, strategy, None)
+        self._depth = 0  # of steps that run, on any thread
+        self._known: object = None
+        step = ShardedStep(model, name, own_step="sum")
+        self.function = StepFunction(model, backend, step, WholeBatches(backend), self.ready)
+
+    def ready(self, batch: object) -> contextlib.AbstractContextManager[object]:
+        """Called before a step, with a batch of it if it may make variables of the model; around it, hooks are put."""
+        if batch is not None and not keras_model.is_built(self._model):
+            with self._strategy.scope():
+                keras_model.build(self._model, batch)
+        state = keras_model.state_of(self._model), keras_model.counts(self._model)
+        if self._known != state:
+            self.function.forget()
+            self._known = state
+        return self._hooked()
+
+    @contextlib.contextmanager
+    def _hooked(self) -> Iterator[None]:
+        with _lock:
+            self._depth += 1
+            self._hooks.put()
+        try:
+            with distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext():
+                yield
+        finally:
+            with _lock:
+                self._depth -= 1
+                if not self._depth:
+                    self._hooks.take_away()
+
+
+def function_of(model: keras.Model, name: str) -> StepFunction:
+    """What Keras calls to run a step of a model."""
+    return ScopedModel(model, keras_trainer.strategy_of(model).extended.backend, name).function
