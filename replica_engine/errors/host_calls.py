@@ -15,10 +15,10 @@ class NestedHostCallError(ReplicaEngineError, NotImplementedError):
 
 
 class HostResultError(ReplicaEngineError, ValueError, TypeError):
-    """A host function returned a value that the compiled body cannot use.
+    """A host function returned a value that the compiled body cannot use, or its declaration is not one of tensors.
 
-    Raised while the body is traced, or in a run whose result differs from what the body was compiled for. Return
-    tensors of the same structure, dtype and shape each time, or declare them with `xla.returns`.
+    Raised by `xla.returns`, while the body is traced, or in a run whose result differs from what the body was compiled
+    for. Return tensors of the same structure, dtype and shape each time, or declare them with `xla.returns`.
 
     Attributes:
         failure: what tracing the host function raised, if that is why its results are not known.

@@ -361,6 +361,24 @@ def test_only_callables_can_be_declared():
         xla.returns(SCALAR)(5.0)
 
 
+@pytest.mark.parametrize(
+    ("spec", "got"),
+    [
+        ("float32", r"str 'float32'"),
+        (tf.float32, r"DType tf\.float32"),
+        (np.float32, r"type <class 'numpy\.float32'>"),
+        ([2, 3], r"int 2 at \[0\]"),
+        (tf.TensorShape([2]), r"TensorShape TensorShape\(\[2\]\)"),
+        ({"loss": SCALAR, "name": "text"}, r"str 'text' at \['name'\]"),
+        (lambda x: x.numpy(), r"function <function .*"),
+    ],
+    ids=["name", "dtype", "type", "sizes", "shape", "part", "none given"],
+)
+def test_what_is_no_spec_is_refused_where_it_is_declared(spec, got):
+    with pytest.raises(HostResultError, match=rf"{got}\. Write @xla\.returns\(tf\.TensorSpec\(shape, dtype\)\)"):
+        xla.returns(spec)
+
+
 def test_a_declared_function_can_be_differentiated():
     @xla.returns(SCALAR)
     def cubed(x):

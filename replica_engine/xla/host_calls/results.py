@@ -47,6 +47,9 @@ def returns(spec: object) -> Callable[[F], F]:
     Args:
         spec: a `tf.TensorSpec`, or a structure of them; None for a function that returns nothing.
 
+    Raises:
+        HostResultError: something in `spec` is neither a spec nor None: a dtype, a shape, an example.
+
     Example:
         >>> import numpy as np, tensorflow as tf
         >>> from replica_engine import xla
@@ -61,6 +64,7 @@ def returns(spec: object) -> Callable[[F], F]:
         >>> float(xla.replicate(largest, inputs=[[tf.constant([3.0, 1.0])]])[0])
         3.0
     """
+    _check_declaration(spec)
 
     def mark(fn: Any) -> Any:
         marked = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
@@ -71,6 +75,18 @@ def returns(spec: object) -> Callable[[F], F]:
         return fn
 
     return mark
+
+
+def _check_declaration(spec: object) -> None:
+    leaves, structure = flatten(spec, what="the specs of xla.returns")
+    for leaf, path in zip(leaves, structure.paths, strict=True):
+        if leaf is not None and not isinstance(leaf, tf.TypeSpec):
+            raise HostResultError(
+                f"xla.returns takes a tf.TensorSpec for each tensor that the function returns; got {brief(leaf)}"
+                f"{at(path)}. Write @xla.returns(tf.TensorSpec(shape, dtype)), with the fixed shape and the dtype of "
+                "the tensor; for several tensors, a structure of specs; @xla.returns(None) above a function that "
+                "returns nothing."
+            )
 
 
 def results_of(
@@ -258,8 +274,8 @@ def _checked(results: HostResults) -> HostResults:
     for name, spec in zip(results.names, results.tensors, strict=True):
         if xla_ops.is_host_only(spec.dtype):
             raise HostResultError(
-                f"The host function returned a tensor of dtype {spec.dtype.name}{at_result(name)}, which no device can "
-                "hold. Use the tensor in the host function, and return numbers."
+                f"The host function's result{at_result(name)} has dtype {spec.dtype.name}, which no device can hold. "
+                "Use the tensor in the host function, and return numbers."
             )
         if not spec.shape.is_fully_defined():
             raise HostResultError(
