@@ -50,7 +50,7 @@ def test_the_exception_is_the_users_own(results):
     assert frames(found)[-2:] == ["fn", "helper"]
     assert frames(found)[0].startswith("raised_by")
     (note,) = found.__notes__
-    call = f"outside_compilation '0' at {line_of('the call')} in body"
+    call = f"outside_compilation({'with_results' if results else 'fn'}) at {line_of('the call')} in body"
     assert note == f"replica 1 of 2, CPU:1, in {call}, execution 1 of it there"
     check_works()
 
@@ -88,7 +88,7 @@ def test_in_a_host_function_its_text_leaves_it():
 
     with pytest.raises(tf.errors.UnknownError, match="Failing: code 7") as raised:
         tf.function(lambda: xla.replicate(body, X))()
-    assert f"replica 1 of 2, CPU:1, in outside_compilation '0' at {line_of('the call in a graph')}" in str(raised.value)
+    assert f"replica 1 of 2, CPU:1, in outside_compilation(fn) at {line_of('the call in a graph')}" in str(raised.value)
     assert "test_host_failures.py" in str(raised.value)
 
 
@@ -103,7 +103,7 @@ def test_when_several_replicas_fail_all_are_named():
 
     found = raised_by(lambda: xla.replicate(lambda: xla.outside_compilation(fn), num_replicas=4))
     first, *others = found.__notes__
-    assert first.startswith(f"replica {found.code} of 4, CPU:{found.code}, in outside_compilation '0' at")
+    assert first.startswith(f"replica {found.code} of 4, CPU:{found.code}, in outside_compilation(fn) at")
     named = {found.code}
     for note in others:
         assert note.startswith("also failed: replica ")
@@ -151,7 +151,7 @@ def test_of_several_calls_it_is_said_which():
         return y + xla.outside_compilation(fine)
 
     found = raised_by(lambda: xla.replicate(body, X))
-    assert f"replica 0 of 2, CPU:0, in outside_compilation '1' at {line_of('the second call')}" in found.__notes__[0]
+    assert f"replica 0 of 2, CPU:0, in outside_compilation(fn) at {line_of('the second call')}" in found.__notes__[0]
 
 
 def test_in_a_device_loop_the_iteration_is_said():

@@ -98,7 +98,7 @@ def test_of_replicas_with_different_shapes_one_may_fail():
         xla.outside_compilation(fn, x)
 
     found = raised_by(lambda: strategy.run(body, args=(x,)))
-    assert found.__notes__[0].startswith("replica 1 of 2, CPU:1, in outside_compilation '0' at")
+    assert found.__notes__[0].startswith("replica 1 of 2, CPU:1, in outside_compilation(fn) at")
     assert variable.numpy() == 1.0
     strategy.run(body, args=(tf.ones([2]),))
     assert variable.numpy() == 5.0

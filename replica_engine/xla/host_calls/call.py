@@ -222,7 +222,7 @@ class HostCall:
 
     def describe(self) -> str:
         """The call in words, with the user's line, for messages."""
-        return f"outside_compilation {self.name!r}{at(self.where)}"
+        raise NotImplementedError
 
     @functools.cached_property
     def zeros(self) -> list[np.ndarray]:

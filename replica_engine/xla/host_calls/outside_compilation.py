@@ -24,11 +24,13 @@ from replica_engine.errors.base import at
 from replica_engine.xla.body import HostCallSite, host_call_site, in_body
 from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.host_calls.closures import Closure
-from replica_engine.xla.host_calls.results import AnyResults, HostResults, codes_of, results_of
+from replica_engine.xla.host_calls.results import AnyResults, HostResults, codes_of, name_of, results_of
 from replica_engine.xla.host_calls.session import Kept, Session
 from replica_engine.xla.unknown_results import UnknownResults
 
 P = ParamSpec("P")
+
+_GRADIENT = "the gradient of "
 
 
 @autograph.artifact
@@ -96,7 +98,7 @@ def outside_compilation(fn: Callable[P, object], /, *args: P.args, **kwargs: P.k
     found = results_of(fn, closure, HostCallSite(tf.constant(0), calls.size, where), calls.handles)
     results = AnyResults() if isinstance(found, UnknownResults) else found
     calls.closures.append(closure)
-    cluster = _Cluster(calls, calls.new_name(), where, closure, results)
+    cluster = _Cluster(calls, where, name_of(fn), closure, results)
     tensors = _differentiable(cluster, closure.tensors)
     return found if isinstance(found, UnknownResults) else found.rebuild(tensors)
 
@@ -106,14 +108,19 @@ class _Cluster(HostCall):
 
     differentiated = False
 
-    def __init__(self, calls: HostCalls, name: str, where: str, closure: Closure, results: HostResults):
-        super().__init__(calls, name, where, results.tensors)
+    def __init__(self, calls: HostCalls, where: str, called: str, closure: Closure, results: HostResults):
+        super().__init__(calls, calls.new_name(), where, results.tensors)
+        self._called = called
         self._closure = closure
         self._wanted = results
 
     def emit(self, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Adds the call to the graph; everything that the results depend on goes to the host."""
         return self.calls.emit(self, inputs)
+
+    def describe(self) -> str:
+        """The call in words, with the name of the user's function."""
+        return f"outside_compilation({self._called}){at(self.where)}"
 
     def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Calls the function."""
@@ -149,6 +156,7 @@ class _ClusterGradient(HostCall):
         of.differentiated = True
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs if _has_gradient(each)]
         super().__init__(of.calls, of.calls.new_gradient_name(of.name), of.where, specs)
+        self._described = of.describe().removeprefix(_GRADIENT)
         self._token = token
         self._sent = len(inputs)
 
@@ -161,9 +169,8 @@ class _ClusterGradient(HostCall):
         return run.new_token(replica)
 
     def describe(self) -> str:
-        """The call in words, for messages."""
-        root = self.name.split(".")[0]
-        return f"the gradient {self.name!r} of " + super().describe().replace(repr(self.name), repr(root))
+        """The call in words, for messages; a gradient of a gradient is said to be one of the user's call too."""
+        return _GRADIENT + self._described
 
     def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Asks the tape of the cluster."""

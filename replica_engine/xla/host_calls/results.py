@@ -132,7 +132,8 @@ def results_of(
 
 
 def _unknown(fn: Callable, where: str, why: str, failure: Exception | None = None) -> UnknownResults:
-    name = _name(fn)
+    name = name_of(fn)
+    name = "a lambda" if name == "lambda" else f"`{name}`"
 
     def error() -> HostResultError:
         made = HostResultError(
@@ -320,11 +321,10 @@ def _layers(fn: Any) -> Iterator[Any]:
                 return
 
 
-def _name(fn: object) -> str:
-    """A function in words, for messages."""
+def name_of(fn: object) -> str:
+    """The name of a function, for messages: "lambda" if it has none."""
     names = (getattr(each, "__name__", "") for each in _layers(fn))
-    name = next(filter(None, names), type(fn).__name__)
-    return "a lambda" if name == "<lambda>" else f"`{name}`"
+    return next(filter(None, names), type(fn).__name__).strip("<>")
 
 
 def codes_of(fn: object) -> frozenset[CodeType]:
