@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from replica_engine.errors.base import ReplicaEngineError, at, brief, warning
 
@@ -23,10 +24,52 @@ class NotInBodyError(ReplicaEngineError, RuntimeError):
 
 
 class NoMethodError(ReplicaEngineError, AttributeError):
-    """A strategy was asked for a method that only another strategy has; `hasattr` is False.
+    """A strategy or a context was asked for a method that another object has; `hasattr` is False.
 
-    Raised by the use of the method. Write what the message shows for this strategy, or use the other strategy.
+    Raised by the use of the method. Write what the message shows, or, for a method of another strategy, use that one.
     """
+
+
+_FUNCTIONS = {
+    name: f"It is a function: write {call}."
+    for name, call in (
+        ("split_batch", "replica_engine.split_batch(strategy, batch)"),
+        ("join_outputs", "replica_engine.join_outputs(strategy, outputs)"),
+        ("timeline", 'with replica_engine.timeline("run.json"):'),
+        ("replicate_model", "replica_engine.keras.replicate_model(model, strategy=strategy)"),
+    )
+}
+_OF_REPLICA = {
+    name: "Replicas have it, in the function that runs on them: write "
+    f"tf.distribute.get_replica_context().{name}{'' if name == 'replica_id_in_sync_group' else '(...)'}."
+    for name in ("merge_call", "all_reduce", "all_gather", "replica_id_in_sync_group")
+}
+ELSEWHERE = {
+    "strategy": _FUNCTIONS | _OF_REPLICA,
+    "replica": {
+        "reduce": 'In a replica, write context.all_reduce("SUM", value). strategy.reduce is for outside.',
+        "gather": "In a replica, write context.all_gather(value, axis=0). strategy.gather is for outside.",
+    },
+    "loop": _OF_REPLICA,
+}
+"""What to write for an attribute that a strategy, the context of a replica, or that of `run_steps` does not have."""
+
+
+def elsewhere(owner: object, kind: str, name: str) -> Any:
+    """Looks up an attribute that was not found, for the `__getattr__` of an object.
+
+    Args:
+        owner: the object.
+        kind: what it is, a key of `ELSEWHERE`.
+        name: the attribute.
+
+    Raises:
+        NoMethodError: another object has it.
+        AttributeError: nothing is known of it; or a property of this name raised the error.
+    """
+    if name in ELSEWHERE[kind]:
+        raise NoMethodError(f"{type(owner).__name__} has no {name}. {ELSEWHERE[kind][name]}")
+    return object.__getattribute__(owner, name)
 
 
 class InputsError(ReplicaEngineError, ValueError, TypeError):

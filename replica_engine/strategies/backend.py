@@ -7,7 +7,7 @@ It checks arguments, says errors in the user's terms, and passes on to the exten
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import tensorflow as tf
 
@@ -24,6 +24,7 @@ from replica_engine.diagnostics.suspicions import check_inputs
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
+from replica_engine.errors.inputs import elsewhere
 from replica_engine.strategies import models
 from replica_engine.strategies.call_advice import note_arguments
 from replica_engine.strategies.devices import described
@@ -115,6 +116,12 @@ class OnBackend(tf.distribute.Strategy):
             raise shortened(explained(error))
         except KeyboardInterrupt as interrupt:
             raise shortened(as_raised(interrupt))
+
+    if not TYPE_CHECKING:  # a type checker would take each name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for an attribute that is not found: says what to write for one that another object has."""
+            return elsewhere(self, "strategy", name)
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models of several workers leave their files to the chief.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -12,6 +12,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError, InputsError
 from replica_engine.errors.base import at, brief, shown
+from replica_engine.errors.inputs import elsewhere
 from replica_engine.values.regroup import regroup
 from replica_engine.values.structure import as_tensor, flatten
 
@@ -114,6 +115,12 @@ class MultiStepContext:
     def of_replicas(name: str, values: list[Any]) -> Any:
         """The entry of `last_step_outputs` for an output that is not reduced: the values of all replicas, regrouped."""
         return regroup(values, what=f"The output {name!r}")
+
+    if not TYPE_CHECKING:  # a type checker would take each name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for an attribute that is not found: says what to write for one that another object has."""
+            return elsewhere(self, "loop", name)
 
     def traced(self) -> tuple[dict[str, Any], Any]:
         """What a step passed out: the tensors, and an object with everything else, which `filled` takes."""

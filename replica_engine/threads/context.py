@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
@@ -16,6 +16,7 @@ from replica_engine.diagnostics.flight_record import brought
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError
+from replica_engine.errors.inputs import elsewhere
 from replica_engine.threads.agreement import check_divides, check_reducible
 from replica_engine.threads.gradients import differentiable
 from replica_engine.threads.inherited_state import Creator, InheritedState
@@ -106,6 +107,12 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     def __init__(self, strategy: tf.distribute.Strategy, replica_id_in_sync_group: Any):
         distribute.init_context(self, strategy, replica_id_in_sync_group)
+
+    if not TYPE_CHECKING:  # a type checker would take each name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for an attribute that is not found: says what to write for one that the strategy has."""
+            return elsewhere(self, "replica", name)
 
     def attach(
         self, replica: Replica, state: InheritedState, device: str, attempts: Attempts, creator: Creator, draws: Seeds

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError, NotInReplicaError
+from replica_engine.errors.inputs import elsewhere
 from replica_engine.values import late_weights, rows
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import in_body, num_replicas, replica_id
@@ -39,6 +40,12 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
     def __init__(self, strategy: tf.distribute.Strategy, is_step: bool = False):
         super().__init__(strategy, 0)
         self.is_step = is_step
+
+    if not TYPE_CHECKING:  # a type checker would take each name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for an attribute that is not found: says what to write for one that the strategy has."""
+            return elsewhere(self, "replica", name)
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy
+from replica_engine.errors import NoMethodError
 from replica_engine.keras import BackupAndRestore, replicate_model
 
 
@@ -148,6 +149,41 @@ def test_a_misspelt_keyword_of_run_steps(name, near):
 def test_a_misspelt_keyword_of_plan(name, near):
     with pytest.raises(TypeError, match=rf"strategy\.plan got .*'{name}'\. Did you mean {near}=\?"):
         TPUStrategy(num_cores=1).plan(**{name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("split_batch", r"It is a function: write replica_engine\.split_batch\(strategy, batch\)\."),
+        ("timeline", r'write with replica_engine\.timeline\("run\.json"\):'),
+        ("merge_call", r"write tf\.distribute\.get_replica_context\(\)\.merge_call\(\.\.\.\)\."),
+        ("all_reduce", r"write tf\.distribute\.get_replica_context\(\)\.all_reduce\(\.\.\.\)\."),
+    ],
+)
+def test_what_another_object_has_is_no_attribute_of_a_strategy(strategy, name, said):
+    with pytest.raises(NoMethodError, match=rf"Strategy has no {name}\. .*{said}"):
+        getattr(strategy, name)
+    assert not hasattr(strategy, name)
+    setattr(strategy, name, "the user's own")
+    assert getattr(strategy, name) == "the user's own"
+
+
+def test_any_other_name_is_missing_as_python_says_it(strategy):
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing'") as failure:
+        strategy.nothing  # noqa: B018
+    assert (failure.value.name, failure.value.obj) == ("nothing", strategy)
+
+
+@pytest.mark.parametrize(("name", "near"), [("reduce", "all_reduce"), ("gather", "all_gather")])
+def test_what_a_strategy_has_is_no_attribute_of_a_replica(strategy, name, near):
+    with pytest.raises(NoMethodError, match=rf"Context has no {name}\. In a replica, write context\.{near}\("):
+        strategy.run(lambda: getattr(tf.distribute.get_replica_context(), name))
+
+
+def test_the_context_of_a_device_loop_is_not_that_of_a_replica():
+    said = r"MultiStepContext has no all_reduce\. .* write tf\.distribute\.get_replica_context\(\)\.all_reduce"
+    with pytest.raises(NoMethodError, match=said):
+        TPUStrategy(num_cores=1).run_steps(lambda context, x: context.all_reduce("SUM", x), [1.0], 1)
 
 
 ONE = tf.constant([1.0, 2.0])
