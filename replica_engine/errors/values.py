@@ -84,9 +84,12 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
-    def no_positional(cls, given: object) -> ReplicaValueError:
-        """The positional arguments are not a list or tuple."""
-        return cls(f"positional args must be a list or tuple, args=(x,); got {brief(given)}.")
+    def no_positional(cls, given: object, name: str = "args") -> ReplicaValueError:
+        """The positional arguments, which the argument `name` takes, are not a list or tuple."""
+        return cls(
+            f"positional args must be a list or tuple, {name}=(x,); got {brief(given)}. It is the comma that makes a "
+            f"tuple: {name}=(x) is {name}=x."
+        )
 
     @classmethod
     def no_keywords(cls, given: object) -> ReplicaValueError:

@@ -72,7 +72,7 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook that updates all components of a variable or none; see `updates`."""
-        check_updated(var)
+        check_updated(var, args)
         update = super()._update
         if not tf.executing_eagerly():  # the graph will update all
             return update(var, fn, args, kwargs, group)

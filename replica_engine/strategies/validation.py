@@ -161,12 +161,15 @@ def keywords_of(signature: inspect.Signature) -> list[str]:
     return [each.name for each in signature.parameters.values() if each.kind in kinds]
 
 
-def check_updated(variable: object) -> None:
-    """Checks that a variable to update has a component on each replica.
+def check_updated(variable: object, args: object) -> None:
+    """Checks that a variable to update has a component on each replica, and that its update gets a list or tuple.
 
     Raises:
         ScopeError: it is a plain variable.
+        ReplicaValueError: `args` is something else.
     """
+    if not isinstance(args, (list, tuple)):
+        raise ReplicaValueError.no_positional(args)
     if isinstance(variable, tf.Variable) and not isinstance(variable, distribute.DistributedVariable):
         raise of_plain_variable(variable)
 

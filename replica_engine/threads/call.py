@@ -82,7 +82,7 @@ class ThreadBackend(Backend):
         check_not_forked()
         strategy = self.strategy
         kwargs = kwargs or {}
-        if isinstance(args, distribute.DistributedValues) or isinstance(kwargs, distribute.DistributedValues):
+        if not isinstance(args, (list, tuple)) or isinstance(kwargs, distribute.DistributedValues):
             size = len(strategy.extended.worker_devices)
             args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
         with distribute.in_scope(strategy):

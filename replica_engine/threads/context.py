@@ -15,7 +15,7 @@ from replica_engine._tf.graphs import autograph, control_flow
 from replica_engine.diagnostics.flight_record import brought
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, SyncPoint, current_replica
-from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError
+from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError, ReplicaValueError
 from replica_engine.errors.inputs import elsewhere
 from replica_engine.threads.agreement import check_divides, check_reducible
 from replica_engine.threads.gradients import differentiable
@@ -235,8 +235,11 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             kwargs: the keyword arguments.
 
         Raises:
+            ReplicaValueError: `args` is not a list or tuple.
             MergeCallMismatchError: the replicas do not meet here. `run` raises it, not this call.
         """
+        if not isinstance(args, (list, tuple)):
+            raise ReplicaValueError.no_positional(args)
         with _detailed(self, *self._detail, identity(merge_fn)):
             if not autograph.is_out_of_play():
                 return super().merge_call(merge_fn, args, kwargs)

@@ -72,7 +72,7 @@ def accumulate(fn: Callable[..., object], batch: Sequence[object], steps: int, r
     if not callable(fn):
         raise ReplicaValueError.no_function(fn)
     if not isinstance(batch, (list, tuple)):
-        raise ReplicaValueError.no_positional(batch)
+        raise ReplicaValueError.no_positional(batch, "batch")
     number = positive_int(steps)
     if number is None:
         raise ReplicaValueError(

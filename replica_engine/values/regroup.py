@@ -116,10 +116,13 @@ def spread(value: object, size: int, name: str) -> Any:
         name: "args" or "kwargs".
 
     Raises:
-        ReplicaValueError: `value` has another number of components, or they are not lists or not mappings.
+        ReplicaValueError: `args` is neither a list nor a tuple; or a distributed value has another number of
+            components, or its components are not lists, or not mappings.
         StructureMismatchError: two replicas have different numbers of arguments, or arguments of different structures.
     """
     if not isinstance(value, distribute.DistributedValues):
+        if name == "args" and not isinstance(value, (list, tuple)):
+            raise ReplicaValueError.no_positional(value)
         return value
     grouped = regroup(parts(value, size, name), f"The {name} of the replicas", name)
     if name == "args" and not isinstance(grouped, (list, tuple)):

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
-from replica_engine.errors import CollectiveError, NotInReplicaError
+from replica_engine.errors import CollectiveError, NotInReplicaError, ReplicaValueError
 from replica_engine.errors.inputs import elsewhere
 from replica_engine.values import late_weights, rows
 from replica_engine.values.structure import as_tensor
@@ -60,6 +60,8 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         nested functions, and the arguments are tensors instead of `PerReplica`s.
         """
         _check_in_run()
+        if not isinstance(args, (list, tuple)):
+            raise ReplicaValueError.no_positional(args)
         return distribute.first_values(super().merge_call(merge_fn, own_values(args), own_values(kwargs)))
 
     @autograph.artifact

@@ -43,6 +43,8 @@ class Allowed(NamedTuple):
 _NARROW = "Sums of float16 and bfloat16 over replicas are added in float32 and rounded once, where each step rounded."
 _NEAR = "A misspelt keyword gets the nearest name, or the list of those that there are."
 _ARGS = "If args does not fit the function, a note says how it is written."
+_COMMA = "If args is no tuple, the message says that the comma makes one."
+_NAMED = "A host call is named by the user's function, and not by a number."
 _SHARED = "What to write for a sum of one value for all replicas: a tensor that each replica makes."
 _ROOTS = (
     "Compiled gradients of sqrt, rsqrt and reciprocal, which a LayerNormalization has, are made of TensorFlow's "
@@ -76,5 +78,9 @@ ALLOWED: tuple[Allowed, ...] = (
         "errors *", "a backup without a folder*", "TypeError*got an unexpected keyword argument '*'. It takes *", _NEAR
     ),
     Allowed("errors *", "arguments that do not fit, in full", "TypeError*note: strategy.run could not call *", _ARGS),
+    Allowed(
+        "errors *", "an argument that is no tuple, in full", "ReplicaValueError*the comma that makes a tuple*", _COMMA
+    ),
+    Allowed("errors *", "a host function that raises, in full", "LookupError*outside_compilation(fail) at*", _NAMED),
     Allowed("errors *", "a sum of *", "ReplicaValueError*or add up a tensor that each replica makes: tf.*", _SHARED),
 )

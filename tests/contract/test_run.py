@@ -6,6 +6,8 @@ import threading
 import pytest
 import tensorflow as tf
 
+from replica_engine.errors import ReplicaValueError
+
 
 class OwnError(Exception):
     pass
@@ -88,9 +90,19 @@ def test_run_takes_run_options(strategy, local):
     assert local(strategy.run(replica_id, options=options)) == list(range(strategy.num_replicas_in_sync))
 
 
-def test_args_that_are_no_sequence_are_refused(strategy):
-    with pytest.raises(ValueError, match="positional args must be a list or tuple"):
-        strategy.run(lambda x: x, args=tf.constant(1))
+@pytest.mark.parametrize("x", [tf.constant(1.0), tf.constant([1.0]), 1.0], ids=["scalar", "vector", "number"])
+def test_args_that_are_no_sequence_are_refused(strategy, x):
+    with strategy.scope():
+        v = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+    context = tf.distribute.get_replica_context
+    for call in (
+        lambda: strategy.run(lambda x: x, args=(x)),
+        lambda: strategy.extended.call_for_each_replica(lambda x: x, args=(x)),
+        lambda: strategy.run(lambda: context().merge_call(lambda _, x: x, args=(x))),
+        lambda: strategy.extended.update(v, lambda v, x: v.assign(x), args=(x)),
+    ):
+        with pytest.raises(ReplicaValueError, match=r"a list or tuple, args=\(x,\); got .* args=\(x\) is args=x\."):
+            call()
 
 
 @pytest.mark.threads("a device of its own")

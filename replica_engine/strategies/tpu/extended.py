@@ -225,7 +225,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook of `update`: one call if all replicas share one value, one call per component of on-read ones."""
-        check_updated(var)
+        check_updated(var, args)
         components = list({id(component): component for component in var._values}.values())
         if in_body() is not None:
             with distribute.UpdateContext(0), tf.name_scope("update_0"):
