@@ -78,6 +78,11 @@ def replicate_model(
         (10, 1)
     """
     _check(model)
+    if isinstance(replicas, tf.distribute.Strategy):
+        raise ReplicateError(
+            "The second argument of replicate_model is the number of replicas; got "
+            f"{brief(replicas)}. Write replicate_model(model, strategy=strategy)."
+        )
     count = positive_int(replicas)
     if count is None and replicas is not None:
         raise ReplicateError(f"replicas must be a positive int, or None for all devices; got {shown(replicas)}.")

@@ -115,6 +115,11 @@ def check_parity(
             "rtol for tolerance, leave out seed, since all runs draw from one, and make a model without random layers "
             "in place of random_layers."
         )
+    if isinstance(x, tf.distribute.Strategy):
+        raise ParityArgumentError(
+            f"The second argument of check_parity is the data; got {brief(x)}. Write "
+            "check_parity(model, x, y, strategies=[strategy])."
+        )
     for name, count in (("replicas", replicas), ("steps", steps), ("batch_size", batch_size)):
         if count is not None and positive_int(count) is None:
             raise ParityArgumentError(f"{name} must be a positive int; got {shown(count)}.")

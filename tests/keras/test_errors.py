@@ -56,6 +56,12 @@ def test_replicas_are_a_positive_int(replicas):
         replicate_model(small(), replicas)
 
 
+def test_a_strategy_in_the_place_of_the_number_of_replicas(both):
+    said = r"second argument .* got \w+Strategy.*\. Write replicate_model\(model, strategy=strategy\)\."
+    with pytest.raises(ReplicateError, match=said):
+        replicate_model(small(), both(2))
+
+
 def test_replicas_may_be_an_int_of_numpy():
     assert replicate_model(small(), np.int64(2)).strategy.num_replicas_in_sync == 2
 

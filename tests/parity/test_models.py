@@ -389,6 +389,7 @@ def test_a_layer_that_is_called_twice_and_one_with_several_outputs():
     [
         (lambda model: check_parity(lambda x: x, X, variables=[]), "takes a Keras model.*function.*two runs.*allclose"),
         (lambda model: check_parity(keras.layers.Dense(1), X), "takes a Keras model.*got Dense.*two runs"),
+        (lambda model: check_parity(model, MirroredStrategy(["CPU:0"])), r"is the data; .*strategies=\[strategy\]\)\."),
         (lambda model: check_parity(model, X, tolerance=1e-3), "no argument tolerance.*write rtol for tolerance"),
         (lambda model: check_parity(model, X, seed=1), "takes no argument seed.*leave out seed"),
         (
