@@ -13,8 +13,10 @@ from types import FrameType
 import tensorflow as tf
 
 from replica_engine._tf.graphs import autograph
-from replica_engine.diagnostics.user_frames import is_installed, is_internal, is_users, shown_file
+from replica_engine.diagnostics.user_frames import OURS, WRAPPERS, is_installed, is_internal, is_users, shown_file
 from replica_engine.engine import current_replica
+
+_MERGES = os.path.join(OURS, "xla", "context.py")  # the file of the `merge_call` of a compiled body
 
 
 def user_line(made: tf.Operation | tf.Tensor | Iterable[tuple[str, int, str]]) -> str:
@@ -28,15 +30,27 @@ def user_line(made: tf.Operation | tf.Tensor | Iterable[tuple[str, int, str]]) -
         while made.op.type == "Identity":  # added when values leave a graph
             made = made.op.inputs[0]
         made = made.op
-    if isinstance(made, tf.Operation):
-        # An op of a loaded graph has no frames.
-        frames = [(frame.filename, frame.lineno, frame.name) for frame in made.traceback or ()]
-        if any(autograph.is_generated(frame[0]) for frame in frames):  # of a function inside a converted function
-            known = autograph.source_map()
-            frames = [known.get((file, line), (file, line, name)) for file, line, name in frames]
-    else:
-        frames = _with_whole_paths(list(made))
-    return _innermost(frames)
+    return _innermost(_frames(made) if isinstance(made, tf.Operation) else _with_whole_paths(list(made)))
+
+
+def merge_line(op: tf.Operation) -> str:
+    """The user's line that calls `merge_call`, for an op of its merge function in a compiled body; otherwise ""."""
+    frames = _frames(op)
+    for index, (file, _, name) in enumerate(frames):
+        if name == "merge_call" and file == _MERGES:
+            callers = [frame for frame in frames[:index] if frame[2] not in WRAPPERS]
+            return _innermost(callers[-1:])  # nothing for a call of an optimizer, or of this library
+    return ""
+
+
+def _frames(op: tf.Operation) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame that made an op, the outermost first."""
+    # An op of a loaded graph has no frames.
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in op.traceback or ()]
+    if any(autograph.is_generated(frame[0]) for frame in frames):  # of a function inside a converted function
+        known = autograph.source_map()
+        frames = [known.get((file, line), (file, line, name)) for file, line, name in frames]
+    return frames
 
 
 def here() -> str:

@@ -537,3 +537,29 @@ def test_a_function_of_which_only_tensorflow_knows_the_graph_is_not_run_to_find_
     results, (warning,) = run(body)
     assert results == [[3.0, 4.0]] * 2
     assert "depends on the replica id" in warning
+
+
+def sums_and_gathers(strategy, x):
+    return strategy.reduce("SUM", x, axis=None) + strategy.gather(x, axis=0)[:2]
+
+
+@pytest.mark.parametrize("merge_fn", [sums_and_gathers, lambda _, x: xla.all_gather(x)[:2]], ids=["def", "lambda"])
+def test_a_merge_call_of_one_replica_is_named_and_not_what_its_function_does(run, merge_fn):
+    def body(x):
+        if replica_id() == 0:
+            x = tf.distribute.get_replica_context().merge_call(merge_fn, args=(x,))
+        return x
+
+    line = body.__code__.co_firstlineno + 2
+    with pytest.raises(CollectiveError, match=rf"^merge_call at \S+:{line} in body is in a branch .*once by replica 0"):
+        run(body)
+
+
+def test_a_merge_call_that_perhaps_one_replica_makes_is_named(run):
+    def body(x):
+        if x[0] > 5.0:
+            x = tf.distribute.get_replica_context().merge_call(sums_and_gathers, args=(x,))
+        return x
+
+    _, (warned,) = run(body)
+    assert f"  merge_call at {__file__}:{body.__code__.co_firstlineno + 2} in body: in a branch" in warned

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine._tf.graphs import host_ops, subgraphs
-from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.diagnostics.op_lines import merge_line, user_line
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import at
 from replica_engine.xla.analysis.differences import CollectiveOp, Differences, OpsOf, Reason
@@ -30,7 +30,7 @@ class Apart(NamedTuple):
     """A collective that perhaps not all replicas reach.
 
     Attributes:
-        name: "all_reduce", "all_gather", ...
+        name: "all_reduce", "all_gather", ..., or "merge_call" if a merge function of the user's makes it.
         where: its line.
         is_loop: whether the condition is that of a loop, rather than of a branch.
         condition: the line of the condition.
@@ -92,8 +92,8 @@ def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[
         if may_differ and id(op) in in_program and not is_seen:
             seen.append(condition)
             _, first, collective = needed.of(op)[0]
-            where, by_id = user_line(first), bool(causes[id(op)] & Reason.REPLICA_ID)
-            name, is_loop = names.get(where, collective.name), op.type in subgraphs.LOOPS
+            name, where = _called(first, collective, names)
+            is_loop, by_id = op.type in subgraphs.LOOPS, bool(causes[id(op)] & Reason.REPLICA_ID)
             found.append(Apart(name, where, is_loop, user_line(op), by_id))
     return list(dict.fromkeys(found))
 
@@ -106,9 +106,16 @@ def _check_known(op: tf.Operation, taken: Sequence[int | None], inner: _Collecti
             decided = [each for each in (taken[replica] for replica in group) if each is not None]
             counts = decided if is_loop else [int(each == number) for each in decided]
             if len(counts) == len(group) and len(set(counts)) > 1:
-                where = user_line(collective_op)
-                name, times = names.get(where, collective.name), dict(zip(group, counts, strict=True))
-                raise _not_by_all(name, where, user_line(op), is_loop, times)
+                name, where = _called(collective_op, collective, names)
+                raise _not_by_all(name, where, user_line(op), is_loop, dict(zip(group, counts, strict=True)))
+
+
+def _called(op: tf.Operation, collective: CollectiveOp, names: dict[str, str]) -> tuple[str, str]:
+    """What the user called that made the op of a collective, and the line of it."""
+    if merged := merge_line(op):
+        return "merge_call", merged
+    where = user_line(op)
+    return names.get(where, collective.name), where
 
 
 _TIMES = {0: "never", 1: "once", 2: "twice"}
