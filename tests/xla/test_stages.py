@@ -43,6 +43,15 @@ class TestStages:
         assert "tensor<2xf32>" in text
         assert xla.counts() - before == Counts(traces=1, lowerings=1)
 
+    @pytest.mark.parametrize(("shapes", "got"), [([[2]], "1"), ([[2]] * 3, "3"), ([], "0"), (2, "int 2")])
+    def test_as_many_shapes_as_slots_are_lowered(self, shapes, got):
+        traced = xla.lower(lambda x, y: x + y, [[x, x] for (x,) in X]).traced
+        with pytest.raises(InputsError, match=rf"each slot of `lambda`: 2, which are .* \(2,\), \(2,\)\. Got {got}\."):
+            traced.lower(shapes)
+        with pytest.raises(InputsError, match=r"each captured tensor of `lambda`: 0, .* Got 1\. Write captured=None"):
+            traced.lower([[2], [2]], captured=[[1]])
+        assert isinstance(traced.lower([[2], [2]], captured=[]), xla.Lowered)
+
     def test_lowering_runs_nothing(self):
         variable = tf.Variable(1.0)
         xla.lower(lambda: variable.assign(5.0), num_replicas=2).compile()

@@ -26,8 +26,8 @@ from replica_engine.diagnostics.flight_record import CollectiveCall
 from replica_engine.diagnostics.op_lines import here, user_line
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import is_internal
-from replica_engine.errors import CoordinatorRow, HostResultError, LoweringError, VariableCreationError
-from replica_engine.errors.base import at
+from replica_engine.errors import CoordinatorRow, HostResultError, InputsError, LoweringError, VariableCreationError
+from replica_engine.errors.base import at, brief
 from replica_engine.errors.programs import may_wait_forever
 from replica_engine.errors.scopes import warn_shared_variable
 from replica_engine.errors.timeouts import table
@@ -66,15 +66,25 @@ class Traced(BodyGraph):
             captured: static shapes of the captured tensors; None if those of the trace are static.
 
         Raises:
+            InputsError: there are more or fewer shapes than slots, or than captured tensors.
             LoweringError: the body has an op that XLA cannot compile, or a shape that is not static.
         """
+        slots = self._reshaped("shapes", "slot", self.slots, shapes)
+        tensors = self._reshaped("captured", "captured tensor", self.tensors, captured)
         with self._lock, self.body.compiling(f"lower {self.name}"):
-            return lower(self, _reshaped(self.slots, shapes), _reshaped(self.tensors, captured))
+            return lower(self, slots, tensors)
 
-
-def _reshaped(described: Sequence[Any], shapes: Sequence[Any] | None) -> list[tf.TensorSpec]:
-    wanted = [each.shape for each in described] if shapes is None else shapes
-    return [tf.TensorSpec(shape, each.dtype) for shape, each in zip(wanted, described, strict=True)]
+    def _reshaped(self, name: str, what: str, described: Sequence[Any], shapes: Any) -> list[tf.TensorSpec]:
+        if shapes is None:
+            return [tf.TensorSpec(each.shape, each.dtype) for each in described]
+        given = len(shapes) if isinstance(shapes, (list, tuple)) else brief(shapes)
+        if given != len(described):
+            now = ", ".join(str(each.shape) for each in described) or "none"
+            raise InputsError(
+                f"lower takes a list of shapes, one for each {what} of `{self.name}`: {len(described)}, which are "
+                f"traced as {now}. Got {given}. Write {name}=None for these."
+            )
+        return [tf.TensorSpec(shape, each.dtype) for shape, each in zip(shapes, described, strict=True)]
 
 
 def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
