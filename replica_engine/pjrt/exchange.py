@@ -214,7 +214,9 @@ def _element(dtype: np.dtype) -> str:
     if name.startswith("complex"):
         return f"complex<f{int(name[7:]) // 2}>"
     letters = name.rstrip("0123456789")
-    return f"{_ELEMENTS[letters]}{name[len(letters) :]}" if letters in _ELEMENTS else name.replace("float", "f")
+    if letters in _ELEMENTS:
+        return f"{_ELEMENTS[letters]}{name[len(letters) :]}"
+    return f"f{name.removeprefix('float').replace('_', '').upper()}"  # float8_e4m3fn is f8E4M3FN
 
 
 _programs: dict[tuple, Executable] = {}

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import xla
+from replica_engine.pjrt import exchange
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -50,6 +51,12 @@ class TestEveryDtype:
             check(scalars, name, first[0], second[0])
             check(empties, name, *[first[:0].reshape(0, 2)] * 2)
             check(tensors, name, first, second)
+
+    def test_has_the_name_that_programs_of_workers_give_it(self):
+        values = [array(name, 1) for name in EVERY]
+        text = xla.lower(lambda *x: x, [values]).as_text()
+        kinds = [f"tensor<1x{exchange._element(value.dtype)}>" for value in values]
+        assert [kind for kind in kinds if kind not in text] == []
 
     def test_is_captured_and_compiled_in(self):
         values = [array(name, 1, 0, 1) for name in EVERY]
