@@ -58,9 +58,9 @@ the [warnings](warnings.md), and the [notes](notes.md) that the library adds to 
 `replica_engine.errors`, and all but `ReplicaUnwound` are a `ReplicaEngineError`. An exception of your own code is never
 wrapped: it leaves `run` as the object that you raised, with notes on which replica raised it and where the others were.
 
-Each error names its page in a note, `more: errors/ScopeError.html in the documentation`, and so does the last line of
-most warnings. Both are left out of examples. Without the pages, `help(replica_engine.errors.ScopeError)` says what an
-error means.
+Each error names its page in a note, `more: errors/ScopeError.html in the site ...`, and so does the last line of most
+warnings. Both are left out of examples. Without the pages, `help(replica_engine.errors.ScopeError)` says what an error
+means.
 
 Warnings are logged by the logger `replica_engine`, once for each cause; only those of a wait come again while it lasts.
 [How to leave one out](../in_your_process.md#what-it-logs).

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 _MORE = "more: errors/"
+_SITE = "in the site that `make docs` builds"
 
 
 class ReplicaEngineError(Exception):
@@ -16,8 +17,8 @@ class ReplicaEngineError(Exception):
 
     The constructor of each subclass takes the message only. So code that copies an error as `type(error)(message)` gets
     an error of the same type. Keras does so with an exception that a layer raises. A message stands where it is raised.
-    One that several places raise is a class method. The first note of an error names the page of its class in the
-    documentation.
+    One that several places raise is a class method. The first note of an error names the page of its class, which is
+    there once the site is built, and its docstring, which always is.
 
     Example:
         >>> issubclass(MergeCallMismatchError, ReplicaEngineError)
@@ -28,12 +29,13 @@ class ReplicaEngineError(Exception):
 
     def __init__(self, *args: object):
         super().__init__(*args)
-        add_note(self, f"{_MORE}{type(self).__name__}.html in the documentation")
+        name = type(self).__name__
+        add_note(self, f"{_MORE}{name}.html {_SITE}, or help(replica_engine.errors.{name})")
 
 
 def warning(name: str, text: str) -> str:
     """The text of a warning, with a last line that names its part of the documentation."""
-    return f"{text}\n{_MORE}warnings.html#{name} in the documentation"
+    return f"{text}\n{_MORE}warnings.html#{name} {_SITE}"
 
 
 def add_note(error: BaseException, note: str) -> None:

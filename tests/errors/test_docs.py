@@ -1,8 +1,10 @@
 """The pages of errors are what the errors and their golden files are, and errors and warnings name them."""
 
 import importlib.util
+import inspect
 import pathlib
 import pickle
+import pydoc
 import re
 
 import pytest
@@ -26,8 +28,10 @@ def pages():
 
 @pytest.mark.parametrize("error", [ScopeError.variable("weight", "train.py:12 in step"), ReplicateError("a message")])
 def test_an_error_names_its_page_and_keeps_doing_so(pages, error):
-    note = f"more: errors/{type(error).__name__}.html in the documentation"
-    assert f"{type(error).__name__}.md" in pages
+    name = type(error).__name__
+    note = f"more: errors/{name}.html in the site that `make docs` builds, or help(replica_engine.errors.{name})"
+    assert f"{name}.md" in pages
+    assert inspect.getdoc(type(error)).splitlines()[0] in pydoc.plain(pydoc.render_doc(f"replica_engine.errors.{name}"))
     assert error.__notes__ == [note]
     assert type(error)(str(error)).__notes__ == [note]
     assert pickle.loads(pickle.dumps(error)).__notes__ == [note]
@@ -38,7 +42,9 @@ def test_an_error_names_its_page_and_keeps_doing_so(pages, error):
 def test_the_last_line_of_a_warning_names_its_part(pages):
     many = warning("many_traces", "`step` has been traced 8 times, and most traces are compiled.")
     for text in (warn_dataset_for_each("numbers", 8, ""), many, untested_version("jax", "9", "1", "2")):
-        (name,) = re.findall(r"^more: errors/warnings\.html#(\w+) in the documentation$", text.splitlines()[-1])
+        (name,) = re.findall(
+            r"^more: errors/warnings\.html#(\w+) in the site that `make docs` builds$", text.splitlines()[-1]
+        )
         assert f"\n## {name}\n" in pages["warnings.md"]
 
 

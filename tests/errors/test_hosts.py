@@ -202,7 +202,7 @@ def test_a_run_that_stands_still():
 def test_the_last_line_names_the_worker_and_the_cause(monkeypatch):
     """A worker that `replica-engine launch` has started need not: the launcher prints it last."""
     row = WorkerRow(1, 2, "node-a", 7)
-    more = "more: errors/WorkerLostError.html in the documentation"
+    (more,) = WorkerLostError("a message").__notes__
     monkeypatch.delenv("REPLICA_ENGINE_LAUNCHED", raising=False)
     first, *_, last = WorkerLostError.raised(row, "ValueError: no file").__notes__
     assert (first, last) == (more, "worker 1 of 2 (node-a, pid 7) has raised ValueError: no file")
