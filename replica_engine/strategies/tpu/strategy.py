@@ -192,8 +192,9 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
                 and traced once, or twice if it calls the host; what it returns is ignored. `run`, `reduce` and
                 `experimental_local_results` of the strategy also work in it.
             iterator: an iterator of a dataset, or any iterable. An iterator of a distributed dataset gives each replica
-                its shard of a batch; any other iterator gives all replicas the same batch, and a warning comes if it is
-                one of a plain dataset. `run_steps` takes at most `iterations` batches from it.
+                its shard of a batch; any other one, also a plain `tf.data.Dataset`, gives each replica the whole batch.
+                Write `iter(strategy.experimental_distribute_dataset(dataset))` for shards. `run_steps` takes at most
+                `iterations` batches from it.
             iterations: how many steps to run; None takes `steps_per_run`.
             initial_loop_values: by name, the content of `last_step_outputs` if the iterator yields no batch.
             prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
