@@ -379,6 +379,21 @@ def test_what_is_no_spec_is_refused_where_it_is_declared(spec, got):
         xla.returns(spec)
 
 
+def test_one_function_that_is_declared_anew_is_another():
+    strategy = TPUStrategy(num_cores=2)
+
+    def run(spec):
+        host = xla.returns(spec)(lambda x: x.numpy())
+        return strategy.run(lambda x: tf.shape(xla.outside_compilation(host, x)), args=(tf.ones([2]),))
+
+    with pytest.raises(HostResultError, match=r"compiled for a tensor of dtype float32 and shape \(3,\)"):
+        run(tf.TensorSpec([3]))
+    before = xla.counts()
+    assert run(tf.TensorSpec([2])).values[1].numpy().tolist() == [2]
+    run(tf.TensorSpec([2]))
+    assert (xla.counts() - before).traces == 1
+
+
 def test_a_declared_function_can_be_differentiated():
     @xla.returns(SCALAR)
     def cubed(x):

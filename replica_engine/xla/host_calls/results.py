@@ -30,11 +30,11 @@ from replica_engine.values.structure import Build, OtherStructure, flatten, of_c
 from replica_engine.xla.body import HostCallSite, on_host
 from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.originals import original_of
+from replica_engine.xla.signature.function_spec import RETURNS
 from replica_engine.xla.unknown_results import UnknownResults
 
 F = TypeVar("F", bound=Callable)
 
-_RETURNS = "_replica_engine_returns"
 _FILLS = ("append", "extend", "add", "insert", "update")  # methods of Python's own lists, sets and dictionaries
 
 
@@ -71,7 +71,7 @@ def returns(spec: object) -> Callable[[F], F]:
         if not (isinstance(marked, FunctionType) or function.is_tf_function(marked)):
             # A method of one object among many, a function that is written in C, an object that takes no attributes.
             fn = marked = functools.partial(fn)
-        setattr(marked, _RETURNS, spec)
+        setattr(marked, RETURNS, spec)
         return fn
 
     return mark
@@ -107,8 +107,8 @@ def results_of(
         NotInBodyError: the function calls what only a body may call, such as a collective.
     """
     for each in _layers(fn):
-        if _RETURNS in getattr(each, "__dict__", {}):
-            return _checked(HostResults(each.__dict__[_RETURNS]))
+        if RETURNS in getattr(each, "__dict__", {}):
+            return _checked(HostResults(each.__dict__[RETURNS]))
     if _returns_nothing(fn):
         return HostResults(None)
     try:

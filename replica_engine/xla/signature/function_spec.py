@@ -19,6 +19,9 @@ from replica_engine.errors.base import brief
 from replica_engine.values.structure import PLAIN, ById, constant_key
 from replica_engine.xla.signature.arguments import Arguments, Shapes
 
+RETURNS = "_replica_engine_returns"
+"""The attribute of a function in which `xla.returns` keeps what it declares."""
+
 Hosts = frozenset[CodeType]
 """Code objects of functions that `outside_compilation` runs."""
 
@@ -243,7 +246,7 @@ def _host_key(value: Any) -> Any:
         cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
         settings = (value.__defaults__ or (), tuple((value.__kwdefaults__ or {}).items()))
         of_cells = tuple(_host_cell_key(code, name, cell) for name, cell in cells)
-        return code, ById(value.__globals__), of_cells, _host_key(settings)
+        return code, ById(value.__globals__), of_cells, _host_key(settings), repr(value.__dict__.get(RETURNS))
     if type(value) is tuple:
         return tuple(map(_host_key, value))
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
