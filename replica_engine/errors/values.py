@@ -84,6 +84,11 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         )
 
     @classmethod
+    def no_strategy(cls, given: object) -> ReplicaValueError:
+        """The first argument of a function that takes a strategy is none."""
+        return cls(f"The first argument must be the strategy that the replicas belong to; got {brief(given)}.")
+
+    @classmethod
     def no_positional(cls, given: object, name: str = "args") -> ReplicaValueError:
         """The positional arguments, which the argument `name` takes, are not a list or tuple."""
         return cls(

@@ -28,6 +28,7 @@ Axis = int | tuple[int, ...] | None
 _OF_ONE = "A non-DistributedValues value"  # of the error of a sum of one value for all replicas
 _OF_DIVIDED = ("distribution", "cores_per_replica")  # arguments that divide a model over devices
 _OF_TPU_STRATEGY = (*_OF_DIVIDED, "num_cores", "steps_per_run", "same_random_numbers", "soft_placement")
+NUMBERS_OF_REPLICAS = ("replicas", "num_replicas")  # near to `cores_per_replica`, which is something else
 _MOST_AXES = 254  # the largest rank of a TensorFlow tensor
 
 
@@ -89,7 +90,13 @@ def refuse(strategy: type, arguments: Mapping[str, object]) -> None:
     """
     for name in arguments:
         if name not in _OF_TPU_STRATEGY:
-            raise misspelt(strategy.__name__, name, [*keywords_of(inspect.signature(strategy)), *_OF_TPU_STRATEGY])
+            names = keywords_of(inspect.signature(strategy))
+            if name in NUMBERS_OF_REPLICAS and "devices" in names:
+                raise TypeError(
+                    f"{strategy.__name__} got an unexpected keyword argument {name!r}. Each device has a replica: "
+                    'write devices=["CPU:0", "CPU:1"].'
+                )
+            raise misspelt(strategy.__name__, name, [*names, *_OF_TPU_STRATEGY])
         raise ReplicaValueError(
             f"{strategy.__name__} takes no {name}=: each device is a replica and has all variables. Write "
             f"replica_engine.TPUStrategy({name}=...), which runs on CPUs, GPUs and TPUs."

@@ -32,7 +32,7 @@ from replica_engine.diagnostics.traced_calls import supervise
 from replica_engine.diagnostics.traced_places import TracedRun
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import GroupPool, Replica, Run, current_replica
-from replica_engine.errors import ScopeError
+from replica_engine.errors import ReplicaValueError, ScopeError
 from replica_engine.process import shutdown
 from replica_engine.process.fork import check_not_forked
 from replica_engine.telemetry import timeline
@@ -137,6 +137,7 @@ def call_for_each_replica(
         The results of `fn`, in their structure, with a `tf.distribute.DistributedValues` wherever replicas differ.
 
     Raises:
+        ReplicaValueError: `strategy` is none, or `args` is neither a list nor a tuple.
         MergeCallMismatchError: the replicas did not meet at the same merge calls.
         StructureMismatchError: the replicas returned different structures.
         Exception: any exception of `fn` or of a merge function, with a note that names the replica.
@@ -148,6 +149,8 @@ def call_for_each_replica(
         >>> call_for_each_replica(strategy, lambda x: x + 1, args=(1,))
         2
     """
+    if not hasattr(strategy, "extended"):  # those of tf.compat.v1 are of another class
+        raise ReplicaValueError.no_strategy(strategy)
     return backend_on_threads(strategy, strategy.extended).run(fn, args, kwargs)
 
 
@@ -329,6 +332,9 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     Args:
         strategy: any strategy that runs on this library's replica threads.
 
+    Raises:
+        ReplicaValueError: it is no strategy.
+
     Example:
         >>> import replica_engine, tensorflow as tf
         >>> strategy = replica_engine.MirroredStrategy(["CPU:0"])
@@ -337,6 +343,8 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
         >>> [(point.replica, point.name, point.dtypes, point.shapes) for point in strategy.sync_points()]
         [(0, 'all_reduce', ('float32',), ((3,),))]
     """
+    if not hasattr(strategy, "extended"):
+        raise ReplicaValueError.no_strategy(strategy)
     backend = _backends.get(strategy)
     return SyncPoints() if backend is None else backend.sync_points()
 

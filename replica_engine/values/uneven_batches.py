@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine.errors import BatchError, ReplicaValueError
-from replica_engine.errors.base import brief
 from replica_engine.values import samples
 from replica_engine.values.regroup import parts, regroup
 
@@ -100,9 +99,7 @@ def join_outputs(strategy: tf.distribute.Strategy, outputs: object, count: int |
 
 def _check_strategy(strategy: object) -> None:
     if not isinstance(strategy, tf.distribute.Strategy):
-        raise ReplicaValueError(
-            f"The first argument must be the strategy that the replicas belong to; got {brief(strategy)}."
-        )
+        raise ReplicaValueError.no_strategy(strategy)
 
 
 def _number(name: str, value: Any) -> samples.Rows | None:

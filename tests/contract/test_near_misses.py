@@ -8,8 +8,15 @@ import re
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy
-from replica_engine.errors import NoMethodError
+from replica_engine import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    TPUStrategy,
+    call_for_each_replica,
+    split_batch,
+    sync_points,
+)
+from replica_engine.errors import NoMethodError, ReplicaValueError
 from replica_engine.keras import BackupAndRestore, replicate_model
 
 
@@ -26,6 +33,14 @@ def test_a_misspelt_keyword_of_run(strategy, name, near):
 def test_a_misspelt_keyword_of_a_constructor(name, near):
     with pytest.raises(TypeError, match=rf"MirroredStrategy got .*'{name}'\. Did you mean {near}=\?"):
         MirroredStrategy(**{name: None})
+
+
+@pytest.mark.parametrize("name", ["replicas", "num_replicas"])
+def test_the_number_of_replicas_is_no_keyword_of_a_constructor(name):
+    with pytest.raises(TypeError, match=rf'\'{name}\'\. Each device has a replica: write devices=\["CPU:0", "CPU:1"\]'):
+        MirroredStrategy(**{name: 2})
+    with pytest.raises(TypeError, match=rf"'{name}'\. Write num_cores=4\."):
+        TPUStrategy(**{name: 2})
 
 
 def test_a_keyword_like_none_that_there_is():
@@ -166,6 +181,13 @@ def test_what_another_object_has_is_no_attribute_of_a_strategy(strategy, name, s
     assert not hasattr(strategy, name)
     setattr(strategy, name, "the user's own")
     assert getattr(strategy, name) == "the user's own"
+
+
+@pytest.mark.parametrize("call", [call_for_each_replica, sync_points, split_batch], ids=lambda call: call.__name__)
+def test_a_function_of_a_strategy_that_gets_none(call):
+    arguments = () if call is sync_points else (MirroredStrategy(["CPU:0"]),)
+    with pytest.raises(ReplicaValueError, match=r"first argument must be the strategy .*; got function <function "):
+        call(lambda x: x, *arguments)
 
 
 def test_any_other_name_is_missing_as_python_says_it(strategy):

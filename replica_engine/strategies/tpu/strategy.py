@@ -35,7 +35,13 @@ from replica_engine.strategies.tpu.device_loops import LoopSettings
 from replica_engine.strategies.tpu.distribution import assigned, read
 from replica_engine.strategies.tpu.extended import TPUExtended
 from replica_engine.strategies.tpu.variable_table import Layouts
-from replica_engine.strategies.validation import check_call, check_flags, check_seconds, names_keywords
+from replica_engine.strategies.validation import (
+    NUMBERS_OF_REPLICAS,
+    check_call,
+    check_flags,
+    check_seconds,
+    names_keywords,
+)
 from replica_engine.xla import constraints
 from replica_engine.xla.body import LaunchLimits, check_mode, in_body
 from replica_engine.xla.context import BodyReplicaContext
@@ -115,7 +121,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
     _collective_key_base = 0  # TensorFlow's extended class asks for a key; no collective of TensorFlow is used
     _runs_again = TPUExtended
 
-    @names_keywords("TPUStrategy")
+    @names_keywords("TPUStrategy", dict.fromkeys((*NUMBERS_OF_REPLICAS, "devices"), "Write num_cores=4."))
     def __init__(
         self,
         tpu_cluster_resolver: PjrtClusterResolver | None = None,
