@@ -104,6 +104,55 @@ def test_fit_that_runs_eagerly_equals_fit_on_one_device(strategy, alone):
     assert_trained_alike(strategy, model, fit(model), alone)
 
 
+@pytest.mark.graphs
+@pytest.mark.replicas(2, 4)
+def test_batches_of_any_size_train_as_on_one_device(strategy):
+    """Of 7, 7 and 2 samples: two are fewer than four replicas."""
+    one = small(optimizer=keras.optimizers.Adam(0.05), metrics=["mae"], run_eagerly=True)
+    expected = one.fit(batches(7), epochs=2, verbose=0, shuffle=False).history, one.get_weights()
+    with strategy.scope():
+        model = small(optimizer=keras.optimizers.Adam(0.05), metrics=["mae"])
+    history = model.fit(batches(7), epochs=2, verbose=0, shuffle=False).history
+    assert_trained_alike(strategy, model, history, expected)
+    for count in (1, 5):
+        logs, alone = (each.test_on_batch(FEATURES[:count], LABELS[:count]) for each in (model, one))
+        np.testing.assert_allclose(logs, alone, rtol=1e-4)
+        np.testing.assert_allclose(
+            model.predict_on_batch(FEATURES[:count]), one(FEATURES[:count]), rtol=1e-4, atol=1e-6
+        )
+
+
+class Summed(keras.Sequential):
+    """A step that was written for `tf.distribute`: it divides by the batch of all, and gradients are summed."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((self(x, training=True) - y) ** 2) / 8
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+def test_a_train_step_of_ones_own_keeps_the_rule_of_tf_distribute(strategy):
+    def make():
+        model = Summed([keras.Input((4,)), dense(1, 1)])
+        model.compile(keras.optimizers.SGD(0.02))
+        return model
+
+    one = make()
+    one.run_eagerly = True
+    losses = fit(one)["loss"]
+    with strategy.scope():
+        model = make()
+    np.testing.assert_allclose(fit(model)["loss"], np.array(losses) / 2, rtol=1e-5)  # the mean of two halves
+    for variable, weight in zip(model.trainable_variables, one.get_weights(), strict=True):
+        for component in components(strategy, variable):
+            np.testing.assert_allclose(component, weight, rtol=1e-5, atol=1e-6)
+
+
 CLIPPED = {
     "each": lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
     "all, decayed, averaged": lambda: keras.optimizers.AdamW(
