@@ -495,6 +495,10 @@ class Job:
         there = self._given_up.setdefault(self._log.position(worker), {})
         there[worker] = _GivenUp(str(exception), patience)
 
+    def _on_withdrew(self, worker: int, member: _Member, launches: int) -> None:
+        member.launches = int(launches)
+        self._log.withdraw(worker)
+
     def _on_bye(self, worker: int, member: _Member) -> None:
         member.left = True
         self._ending.pop(worker, None)
@@ -534,5 +538,6 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "parted": Job._on_parted,
     "failed": Job._on_failed,
     "gave up": Job._on_gave_up,
+    "withdrew": Job._on_withdrew,
     "bye": Job._on_bye,
 }

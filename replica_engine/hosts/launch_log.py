@@ -159,6 +159,17 @@ class LaunchLog:
         others = tuple(other for other in range(self._size) if self._positions[other] > after)
         return Disagreement(after, {_at(known, count): others, _at(entries, count): (worker,)})
 
+    def withdraw(self, worker: int) -> None:
+        """Takes the last entry of a worker back: a launch that it has not made.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self._positions[worker] == self._first:
+            raise ValueError("no entry that can be taken back")
+        self._positions[worker] -= 1
+        del self._entries[(max(self._positions) - self._first) * ENTRY :]
+
     def wait(self, worker: int, ticket: Ticket) -> int:
         """Marks that a worker waits at its last entry until all others have come to it.
 
@@ -188,8 +199,8 @@ class LaunchLog:
         return [ticket for position in full for ticket in self._points.pop(position).waiting]
 
     def prune(self) -> None:
-        """Drops the entries that all workers have passed."""
-        passed = self.passed
+        """Drops the entries that all workers have passed, but for the last one, which a worker may take back."""
+        passed = max(self.passed - 1, self._first)
         del self._entries[: (passed - self._first) * ENTRY]
         self._first = passed
 

@@ -8,21 +8,26 @@ waits, or None for the setting of the process.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
 from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.threads import note_workers
+from replica_engine.hosts import Program
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.executable import Executable, Flight, agreed
-from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.group import Array, DeviceGroup, NobodyWaits
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.partitions.layout import Axes
 from replica_engine.telemetry.watchdog import Wait, workers
 
+T = TypeVar("T")
 Limits = tuple[float | None, float | None]
 
 _SMALLEST = 256  # words; sizes are powers of two, so that few programs serve all
@@ -49,42 +54,76 @@ def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, 
         sent = np.zeros(words, np.uint32)
         if devices.is_chiefs:  # the others' zeros are the least numbers, so the largest are the chief's
             sent.view(np.uint8)[: piece.size] = piece
-        chiefs = _run(devices, sent, "the chief's value", "maximum", limits)
+        chiefs = _of_chief(devices, sent, limits)
         received[begin : begin + piece.size] = chiefs.view(np.uint8)[: piece.size]
     return received.view(value.dtype).reshape(value.shape)
 
 
-def least(devices: DeviceGroup, numbers: Sequence[int], limits: Limits = (None, None)) -> list[int]:
-    """For each number, the smallest that any worker has.
+def least(devices: DeviceGroup, number: int, limits: Limits = (None, None)) -> int:
+    """The smallest number that any worker has.
 
     Args:
         devices: the devices of all workers.
-        numbers: this worker's numbers, equally many on all workers; each fits 32 bits, since TPUs refuse 64 here.
+        number: this worker's number, of 32 bits, since TPUs refuse 64 here.
         limits: as above.
 
     Raises:
         ReplicaTimeoutError, WorkersMissingError, WorkerLostError or another failure: as for `from_chief`.
     """
-    return _run(devices, np.array(numbers, np.int32), "a minimum over workers", "minimum", limits).tolist()
+    agreement = devices.agreement
+    assert agreement is not None, "there are several workers"
+
+    def ready() -> Callable[[threading.Event], int]:
+        devices.wait_for_interrupted()
+        return functools.partial(agreement.least, _LEAST, number, limits)
+
+    return _together(devices, _LEAST.body, limits, ready)
 
 
-def _run(devices: DeviceGroup, value: np.ndarray, what: str, op: str, limits: Limits) -> np.ndarray:
-    """Runs one exchange, a reduction over all devices by an operation of StableHLO, within the limits.
+_LEAST = Program(hashlib.sha256(b"a minimum over workers").hexdigest()[:16], "a minimum over workers")
+
+
+def _of_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits) -> np.ndarray:
+    """The chief's value of an array of words."""
+    what, flat = "the chief's value", devices.flat
+
+    def fly(executable: Executable, left: threading.Event) -> np.ndarray:
+        (result,) = Flight(executable, flat, what).start([flat.put([value])], left=left)
+        executable.wait(left)
+        if flat.interrupted:
+            raise NobodyWaits
+        return np.array(flat.fetch(result, 0))
+
+    def ready() -> Callable[[threading.Event], np.ndarray]:
+        executable = _largest(flat, value, f"{what}, {value.size} numbers", limits)
+        _wait_for_turn(executable, devices)
+        return functools.partial(fly, executable)
+
+    return _together(devices, what, limits, ready)
+
+
+def _together(
+    devices: DeviceGroup, what: str, limits: Limits, ready: Callable[[], Callable[[threading.Event], T]]
+) -> T:
+    """Makes one exchange within the limits.
 
     Ctrl-C ends each wait. It is held off between the moment when the program starts and that when its end is awaited.
+
+    Args:
+        devices: the devices of all workers.
+        what: the exchange, in words.
+        limits: as above.
+        ready: waits for the turn, and returns what makes the exchange, which is given an event that ends its waits.
     """
-    group, devices = devices, devices.flat
     timeout, warn_after = limits
     member, began, left = devices.member, time.perf_counter(), threading.Event()
     assert member is not None, "there are several workers"
 
     def late() -> ReplicaTimeoutError:
-        seconds = time.perf_counter() - began
+        seconds, flat = time.perf_counter() - began, devices.flat
         rows = [
-            ReplicaRow(
-                devices.first + index, devices.replicas, name, "running on the device", 0, "", points="host call"
-            )
-            for index, name in enumerate(devices.names)
+            ReplicaRow(flat.first + index, flat.replicas, name, "running on the device", 0, "", points="host call")
+            for index, name in enumerate(flat.names)
         ]
         row = CoordinatorRow(threading.current_thread().name, f"waiting for {what}", seconds)
         error = ReplicaTimeoutError.after(timeout or 0.0, rows, row)
@@ -93,21 +132,19 @@ def _run(devices: DeviceGroup, value: np.ndarray, what: str, op: str, limits: Li
 
     order = devices.in_flight
     with member.watched(what, warn_after), order if timeout is None else order.within(timeout, late):
-        executable = _program(devices, value, op, f"{what}, {value.size} numbers", limits)
-        _wait_for_turn(executable, group)
+        exchange = ready()
         wait = Wait(None, timeout=timeout, late=TimeoutError, breaker=left.set)
         try:
             wait.__enter__()
-            (result,) = Flight(executable, devices, what).start([devices.put([value])])
-            executable.wait(left)
+            result = exchange(left)
             wait.__exit__(None, None, None)
-            if devices.interrupted:  # the wait was left
-                raise late()
-        except BaseException:
-            _leave(group)
+        except BaseException as error:
+            _leave(devices)
             wait.__exit__(None, None, None)
+            if isinstance(error, NobodyWaits):
+                raise late() from None
             raise
-        return np.array(devices.fetch(result, 0))
+        return result
 
 
 def _wait_for_turn(executable: Executable, devices: DeviceGroup) -> None:
@@ -119,6 +156,8 @@ def _wait_for_turn(executable: Executable, devices: DeviceGroup) -> None:
 def _leave(devices: DeviceGroup) -> None:
     """Leaves the program that was launched last on the `flat` of devices: their own next program waits for its end."""
     flat = devices.flat
+    if devices.agreement is not None:
+        devices.agreement.leave_to(flat)
     devices.running, devices.running_name, devices.interrupted = flat.running, flat.running_name, flat.interrupted
     abandoned.add(devices)
 
@@ -228,17 +267,17 @@ def _compiled(
     return Executable(text, devices, [result], compared=agreed(text, devices, name, limits), limits=limits)
 
 
-def _program(devices: DeviceGroup, value: np.ndarray, op: str, name: str, limits: Limits) -> Executable:
+def _largest(devices: DeviceGroup, value: np.ndarray, name: str, limits: Limits) -> Executable:
     """The compiled program; the limits, which count for its first launch, are those of the call that compiles it."""
-    key = devices, value.size, op
+    key = devices, value.size
     if key not in _programs:
-        element = _element(value.dtype)
-        kind, one, replicas = f"tensor<{value.size}x{element}>", f"tensor<{element}>", devices.replicas
+        kind, replicas = f"tensor<{value.size}x{_element(value.dtype)}>", devices.replicas
+        one = f"tensor<{_element(value.dtype)}>"
         text = f"""module @replica_body {{
           func.func public @main(%x: {kind}) -> {kind} {{
             %result = "stablehlo.all_reduce"(%x) ({{
               ^bb0(%a: {one}, %b: {one}):
-                %both = stablehlo.{op} %a, %b : {one}
+                %both = stablehlo.maximum %a, %b : {one}
                 stablehlo.return %both : {one}
             }}) {{replica_groups = dense<[{list(range(replicas))}]> : tensor<1x{replicas}xi64>}} : ({kind}) -> {kind}
             return %result : {kind}

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import json
 import math
 import operator
 import os
 import pathlib
 import platform
+import re
 import threading
 import time
 from collections import deque
@@ -50,7 +52,6 @@ from replica_engine.pjrt.partitions.layout import WHOLE, Axes
 from replica_engine.pjrt.partitions.program import partition
 from replica_engine.pjrt.plans.compiled_text import exchanges_in_branches
 from replica_engine.pjrt.plans.plan import Memory, Plan, hlo_text, memory_of, plan_of
-from replica_engine.pjrt.workers import explain
 from replica_engine.process import threads
 from replica_engine.process.freed_memory import keep_freed_memory
 from replica_engine.process.interrupts import wait_for_ever
@@ -147,6 +148,8 @@ class Executable:
         bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
         seconds: how long compiling it took, or reading it.
         waits: whether `wait` waits for the end in a process on its own; otherwise a program need only be queued.
+        compared: the program as the workers compare it; None if it concerns no other worker.
+        limits: the argument.
     """
 
     def __init__(
@@ -160,11 +163,13 @@ class Executable:
         limits: tuple[float | None, float | None] = (None, None),
         axes: Sequence[Axes] | None = None,
     ):
-        self._compared = compared
-        self._limits = limits
+        self.compared = compared
+        self.limits = limits
         self._is_first = True
         self._calls_host = bool(host_calls)
         self._took = 0.0  # seconds that a launch takes: about the shortest of the recent ones
+        if compared is not None:
+            self._is_compared_again = _has_other_orders(program)
         self._devices = devices
         self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
         self._results = len(results)
@@ -236,8 +241,8 @@ class Executable:
         a signal handler or another thread raises comes before all this or after it: when `stores` have their results,
         and `DeviceGroup.running` has the program.
 
-        The caller calls `wait_for_turn` before. The other workers are told of the launch here. There the caller holds
-        off signals: a launch that was told and not made would leave them alone in its collectives.
+        The caller calls `wait_for_turn` before, and launches what other workers launch too by `Agreement.launch`. Then
+        it holds off signals here: a launch that was told and not made would leave them alone in its collectives.
 
         Raises:
             WorkerLostError or another failure of the job of several workers: the arrays may be gone, so `stores` are
@@ -245,8 +250,8 @@ class Executable:
         """
         devices, launched = self._devices, _Launched()
         try:
-            if devices.member is not None and self._compared is not None:
-                devices.member.launched(self._compared)
+            if devices.agreement is not None and self.compared is not None:
+                devices.agreement.launches(self.compared, self._is_compared_again)
             made = map(self._take, map(self._executable.execute_sharded, (arrays,)))
             values = itertools.chain(itertools.chain.from_iterable(map(stores.of_launch, made)), stores.notes)
             objects = itertools.chain((launched, devices), stores.targets)
@@ -255,7 +260,8 @@ class Executable:
             try:
                 deque(map(setattr, objects, names, values), 0)
             except RUNTIME_ERRORS as error:
-                explain(devices.member, error)
+                if devices.member is not None:
+                    devices.member.explain(error)
                 raise
         except JOB_FAILURES:
             stores.invalidate()
@@ -276,8 +282,8 @@ class Executable:
         if member is not None:
             member.check()
         self._devices.wait_for_interrupted()
-        if member is not None and self._compared is not None and self._is_first:
-            member.meet(f"the first launch of {self._compared.words}", *self._limits)
+        if member is not None and self.compared is not None and self._is_first:
+            member.meet(f"the first launch of {self.compared.words}", *self.limits)
             self._is_first = False
 
     def wait(self, left: threading.Event | None = None) -> None:
@@ -302,7 +308,8 @@ class Executable:
             try:
                 running.block_until_ready()
             except RUNTIME_ERRORS as error:
-                explain(member, error)
+                if member is not None:
+                    member.explain(error)
                 raise
         devices.running, devices.interrupted = None, False
 
@@ -338,6 +345,9 @@ class Executable:
 class Flies(Protocol):
     """What a flight needs of an executable."""
 
+    compared: Program | None
+    limits: tuple[float | None, float | None]
+
     def wait_for_turn(self) -> None:
         """See `Executable.wait_for_turn`."""
 
@@ -367,22 +377,39 @@ class Flight:
         self._devices = devices
         self._name = name
 
-    def start(self, arrays: list[Array], stores: Stores = NO_STORES, relied_on: bool = True) -> list[Array]:
+    def start(
+        self,
+        arrays: list[Array],
+        stores: Stores = NO_STORES,
+        relied_on: bool = True,
+        left: threading.Event | None = None,
+    ) -> list[Array]:
         """Waits until the program may start, which Ctrl-C ends, and starts it.
 
         Args:
             arrays: as for `Executable.launch`.
             stores: as for `Executable.launch`.
             relied_on: whether other workers, threads or host calls rely on the launch: then it holds off signals.
+            left: an event that ends the wait for other workers.
 
         Returns:
             The results, ready or not.
+
+        Raises:
+            ProgramDisagreementError: another worker launches another program.
+            NobodyWaits: `left` is set.
         """
-        self.executable.wait_for_turn()
-        self._devices.running_name = self._name
-        if not relied_on:
-            return self.executable.launch(arrays, stores)
-        return held_off().around(functools.partial(self.executable.launch, arrays, stores))
+        executable, devices = self.executable, self._devices
+        executable.wait_for_turn()
+        devices.running_name = self._name
+        launch = functools.partial(executable.launch, arrays, stores)
+        if devices.agreement is not None and executable.compared is not None:
+            try:
+                return devices.agreement.launch(executable.compared, executable.limits, launch, left)
+            except BaseException:
+                devices.agreement.leave_to(devices)
+                raise
+        return held_off().around(launch) if relied_on else launch()
 
     def apart(
         self, fly: Callable[[], list[Array]], woken: threading.Event, left: threading.Event
@@ -512,4 +539,11 @@ def _cpu() -> str:
     return f"{platform.machine()} {hashlib.sha256(' '.join(sorted(features.split())).encode()).hexdigest()[:16]}"
 
 
+def _has_other_orders(program: str) -> bool:
+    """Whether a collective of a program may have its replicas in another order than their own; see `Agreement`."""
+    groups = itertools.chain.from_iterable(map(json.loads, _GROUPS.findall(program)))
+    return any(group != sorted(group) for group in groups)
+
+
+_GROUPS = re.compile(r"groups\W[^\[\]]*(\[\[[\d, \[\]-]*\]\])")  # of StableHLO, and of the JSON of a marker
 _give_way = getattr(os, "sched_yield", lambda: None)  # to programs' threads; not every system has it

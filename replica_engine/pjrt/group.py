@@ -11,7 +11,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from replica_engine.process.interrupts import MISSED, wait_for_ever
 from replica_engine.process.threads import Apart
 from replica_engine.telemetry.watchdog import Wait
 
+if TYPE_CHECKING:
+    from replica_engine.pjrt.agreement import Agreement
+
 Array: TypeAlias = ArrayImpl
 """An array on the devices of a group: a `jax.Array`."""
 
@@ -59,6 +62,10 @@ class Computed(NamedTuple):
         """The program in an error that comes late, when others may have been launched since."""
         before = ", or a program before it whose values it took," if self.takes else ""
         return f"`{self.name}`{at(self.where)}{before}"
+
+
+class NobodyWaits(Exception):
+    """What ends a thread that waits for others before a launch which nobody needs any more."""
 
 
 class needed_by_a_program:
@@ -228,6 +235,7 @@ class DeviceGroup:
         replicas: the number of replicas of all workers.
         first: the id of this process' first replica.
         member: the connection to the job of several workers; None in a process on its own.
+        agreement: what compares the launches of the workers; None if the devices are of one worker.
         names: the names of the replicas' devices in messages: "CPU:0", ...; "CPU:0-3" if a replica has several.
         device_names: the names of the devices of this process.
         in_flight: the lock that is held from a program's launch to its end.
@@ -261,6 +269,7 @@ class DeviceGroup:
         self.replicas = len(self.everywhere)
         self.first = self.everywhere.index(devices[0])
         self.member = member
+        self.agreement: Agreement | None = None
         place = "" if member is None else f"worker {member.worker}, "
         self.names = [f"{place}{platform.upper()}:{index}" for index in range(self.size)]
         self.device_names = tuple(self.names)

@@ -27,6 +27,7 @@ from replica_engine import hosts
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
 from replica_engine.hosts.addresses import own_host
 from replica_engine.pjrt import accelerators, rendezvous
+from replica_engine.pjrt.agreement import Agreement
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import (
     RUNTIME_ERRORS,
@@ -78,6 +79,7 @@ class _Workers:
             counts.setdefault(len(own), []).append(worker)
         if len(counts) > 1:  # known only now for GPUs and TPUs
             raise WorkerVersionError.of_replicas([(each, str(number)) for number, each in sorted(counts.items())])
+        self._agreement = Agreement(self.platform, tuple(own[0] for own in self.devices), member)
 
     def group(self, count: int, mesh: ReplicaMesh | None) -> DeviceGroup:
         """The first `count` devices of each worker; one program runs on them all."""
@@ -86,6 +88,7 @@ class _Workers:
             everywhere = tuple(device for devices in self.devices for device in devices[:count])
             own = self.devices[self.cluster.process_id][:count]
             group = self._groups[count, mesh] = group_of(self.platform, own, mesh, everywhere, self.member)
+            group.agreement = group.flat.agreement = self._agreement
         return group
 
     def _place(self) -> dict[str, str]:
@@ -214,7 +217,7 @@ def _unless_it_fails(member: hosts.Member, find: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def explained(member: hosts.Member | None, errors: tuple[type[BaseException], ...] = RUNTIME_ERRORS) -> Iterator[None]:
+def explained(member: hosts.Member, errors: tuple[type[BaseException], ...] = RUNTIME_ERRORS) -> Iterator[None]:
     """Inside, an error of the runtime becomes the failure of the job that is its cause, if there is one.
 
     Raises:
@@ -223,14 +226,8 @@ def explained(member: hosts.Member | None, errors: tuple[type[BaseException], ..
     try:
         yield
     except errors as error:
-        explain(member, error)
-        raise
-
-
-def explain(member: hosts.Member | None, error: BaseException) -> None:
-    """Raises the failure of the job that is the cause of an error of the runtime, if there is one."""
-    if member is not None:
         member.explain(error)
+        raise
 
 
 def _keep(thing: object) -> None:

@@ -67,7 +67,8 @@ def test_a_difference_is_found_when_the_second_of_two_workers_brings_it(batches)
         if number % 3 == 0:
             log.prune()
             lengths = sorted(map(len, plain))
-            assert len(log._entries) == ENTRY * (lengths[-1] - lengths[0]), "as far apart as the workers are"
+            kept = lengths[-1] - lengths[0] + min(1, lengths[0])
+            assert len(log._entries) == ENTRY * kept, "as far apart as the workers are, and one"
 
 
 def test_who_gives_up_learns_who_is_missing():
@@ -82,3 +83,25 @@ def test_who_gives_up_learns_who_is_missing():
 
 def test_entries_have_one_length():
     assert {len(code) for code in CODES} == {ENTRY}
+
+
+@pytest.mark.parametrize("others", [[], CODES[:1], CODES[:2]])
+def test_an_entry_that_is_taken_back_is_compared_with_nothing(others):
+    log = LaunchLog(2)
+    log.extend(0, b"".join(CODES[:2]))
+    log.extend(1, b"".join(others))
+    log.prune()
+    log.withdraw(0)
+    assert log.position(0) == 1
+    found = log.extend(0, CODES[2])
+    if len(others) < 2:
+        assert found is None
+        assert log.extend(1, b"".join([*CODES[:1], *CODES[2:]][len(others) :])) is None
+    else:
+        assert found.position == 1
+        assert found.entries == {CODES[1]: (1,), CODES[2]: (0,)}
+
+
+def test_nothing_can_be_taken_back_from_an_empty_log():
+    with pytest.raises(ValueError, match="no entry"):
+        LaunchLog(2).withdraw(0)

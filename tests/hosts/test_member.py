@@ -44,6 +44,24 @@ def test_all_compile_launch_and_end_together():
         assert made.coordinator.failure is None
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_an_announced_launch_that_is_not_made_is_taken_back(is_sent):
+    with job() as made:
+        process = made.start(1, FOLLOWS)
+        member = made.join(0)
+        assert member.announce(TRAIN) == 1
+        if is_sent:
+            member.rows()
+        member.withdraw()
+        member.withdraw()  # it has been
+        assert member.announce(EVAL) == 1
+        member.launched(EVAL)
+        member.withdraw()  # it was made
+        tell(process, "member.launched(EVAL); member.meet('save')")
+        member.meet("save", timeout=LONG)
+        assert [row.launches for row in member.rows()] == [1, 1]
+
+
 def test_workers_may_be_far_apart():
     """One is at its tenth launch when the other begins."""
     with job() as made:

@@ -81,6 +81,7 @@ class Member(Channel):
         self._held: socket.socket | None = None  # the port at which the others look whether this machine answers
         self._entries: list[bytes] = []  # those that were not sent yet
         self._noted = 0  # how many there were
+        self._announced: int | None = None  # how many there were with the launch that was announced and not made
         self._known: dict[tuple[str, str], bytes] = {}
         self._launches = 0
         self._step: int | None = None
@@ -190,11 +191,39 @@ class Member(Channel):
         A difference becomes a failure of the job about a tenth of a second later.
         """
         with self._changed:
+            announced, self._announced = self._announced, None
+            if announced is not None:
+                return
             self._launches += 1
             self._note(self._entry(LAUNCH, program.digest, program.words))
             first = len(self._entries) == 1
         if first:
             self._connection.wake_up()
+
+    def announce(self, program: Program) -> int:
+        """Notes a launch that this worker is about to make. Next comes `launched`, or `withdraw` takes it back.
+
+        Returns:
+            How many launches it has made, with this one.
+        """
+        self.withdraw()
+        self.launched(program)
+        with self._changed:
+            self._announced = self._noted
+            return self._launches
+
+    def withdraw(self) -> None:
+        """Takes an announced launch back, unless it was made, or the workers have met for it."""
+        with self._changed:
+            announced, self._announced = self._announced, None
+            if announced is None or announced != self._noted:
+                return
+            self._noted -= 1
+            self._launches -= 1
+            if self._entries:  # not sent yet
+                self._entries.pop()
+            else:
+                self._connection.queue(["withdrew", self._launches])
 
     def meet(self, name: str, timeout: float | None = None, warn_after: float | None = None) -> None:
         """Waits until all workers have come here, and have launched the same before: a checkpoint, for example.

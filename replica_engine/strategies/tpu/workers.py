@@ -106,7 +106,7 @@ def start_from_chief(
 
 def all_have(devices: DeviceGroup, has: bool, limits: LaunchLimits) -> bool:
     """Whether every worker has something, such as a next batch."""
-    return has if devices.member is None else bool(exchange.least(devices, [has], limits)[0])
+    return has if devices.member is None else bool(exchange.least(devices, has, limits))
 
 
 @functools.lru_cache(maxsize=1024)

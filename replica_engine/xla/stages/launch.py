@@ -302,13 +302,13 @@ class Launch:
         try:
             if timeline.recording():
                 with timeline.profiled(f"launch {program.name}"):
-                    results = flight.start(arrays, given, relied_on)
+                    results = flight.start(arrays, given, relied_on, self._nobody_waits)
                 launched = time.perf_counter()
                 with timeline.profiled(f"run {program.name}"):
                     end()
                 self._draw(began, launched, time.perf_counter())
             else:
-                results = flight.start(arrays, given, relied_on)
+                results = flight.start(arrays, given, relied_on, self._nobody_waits)
                 launched = time.perf_counter()
                 end()
         except RUNTIME_ERRORS as error:

@@ -25,7 +25,6 @@ from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, 
 from replica_engine.pjrt.partitions.program import with_layout
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
-from replica_engine.pjrt.workers import explain as explain_by_job
 from replica_engine.xla.soft_placement.moved import HostCallInfo, MovedBody
 from replica_engine.xla.soft_placement.piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
@@ -109,7 +108,8 @@ class Lowered:
             except RUNTIME_ERRORS as failed:
                 if DYNAMIC in str(failed):
                     raise undividable(self.traced) from None
-                explain_by_job(devices.member, failed)
+                if devices.member is not None:
+                    devices.member.explain(failed)
                 raise ProgramError(  # that of GPUs tries kernels out, and so may run out of memory
                     f"`{name}` cannot be compiled for {len(devices.names)} replicas ({', '.join(devices.names)}):\n"
                     f"{str(failed).strip()}\n"

@@ -17,6 +17,7 @@ import numpy as np
 from replica_engine.errors import ReplicaMismatchError
 from replica_engine.errors.base import at
 from replica_engine.errors.hosts import JOB_FAILURES
+from replica_engine.hosts import Program
 from replica_engine.pjrt.executable import ALL, NO_STORES, Executable, Stores
 from replica_engine.pjrt.group import Array, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
@@ -122,6 +123,9 @@ class _Apart:
         executables: the executables.
         written: which results are values of variables.
     """
+
+    compared: Program | None = None
+    limits: tuple[float | None, float | None] = (None, None)
 
     def __init__(self, devices: DeviceGroup, executables: list[Executable], written: list[int]):
         self._devices = devices

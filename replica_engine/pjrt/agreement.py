@@ -1,0 +1,146 @@
+"""What the workers of a job are about to launch, compared before each launch of another program than the last one.
+
+Collectives of several workers meet by the order of their launches. Where two workers swap two programs, Gloo adds up
+values of both, or ends the process if their sizes differ. The log of launches finds that a tenth of a second later.
+
+Gloo has connections of their own for each order of devices. So a small program gathers the digests of what all workers
+launch next, over their first devices in reverse order, and its messages never meet those of another program. A worker
+that launches what it launched last asks nothing. Up to the last launch all have launched the same, so one of two
+workers that differ asks at least. If both ask, they see that they differ. If one does, it waits here, and the other in
+a collective of its program, until the log ends both waits.
+
+It is a program of its own, and no part of those that it guards: a program that is not launched has taken no values of
+variables, so none is lost, and no program need be rewritten, divided ones included. It costs a small launch.
+
+What must never happen: a program is launched without a question while one is open, which Ctrl-C or a limit has ended
+here, and which others may have had answered. An open question is answered by the log, where all meet.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from replica_engine.hosts import Member, Program
+from replica_engine.pjrt.executable import Executable
+from replica_engine.pjrt.group import DeviceGroup, NobodyWaits, held_off
+
+T = TypeVar("T")
+Limits = tuple[float | None, float | None]
+
+_NAME = "the comparison of launches"
+_WORDS = 4  # of 32 bits: the digest, the number of the launch, and a number for `least`
+
+
+class Agreement:
+    """The launches of all workers over the devices of a job. All methods need `DeviceGroup.in_flight`.
+
+    Args:
+        platform: the platform of the devices.
+        devices: the first device of each worker.
+        member: the connection to the job.
+    """
+
+    def __init__(self, platform: str, devices: tuple, member: Member):
+        self._member = member
+        self._devices = DeviceGroup(platform, (devices[member.worker],), devices[::-1], member)
+        self._program: Executable | None = None
+        self._last = ""  # the digest of the program that was launched last; "" if it must be compared again
+        self._question: tuple[str, int, int] | None = None  # the last one: digest, number of the launch, own number
+        self._is_open = False  # whether the launch that was asked for has not been made
+        self._asked: Any = None
+        self._answers: Any = None
+
+    def launch(self, program: Program, limits: Limits, launch: Callable[[], T], left: threading.Event | None) -> T:
+        """Calls `launch`, which launches a program and calls `launches`, once all workers are about to do so.
+
+        Args:
+            program: the program.
+            limits: of waits at the coordinator: the seconds until an error, and until a warning.
+            launch: is called with signals held off. Ctrl-C ends what is before that, and takes the launch back.
+            left: an event that ends the wait: nobody needs the launch any more.
+
+        Raises:
+            ProgramDisagreementError: another worker launches another program.
+            WorkerLostError or another failure of the job.
+            NobodyWaits: `left` is set.
+        """
+        try:
+            if self._is_open or self._last != program.digest:
+                self._agree(program, 0, limits, left)
+            return held_off().around(launch)
+        finally:
+            self._member.withdraw()
+
+    def launches(self, program: Program, is_compared_again: bool) -> None:
+        """Notes that a program is launched; with signals held off.
+
+        Args:
+            program: the program.
+            is_compared_again: whether it is, although it is the next one too: its collectives may have the devices in
+                reverse order.
+        """
+        self._is_open, self._last = False, "" if is_compared_again else program.digest
+        self._member.launched(program)
+
+    def least(self, program: Program, number: int, limits: Limits, left: threading.Event | None) -> int:
+        """The least of the numbers of all workers, of 32 bits each; compared as a launch, and raises the same."""
+
+        def end() -> None:
+            self._is_open = False
+            self._member.launched(program)
+
+        try:
+            answers = self._agree(program, number, limits, left)
+            held_off().around(end)
+            return int(answers[:, -1].min())
+        finally:
+            self._member.withdraw()
+
+    def leave_to(self, devices: DeviceGroup) -> None:
+        """Has other devices wait for a comparison whose wait has been ended: it holds a thread that they may need."""
+        if self._devices.interrupted:
+            devices.running, devices.running_name, devices.interrupted = self._devices.running, _NAME, True
+
+    def _agree(self, program: Program, number: int, limits: Limits, left: threading.Event | None) -> Any:
+        """Waits until all workers are about to launch a program; returns what each has said, in reverse order."""
+        count = held_off().around(functools.partial(self._member.announce, program))
+        question, meets = (program.digest, count, number), self._is_open or self._program is None
+        check = self._program = self._program or self._compiled()
+        while True:
+            check.wait(left)  # at first for the question before, if its wait was ended
+            if self._devices.interrupted:
+                raise NobodyWaits
+            if question == self._question:
+                answers = self._devices.fetch(self._answers, 0)
+                if (answers[:, :-1] == self._asked[:, :-1]).all():
+                    return answers
+            if meets:  # others may launch another program, or be at another question
+                self._member.meet(f"the launch of {program.words}", *limits)
+            held_off().around(functools.partial(self._ask, check, question))
+            meets = True
+
+    def _ask(self, check: Executable, question: tuple[str, int, int]) -> None:
+        digest, count, number = question
+        words = [*np.frombuffer(bytes.fromhex(digest), np.int32), count & 0x7FFFFFFF, number]
+        self._asked, self._is_open = np.array([words], np.int32), True
+        (self._answers,) = check.launch([self._devices.put([self._asked])])
+        self._question = question
+
+    def _compiled(self) -> Executable:
+        workers = self._devices.replicas
+        one, all_ = (f"tensor<{size}x{_WORDS}xi32>" for size in (1, workers))
+        text = f"""module @replica_body {{
+          func.func public @main(%asked: {one}) -> {all_} {{
+            %answers = "stablehlo.all_gather"(%asked) {{
+              all_gather_dim = 0 : i64, replica_groups = dense<[{list(range(workers))}]> : tensor<1x{workers}xi64>
+            }} : ({one}) -> {all_}
+            return %answers : {all_}
+          }}
+        }}
+        """
+        return Executable(text, self._devices, [((workers, _WORDS), np.dtype(np.int32))])
