@@ -545,5 +545,5 @@ def _has_other_orders(program: str) -> bool:
     return any(group != sorted(group) for group in groups)
 
 
-_GROUPS = re.compile(r"groups\W[^\[\]]*(\[\[[\d, \[\]-]*\]\])")  # of StableHLO, and of the JSON of a marker
+_GROUPS = re.compile(r"groups\W[^\[\]]{0,10}(\[\[[\d, \[\]-]*?\]\])")  # of StableHLO, and of the JSON of a marker
 _give_way = getattr(os, "sched_yield", lambda: None)  # to programs' threads; not every system has it
