@@ -50,10 +50,9 @@ class Agreement:
         self._devices = DeviceGroup(platform, (devices[member.worker],), devices[::-1], member)
         self._program: Executable | None = None
         self._last = ""  # the digest of the program that was launched last; "" if it must be compared again
-        self._question: tuple[str, int, int] | None = None  # the last one: digest, number of the launch, own number
+        self._question: Any = None  # what this worker has said last
+        self._answers: Any = None  # what all have said then, on the devices
         self._is_open = False  # whether the launch that was asked for has not been made
-        self._asked: Any = None
-        self._answers: Any = None
 
     def launch(self, program: Program, limits: Limits, launch: Callable[[], T], left: threading.Event | None) -> T:
         """Calls `launch`, which launches a program and calls `launches`, once all workers are about to do so.
@@ -109,26 +108,26 @@ class Agreement:
     def _agree(self, program: Program, number: int, limits: Limits, left: threading.Event | None) -> Any:
         """Waits until all workers are about to launch a program; returns what each has said, in reverse order."""
         count = held_off().around(functools.partial(self._member.announce, program))
-        question, meets = (program.digest, count, number), self._is_open or self._program is None
+        digest = np.frombuffer(bytes.fromhex(program.digest), np.int32)
+        question = np.array([[*digest, count & 0x7FFFFFFF, number]], np.int32)
+        meets = self._is_open or self._program is None
         check = self._program = self._program or self._compiled()
         while True:
             check.wait(left)  # at first for the question before, if its wait was ended
             if self._devices.interrupted:
                 raise NobodyWaits
-            if question == self._question:
+            if np.array_equal(question, self._question):
                 answers = self._devices.fetch(self._answers, 0)
-                if (answers[:, :-1] == self._asked[:, :-1]).all():
+                if (answers[:, :-1] == question[:, :-1]).all():
                     return answers
             if meets:  # others may launch another program, or be at another question
                 self._member.meet(f"the launch of {program.words}", *limits)
             held_off().around(functools.partial(self._ask, check, question))
             meets = True
 
-    def _ask(self, check: Executable, question: tuple[str, int, int]) -> None:
-        digest, count, number = question
-        words = [*np.frombuffer(bytes.fromhex(digest), np.int32), count & 0x7FFFFFFF, number]
-        self._asked, self._is_open = np.array([words], np.int32), True
-        (self._answers,) = check.launch([self._devices.put([self._asked])])
+    def _ask(self, check: Executable, question: np.ndarray) -> None:
+        self._is_open = True
+        (self._answers,) = check.launch([self._devices.put([question])])
         self._question = question
 
     def _compiled(self) -> Executable:
