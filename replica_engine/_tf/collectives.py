@@ -104,12 +104,12 @@ class _NotedLauncher(_DeferringLauncher):
 
     def all_reduce(self, input_tensor: tf.Tensor, control_input: object = None, options: object = None) -> tf.Tensor:
         self._launched = self.describe("all_reduce", input_tensor)
-        with _made():
+        with made():
             return super().all_reduce(input_tensor, control_input, options)
 
     def _all_gather(self, input_tensor: tf.Tensor, options: object) -> tf.Tensor:
         self._launched = self.describe("all_gather", input_tensor)
-        with _made():
+        with made():
             return super()._all_gather(input_tensor, options)
 
     def _next_instance_key(self) -> int | tf.Tensor:
@@ -127,6 +127,12 @@ class _NotedLauncher(_DeferringLauncher):
             return self._next_instance_key()
 
         return _at_call(graph, at_call)
+
+
+def number(launched: Callable[[], int]) -> int | tf.Tensor:
+    """The number that a function returns: now, or in the graph of a function at each call of the outermost one."""
+    graph = _function_graph()
+    return launched() if graph is None else _at_call(graph, launched)
 
 
 def _function_graph() -> tf.Graph | None:
@@ -163,7 +169,7 @@ def _at_call(graph: tf.Graph, number: Callable[[], int | tf.Tensor], key: object
 
 
 @contextlib.contextmanager
-def _made() -> Iterator[None]:
+def made() -> Iterator[None]:
     """Around a collective that runs eagerly, or is put into a graph, where this does nothing."""
     if not tf.executing_eagerly():
         yield

@@ -489,8 +489,14 @@ class Job:
         self._progress(member, progress)
         self._fail(Failure.of(WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
 
-    def _on_gave_up(self, worker: int, member: _Member, exception: str, interrupted: bool) -> None:
+    def _on_gave_up(
+        self, worker: int, member: _Member, exception: str, interrupted: bool, is_launched: bool = False
+    ) -> None:
         member.in_step = False
+        if is_launched:
+            others = [each for each in sorted(self._members) if each != worker]
+            self._fail(Failure.of(WorkerLostError.gave_up, self._row(worker, member.heard), others, str(exception)))
+            return
         patience = min(INTERRUPTED, self.limits.heartbeat / 2) if interrupted else self.limits.heartbeat
         there = self._given_up.setdefault(self._log.position(worker), {})
         there[worker] = _GivenUp(str(exception), patience)

@@ -216,7 +216,7 @@ def _gather(
     """The program that gives each device, from all devices of its replica, a piece of what each has."""
     key = devices, part, str(dtype), width
     if key not in _programs:
-        size, element = devices.devices_each, _element(dtype)
+        size, element = devices.devices_each, element_of(dtype)
         sizes = [*part[:along], width, *part[along + 1 :]]
 
         def kind(*sizes: int) -> str:
@@ -245,7 +245,7 @@ def _gather(
     return _programs[key]
 
 
-def _element(dtype: np.dtype) -> str:
+def element_of(dtype: np.dtype) -> str:
     """The name of a dtype in StableHLO."""
     name = str(dtype)
     if name == "bool":
@@ -271,8 +271,8 @@ def _largest(devices: DeviceGroup, value: np.ndarray, name: str, limits: Limits)
     """The compiled program; the limits, which count for its first launch, are those of the call that compiles it."""
     key = devices, value.size
     if key not in _programs:
-        kind, replicas = f"tensor<{value.size}x{_element(value.dtype)}>", devices.replicas
-        one = f"tensor<{_element(value.dtype)}>"
+        element = element_of(value.dtype)
+        kind, one, replicas = f"tensor<{value.size}x{element}>", f"tensor<{element}>", devices.replicas
         text = f"""module @replica_body {{
           func.func public @main(%x: {kind}) -> {kind} {{
             %result = "stablehlo.all_reduce"(%x) ({{

@@ -187,10 +187,23 @@ def group_of_job(
         return workers.group(count or there, mesh)
 
 
+def versions_of_jax() -> dict[str, str]:
+    """The versions of jax and jaxlib, which must be equal on all workers."""
+    return {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
+
+
+def cpu_of_each(cluster: hosts.Cluster, member: hosts.Member) -> DeviceGroup:
+    """One CPU device of each worker of a job that this process has joined, for sums over the workers.
+
+    Raises:
+        WorkerLostError or another failure of the job.
+    """
+    return _Workers(cluster, member, "cpu", 1).group(1, None)
+
+
 def _join(cluster: hosts.Cluster, platform: str | None, count: int | None, versions: dict[str, str]) -> _Workers:
-    own = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
     replicas = count or (cores() if platform == "cpu" else 0)  # jax must not look for others before all have joined
-    member = hosts.join(cluster, versions={**versions, **own}, replicas=replicas)
+    member = hosts.join(cluster, versions={**versions, **versions_of_jax()}, replicas=replicas)
     try:
         return _Workers(cluster, member, platform, count)
     except BaseException as error:

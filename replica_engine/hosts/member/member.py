@@ -136,18 +136,23 @@ class Member(Channel):
                 self._flush_log()
                 self._connection.queue(["failed", in_words(error)[:_LONGEST_EXCEPTION], self._progress()])
 
-    def tell_given_up(self, error: BaseException) -> None:
+    def tell_given_up(self, error: BaseException, is_launched: bool = False) -> None:
         """Tells the job that an exception has ended a step of this worker early, which its program may catch.
 
         What was launched for the step may not have run here, so those who wait for it there do so in vain. If another
         worker stays in that step, all get a WorkerLostError. It stays as long as the function of `tell_whether_in_step`
         says so.
+
+        Args:
+            error: the exception.
+            is_launched: whether a launch of the step is still there, which others would meet later: then all get the
+                error at once.
         """
         if self._first_failure is None:
             with self._changed:
                 self._flush_log()
                 first, *_ = in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
-                self._connection.queue(["gave up", first, not isinstance(error, Exception)])
+                self._connection.queue(["gave up", first, not isinstance(error, Exception), is_launched])
 
     def tell_whether_in_step(self, in_step: Callable[[], bool]) -> None:
         """Has each sign of life say whether this worker is in a step that others may have given up.

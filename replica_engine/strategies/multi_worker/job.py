@@ -17,13 +17,15 @@ What it guarantees:
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
 import socket
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -34,6 +36,9 @@ from replica_engine.errors import ClusterConfigError, ReplicaEngineError
 from replica_engine.hosts.addresses import check_free, held_address
 from replica_engine.hosts.cluster import COORDINATOR, split_address
 from replica_engine.hosts.joining import check_joins_once
+
+if TYPE_CHECKING:  # jax is an extra
+    from replica_engine.pjrt.worker_sums import WorkerSums
 
 _OWN = "/proc/self/fd"
 _TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
@@ -49,6 +54,9 @@ _BROKEN = (
 )
 """What a collective ends with when another worker is lost, or brings something else."""
 
+
+OVER_SERVER = ("GPU",)
+"""The kinds of devices whose collectives are TensorFlow's, and need its server."""
 
 _PATIENCE = 2.0  # seconds until a failure of the job is known that explains another error
 _LONGEST_REASON = 200  # characters
@@ -66,6 +74,7 @@ class StrategyJob:
         resolver: the cluster in the form that TensorFlow takes, with the addresses of the workers' servers.
         port: the port of this worker's server.
         held: keeps the port of this worker's server until that runs; None if the launcher tells the addresses.
+        sums: the sums over the workers; None if those are collectives of TensorFlow, which has a server then.
     """
 
     cluster: hosts.Cluster
@@ -73,26 +82,34 @@ class StrategyJob:
     resolver: tf.distribute.cluster_resolver.ClusterResolver
     port: int
     held: socket.socket | None = None
+    sums: WorkerSums | None = None
 
     def begin(self) -> None:
-        """Lets a failure of the job end all collectives from now on; called when TensorFlow's server runs."""
-        if self.held is not None:
-            self.held.close()
+        """Lets a failure of the job end all collectives from now on; called when TensorFlow's server runs, if any."""
         collectives.explain_failures(self._explain)
         collectives.on_left(self._tell_given_up)
         self.member.shorten = shortened  # TensorFlow's frames around a collective that has ended
         self.member.tell_whether_in_step(collectives.running)
+        if self.sums is not None:  # whose waits look for a failure of the job
+            return
+        if self.held is not None:
+            self.held.close()
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: collectives.abort(f"the job has failed: {type(error).__name__}"))
         self.member.on_silence(lambda: outlast(self.port, 2 * self.member.heartbeat))
 
     def _tell_given_up(self, error: BaseException) -> None:
         if os.getpid() == self._process:
-            self.member.tell_given_up(error)
+            self.member.tell_given_up(error, self.sums is not None and self.sums.is_running)
 
     def _explain(self, code: int, message: str) -> ReplicaEngineError | None:
         """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""
-        if code not in _BROKEN or "ollective" not in message or os.getpid() != self._process:
+        if os.getpid() != self._process:
+            return None
+        if self.sums is not None:  # a host op has raised it
+            failure = self.member.failure
+            return failure if failure is not None and f"{type(failure).__name__}: " in message else None
+        if code not in _BROKEN or "ollective" not in message:
             return None
         # UNAVAILABLE: a connection broke. Other codes may have other causes.
         try:
@@ -135,6 +152,7 @@ def join(
         WorkersMissingError: a worker did not join in time.
         WorkerVersionError: the workers differ in a version or in the number of replicas.
         WorkerLostError: a worker ended before all had joined.
+        BackendMissingError: the replicas run on CPUs, and jax is not installed.
     """
     with _lock:
         cluster = hosts.find_cluster() if resolver is None else _described_by(resolver)
@@ -150,9 +168,12 @@ def join(
                 "Make the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
                 "replica_engine.logical_devices(n) may come before it.",
             )
-        member = hosts.join(cluster, versions=versions.of_worker(), replicas=replicas)
+        over_server = kind in OVER_SERVER
+        own = versions.of_worker() if over_server else {**versions.of_worker(), **_jax().versions_of_jax()}
+        member = hosts.join(cluster, versions=own, replicas=replicas)
         try:
-            addresses, held = _addresses(cluster, member)
+            addresses, held = _addresses(cluster, member) if over_server else (_unreached(cluster), None)
+            sums = None if over_server else _sums(cluster, member)
         except BaseException as error:
             member.tell_exception(error)
             member.close()
@@ -162,8 +183,23 @@ def join(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
         )
         _, port = split_address(addresses[cluster.process_id])
-        _joined.append(StrategyJob(cluster, member, simple, port, held))
+        _joined.append(StrategyJob(cluster, member, simple, port, held, sums))
         return _joined[0]
+
+
+def _jax() -> ModuleType:
+    """The module that needs jax, which is an extra.
+
+    Raises:
+        BackendMissingError: jax is not installed.
+    """
+    return importlib.import_module("replica_engine.pjrt.workers")
+
+
+def _sums(cluster: hosts.Cluster, member: hosts.Member) -> WorkerSums:
+    from replica_engine.pjrt.worker_sums import WorkerSums
+
+    return WorkerSums(_jax().cpu_of_each(cluster, member))
 
 
 def _same(job: StrategyJob, cluster: hosts.Cluster) -> StrategyJob:
@@ -197,6 +233,11 @@ def _addresses(cluster: hosts.Cluster, member: hosts.Member) -> tuple[tuple[str,
     except BaseException:
         held.close()
         raise
+
+
+def _unreached(cluster: hosts.Cluster) -> tuple[str, ...]:
+    """The addresses of the workers that TensorFlow's resolver shows; nobody listens there."""
+    return cluster.addresses or tuple(f"worker-{worker}.invalid:1" for worker in range(cluster.num_processes))
 
 
 def _spec(cluster: hosts.Cluster, addresses: tuple[str, ...]) -> tuple[dict[str, list[str]], tuple[str, int]]:

@@ -20,7 +20,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -32,6 +32,7 @@ from replica_engine.engine import SyncPoint
 from replica_engine.errors import GraphModeError
 
 _FIRST_KEY, _MOST_PROGRAMS, _MOST_LAUNCHES = 1 << 30, 1 << 13, 1 << 17
+_MOST_COUNTED = 1 << 31
 """Numbers of collectives are below 2**31, and TensorFlow counts from 100: it makes variables with those numbers."""
 
 
@@ -91,7 +92,14 @@ class Launches:
             self._what = before
 
     def describe(self, kind: str, operand: Any) -> Any:
-        """Describes a collective; see `collectives.note_launches`.
+        """Describes a collective of TensorFlow; see `collectives.note_launches`."""
+        program, launched = self.described(kind, operand)
+        return lambda: self._key(program.digest, launched())
+
+    def described(self, kind: str, operand: Any) -> tuple[hosts.Program, Callable[[], int]]:
+        """What a collective is, and a function to call whenever it is about to be launched.
+
+        The function tells the other workers, and returns how often the collective was launched before.
 
         Raises:
             GraphModeError: it is in a graph of tf.compat.v1.
@@ -103,24 +111,32 @@ class Launches:
         program = hosts.Program(_digest(_ADDED_NUMBER.sub("", f"{kind} {body} {compared}")), body, where)
         place = str(self._point or (f"{what} at {where}" if where else what))
 
-        def launched() -> int | None:
+        def launched() -> int:
             self._steps += new_run
             self._member.progress(self._steps or None, place)
-            self._wait_for_first(program)
-            collectives.begun()
-            self._member.launched(program)
-            return self._next_key(program.digest)
+            return self._launch(program)
 
-        return launched
+        return program, launched
 
-    def _next_key(self, digest: str) -> int | None:
-        """The number of the next launch of a collective, equal on all workers; None if there are too many programs.
+    def of(self, program: hosts.Program) -> tuple[hosts.Program, Callable[[], int]]:
+        """The same of a collective that is described already."""
+        return program, lambda: self._launch(program)
+
+    def _launch(self, program: hosts.Program) -> int:
+        self._wait_for_first(program)
+        collectives.begun()
+        self._member.launched(program)
+        number, count = self._launches.get(program.digest, (len(self._launches), 0))
+        self._launches[program.digest] = number, (count + 1) % _MOST_COUNTED
+        return count
+
+    def _key(self, digest: str, count: int) -> int | None:
+        """TensorFlow's number of a launch of a collective, equal on all workers; None if there are too many programs.
 
         All workers launch programs for the first time in the same order, since they wait for each other there. A number
         comes again after many launches of the same program, when all workers have long left the first one.
         """
-        program, count = self._launches.get(digest, (len(self._launches), 0))
-        self._launches[digest] = program, count + 1
+        program, _ = self._launches[digest]
         if program >= _MOST_PROGRAMS:
             return None
         return _FIRST_KEY + program * _MOST_LAUNCHES + count % _MOST_LAUNCHES

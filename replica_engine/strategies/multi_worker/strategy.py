@@ -16,7 +16,7 @@ from replica_engine.strategies.backend import OnReplicaThreads
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
 from replica_engine.strategies.multi_worker import job
 from replica_engine.strategies.multi_worker.launches import Launches, check_mode, of_batches, of_variable
-from replica_engine.strategies.multi_worker.reduction import WorkerReduction
+from replica_engine.strategies.multi_worker.reduction import OverWorkers, WorkerReduction
 from replica_engine.strategies.validation import check_seconds, refuse
 from replica_engine.threads.call import ReplicaOptions
 from replica_engine.threads.cpu_reduction import CpuReduction
@@ -72,8 +72,10 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
     ):
         self._kind, self._count = _devices()
         self.job = job.join(cluster_resolver, self._kind, self._count)
+        self.over_workers: OverWorkers | None = None
         if self.job is not None:
-            collectives.start_no_coordination_service()
+            if self.job.sums is None:
+                collectives.start_no_coordination_service()
             self.launches = Launches(self.job.member, replica_options.timeout, replica_options.warn_after)
             worker = self.job.cluster.process_id
             replica_options = dataclasses.replace(replica_options, merging=self.launches.merging, worker=worker)
@@ -85,15 +87,33 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
             self._cross_device_ops = self._host_cross_device_ops = CpuReduction()
         if self.job is not None:
             assert self.launches is not None
-            if self._kind == "CPU":
-                ring, replicas = self._host_cross_device_ops, self._num_replicas_in_sync
-                self._cross_device_ops = WorkerReduction(ring, self.worker_devices[0], replicas, self._num_workers)
+            if self.over_workers is not None:
+                workers, own = self._num_workers, len(self.worker_devices)
+                # The second is for values of which a worker has one, whatever the number of its replicas.
+                self._cross_device_ops, self._host_cross_device_ops = (
+                    WorkerReduction(self.over_workers, self.worker_devices[0], count * workers, workers)
+                    for count in (own, 1)
+                )
             self.backend.saving = Saving(self.job.member, self.launches.meet)
             self.job.begin()
         for operations in {self._cross_device_ops, self._host_cross_device_ops}:
             collectives.defer_in_branches(operations)
-            if self.launches is not None and not isinstance(operations, WorkerReduction):  # which has none of its own
+            if self.launches is not None and self.over_workers is None:
                 collectives.note_launches(operations, self.launches.describe)
+
+    def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
+        """The hook that connects this process to the others. On CPUs no server of TensorFlow is started for that."""
+        assert self.job is not None and self.launches is not None, "there are several workers"
+        if self.job.sums is None:
+            super()._initialize_multi_worker(cluster_resolver)
+            return
+        self._initialize_local(cluster_resolver)
+        self._local_or_standalone_client_mode = False
+        self._cluster_spec = cluster_resolver.cluster_spec()
+        self._task_type, self._task_id = cluster_resolver.task_type, cluster_resolver.task_id
+        self._num_workers, self._id_in_cluster = self.job.cluster.num_processes, self.job.cluster.process_id
+        self._is_chief = self._id_in_cluster == 0
+        self.over_workers = OverWorkers(self.job.sums, self.launches, self.worker_devices[0])
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         """The hook that names the devices of this worker: all GPUs, or all logical CPUs on a machine without GPUs."""
@@ -128,17 +148,27 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         if launches is None:  # there is nobody to ask, so nothing is put around the user's function
             mirrored: Any = super(distribute.MultiWorkerMirroredExtended, self)
             return mirrored._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
-        if not replica_id:
-            check_mode()
-            given = kwargs["initial_value"]
+        if replica_id:  # TensorFlow takes it from the first component
+            return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
+        check_mode()
+        given, name, over_workers = kwargs["initial_value"], kwargs.get("name") or "Variable", self.over_workers
 
-            def compared() -> Any:
+        def compared() -> Any:
+            value = given() if callable(given) else given
+            if tf.executing_eagerly():
+                launches.launch(of_variable(name, value))
+            return value
+
+        def chiefs() -> Any:
+            assert over_workers is not None
+            with tf.device(device):
                 value = given() if callable(given) else given
-                if tf.executing_eagerly():
-                    launches.launch(of_variable(kwargs.get("name") or "Variable", value))
-                return value
+                value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype=kwargs.get("dtype"))
+            return over_workers.of_chief(value, of_variable(name, value))
 
-            kwargs["initial_value"] = compared
+        if over_workers is not None:
+            return chiefs
+        kwargs["initial_value"] = compared
         return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
 
     @property
