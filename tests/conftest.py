@@ -50,6 +50,12 @@ ABOUT_ORDER = ("test_merge_call", "test_options", "test_run", "test_sync_points"
 ABOUT_FUNCTIONS = ("test_merge_call", "test_run", "test_sync_points", "test_tf_function", "test_variables")
 
 
+_OF_WORKERS = (
+    *("another_order", "backups", "both_strategies", "given_up", "links", "multi_worker", "no_open_door"),
+    *("tpu_faults", "tpu_workers", "workers_random", "workers_saving"),
+)
+
+
 class Row(NamedTuple):
     """A strategy under test.
 
@@ -125,8 +131,7 @@ else:
     collect_ignore += [f"bad_input/test_{name}.py" for name in ("collectives", "replicate")]
     collect_ignore += [
         "faults/test_parts.py",
-        "hosts/test_tpu_faults.py",
-        "hosts/test_tpu_workers.py",
+        *(f"hosts/test_{name}.py" for name in _OF_WORKERS),
         "replica/test_user_lines.py",
         "telemetry/test_timeline.py",
     ]

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -100,6 +101,9 @@ class Programs:
         return subprocess.CompletedProcess([str(program), *arguments], process.returncode, stdout, stderr)
 
 
+_GLOO = re.compile(r"^\[Gloo\] .*\n", re.MULTILINE)  # jaxlib's C++ code prints it when workers have found each other
+
+
 class Program:
     """A program that was started.
 
@@ -136,7 +140,8 @@ class Program:
                     error.add_note(f"It {name}:\n{text.decode(errors='replace')[-8000:]}")
                 raise error from None
             self._connection.close()
-        return tuple(file.read_text() for file in self._files)
+        out, err = (file.read_text() for file in self._files)
+        return _GLOO.sub("", out), err
 
     def kill(self):
         """Ends the program, if it still runs."""

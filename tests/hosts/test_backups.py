@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from helpers.versions import HAS_XLA
 
 LAUNCH = [sys.executable, "-m", "replica_engine", "launch", "--workers", "2", "--max-restarts", "1"]
 
@@ -61,7 +60,7 @@ print("different", different, "after restarts", restarts)
 """
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "tpu"] if HAS_XLA else ["mirrored"])
+@pytest.mark.parametrize("kind", ["mirrored", "tpu"])
 @pytest.mark.full("five jobs, one after the other")
 def test_a_signal_to_one_worker(tmp_path, kind):
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -6,17 +6,18 @@ import socket
 import subprocess
 import sys
 
+import jax
+import jaxlib
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import fork_server
 from helpers.jobs import LONGER, Proxy, job
-from helpers.versions import HAS_XLA
 
 from replica_engine.errors import WorkerVersionError
 
-KINDS = ("threads", "compiled") if HAS_XLA else ("threads",)
+KINDS = ("threads", "compiled")
 
 HEAD = """
 import json, os, signal, socket, sys
@@ -52,22 +53,17 @@ while kind_and_address := control.get(f"try {number}"):
 """
 
 
-def versions_of(kind: str) -> dict[str, str]:
+def versions_of_a_worker() -> dict[str, str]:
     """What a worker of this test's process has, as the strategy says it to the job."""
-    versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
-    if kind == "compiled":
-        import jax
-        import jaxlib
-
-        versions |= {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
-    return versions
+    own = {"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__}
+    return {**own, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
 
 
 def test_a_start_that_fails(programs):
     """Worker 1 of each job makes the strategy. Worker 0 is different, or never starts."""
     tries = []
     for kind in KINDS:
-        own = versions_of(kind)
+        own = versions_of_a_worker()
         for package in ("replica_engine", "python", *own):
             tries.append(
                 (kind, {"versions": {**own, package: "0.0.1"}}, f"versions of {package}:\n  worker 0: 0.0.1\n")
@@ -178,7 +174,6 @@ print(json.dumps({name: trained(name) for name in ("resumed", "undisturbed")}), 
 """
 
 
-@pytest.mark.skipif(not HAS_XLA, reason="needs jax; test_multi_worker.py has the other strategy")
 def test_the_launcher_starts_a_killed_worker_of_a_tpu_strategy_again(tmp_path):
     """All go on from the last checkpoint, to the very weights of a training that nothing disturbs."""
     script = tmp_path / "train.py"

@@ -107,7 +107,9 @@ class Breaking:
 
 STEPS = """
 import socket
+from replica_engine.strategies.multi_worker import job
 
+job.OVER_SERVER = ("CPU",)  # as on GPUs
 strategy = KIND()
 
 
