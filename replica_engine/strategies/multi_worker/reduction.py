@@ -43,13 +43,20 @@ class OverWorkers:
         self._sums, self._launches, self._device = sums, launches, device
 
     def total(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The sums of tensors of one dtype, in one launch."""
+        """The sums of tensors of one dtype, in one launch.
+
+        Raises:
+            TypeError: they cannot be added.
+        """
+        if values[0].dtype in (tf.bool, tf.string):
+            raise TypeError(f"Tensors of {values[0].dtype.name} cannot be added.")
         operand: Any = values[0]
         if len(values) > 1:
             sizes = [value.shape.num_elements() for value in values]
             operand = tf.TensorSpec([None if None in sizes else sum(sizes)], operand.dtype)
         shapes = [value.shape for value in values]
-        return self._launched("all_reduce", operand, lambda *given: self._sums.sums(given[:-1], given[-1]), values, shapes)
+        described = self._launches.described("all_reduce", operand)
+        return self._run(described, lambda *given: self._sums.sums(given[:-1], given[-1]), values, shapes)
 
     def gathered(self, value: tf.Tensor, axis: int) -> tf.Tensor:
         """The tensors of all workers, joined along an axis, along which their sizes may differ."""
@@ -58,18 +65,16 @@ class OverWorkers:
             axis = axis % max(1, shape.rank)
             shape = tf.TensorShape([None if index == axis else size for index, size in enumerate(shape)])
         gather = lambda given, call: [self._sums.gather(given, axis, call)]  # noqa: E731
-        (joined,) = self._launched("all_gather", tf.TensorSpec(shape, value.dtype), gather, [value], [shape])
+        described = self._launches.described("all_gather", tf.TensorSpec(shape, value.dtype))
+        (joined,) = self._run(described, gather, [value], [shape])
         return joined
 
-    def of_chief(self, value: tf.Tensor, program: Program) -> tf.Tensor:
-        """The chief's tensor, bit by bit; a program says what it is for."""
-        (chiefs,) = self._run(
-            self._launches.of(program), lambda given, call: [self._sums.of_chief(given, call)], [value], [value.shape]
-        )
+    def of_chief(self, value: tf.Tensor, program: Program | None = None) -> tf.Tensor:
+        """The chief's tensor, bit by bit; a program may say what it is for."""
+        described = self._launches.described("broadcast", value) if program is None else self._launches.of(program)
+        of_chief = lambda given, call: [self._sums.of_chief(given, call)]  # noqa: E731
+        (chiefs,) = self._run(described, of_chief, [value], [value.shape])
         return chiefs
-
-    def _launched(self, kind: str, operand: Any, *rest: Any) -> list[tf.Tensor]:
-        return self._run(self._launches.described(kind, operand), *rest)
 
     def _run(
         self,

@@ -137,6 +137,18 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
 
         return super()._distribute_datasets_from_function(compared, options)
 
+    def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """The hook that gives a value to all replicas: of a variable that takes the first replica's, the chief's."""
+        if (
+            self.over_workers is not None
+            and isinstance(destinations, distribute.DistributedVariable)
+            and destinations.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        ):
+            value = tf.convert_to_tensor(tensor, destinations.dtype)
+            with self._doing("assign", "the first replica's value", destinations):
+                tensor = self.over_workers.of_chief(value)
+        return super()._broadcast_to(tensor, destinations)
+
     def _compare_batches(self, dataset: Any) -> None:
         """Tells the other workers how many rows the batches of a dataset have, if it tells."""
         if self.launches is not None and (rows := rows_of_batches(dataset)) is not None:
