@@ -31,7 +31,8 @@ try:
     import jax
 except ImportError as error:
     raise BackendMissingError(
-        "TPUStrategy and replica_engine.xla run programs through jax, which is not installed. Install it with\n"
+        "TPUStrategy, replica_engine.xla and a MultiWorkerMirroredStrategy of several workers on CPUs run programs "
+        "through jax, which is not installed. Install it with\n"
         '    pip install "replica-engine[xla]"     # CPU; [cuda] for GPUs, [tpu] for TPUs'
     ) from error
 

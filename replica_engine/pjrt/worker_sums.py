@@ -1,8 +1,8 @@
 """Sums and gathers of arrays over the workers of a job, over jaxlib's Gloo: one program for each signature.
 
 Each program begins with a gather of what the workers launch: the digest of the call, its number, and the shapes. Its
-sums are in a branch that runs only where all are equal. So launches that are swapped between workers give no number, and
-sums of unequal sizes, at which Gloo ends the process, never meet.
+sums are in a branch that runs only where all are equal. So launches that are swapped between workers give no number.
+Gloo ends a process whose sum meets one of another size: those never meet either.
 """
 
 from __future__ import annotations

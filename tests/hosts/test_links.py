@@ -153,6 +153,7 @@ def test_a_connection_that_breaks_fails_the_job_with_both_workers(programs, unus
             assert "worker 1 of 2 (" in lost
             assert "is not reached by worker 0 of 2 (" in lost
             assert "their connection broke" in lost
+            assert err.count("TensorFlow's server of this worker listens at port") == 1
     finally:
         stepped.close()
         for process in started:

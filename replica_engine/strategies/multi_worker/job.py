@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import os
 import re
 import socket
@@ -39,6 +40,8 @@ from replica_engine.hosts.joining import check_joins_once
 
 if TYPE_CHECKING:  # jax is an extra
     from replica_engine.pjrt.worker_sums import WorkerSums
+
+LOGGER = logging.getLogger("replica_engine")
 
 _OWN = "/proc/self/fd"
 _TIMEOUT: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
@@ -183,6 +186,12 @@ def join(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
         )
         _, port = split_address(addresses[cluster.process_id])
+        if over_server:
+            LOGGER.warning(
+                f"TensorFlow's server of this worker listens at port {port} of all addresses of this machine, without "
+                "a password: NCCL needs it. Whoever reaches the port can run operations of TensorFlow here, which read "
+                "and write files as you. Let only the workers of the job reach it (a firewall, or a private network)."
+            )
         _joined.append(StrategyJob(cluster, member, simple, port, held, sums))
         return _joined[0]
 

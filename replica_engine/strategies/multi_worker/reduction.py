@@ -27,7 +27,7 @@ from replica_engine.hosts import Program
 from replica_engine.strategies.multi_worker.launches import Launches
 
 if TYPE_CHECKING:  # jax is an extra
-    from replica_engine.pjrt.worker_sums import Call, WorkerSums
+    from replica_engine.pjrt.worker_sums import WorkerSums
 
 
 class OverWorkers:
@@ -90,7 +90,7 @@ class OverWorkers:
         with collectives.made(), tf.device(self._device):
             number = collectives.number(launched)
             if tf.executing_eagerly():
-                results = run(*[np.asarray(value.numpy()) for value in values], Call(program, int(number)))
+                results = run(*[np.asarray(eager.array_of(value)) for value in values], Call(program, int(number)))
                 return [tf.convert_to_tensor(result) for result in results]
             return _in_graph(program, number, run, values, shapes)
 

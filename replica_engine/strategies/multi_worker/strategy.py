@@ -103,7 +103,8 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
 
     def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
         """The hook that connects this process to the others. On CPUs no server of TensorFlow is started for that."""
-        assert self.job is not None and self.launches is not None, "there are several workers"
+        assert self.job is not None, "there are several workers"
+        assert self.launches is not None, "it was made before"
         if self.job.sums is None:
             super()._initialize_multi_worker(cluster_resolver)
             return
