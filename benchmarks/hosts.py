@@ -30,7 +30,7 @@ from benchmarks import command
 from benchmarks.measure import Row, interleaved, same
 
 OURS, COMPILED = "MultiWorkerMirroredStrategy", "TPUStrategy"
-NEEDS = {COMPILED: "jax", "JAX": "jax", "PyTorch Gloo": "torch"}
+NEEDS = {OURS: "jax", COMPILED: "jax", "JAX": "jax", "PyTorch Gloo": "torch"}
 PEERS = ("tf.distribute", "JAX", "PyTorch Gloo", "TCP")
 CONTENDERS = (OURS, COMPILED, *PEERS)
 SEVERAL = (OURS, COMPILED, "JAX")

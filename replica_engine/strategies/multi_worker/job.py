@@ -1,7 +1,7 @@
 """The job that this process is a worker of, as MultiWorkerMirroredStrategy needs it: one for the whole process.
 
-TensorFlow has one server and one set of collectives for a process. So the first strategy joins the job, and the later
-ones use what it has found.
+The first strategy joins the job, and the later ones use what it has found. On CPUs the workers sum over jaxlib's Gloo.
+On GPUs NCCL needs TensorFlow's server, one in each worker: what is said of a server here is about GPUs.
 
 What it guarantees:
 
@@ -11,7 +11,7 @@ What it guarantees:
   no worker is lost, the failure of the job names the two workers between which it broke.
 - A step that ends early in this process alone, by Ctrl-C or another exception that its program catches, ends in the
   others too. TensorFlow cancels the collectives of such a step here, and tells nobody.
-- A network that is down for less than the heartbeat limit breaks no connection (`outlast`).
+- A network that is down for less than the heartbeat limit breaks no connection of the server (`outlast`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StrategyJob:
     Attributes:
         cluster: the place of this process in it.
         member: the connection to its coordinator.
-        resolver: the cluster in the form that TensorFlow takes, with the addresses of the workers' servers.
+        resolver: the cluster in the form that TensorFlow takes, with the addresses of the workers.
         port: the port of this worker's server.
         held: keeps the port of this worker's server until that runs; None if the launcher tells the addresses.
         sums: the sums over the workers; None if those are collectives of TensorFlow, which has a server then.

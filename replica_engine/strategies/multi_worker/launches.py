@@ -1,14 +1,13 @@
 """What a worker launches, for the comparison with the other workers.
 
-Collectives have numbers, and TensorFlow lets those of the same number meet. It does not notice when a sum meets a mean,
-or a loss meets a gradient. So each worker tells the job what its collectives are: the sync point with its line, the
-reduction, the dtype and the shape.
+Nothing else notices when a sum meets a mean, or a loss meets a gradient. So each worker tells the job what its
+collectives are: the sync point with its line, the reduction, the dtype and the shape.
 
 - Before its first launch, a collective waits until the other workers are about to launch an equal one. So two workers
   that differ get ProgramDisagreementError, and no number.
 - Later launches are told without waiting. If they are in another order, the error comes about 0.1 s later. Until then
-  each side waits: the number of a collective says which collective it is and how often it was launched, so those that
-  differ never meet.
+  each side waits: TensorFlow's number of a collective says which one it is and how often it was launched, so those that
+  differ never meet. Programs over Gloo compare the same before they sum.
 
 The line is compared for sync points in replicas and for calls of `reduce`, without the folder of the file. It is not
 compared for variables that are read or made, since that may happen in lines of TensorFlow or Keras.

@@ -62,7 +62,9 @@ class OverWorkers:
         """The tensors of all workers, joined along an axis, along which their sizes may differ."""
         shape = value.shape
         if shape.rank is not None:
-            axis = axis % max(1, shape.rank)
+            if not -shape.rank <= axis < shape.rank:
+                raise ValueError(f"A tensor of shape {shape} has no axis {axis}.")
+            axis %= shape.rank
             shape = tf.TensorShape([None if index == axis else size for index, size in enumerate(shape)])
         gather = lambda given, call: [self._sums.gather(given, axis, call)]  # noqa: E731
         described = self._launches.described("all_gather", tf.TensorSpec(shape, value.dtype))

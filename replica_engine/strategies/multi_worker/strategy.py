@@ -194,8 +194,9 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
     """Runs a function once per replica, with replicas on the devices of several processes, and keeps variables equal.
 
     This class is a drop-in replacement for `tf.distribute.MultiWorkerMirroredStrategy`, and a subclass of it. Each
-    process is a worker; its replicas run on this library's threads, and TensorFlow's collectives reduce over all
-    workers. `docs/many_hosts.md` says how workers are started and what each one gets when another one fails.
+    process is a worker; its replicas run on this library's threads. Sums over workers run over jaxlib's Gloo, or over
+    TensorFlow's NCCL on GPUs. `docs/many_hosts.md` says how workers are started and what each one gets when another
+    one fails.
 
     Without a launcher's variables in the environment, the strategy has the devices of this process alone.
 
@@ -203,7 +204,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         cluster_resolver: a `tf.distribute.cluster_resolver.ClusterResolver` with the addresses of all workers. None
             reads the cluster from the environment: the variables of `replica-engine launch`, TF_CONFIG, Keras,
             jax, torchrun, Slurm or Open MPI, in this order.
-        communication_options: `tf.distribute.experimental.CommunicationOptions` for collectives.
+        communication_options: `tf.distribute.experimental.CommunicationOptions` for collectives on GPUs.
         timeout: the seconds that a replica may take to reach its next sync point, that a merge function may take to
             return, and that other workers may take to come to a collective that is launched for the first time. None
             waits without a limit.
