@@ -1,8 +1,8 @@
 """TensorFlow's collectives between processes: their server, their launches, and how they are ended.
 
 A worker of a job on GPUs runs a gRPC server, at which the others fetch what they need for a collective. On CPUs only
-the numbers of launches are from here. TensorFlow can also start a coordination service, with heartbeats of its own. It is
-left out: a job has heartbeats already, and one of two would end a step with a text that names nobody. Measured on
+the numbers of launches are from here. TensorFlow can also start a coordination service, with heartbeats of its own. It
+is left out: a job has heartbeats already, and one of two would end a step with a text that names nobody. Measured on
 TensorFlow 2.21.0: a worker whose leader is killed lives on, waiting or idle, and its collectives end with an
 UnavailableError about "the leader task".
 """
