@@ -2,29 +2,32 @@
 
 Each program begins with a gather of what the workers launch: the digest of the call, its number, and the shapes. Its
 sums are in a branch that runs only where all are equal. So launches that are swapped between workers give no number.
-Gloo ends a process whose sum meets one of another size: those never meet either.
+Gloo ends a process whose sum meets one of another size: those never meet either. What fits beside the digest travels
+with it, in one round, and is added up on each host in the order of the workers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from replica_engine.hosts import Program
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.exchange import element_of, least
+from replica_engine.pjrt.exchange import element_of, from_chief
 from replica_engine.pjrt.executable import Executable, Flight
 from replica_engine.pjrt.group import DeviceGroup
 
 PACKED = 1 << 20
 """Bytes from which an array travels by itself; smaller ones are one flat array, since each costs a round of its own."""
 
-_WORDS = 5  # of the digest of a call, of its shapes, and its number
-_SMALLEST = 64  # bytes of a gather; sizes are powers of two, so that few programs serve all
+_HEAD, _WORDS = 5, 261  # of 32 bits: the digest of a call, of its shapes, and its number; then what travels with them
+_MOST = 4 * (_WORDS - _HEAD)  # bytes that travel with them
+_SIZES = 16  # bytes of the two sizes in a gather
+_SMALLEST = 2048  # bytes of a gather; sizes are powers of two, so that few programs serve all
 
 
 class Call(NamedTuple):
@@ -50,7 +53,7 @@ class WorkerSums:
         assert devices.member is not None, "there are several workers"
         self._devices, self._member = devices, devices.member
         self._programs: dict[tuple[object, ...], Executable] = {}
-        least(devices, [1])  # makes the connections while all workers are here: Gloo waits for them for 30 s only
+        from_chief(devices, np.zeros(1, np.uint8))  # connects while all are here: Gloo waits for that for 30 s only
 
     @property
     def is_running(self) -> bool:
@@ -59,7 +62,20 @@ class WorkerSums:
 
     def sums(self, arrays: Sequence[np.ndarray], call: Call) -> list[np.ndarray]:
         """The sums over the workers of arrays, which are all of one dtype."""
-        return self._run("all_reduce", arrays, call)
+        if sum(each.nbytes for each in arrays) > _MOST:
+            return self._run("all_reduce", arrays, call)
+        shapes = tuple((each.shape, each.dtype.str) for each in arrays)
+        rows = self._small(("sum", *shapes), b"".join(each.tobytes() for each in arrays), call)
+        totals, begin = list[np.ndarray](), 0
+        for each in arrays:
+            first, *others = (np.frombuffer(row, each.dtype, each.size, begin).reshape(each.shape) for row in rows)
+            total = first.copy()
+            with np.errstate(all="ignore"):  # as in a program
+                for other in others:
+                    total += other
+            totals.append(total)
+            begin += each.nbytes
+        return totals
 
     def gather(self, array: np.ndarray, axis: int, call: Call) -> np.ndarray:
         """The arrays of all workers, joined along an axis, along which their sizes may differ. Any dtype travels."""
@@ -71,6 +87,9 @@ class WorkerSums:
         if array.dtype == object:
             return self._parts(array.reshape(-1), call)[0].reshape(array.shape)
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if data.size <= _MOST:
+            (chiefs, *_) = self._small(("chief", array.shape, array.dtype.str), data.tobytes(), call)
+            return np.frombuffer(chiefs, array.dtype, array.size).reshape(array.shape)
         words = np.zeros(_power(data.size) // 4, np.uint32)
         if self._devices.is_chiefs:  # the others' are zeros
             words.view(np.uint8)[: data.size] = data
@@ -85,35 +104,71 @@ class WorkerSums:
             joined = self._parts(np.frombuffer(b"".join(texts), np.uint8), call)
             return [_texts(*each) for each in zip(lengths, joined, strict=True)]
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        (sizes,) = self._run("all_gather", [np.array([len(array), data.size], np.int64)], call)
-        padded = np.zeros(_power(int(sizes[:, 1].max())), np.uint8)
-        padded[: data.size] = data
-        (rows,) = self._run("all_gather", [padded.view(np.uint32)], call)
+        said = np.array([len(array), data.size], np.int64).tobytes()
+        small = self._small(
+            ("sizes", array.dtype.str), said + data.tobytes() if data.size <= _MOST - _SIZES else said, call
+        )
+        sizes = [np.frombuffer(row, np.int64, 2) for row in small]
+        rows: Sequence[bytes] = [row[_SIZES:] for row in small]
+        if (largest := max(size for _, size in sizes)) > _MOST - _SIZES:
+            padded = np.zeros(_power(int(largest)), np.uint8)
+            padded[: data.size] = data
+            (gathered,) = self._run("all_gather", [padded.view(np.uint32)], call)
+            rows = [row.tobytes() for row in gathered]
         return [
-            row.view(np.uint8)[:size].view(array.dtype).reshape(length, *array.shape[1:])
+            np.frombuffer(row[:size], array.dtype).reshape(length, *array.shape[1:])
             for row, (length, size) in zip(rows, sizes, strict=True)
         ]
 
+    def _small(self, key: tuple[object, ...], data: bytes, call: Call) -> list[bytes]:
+        """What each worker brings: as many bytes as travel with the digest, beginning with its data."""
+        _, by_all = self._launch(("small",), lambda: _program(self._devices, "", "", [], []), [], data, call, key)
+        return [row[_HEAD:].tobytes() for row in by_all]
+
     def _run(self, operation: str, arrays: Sequence[np.ndarray], call: Call) -> list[np.ndarray]:
-        """Launches a program and waits for its end, which a failure of the job ends too."""
-        devices, name = self._devices, call.program.body
         key = operation, *((each.shape, each.dtype.str) for each in arrays)
+        return self._launch(key, lambda: _compiled(self._devices, operation, arrays), arrays, b"", call, key)[0]
+
+    def _launch(
+        self,
+        program: tuple[object, ...],
+        compiled: Callable[[], Executable],
+        arrays: Sequence[np.ndarray],
+        data: bytes,
+        call: Call,
+        key: tuple[object, ...],
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Launches a program and waits for its end, which a failure of the job ends too.
+
+        Args:
+            program: the key of the program.
+            compiled: compiles it, if it is new.
+            arrays: its arguments.
+            data: what travels with the digest.
+            call: what all workers do.
+            key: what must be equal on all workers, besides.
+
+        Returns:
+            The results, and what each worker has said.
+        """
+        devices = self._devices
         shapes = hashlib.sha256(repr(key).encode()).digest()[:8]
-        said = bytes.fromhex(call.program.digest[:16]) + shapes + call.number.to_bytes(4, "little")
-        code = np.frombuffer(said, np.int32).reshape(1, _WORDS)
+        head = bytes.fromhex(call.program.digest[:16]) + shapes + call.number.to_bytes(4, "little")
+        said = np.frombuffer((head + data).ljust(4 * _WORDS, b"\0"), np.int32).reshape(1, _WORDS)
         with devices.in_flight:
-            executable = self._programs.get(key)
+            executable = self._programs.get(program)
             if executable is None:
-                executable = self._programs[key] = _compiled(devices, operation, arrays)
+                executable = self._programs[program] = compiled()
             try:
-                put = [devices.put([each]) for each in (*arrays, code)]
-                *results, said_by_all = Flight(executable, devices, name).start(put)
+                put = [devices.put([each]) for each in (*arrays, said)]
+                *results, by_all = Flight(executable, devices, call.program.body).start(put)
                 executable.wait()
             except BaseException:
                 abandoned.add(devices)
                 raise
-            self._compare(devices.fetch(said_by_all, 0), code, call, key)
-            return [devices.fetch(each, 0) for each in results]
+            theirs = devices.fetch(by_all, 0)
+            self._compare(theirs[:, :_HEAD], said[:, :_HEAD], call, key)
+            return [devices.fetch(each, 0) for each in results], theirs
 
     def _compare(self, theirs: np.ndarray, ours: np.ndarray, call: Call, key: tuple[object, ...]) -> None:
         """Raises the failure of the job if the workers have launched different calls.
@@ -156,22 +211,21 @@ def _compiled(devices: DeviceGroup, operation: str, arrays: Sequence[np.ndarray]
     """The program that sums or gathers arrays of these shapes, where all workers launch the same."""
     dtype, shapes = arrays[0].dtype, [each.shape for each in arrays]
     element, workers = element_of(dtype), devices.replicas
-    groups = f"replica_groups = dense<[{list(range(workers))}]> : tensor<1x{workers}xi64>"
-    body = _sums if operation == "all_reduce" else _gathers
+    groups, body = _groups(workers), _sums if operation == "all_reduce" else _gathers
     lines, outputs = body(shapes, dtype, element, workers, groups)
     given = ", ".join(f"%x{index}: {_kind(shape, element)}" for index, shape in enumerate(shapes))
     kinds = [_kind(shape, element) for shape in outputs]
     zero = "false" if element == "i1" else "(0.0, 0.0)" if dtype.kind == "c" else "0" if dtype.kind in "iu" else "0.0"
     zeros = "\n".join(f"%z{index} = stablehlo.constant dense<{zero}> : {kind}" for index, kind in enumerate(kinds))
     names = {letter: ", ".join(f"%{letter}{index}" for index in range(len(kinds))) for letter in "rz"}
-    results = ", ".join(f"%y#{index}" for index in range(len(kinds)))
-    said, by_all, equal = f"tensor<1x{_WORDS}xi32>", f"tensor<{workers}x{_WORDS}xi32>", f"tensor<{workers}x{_WORDS}xi1>"
+    head, heads, equal = (
+        f"tensor<{size}x{_HEAD}x{of}>" for size, of in ((1, "i32"), (workers, "i32"), (workers, "i1"))
+    )
     of = ", ".join(kinds)
-    text = f"""module @replica_body {{
-      func.func public @main({given}, %said: {said}) -> ({of}, {by_all}) {{
-        %all = "stablehlo.all_gather"(%said) {{all_gather_dim = 0 : i64, {groups}}} : ({said}) -> {by_all}
-        %own = stablehlo.broadcast_in_dim %said, dims = [0, 1] : ({said}) -> {by_all}
-        %equal = stablehlo.compare EQ, %all, %own : ({by_all}, {by_all}) -> {equal}
+    branch = f"""%own = stablehlo.slice %said [0:1, 0:{_HEAD}] : (tensor<1x{_WORDS}xi32>) -> {head}
+        %ours = stablehlo.broadcast_in_dim %own, dims = [0, 1] : ({head}) -> {heads}
+        %theirs = stablehlo.slice %all [0:{workers}, 0:{_HEAD}] : (tensor<{workers}x{_WORDS}xi32>) -> {heads}
+        %equal = stablehlo.compare EQ, %theirs, %ours : ({heads}, {heads}) -> {equal}
         %true = stablehlo.constant dense<true> : tensor<i1>
         %agreed = stablehlo.reduce(%equal init: %true) applies stablehlo.and across dimensions = [0, 1]
           : ({equal}, tensor<i1>) -> tensor<i1>
@@ -181,14 +235,32 @@ def _compiled(devices: DeviceGroup, operation: str, arrays: Sequence[np.ndarray]
         }}, {{
           {zeros}
           stablehlo.return {names["z"]} : {of}
-        }}) : (tensor<i1>) -> ({of})
-        return {results}, %all : {of}, {by_all}
+        }}) : (tensor<i1>) -> ({of})"""
+    return _program(devices, given, branch, kinds, [(shape, dtype) for shape in outputs])
+
+
+def _program(
+    devices: DeviceGroup, given: str, branch: str, kinds: Sequence[str], outputs: list[tuple[tuple[int, ...], np.dtype]]
+) -> Executable:
+    """The program that gathers what all workers say, and then runs a branch, whose results have these kinds."""
+    workers = devices.replicas
+    said, by_all = (f"tensor<{size}x{_WORDS}xi32>" for size in (1, workers))
+    arguments, of = ", ".join(filter(None, [given, f"%said: {said}"])), ", ".join([*kinds, by_all])
+    results = ", ".join([*(f"%y#{index}" for index in range(len(kinds))), "%all"])
+    text = f"""module @replica_body {{
+      func.func public @main({arguments}) -> ({of}) {{
+        %all = "stablehlo.all_gather"(%said) {{all_gather_dim = 0 : i64, {_groups(workers)}}} : ({said}) -> {by_all}
+        {branch}
+        return {results} : {of}
       }}
     }}
     """
-    declared = [*((shape, dtype) for shape in outputs), ((workers, _WORDS), np.dtype(np.int32))]
-    name = f"{operation} over workers of {len(arrays)} arrays", ""
-    return Executable(text, devices, declared, compared=False, name=name)
+    declared = [*outputs, ((workers, _WORDS), np.dtype(np.int32))]
+    return Executable(text, devices, declared, compared=False, name=("a sum over workers", ""))
+
+
+def _groups(workers: int) -> str:
+    return f"replica_groups = dense<[{list(range(workers))}]> : tensor<1x{workers}xi64>"
 
 
 def _sums(
