@@ -130,6 +130,35 @@ def test_swapped_launches_give_no_number(programs, what, right):
             assert "ProgramDisagreementError: After" in error
 
 
+UNKNOWN = """
+strategy = KIND()
+
+
+@tf.function(input_signature=[tf.TensorSpec([None])])
+def summed(values):
+    return strategy.run(lambda: context().all_reduce("SUM", values))
+
+
+print(float(summed(tf.ones([2]))[0]), flush=True)
+size = int(os.environ["SIZE"])
+print("a number", float(summed(tf.ones([size + size * me]))[0]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(3000, marks=pytest.mark.full("beyond what travels in one round"))])
+def test_sizes_that_only_the_values_tell_are_compared(programs, size):
+    """The trace does not know them. In Gloo, sums of unequal sizes would end the process."""
+    with job(join=LONGER) as made:
+        text = HEAD + UNKNOWN
+        started = [programs.start(text, env=made.environment(each, LOCAL="1", SIZE=str(size))) for each in range(2)]
+        for process in started:
+            out, error = process.communicate(timeout=LONGER)
+            assert (process.returncode, out) == (1, "2.0\n"), error[-4000:]
+            assert "ProgramDisagreementError: After" in error
+            assert f"(({size},), '<f4')" in error
+            assert f"(({2 * size},), '<f4')" in error
+
+
 BATCHES = """
 strategy = KIND()
 data = tf.data.Dataset.range(64).map(lambda i: tf.cast(i, tf.float32))
