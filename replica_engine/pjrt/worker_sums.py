@@ -256,7 +256,7 @@ def _program(
     }}
     """
     declared = [*outputs, ((workers, _WORDS), np.dtype(np.int32))]
-    return Executable(text, devices, declared, compared=False, name=("a sum over workers", ""))
+    return Executable(text, devices, declared)
 
 
 def _groups(workers: int) -> str:
