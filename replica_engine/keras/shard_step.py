@@ -146,6 +146,11 @@ class ShardedStep:
             return self.method(data)
         counted = metric_variables(self.model)
         before = [tf.identity(variable.value) for variable in counted] if share.whole else []
+        if before and self._own_step == "sum":  # in a scope, each replica has a part of a value that Keras has set
+            context = tf.distribute.get_replica_context()
+            for variable, total in zip(counted, context.all_reduce(tf.distribute.ReduceOp.SUM, before), strict=True):
+                variable.assign(total)
+            before = [tf.zeros_like(value) for value in before]
         share.is_plain = self.is_plain
         weight = share.fraction if self.is_own and not share.whole and not share.is_plain else None
         with self.followed(data, share), late_weights.weighted_late(weight):

@@ -333,13 +333,37 @@ def warnings_in_scope(both, batched, caplog):
 
 
 @pytest.mark.on("mirrored", rest="tpu")
-def test_in_a_scope_metrics_that_are_no_sums_are_warned_of_once(warnings_in_scope):
-    assert sorted(warnings_in_scope(Biggest, Smallest, Last, Extreme)) == ["biggest", "extreme", "last", "smallest"]
+def test_in_a_scope_metrics_that_are_no_sums_are_those_of_one_device(both, batched, caplog):
+    data = batched(8, X[:16], Y[:16])
+    metrics = Biggest, Smallest, Last, Extreme, Total
+    alone = model_with(*metrics, run_eagerly=True)()
+    with both(2).scope():
+        model = model_with(*metrics)()
+    model.set_weights(alone.get_weights())
+    for found, expected in zip(model.evaluate(data, verbose=0), alone.evaluate(data, verbose=0), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert not caplog.text
 
 
-@pytest.mark.on("mirrored")
-def test_in_a_scope_eager_steps_are_warned_of(warnings_in_scope):
-    assert warnings_in_scope(Biggest, Total, run_eagerly=True) == ["biggest"]
+@pytest.mark.on("mirrored", rest="tpu")
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_in_a_scope_a_step_of_ones_own_is_warned_of_once(both, batched, caplog, run_eagerly):
+    """It has the rule of tf.distribute, by which the values of all metrics are added up."""
+
+    class OwnStep(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            return self.compute_metrics(x, y, self(x, training=True))
+
+    with both(2).scope():
+        outputs = keras.layers.Dense(1)(inputs := keras.Input(X.shape[1:]))
+        model = OwnStep(inputs, outputs)
+        model.compile("sgd", "mse", metrics=[Biggest(), Total()], run_eagerly=run_eagerly)
+    for _ in range(2):
+        model.fit(batched(8, X[:16], Y[:16]), verbose=0)
+    (found,) = [each.getMessage() for each in caplog.records if each.name == "replica_engine"]
+    assert "'biggest'" in found
+    assert f"{__file__}:" in found
 
 
 @pytest.mark.on("mirrored", rest="tpu")

@@ -136,7 +136,7 @@ def test_tensors_that_it_cannot_see_are_an_error():
     ("fn", "message"),
     [
         (lambda x: "text", r"dtype string,.*no device"),
-        (lambda x: {"a": [x, tf.strings.as_string(x)]}, r"dtype string at result\['a'\]\[1\]"),
+        (lambda x: {"a": [x, tf.strings.as_string(x)]}, r"result\['a'\]\[1\] has dtype string"),
         (lambda x: {"a": object()}, r"result\['a'\], which is not a tensor"),
         (xla.returns(tf.TensorSpec([None], tf.float32))(lambda x: x), r"shape \(None,\)"),
     ],
