@@ -33,7 +33,7 @@ _INSTALLED = """
         ("replica_engine.MirroredStrategy(['CPU:0'])", ["_tf", "diagnostics", "threads"]),
         pytest.param(
             "replica_engine.TPUStrategy(num_cores=1)",
-            ["_tf", "diagnostics", "strategies", "xla"],
+            ["_tf", "diagnostics", "xla"],
             marks=pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA),
         ),
     ],
