@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from replica_engine._tf import distribute
 from replica_engine._tf.graphs import autograph
 from replica_engine.errors import OptimizerError
 from replica_engine.errors.base import brief, shown
@@ -85,7 +86,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         """
         optimizer = self.inner_optimizer
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        if tf.distribute.has_strategy():
+        if tf.distribute.has_strategy() and not distribute.is_merged():  # else one around it has reduced them
             apply_across_replicas(optimizer, optimizer.apply, grads, variables, self.reduction)
         else:
             optimizer.apply(grads, variables)

@@ -123,10 +123,16 @@ class Hooks:
     strategy: tf.distribute.Strategy
     lender: Lender | None
     _there: dict[tuple[int, str], tuple[object, object]] = dataclasses.field(default_factory=dict, init=False)
+    _found: list[tuple[object, str, Callable[[Any], object]]] | None = dataclasses.field(default=None, init=False)
+
+    def find(self) -> None:
+        """Finds the hooks that the model needs now, which `put` then installs; without, each `put` does so."""
+        self._found = [*self._wanted()]
 
     def put(self) -> None:
         """Installs the hooks that the model needs now, and removes those on objects that the model no longer has."""
-        wanted = {(id(target), name): (target, make) for target, name, make in self._wanted()}
+        found = self._wanted() if self._found is None else self._found
+        wanted = {(id(target), name): (target, make) for target, name, make in found}
         for key in [key for key in self._there if key not in wanted]:
             self._take(key)
         for key, (target, make) in wanted.items():
@@ -207,12 +213,12 @@ def _then(own: Callable[..., object], after: Callable[[], None]) -> Callable[...
 def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> Callable[..., None]:
     # A CrossReplicaOptimizer reduces gradients itself. It must not do so a second time.
     updated = optimizer.inner_optimizer if isinstance(optimizer, CrossReplicaOptimizer) else optimizer
-    own = updated.apply
+    plain, own = optimizer.apply, updated.apply
 
     def apply(grads: Iterable[Gradient], trainable_variables: Weights | None = None) -> None:
         share = current_shard()
         if share is None:
-            own(grads, trainable_variables)
+            plain(grads, trainable_variables)
             return
 
         def weighted(values: tf.Tensor) -> tf.Tensor:

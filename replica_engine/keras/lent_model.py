@@ -35,14 +35,13 @@ import tensorflow as tf
 from replica_engine._tf import distribute
 from replica_engine._tf.graphs import captures
 from replica_engine._tf.keras import model as keras_model
-from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.backend import Backend
 from replica_engine.engine import current_replica
-from replica_engine.errors import BatchError, OptimizerError, ReplicateError
+from replica_engine.errors import BatchError, ReplicateError
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.shard_step import ShardedStep
-from replica_engine.keras.train_function import StepFunction, WholeBatches
+from replica_engine.keras.train_function import StepFunction, WholeBatches, check_trainable
 from replica_engine.keras.variables import ReplicatedVariables, used_by
 from replica_engine.process import scoped
 from replica_engine.process.afterwards import afterwards
@@ -373,20 +372,8 @@ class LentModel:
         state, counted = keras_model.state_of(self._model), keras_model.counts(self._model)
         if self._known != state or self._counted != counted:
             self.changed()
-            self._check_trainable()
+            check_trainable(self._model)
             for function in self.functions.values():
                 function.forget()
             self._known = state
         return _at_work()
-
-    def _check_trainable(self) -> None:
-        if not keras_trainer.has_keras_step(self._model, "train_step"):
-            return  # a step of the user's own may train a part of the model
-        optimizer = getattr(self._model, "optimizer", None)
-        unknown = [] if optimizer is None else keras_model.unknown_to(optimizer, self._model.trainable_variables)
-        if unknown:
-            layers = sorted({variable.path.split("/")[-2] for variable in unknown})
-            raise OptimizerError(
-                f"The optimizer was built before the weights of {', '.join(layers)} became trainable, so it has no "
-                "state for them. Call compile() again after changing `trainable`."
-            )

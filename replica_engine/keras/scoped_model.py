@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,9 +23,12 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.backend import Backend
 from replica_engine.keras.hooks import Hooks, extend_keras
 from replica_engine.keras.shard_step import ShardedStep
-from replica_engine.keras.train_function import StepFunction, WholeBatches
+from replica_engine.keras.train_function import StepFunction, WholeBatches, check_trainable
+from replica_engine.process.afterwards import afterwards
+from replica_engine.process.interrupts import held_off_once
 
 _lock = threading.RLock()
+_active: dict[int, list[Any]] = {}  # of each model that is in a step, by its id: its hooks, and how many steps it is in
 
 
 class ScopedModel:
@@ -41,35 +45,43 @@ class ScopedModel:
         self._model = model
         self._strategy = strategy = backend.strategy
         self._hooks = Hooks(model, strategy, None)
-        self._depth = 0  # of steps that run, on any thread
         self._known: object = None
         step = ShardedStep(model, name, own_step="sum")
-        self.function = StepFunction(model, backend, step, WholeBatches(backend), self.ready)
+        self.function = StepFunction(model, backend, step, WholeBatches(backend, keeps=False), self.ready)
 
     def ready(self, batch: object) -> contextlib.AbstractContextManager[object]:
         """Called before a step, with a batch of it if it may make variables of the model; around it, hooks are put."""
         if batch is not None and not keras_model.is_built(self._model):
             with self._strategy.scope():
                 keras_model.build(self._model, batch)
-        state = keras_model.state_of(self._model), keras_model.counts(self._model)
+        model = self._model
+        state = keras_model.state_of(model), keras_model.counts(model), len(model.metrics)
         if self._known != state:
+            check_trainable(self._model)
             self.function.forget()
+            self._hooks.find()
             self._known = state
         return self._hooked()
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
+        """Steps of one model may overlap on several threads: the first one puts hooks, and the last takes them away."""
         with _lock:
-            self._depth += 1
-            self._hooks.put()
-        try:
+            active = _active.setdefault(id(self._model), [self._hooks, 0])
+            active[1] += 1
+        with afterwards(self._left, "taking hooks away from the model"):
+            with _lock:
+                active[0].put()
             with distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext():
                 yield
-        finally:
-            with _lock:
-                self._depth -= 1
-                if not self._depth:
-                    self._hooks.take_away()
+
+    def _left(self) -> None:
+        with _lock:
+            active = _active[id(self._model)]
+            active[1] -= 1
+            if not active[1]:
+                del _active[id(self._model)]
+                held_off_once().around(active[0].take_away)
 
 
 def function_of(model: keras.Model, name: str) -> StepFunction:

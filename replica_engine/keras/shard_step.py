@@ -50,6 +50,7 @@ class Shard:
         gradients: the gradients that tapes have given in an eager step.
         updates: whether an optimizer has got gradients.
         is_plain: whether the step follows the rule of `tf.distribute`: only the results of its metrics are noted.
+        averages: whether all else in its logs is a mean over replicas, whatever it is.
     """
 
     rows: int | tf.Tensor
@@ -63,6 +64,7 @@ class Shard:
     gradients: list[tf.Tensor] = dataclasses.field(default_factory=list)
     updates: bool = False
     is_plain: bool = False
+    averages: bool = False
 
     def fraction(self, dtype: str | tf.DType = "float32") -> tf.Tensor:
         """The fraction of the batch that this replica has, as a scalar of `dtype`."""
@@ -119,12 +121,9 @@ class ShardedStep:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it follows the rule of `tf.distribute`."""
-        return self._own_step == "sum" and self.name == "train_step" and not self._is_of_keras
-
-    @property
-    def _is_of_keras(self) -> bool:
-        return keras_trainer.has_keras_step(self.model, self.name) and keras_model.has_keras_loss(self.model)
+        """Whether it follows the rule of `tf.distribute`; with a `compute_loss` of the user's own, each step does."""
+        is_own = self.name == "train_step" and not keras_trainer.has_keras_step(self.model, self.name)
+        return self._own_step == "sum" and (is_own or not keras_trainer.has_keras_loss(self.model))
 
     @property
     def mixes_samples(self) -> bool:
@@ -151,7 +150,8 @@ class ShardedStep:
             for variable, total in zip(counted, context.all_reduce(tf.distribute.ReduceOp.SUM, before), strict=True):
                 variable.assign(total)
             before = [tf.zeros_like(value) for value in before]
-        share.is_plain = self.is_plain
+        share.is_plain = self.is_plain and not share.whole
+        share.averages = self._own_step == "sum" and not keras_trainer.has_keras_step(self.model, self.name)
         weight = share.fraction if self.is_own and not share.whole and not share.is_plain else None
         with self.followed(data, share), late_weights.weighted_late(weight):
             logs = self.method(data)
@@ -173,7 +173,8 @@ class ShardedStep:
 
         Says which tensors are its samples, and whether a method of the user's own uses the loss of `compile`.
         """
-        share.is_own = not self._is_of_keras
+        is_of_keras = keras_trainer.has_keras_step(self.model, self.name) and keras_trainer.has_keras_loss(self.model)
+        share.is_own = not is_of_keras
         linear.mark(tf.nest.flatten(data, expand_composites=True), linear.SAMPLES)
         return share.entered()
 
@@ -204,10 +205,11 @@ class Logs:
             if found:
                 self.metrics[key] = found[-1]
             elif value is not None:
-                if not share.is_plain:
+                if not share.averages:
                     check_sum(value, share)
                 self.values[key] = _value(key, value, share)
         self.names = [key for key in flat if key in self.metrics or key in self.values]
+        self.averages = share.averages
 
 
 def across_replicas(model: keras.Model, logs: Logs, weight: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -222,7 +224,9 @@ def across_replicas(model: keras.Model, logs: Logs, weight: tf.Tensor) -> dict[s
     own = {key: value * tf.cast(weight, value.dtype) for key, value in logs.values.items() if _is_mean(value)}
     counted = metric_variables(model)
     values = [tf.identity(variable.value) for variable in counted]
-    sums, means = context.all_reduce(tf.distribute.ReduceOp.SUM, (values, own))
+    counts = {key: value for key, value in logs.values.items() if logs.averages and value.dtype.is_integer}
+    sums, means, counts = context.all_reduce(tf.distribute.ReduceOp.SUM, (values, own, counts))
+    means |= {key: count // context.num_replicas_in_sync for key, count in counts.items()}
     with keras.StatelessScope(state_mapping=list(zip(counted, sums, strict=True))):
         results = {id(metric): metric.result() for metric, _ in logs.metrics.values()}
         for key, (metric, part) in logs.metrics.items():
@@ -246,7 +250,7 @@ def _value(name: str, value: object, share: Shard) -> tf.Tensor:
             f"The step returned {name!r} of dtype {tensor.dtype.name}, of which no mean over replicas exists. "
             "Return numbers, or print it in a callback."
         )
-    if not share.whole and share.replicas > 1 and not share.is_plain:
+    if not share.whole and share.replicas > 1 and not share.averages:
         shard = tf.get_static_value(share.rows)
         if tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] in (None, shard)):
             raise LogError(

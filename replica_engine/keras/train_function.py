@@ -29,7 +29,7 @@ from replica_engine._tf.keras.sums import own_metrics_of
 from replica_engine.backend import Backend
 from replica_engine.diagnostics.op_lines import is_scope_of
 from replica_engine.diagnostics.suspicions import warn_once
-from replica_engine.errors import BatchError, CollectiveError, LoweringError, ReplicaEngineError
+from replica_engine.errors import BatchError, CollectiveError, LoweringError, OptimizerError, ReplicaEngineError
 from replica_engine.errors.base import add_note, warning
 from replica_engine.errors.models import warn_uneven_rest, warn_whole_steps
 from replica_engine.errors.timeouts import count_of
@@ -77,9 +77,11 @@ class WholeBatches:
 
     Args:
         backend: what runs the replicas.
+        keeps: whether an iterator of tf.data is kept until the next one, or until `end`.
     """
 
-    def __init__(self, backend: Backend):
+    def __init__(self, backend: Backend, keeps: bool = True):
+        self._keeps = keeps
         self._size = backend.strategy.num_replicas_in_sync
         devices = getattr(backend, "device_group", None)  # of one that compiles: the host divides
         self._own = range(0) if devices is None else range(devices.first, devices.first + devices.size)
@@ -94,7 +96,7 @@ class WholeBatches:
             StopIteration, OutOfRangeError: there is none.
         """
         last = self._iterators.get(threading.get_ident())
-        if isinstance(iterator, tf.data.Iterator) and (last is None or last[0] is not iterator):
+        if self._keeps and isinstance(iterator, tf.data.Iterator) and (last is None or last[0] is not iterator):
             self.end()
             self._iterators[threading.get_ident()] = [iterator]
         batches: list[object] = []
@@ -205,7 +207,8 @@ class StepFunction:
         with span, self._ready(first), _inputs_named(first) if self._compiles else _NOTHING:
             for how, data, size, group in self._launches(batches):
                 try:
-                    with self._undone_if_given_up() if self._is_eager and how == _SHARDS else _NOTHING:
+                    may_end = self._is_eager and how == _SHARDS and not self._step.is_plain
+                    with self._undone_if_given_up() if may_end else _NOTHING:
                         logs = self._run(how, data, size, len(group) > 1)
                     continue
                 except NotASum as found:
@@ -263,8 +266,11 @@ class StepFunction:
             BatchError: a step that follows the rule of `tf.distribute` cannot be divided so.
         """
         if self._step.is_plain:
-            self._check_shares(total)
-            return False
+            rest = total % self._size > 0
+            if rest and self._step.name == "train_step":
+                self._check_rest(total)
+                return False
+            return rest  # of a test, the whole batch has the loss of one device
         if self._is_whole is None:  # asked in a step: before, a model may have no losses and metrics yet
             self._is_whole = self._step.mixes_samples
         if self._is_whole or has_no_sum(self._model) or total < self._size:
@@ -274,24 +280,23 @@ class StepFunction:
         # An eager step cannot be given up when one of its metrics turns out not to be a sum.
         return self._is_eager and bool(own_metrics_of(self._model))
 
-    def _check_shares(self, total: int) -> None:
-        """Checks that each replica gets samples, in a program equally many; a rest on threads gets a warning.
+    def _check_rest(self, total: int) -> None:
+        """Warns, on threads, of a batch that does not divide by the replicas; a program has one shape on all of them.
 
         Raises:
-            BatchError: they do not.
+            BatchError: the replicas are compiled.
         """
-        size, rest = self._size, total % self._size
-        if rest and not self._compiles and total > size:
+        size = self._size
+        if not self._compiles:
             warn_once(self._backend.strategy, "rest", warn_uneven_rest(total, size))
-        elif rest:
-            fits = -(-total // size) * size
-            raise BatchError(
-                f"A batch of {count_of(total, 'sample')} does not divide by {size} replicas, and the train_step or "
-                f"compute_loss of {self._model.name!r} follows the rule of tf.distribute in a scope: each replica "
-                f"computes its part of a sum. Pass a batch size that is a multiple of {size}, such as batch_size={fits}"
-                ", and leave out a rest: dataset.batch(n, drop_remainder=True). Or let replicate_model(model) divide "
-                "batches of any size, with the results of one device."
-            )
+            return
+        raise BatchError(
+            f"A batch of {count_of(total, 'sample')} does not divide by {size} replicas. The train_step or "
+            f"compute_loss of {self._model.name!r} follows the rule of tf.distribute in a scope: each replica computes "
+            f"its part of a sum. Pass batches of a multiple of {size} samples, and leave out a rest: dataset.batch(n, "
+            "drop_remainder=True). Or let replicate_model(model) divide batches of any size, with the results of one "
+            "device."
+        )
 
     def _undone_if_given_up(self) -> contextlib.AbstractContextManager[None]:
         """Around an eager step that may be given up: it has changed variables then, which its graph has not.
@@ -466,6 +471,24 @@ class StepFunction:
             return in_branches(self._step, data[0], data[1], total, self._size)
         whole = how == _WHOLE
         return self._step(data, Shard(total if whole else total // self._size, total, self._size, whole))
+
+
+def check_trainable(model: keras.Model) -> None:
+    """Checks that the optimizer knows all weights that Keras' step trains; one of the user's own may train a part.
+
+    Raises:
+        OptimizerError: it was built before some of them became trainable.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not keras_trainer.has_keras_step(model, "train_step"):
+        return
+    unknown = keras_model.unknown_to(optimizer, model.trainable_variables)
+    if unknown:
+        layers = sorted({variable.path.split("/")[-2] for variable in unknown})
+        raise OptimizerError(
+            f"The optimizer was built before the weights of {', '.join(layers)} became trainable, so it has no "
+            "state for them. Call compile() again after changing `trainable`."
+        )
 
 
 @contextlib.contextmanager

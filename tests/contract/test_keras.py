@@ -1,10 +1,13 @@
 """Keras 3 under a strategy: fit, evaluate, predict and saving, as on one device."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import replica_engine
 from replica_engine.errors import InputsError, ScopeError
 
 FEATURES = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
@@ -151,6 +154,106 @@ def test_a_train_step_of_ones_own_keeps_the_rule_of_tf_distribute(strategy):
     for variable, weight in zip(model.trainable_variables, one.get_weights(), strict=True):
         for component in components(strategy, variable):
             np.testing.assert_allclose(component, weight, rtol=1e-5, atol=1e-6)
+
+
+class Means(Summed):
+    """A step that computes a mean over its samples, whose gradients an optimizer averages; it counts large labels."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss, "large": tf.reduce_sum(tf.cast(y > 0.5, tf.int32))}
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+def test_a_step_of_ones_own_keeps_the_optimizer_that_it_was_given(strategy):
+    one = Means([keras.Input((4,)), dense(1, 1)])
+    one.compile(keras.optimizers.SGD(0.02), run_eagerly=True)
+    fit(one)
+    with strategy.scope():
+        model = Means([keras.Input((4,)), dense(1, 1)])
+        model.compile(replica_engine.keras.CrossReplicaOptimizer(keras.optimizers.SGD(0.02), "mean"))
+    history = fit(model)
+    for variable, weight in zip(model.trainable_variables, one.get_weights(), strict=True):
+        for component in components(strategy, variable):
+            np.testing.assert_allclose(component, weight, rtol=1e-5, atol=1e-6)
+    counts = [(LABELS[:, 0] > 0.5)[part].sum() for part in (slice(8, 12), slice(12, 16))]
+    assert history["large"][-1] == sum(counts) // 2  # the mean over replicas of the last batch, an integer
+
+
+class OwnLoss(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tf.reduce_sum((y_pred - y) ** 2) / 8
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+def test_a_compute_loss_of_ones_own_is_summed_in_all_steps(strategy):
+    def make(**options):
+        model = OwnLoss([keras.Input((4,)), dense(1, 1)])
+        model.compile(keras.optimizers.SGD(0.02), **options)
+        return model
+
+    one = make(run_eagerly=True)
+    expected = one.fit(batches(), verbose=0, shuffle=False, validation_data=batches()).history
+    with strategy.scope():
+        model = make()
+    history = model.fit(batches(), verbose=0, shuffle=False, validation_data=batches()).history
+    for name in expected:
+        np.testing.assert_allclose(history[name], expected[name], rtol=1e-5)
+    # A batch that does not divide is computed whole, and plain Keras weighs losses by samples too.
+    np.testing.assert_allclose(model.evaluate(batches(5), verbose=0), one.evaluate(batches(5), verbose=0), rtol=1e-5)
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+def test_parts_of_two_sizes_are_dealt_apart(strategy):
+    class TwoBatches(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = dense(1, 1)
+
+        def call(self, inputs):
+            return self.dense(inputs[0] if isinstance(inputs, tuple) else inputs)  # Keras builds it with both
+
+        def train_step(self, data):
+            (labelled, more), y = data
+            loss = tf.reduce_mean((self(labelled) - y) ** 2) + tf.reduce_mean(self(more) ** 2)
+            return {"loss": loss, "more": tf.cast(tf.shape(more)[0], tf.float32)}
+
+    with strategy.scope():
+        model = TwoBatches()
+        model.build((None, 4))
+        model.compile("sgd")
+    data = tf.data.Dataset.zip(
+        (tf.data.Dataset.from_tensor_slices(FEATURES).batch(4), tf.data.Dataset.from_tensor_slices(FEATURES).batch(8))
+    )
+    data = tf.data.Dataset.zip((data, tf.data.Dataset.from_tensor_slices(LABELS).batch(4)))
+    assert model.fit(data, verbose=0).history["more"] == [4.0]
+
+
+@pytest.mark.graphs
+@pytest.mark.replicas(2)
+def test_steps_of_two_threads_leave_no_hooks(strategy):
+    with strategy.scope():
+        model = small()
+    optimizer = model.optimizer
+    before = {*vars(optimizer)}
+    predicted = []
+
+    class Predicts(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            thread = threading.Thread(target=lambda: predicted.append(model.predict(FEATURES, verbose=0)))
+            thread.start()
+            thread.join()
+
+    model.fit(batches(), verbose=0, callbacks=[Predicts()])
+    assert len(predicted) == 2
+    assert not {"apply", "scale_loss"} & ({*vars(optimizer)} - before)
 
 
 CLIPPED = {

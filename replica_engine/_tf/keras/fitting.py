@@ -18,7 +18,7 @@ from tensorflow.python.data.ops.iterator_ops import OwnedIterator as _OwnedItera
 
 from replica_engine._tf.graphs import subgraphs
 from replica_engine._tf.hook import Hook
-from replica_engine._tf.keras.trainer import MODULE, TRAINER
+from replica_engine._tf.keras.trainer import MODULE, READ_AHEAD, TRAINER
 
 _of_backups = functools.partial(
     Hook, since="the first `replica_engine.keras.BackupAndRestore`", until="passes on to Keras for a `fit` without one"
@@ -72,7 +72,8 @@ def shuffles_on_threads(epoch_iterator: Any) -> bool:
     """Whether a thread of Keras shuffles a PyDataset, while another thread, of a distributed dataset, reads it."""
     has_threads = getattr(epoch_iterator.data_adapter, "enqueuer", None) is not None
     is_distributed = not isinstance(epoch_iterator._distributed_dataset, tf.data.Dataset)
-    return has_threads and is_distributed and epoch_iterator.data_adapter.shuffle
+    is_read = is_distributed or hasattr(epoch_iterator, READ_AHEAD)
+    return has_threads and is_read and epoch_iterator.data_adapter.shuffle
 
 
 def shuffled_epoch(epoch_iterator: Any) -> int | None:

@@ -144,7 +144,7 @@ def extend_build(
         explained: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
         built_now: called with the model when it is built, before its first step, if it takes what TensorFlow has
-            distributed or has a `train_step` of its own.
+            distributed, or its `train_step` or `compute_loss` is the user's own.
         divides_itself: whether the functions of a model take whole batches. Then its data is not distributed, but by
             the user, and there is nothing to check.
 
@@ -156,11 +156,11 @@ def extend_build(
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
         divides = divides_itself(model)
+        is_own = not (trainer.has_keras_step(model, "train_step") and trainer.has_keras_loss(model))
         if iterator is not None:
             is_fit = _begun.get() is model
-            divides = divides and trainer.undistribute(iterator)
             try:
-                batch = trainer.first_batch(iterator, None if divides else strategy)
+                batch = trainer.first_batch(iterator, strategy)
             except StopIteration:
                 raise InputsError(
                     f"The data of {'fit' if is_fit else 'evaluate'} has no batch: its arrays have no rows, or its "
@@ -168,14 +168,16 @@ def extend_build(
                     "again."
                 ) from None
             _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
-            if not divides:
-                check(model, strategy, batch, trainer.size_of_rest(iterator), is_fit)
+            rest = trainer.size_of_rest(iterator)
+            divides = divides and _is_of_one_size(batch) and trainer.undistribute(iterator)
+            if not divides or is_own:
+                check(model, strategy, batch, rest, is_fit)
             iterator, data_batch = None, distribute.first_values(batch)
         try:
             result = own(model, iterator=iterator, data_batch=data_batch)
         except Exception as error:
             raise explained(error)
-        if not divides or not trainer.has_keras_step(model, "train_step"):
+        if not divides or is_own:
             built_now(model)
         return result
 
@@ -235,6 +237,14 @@ def make_functions(made: Callable[[keras.Model, str], Own | None], of_parts: Cal
 
     MAKE_FUNCTION.around(make)
     MAKE_PREDICT.around(make_predict)
+
+
+def _is_of_one_size(batch: object) -> bool:
+    """Whether each replica gets equally many rows of all leaves of a batch."""
+    leaves = (getattr(leaf, "values", (leaf,)) for leaf in tf.nest.flatten(batch))
+    shapes = ([getattr(part, "shape", None) for part in parts] for parts in leaves)
+    rows = {tuple(shape[0] if shape is not None and shape.rank else None for shape in of_leaf) for of_leaf in shapes}
+    return len({each for each in rows if None not in each}) <= 1
 
 
 def _can_be_joined(batch: object) -> bool:

@@ -84,11 +84,6 @@ def compiled_loss(model: keras.Model) -> keras.losses.Loss | None:
     return getattr(model, "_compile_loss", None)
 
 
-def has_keras_loss(model: keras.Model) -> bool:
-    """Whether a model adds its losses up as Keras does."""
-    return getattr(type(model).compute_loss, "__module__", "").partition(".")[0] == "keras"
-
-
 def is_seed(variable: keras.Variable) -> bool:
     """Whether the variable is the state of a seed generator."""
     return variable.name == "seed_generator_state"

@@ -57,6 +57,11 @@ def has_keras_step(model: keras.Model, name: str) -> bool:
     return not own and name not in vars(model)
 
 
+def has_keras_loss(model: keras.Model) -> bool:
+    """Whether a model adds its losses up as Keras does."""
+    return getattr(type(model).compute_loss, "__module__", "").partition(".")[0] == "keras"
+
+
 def makes_functions(model: keras.Model) -> str | None:
     """The method of a model that makes a function, such as `make_train_function`, in place of Keras'; None if none."""
     names = (f"make_{name}_function" for name in ("train", "test", "predict"))
@@ -76,14 +81,17 @@ def undistribute(iterator: Any) -> bool:
     if isinstance(getattr(given, "_dataset", None), tf.distribute.DistributedDataset):
         return False
     setattr(iterator, DISTRIBUTED, getattr(dataset, ORIGINAL).prefetch(_AHEAD))
+    setattr(iterator, READ_AHEAD, True)
     return True
 
 
 _AHEAD = 2  # batches
+READ_AHEAD = "_replica_engine_reads_ahead"
+"""On an epoch iterator that `undistribute` has changed: another thread reads its batches before they are asked for."""
 
 
-def first_batch(iterator: Any, strategy: tf.distribute.Strategy | None) -> object:
-    """The first batch that an epoch will give the replicas, which the epoch still gives; of no strategy, whole.
+def first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> object:
+    """The first batch that an epoch will give the replicas, which the epoch still gives.
 
     A dataset begins again for each iterator. A generator does not: what is taken of it here would be missing in the
     epoch. But its adapter has looked at its first batches and keeps them, so the batch is one of a copy of the first.
@@ -93,9 +101,8 @@ def first_batch(iterator: Any, strategy: tf.distribute.Strategy | None) -> objec
     if not kept:
         *_, batches = next(iter(iterator))  # after the number of a step; newer Keras has two
         return next(batches)
-    size = 1 if strategy is None else strategy.num_replicas_in_sync
-    copies = type(adapter)(itertools.repeat(kept[0], size)).get_tf_dataset()  # for each worker one: none is read twice
-    return next(iter(copies if strategy is None else strategy.experimental_distribute_dataset(copies)))
+    copies = itertools.repeat(kept[0], strategy.num_replicas_in_sync)  # for each worker one, and none is needed twice
+    return next(iter(strategy.experimental_distribute_dataset(type(adapter)(copies).get_tf_dataset())))
 
 
 def size_of_rest(iterator: object) -> int | None:
