@@ -72,8 +72,13 @@ def shuffles_on_threads(epoch_iterator: Any) -> bool:
     """Whether a thread of Keras shuffles a PyDataset, while another thread, of a distributed dataset, reads it."""
     has_threads = getattr(epoch_iterator.data_adapter, "enqueuer", None) is not None
     is_distributed = not isinstance(epoch_iterator._distributed_dataset, tf.data.Dataset)
-    is_read = is_distributed or hasattr(epoch_iterator, READ_AHEAD)
+    is_read = is_distributed or reads_ahead(epoch_iterator)
     return has_threads and is_read and epoch_iterator.data_adapter.shuffle
+
+
+def reads_ahead(epoch_iterator: Any) -> bool:
+    """Whether it gives whole batches to a model of a scope, which are read before they are asked for."""
+    return hasattr(epoch_iterator, READ_AHEAD)
 
 
 def shuffled_epoch(epoch_iterator: Any) -> int | None:

@@ -100,6 +100,7 @@ class Place:
             "taken": self._taken,
             "random": self._random,
             "shuffled_epoch": fitting.shuffled_epoch(source),
+            "whole": fitting.reads_ahead(source),
             "steps_seen": source._steps_seen,
             "batches": source._num_batches,
             "rows": fitting.rows_of(source),
@@ -159,6 +160,8 @@ class Place:
         file = Path(f"{path}{_FILE}")
         has_file = saved["saved"] and is_same_size and file.with_name(f"{file.name}.index").exists()
         has_file = has_file and not self._may_have_ended(saved)
+        # Until 0.3, a model of a scope had another iterator, over the parts of replicas.
+        has_file = has_file and saved.get("whole", False) == fitting.reads_ahead(source)
         if batch:
             self._warn_of_other_batches(saved, has_file)
         before, last = random_state.captured(), None
