@@ -263,6 +263,9 @@ CLIPPED = {
     ),
     "values": lambda: keras.optimizers.SGD(0.5, clipvalue=0.02),
     "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5, clipnorm=0.05), 16.0),
+    "scaled, across replicas": lambda: keras.optimizers.LossScaleOptimizer(
+        replica_engine.keras.CrossReplicaOptimizer(keras.optimizers.SGD(0.5, clipnorm=0.05), "sum"), 16.0
+    ),
 }
 
 

@@ -352,7 +352,7 @@ def counts(model: keras.Model) -> list[tuple[keras.optimizers.Optimizer, int]]:
 
 def unknown_to(optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]) -> list[keras.Variable]:
     """The variables among `variables` for which a built optimizer has no state."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = with_inner_optimizers(optimizer)[-1]
     if not inner.built:
         return []
     return [variable for variable in variables if inner._var_key(variable) not in inner._trainable_variables_indices]
