@@ -105,9 +105,8 @@ class WorkerSums:
             return [_texts(*each) for each in zip(lengths, joined, strict=True)]
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         said = np.array([len(array), data.size], np.int64).tobytes()
-        small = self._small(
-            ("sizes", array.dtype.str), said + data.tobytes() if data.size <= _MOST - _SIZES else said, call
-        )
+        key = "sizes", array.shape[1:], array.dtype.str
+        small = self._small(key, said + data.tobytes() if data.size <= _MOST - _SIZES else said, call)
         sizes = [np.frombuffer(row, np.int64, 2) for row in small]
         rows: Sequence[bytes] = [row[_SIZES:] for row in small]
         if (largest := max(size for _, size in sizes)) > _MOST - _SIZES:
