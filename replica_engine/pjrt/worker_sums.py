@@ -93,7 +93,7 @@ class WorkerSums:
         words = np.zeros(_power(data.size) // 4, np.uint32)
         if self._devices.is_chiefs:  # the others' are zeros
             words.view(np.uint8)[: data.size] = data
-        (total,) = self._run("all_reduce", [words], call)
+        (total,) = self._run("all_reduce", [words], call, array.shape, array.dtype.str)
         return total.view(np.uint8)[: data.size].view(array.dtype).reshape(array.shape)
 
     def _parts(self, array: np.ndarray, call: Call) -> list[np.ndarray]:
@@ -124,9 +124,9 @@ class WorkerSums:
         _, by_all = self._launch(("small",), lambda: _program(self._devices, "", "", [], []), [], data, call, key)
         return [row[_HEAD:].tobytes() for row in by_all]
 
-    def _run(self, operation: str, arrays: Sequence[np.ndarray], call: Call) -> list[np.ndarray]:
+    def _run(self, operation: str, arrays: Sequence[np.ndarray], call: Call, *more: object) -> list[np.ndarray]:
         key = operation, *((each.shape, each.dtype.str) for each in arrays)
-        return self._launch(key, lambda: _compiled(self._devices, operation, arrays), arrays, b"", call, key)[0]
+        return self._launch(key, lambda: _compiled(self._devices, operation, arrays), arrays, b"", call, (*key, *more))[0]
 
     def _launch(
         self,

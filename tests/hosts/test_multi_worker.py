@@ -35,6 +35,8 @@ with strategy.scope():
         0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM, trainable=False
     )
     counted = tf.Variable(0, aggregation=tf.VariableAggregation.SUM, trainable=False)
+    text = tf.Variable("another" if me else "chief", trainable=False)
+found["text"] = text.numpy().decode()
 found["replicas"] = strategy.num_replicas_in_sync
 found["hosts"] = getattr(strategy, "num_hosts", None), repr(strategy).partition("(")[2]
 found["first"] = w.numpy().tolist()
@@ -151,6 +153,7 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
     assert (first.pop("counted"), second.pop("counted"), reference.pop("counted")) == (16, 16, 8)
     assert first == second
     assert first["ids"] == [0, 1, 2, 3]
+    assert (first.pop("text"), reference.pop("text")) == ("chief", "chief")
     assert first["mixed"] == first["traced"] == [4, 2.0, [[1.0, 1.0]] * 4]
     assert first["tables"] == first["tables, traced"] == [[16.0] * 3 + [0.0] * 3, [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]]
     assert first["narrow"] == first["narrow, traced"] == [[2052.0] * 2, [260.0] * 2, [513.0] * 2, [65.0] * 2]

@@ -92,7 +92,7 @@ class OverWorkers:
         with collectives.made(), tf.device(self._device):
             number = collectives.number(launched)
             if tf.executing_eagerly():
-                results = run(*[np.asarray(eager.array_of(value)) for value in values], Call(program, int(number)))
+                results = run(*[_array(eager.array_of(value)) for value in values], Call(program, int(number)))
                 return [tf.convert_to_tensor(result) for result in results]
             return _in_graph(program, number, run, values, shapes)
 
@@ -107,8 +107,7 @@ def _in_graph(
     from replica_engine.pjrt.worker_sums import Call
 
     def at_run(number: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-        given = [np.asarray(each, object) if isinstance(each, bytes) else np.asarray(each) for each in arrays]
-        return run(*given, Call(program, int(number)))
+        return run(*map(_array, arrays), Call(program, int(number)))
 
     function.leave_uncompiled()  # XLA cannot compile an op that calls Python
     token = _token()
@@ -119,6 +118,11 @@ def _in_graph(
     for result, shape in zip(results, shapes, strict=True):
         result.set_shape(shape)
     return list(results)
+
+
+def _array(value: Any) -> np.ndarray:
+    """An array of what TensorFlow gives: bytes for a scalar string, which NumPy would take for one of that length."""
+    return np.asarray(value, object) if isinstance(value, bytes) else np.asarray(value)
 
 
 @functools.cache
