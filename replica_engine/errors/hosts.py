@@ -207,10 +207,11 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
 
     @classmethod
     def gave_up(cls, row: WorkerRow, waiting: Sequence[int], exception: str) -> WorkerLostError:
-        """A worker has left a step before its end, and its program goes on; others are in that step."""
+        """A worker has left a step before its end, and its program goes on; those that wait are in that step."""
+        others = f"{workers(waiting, _MOST_LINES)} did not leave that step" if waiting else "its sum is still there"
         what = (
-            f"has left a step before its end ({exception}), and {workers(waiting, _MOST_LINES)} did not leave that "
-            "step. A program that catches an exception out of a step can go on if all workers get one in the same "
+            f"has left a step before its end ({exception}), and {others}. "
+            "A program that catches an exception out of a step can go on if all workers get one in the same "
             "step; else it must raise it again"
         )
         error = _lost(row, what)

@@ -494,7 +494,7 @@ class Job:
     ) -> None:
         member.in_step = False
         if is_launched:
-            others = [each for each in sorted(self._members) if each != worker]
+            others = [each for each, of in sorted(self._members.items()) if of.in_step and not (of.left or of.closed)]
             self._fail(Failure.of(WorkerLostError.gave_up, self._row(worker, member.heard), others, str(exception)))
             return
         patience = min(INTERRUPTED, self.limits.heartbeat / 2) if interrupted else self.limits.heartbeat

@@ -531,6 +531,17 @@ def test_one_that_leaves_each_step_at_once():
     assert "workers 0, 2 did not leave that step" in str(played.error)
 
 
+@pytest.mark.parametrize(
+    ("in_step", "text"), [((2,), "worker 2 did not leave that step"), ((), "its sum is still there")]
+)
+def test_a_sum_that_is_left_blames_only_workers_in_a_step(in_step, text):
+    played = Played()
+    played.wait(1, beats=(0, 1, 2), in_step=(0, *in_step))
+    played.say(1, "bye")
+    played.say(0, "gave up", "KeyboardInterrupt", True, True)
+    assert f"has left a step before its end (KeyboardInterrupt), and {text}. " in str(played.error)
+
+
 def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step():
     played = Played()
     for worker in range(3):
