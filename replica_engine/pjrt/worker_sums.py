@@ -126,7 +126,9 @@ class WorkerSums:
 
     def _run(self, operation: str, arrays: Sequence[np.ndarray], call: Call, *more: object) -> list[np.ndarray]:
         key = operation, *((each.shape, each.dtype.str) for each in arrays)
-        return self._launch(key, lambda: _compiled(self._devices, operation, arrays), arrays, b"", call, (*key, *more))[0]
+        return self._launch(key, lambda: _compiled(self._devices, operation, arrays), arrays, b"", call, (*key, *more))[
+            0
+        ]
 
     def _launch(
         self,

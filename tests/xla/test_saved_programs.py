@@ -1,7 +1,10 @@
 """Programs in a folder: a second process does not compile, and a folder that is broken or full fails no program."""
 
 import concurrent.futures
+import contextlib
 import errno
+import functools
+import hashlib
 import logging
 import os
 import pathlib
@@ -9,6 +12,7 @@ import subprocess
 import tempfile
 import textwrap
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +20,11 @@ import tensorflow as tf
 from helpers.host_work import values
 from jax._src import compilation_cache, lru_cache
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import TPUStrategy, errors, xla
 from replica_engine.pjrt import cache_folder, executable
 from replica_engine.pjrt.cache_folder import CacheFolder
 from replica_engine.process import folders
+from replica_engine.xla.body import LaunchLimits
 from replica_engine.xla.stages import saved_programs
 
 X = [[tf.constant([1.0, 2.0])], [tf.constant([3.0, 4.0])]]
@@ -112,6 +117,40 @@ def test_a_program_that_is_read_calls_this_process():
     second, used = compiled(step)
     assert used == (0, 1)
     assert values(second(X)) == [[11.0, 12.0], [13.0, 14.0]]
+
+
+@pytest.mark.parametrize("others", ["have it", "lack it", "do not come"])
+def test_workers_with_gpus_read_a_program_only_together(others, monkeypatch, caplog):
+    """The bodies' names are not exchanged: workers may call one program by different names."""
+    asked = []
+
+    class Member:
+        def watched(self, what, warn_after):
+            return contextlib.nullcontext()
+
+        def exchange(self, name, value, patience):
+            asked.append((name, value, patience))
+            return {"have it": [True, True], "lack it": [True, False], "do not come": None}[others]
+
+    text = "module {}"
+    limits = LaunchLimits(timeout=3.0)
+    program = SimpleNamespace(name="step", body=SimpleNamespace(limits=limits))
+    devices = SimpleNamespace(member=Member(), platform="gpu")
+    monkeypatch.setattr(saved_programs, "circumstances", lambda devices: {})
+    monkeypatch.setattr(saved_programs, "_read", lambda folder, key, make: "read")
+    monkeypatch.setattr(saved_programs, "_write", lambda *given: None)
+    monkeypatch.setattr(saved_programs, "_taken", lambda program: {})
+    made = SimpleNamespace(serialized=lambda: None)
+    find = functools.partial(saved_programs.found_or_compiled, text, program, devices, lambda data: made, together=True)
+    with caplog.at_level(logging.INFO, "replica_engine"):
+        if others == "do not come":
+            with pytest.raises(errors.WorkersMissingError, match="within 3 s"):
+                find()
+        else:
+            assert find() == ("read" if others == "have it" else made)
+            assert ("another worker" in caplog.text) == (others == "lack it")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert asked == [(f"what the cache folders have of the program {digest}", True, 3.0)]
 
 
 def lowered(fn, inputs=X):

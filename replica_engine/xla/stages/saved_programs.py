@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from replica_engine._tf.graphs import xla_ops
 from replica_engine._version import __version__
-from replica_engine.errors import InputsError
+from replica_engine.errors import InputsError, WorkersMissingError
 from replica_engine.errors.base import warning
 from replica_engine.errors.programs import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
 from replica_engine.pjrt.cache_folder import CacheFolder
@@ -103,16 +103,28 @@ def found_or_compiled(
         devices: the devices to compile for.
         make: makes the executable from bytes that were written before; from None, it compiles.
         together: whether all workers are here for this program.
+
+    Raises:
+        WorkersMissingError: one of them did not say in time what its folder has.
+        WorkerLostError or another failure of the job of several workers.
     """
     folder = _folder()
     found, key, about = None, "", {}
+    digest = hashlib.sha256(text.encode()).hexdigest()
     if folder is not None:
-        about = circumstances(devices) | {_PROGRAM: hashlib.sha256(text.encode()).hexdigest()}
+        about = circumstances(devices) | {_PROGRAM: digest}
         key = _prefix(program.name) + _hash(about)
         found = _read(folder, key, make)
+    dropped = False
     if together and devices.member is not None and devices.platform != "cpu":
         # Compilers of GPUs share out the kernels that they try: a worker that read its program would be waited for.
-        all_found = devices.member.exchange(f"what the cache folders have of {program.name}", found is not None)
+        timeout, warn_after = program.body.limits
+        what = f"what the cache folders have of the program {digest[:16]}"
+        with devices.member.watched(what, warn_after):
+            all_found = devices.member.exchange(what, found is not None, timeout)
+        if all_found is None:  # one that comes later may read its program, since it gets what this one has said
+            raise WorkersMissingError(f"Other workers did not tell {what} within {timeout:g} s (timeout=).")
+        dropped = found is not None and not all(all_found)
         found = found if all(all_found) else None
     if folder is not None and found is not None:
         count("cache_hits")
@@ -122,7 +134,10 @@ def found_or_compiled(
     if folder is None:
         return make(None)
     about = _taken(program) | about
-    _logger.info(_reason(program.name, folder, about, folder.abouts(_prefix(program.name))))
+    if dropped:
+        _logger.info("`%s` is compiled, as another worker does, whose cache folder does not have it.", program.name)
+    else:
+        _logger.info(_reason(program.name, folder, about, folder.abouts(_prefix(program.name))))
     began = time.monotonic()
     executable = make(None)
     _write(folder, key, executable.serialized(), time.monotonic() - began, about)
