@@ -22,6 +22,7 @@ from helpers.workers import (
 )
 
 LOOP = """
+before = tf.constant(1.0) + 1  # TensorFlow has started before the strategy
 strategy = KIND()
 rng = np.random.RandomState(0)
 x = rng.rand(64, 8).astype("float32")
@@ -170,6 +171,7 @@ KERAS = """
 import logging
 import keras
 
+before = keras.ops.ones([2]) + 1  # TensorFlow has started before the strategy
 strategy = KIND()
 folder = os.environ["FOLDER"]
 said = []

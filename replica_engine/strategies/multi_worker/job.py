@@ -150,8 +150,8 @@ def join(
         The job; None if this process is the only one.
 
     Raises:
-        ClusterConfigError: the description of the cluster is wrong, TensorFlow has started already, the port of its
-            server is taken, or the process has joined the job for a strategy of another kind.
+        ClusterConfigError: the description of the cluster is wrong, TensorFlow has started already or the port of its
+            server is taken where one is needed, or the process has joined the job for a strategy of another kind.
         WorkersMissingError: a worker did not join in time.
         WorkerVersionError: the workers differ in a version or in the number of replicas.
         WorkerLostError: a worker ended before all had joined.
@@ -164,14 +164,14 @@ def join(
         if _joined:
             return _same(_joined[0], cluster)
         check_joins_once(cluster)
-        if thread_state.started():  # then a server cannot be configured any more
+        over_server = kind in OVER_SERVER
+        if over_server and thread_state.started():  # then a server cannot be configured any more
             raise ClusterConfigError.about(
                 "MultiWorkerMirroredStrategy",
                 "TensorFlow has run an op in this process already, and cannot connect it to other workers any more. "
-                "Make the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
+                "On GPUs make the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
                 "replica_engine.logical_devices(n) may come before it.",
             )
-        over_server = kind in OVER_SERVER
         own = versions.of_worker() if over_server else {**versions.of_worker(), **_jax().versions_of_jax()}
         member = hosts.join(cluster, versions=own, replicas=replicas)
         try:

@@ -212,7 +212,7 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
             the value of the environment variable REPLICA_ENGINE_WARN_AFTER, or 30 if it is not set.
 
     Raises:
-        ClusterConfigError: the description of the cluster is wrong, or TensorFlow has run an op already.
+        ClusterConfigError: the description of the cluster is wrong, or TensorFlow has run an op already on GPUs.
         WorkersMissingError: a worker did not join within the join limit.
         WorkerVersionError: workers have different versions of this library or TensorFlow, or numbers of replicas.
         WorkerLostError: a worker ended before all had joined.
