@@ -323,7 +323,7 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
 
 
 class WorkerVersionError(ReplicaEngineError, RuntimeError):
-    """The workers have different versions of a package, or different numbers of replicas.
+    """The workers have different versions of a package, or different devices, or numbers of them.
 
     Raised when the workers have joined, before any step. Make the workers equal: programs of different versions differ.
 
@@ -337,6 +337,12 @@ class WorkerVersionError(ReplicaEngineError, RuntimeError):
     def of_package(cls, package: str, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
         """The workers have different versions of a package."""
         return _different(cls, f"versions of {package}", groups, f"Install one version of {package} on all workers.")
+
+    @classmethod
+    def of_devices(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+        """The replicas of some workers run on GPUs, and those of others on CPUs."""
+        hide = "Give each worker GPUs, or hide them: CUDA_VISIBLE_DEVICES=-1."
+        return _different(cls, "kinds of devices", groups, hide)
 
     @classmethod
     def of_replicas(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:

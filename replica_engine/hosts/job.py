@@ -40,6 +40,7 @@ from replica_engine.hosts.failure import Failure
 from replica_engine.hosts.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
 from replica_engine.hosts.wire import LONGEST_LINE, BadMessageError, Message, encode
 
+DEVICES = "the kind of devices"  # among the versions: workers with GPUs and without need other packages
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
 INTERRUPTED = 5.0  # seconds that others have to give up a step that one was interrupted in; each takes about one
 _STOOD_STILL = 2.0  # seconds between two ticks from which on this machine counts as having stood still
@@ -328,7 +329,10 @@ class Job:
     def _compare_members(self, worker: int) -> None:
         """Compares a member that has just joined with the first one."""
         first, new = next(iter(self._members.values())), self._members[worker]
-        for package in first.versions.keys() | new.versions.keys():
+        if DEVICES in first.versions and first.versions[DEVICES] != new.versions.get(DEVICES, first.versions[DEVICES]):
+            groups = self._grouped(lambda member: member.versions.get(DEVICES, "not known"))
+            self._fail(Failure.of(WorkerVersionError.of_devices, groups))
+        for package in (first.versions.keys() | new.versions.keys()) - {DEVICES}:
             if first.versions.get(package) != new.versions.get(package):
                 groups = self._grouped(lambda member: member.versions.get(package, "not there"))  # noqa: B023
                 self._fail(Failure.of(WorkerVersionError.of_package, package, groups))

@@ -16,6 +16,7 @@ from helpers import fork_server
 from helpers.jobs import LONGER, Proxy, job
 
 from replica_engine.errors import WorkerVersionError
+from replica_engine.hosts.job import DEVICES
 
 KINDS = ("threads", "compiled")
 
@@ -68,6 +69,9 @@ def test_a_start_that_fails(programs):
             tries.append(
                 (kind, {"versions": {**own, package: "0.0.1"}}, f"versions of {package}:\n  worker 0: 0.0.1\n")
             )
+        if kind == "threads":
+            gpus = {"versions": {"tensorflow": tf.__version__, DEVICES: "GPU"}}
+            tries.append((kind, gpus, "kinds of devices:\n  worker 0: GPU\n  worker 1: CPU\n"))
         tries.append((kind, {"versions": own, "replicas": 2}, "numbers of replicas:\n  worker 0: 2\n  worker 1: 1\n"))
         tries.append((kind, None, "did not join within 2 s: worker"))
     with job(join=LONGER) as control:

@@ -11,7 +11,7 @@ from replica_engine.errors import (
 )
 from replica_engine.hosts.coordinator import TICK
 from replica_engine.hosts.failure import Failure
-from replica_engine.hosts.job import STATUS_PATIENCE, Job, Limits
+from replica_engine.hosts.job import DEVICES, STATUS_PATIENCE, Job, Limits
 from replica_engine.hosts.launch_log import END, LAUNCH, WAIT, entry, packed
 from replica_engine.hosts.wire import BadMessageError
 
@@ -246,6 +246,10 @@ def test_a_worker_that_never_joined_ends():
     ("about", "text"),
     [
         ({"versions": {"tensorflow": "2.20.0"}}, "versions of tensorflow:\n  worker 0: 2.21.0\n  worker 1: 2.20.0\n"),
+        (
+            {"versions": {"tensorflow": "2.20.0", DEVICES: "GPU"}},  # which explains what else differs
+            "kinds of devices:\n  worker 0: CPU\n  worker 1: GPU\n",
+        ),
         ({"versions": {}}, "versions of tensorflow:\n  worker 0: 2.21.0\n  worker 1: not there\n"),
         (
             {"versions": {"tensorflow": "2.21.0"}, "replicas": 2},
@@ -256,7 +260,7 @@ def test_a_worker_that_never_joined_ends():
 def test_a_difference_is_told_at_once(about, text):
     """Not when all are there."""
     played = Played(joined=0)
-    played.join(0, {"tensorflow": "2.21.0"})
+    played.join(0, {"tensorflow": "2.21.0", DEVICES: "CPU"})
     played.join(1, **about)
     assert isinstance(played.error, WorkerVersionError)
     assert text in str(played.error)

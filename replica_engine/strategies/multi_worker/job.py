@@ -36,6 +36,7 @@ from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
 from replica_engine.hosts.addresses import check_free, held_address
 from replica_engine.hosts.cluster import COORDINATOR, split_address
+from replica_engine.hosts.job import DEVICES
 from replica_engine.hosts.joining import check_joins_once
 
 if TYPE_CHECKING:  # jax is an extra
@@ -172,7 +173,7 @@ def join(
                 "On GPUs make the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
                 "replica_engine.logical_devices(n) may come before it.",
             )
-        own = versions.of_worker() if over_server else {**versions.of_worker(), **_jax().versions_of_jax()}
+        own = {DEVICES: kind, **versions.of_worker(), **({} if over_server else _jax().versions_of_jax())}
         member = hosts.join(cluster, versions=own, replicas=replicas)
         try:
             addresses, held = _addresses(cluster, member) if over_server else (_unreached(cluster), None)
