@@ -144,6 +144,10 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
         )
 
 
+def _stay(waiting: Sequence[int]) -> str:
+    return f"{workers(waiting, _MOST_LINES)} did not leave that step" if waiting else "others may wait in its sum"
+
+
 class WorkerLostError(ReplicaEngineError, RuntimeError):
     """A worker of the job has died, has raised, has ended too early, or is not heard of.
 
@@ -208,9 +212,8 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def gave_up(cls, row: WorkerRow, waiting: Sequence[int], exception: str) -> WorkerLostError:
         """A worker has left a step before its end, and its program goes on; those that wait are in that step."""
-        others = f"{workers(waiting, _MOST_LINES)} did not leave that step" if waiting else "its sum is still there"
         what = (
-            f"has left a step before its end ({exception}), and {others}. "
+            f"has left a step before its end ({exception}), and {_stay(waiting)}. "
             "A program that catches an exception out of a step can go on if all workers get one in the same "
             "step; else it must raise it again"
         )

@@ -237,6 +237,11 @@ class ProgramError(ReplicaEngineError, RuntimeError):
             "Assign these variables, or load a checkpoint. If memory is the cause, use a smaller batch."
         )
 
+    @classmethod
+    def over_workers(cls, call: str, worker: int, message: str) -> ProgramError:
+        """The runtime reports that a sum or a gather over the workers, which `call` names, failed in this one."""
+        return cls(f"The call over the workers of {call} failed in worker {worker}: {message.strip()}")
+
 
 class StuckProgramError(ReplicaEngineError, RuntimeError):
     """A compiled program that was interrupted has not ended, so no other program can run on its devices.

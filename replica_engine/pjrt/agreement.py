@@ -73,7 +73,7 @@ class Agreement:
                 self._agree(program, 0, limits, left)
             return held_off().around(launch)
         finally:
-            self._member.withdraw()
+            held_off().around(self._member.withdraw)
 
     def launches(self, program: Program, is_compared_again: bool) -> None:
         """Notes that a program is launched; with signals held off.
@@ -98,7 +98,7 @@ class Agreement:
             held_off().around(end)
             return int(answers[:, -1].min())
         finally:
-            self._member.withdraw()
+            held_off().around(self._member.withdraw)
 
     def leave_to(self, devices: DeviceGroup) -> None:
         """Has other devices wait for a comparison whose wait has been ended: it holds a thread that they may need."""

@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from replica_engine.errors import ProgramError
 from replica_engine.hosts import Program
 from replica_engine.pjrt import abandoned
 from replica_engine.pjrt.exchange import element_of, from_chief
 from replica_engine.pjrt.executable import Executable, Flight
 from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 
 PACKED = 1 << 20
 """Bytes from which an array travels by itself; smaller ones are one flat array, since each costs a round of its own."""
@@ -47,7 +49,13 @@ class WorkerSums:
 
     Args:
         devices: one device of each worker.
+
+    Attributes:
+        failed: why a launch failed here alone; None if none did.
     """
+
+    failed: ProgramError | None = None
+    _is_missing = False  # whether the others are told of a launch that was not made, or failed
 
     def __init__(self, devices: DeviceGroup):
         assert devices.member is not None, "there are several workers"
@@ -57,8 +65,8 @@ class WorkerSums:
 
     @property
     def is_running(self) -> bool:
-        """Whether a launch has not ended, for which the other workers may not have come."""
-        return self._devices.interrupted and not self._devices.ends_within(0.0)
+        """Whether a launch has not ended, or was not made, for which the other workers may come."""
+        return self._is_missing or (self._devices.interrupted and not self._devices.ends_within(0.0))
 
     def sums(self, arrays: Sequence[np.ndarray], call: Call) -> list[np.ndarray]:
         """The sums over the workers of arrays, which are all of one dtype."""
@@ -151,19 +159,31 @@ class WorkerSums:
 
         Returns:
             The results, and what each worker has said.
+
+        Raises:
+            ProgramError: it cannot be compiled or has failed, in which the others have no share; `is_running` is set.
+            WorkerLostError or another failure of the job.
         """
         devices = self._devices
         shapes = hashlib.sha256(repr(key).encode()).digest()[:8]
         head = bytes.fromhex(call.program.digest[:16]) + shapes + call.number.to_bytes(4, "little")
         said = np.frombuffer((head + data).ljust(4 * _WORDS, b"\0"), np.int32).reshape(1, _WORDS)
         with devices.in_flight:
-            executable = self._programs.get(program)
-            if executable is None:
-                executable = self._programs[program] = compiled()
+            self._is_missing = True
             try:
+                executable = self._programs.get(program)
+                if executable is None:
+                    executable = self._programs[program] = compiled()
                 put = [devices.put([each]) for each in (*arrays, said)]
                 *results, by_all = Flight(executable, devices, call.program.body).start(put)
+                self._is_missing = False
                 executable.wait()
+            except RUNTIME_ERRORS as error:
+                self._is_missing = True
+                abandoned.add(devices)
+                name = f"{call.program.words}, call {call.number + 1}"
+                self.failed = ProgramError.over_workers(name, self._member.worker, str(error))
+                raise self.failed from error
             except BaseException:
                 abandoned.add(devices)
                 raise

@@ -536,7 +536,7 @@ def test_one_that_leaves_each_step_at_once():
 
 
 @pytest.mark.parametrize(
-    ("in_step", "text"), [((2,), "worker 2 did not leave that step"), ((), "its sum is still there")]
+    ("in_step", "text"), [((2,), "worker 2 did not leave that step"), ((), "others may wait in its sum")]
 )
 def test_a_sum_that_is_left_blames_only_workers_in_a_step(in_step, text):
     played = Played()

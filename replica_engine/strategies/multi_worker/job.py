@@ -111,8 +111,8 @@ class StrategyJob:
         if os.getpid() != self._process:
             return None
         if self.sums is not None:  # a host op has raised it
-            failure = self.member.failure
-            return failure if failure is not None and f"{type(failure).__name__}: " in message else None
+            failures = self.member.failure, self.sums.failed
+            return next((each for each in failures if each and f"{type(each).__name__}: " in message), None)
         if code not in _BROKEN or "ollective" not in message:
             return None
         # UNAVAILABLE: a connection broke. Other codes may have other causes.
