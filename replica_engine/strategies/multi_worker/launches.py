@@ -30,8 +30,8 @@ from replica_engine.diagnostics.user_frames import calling_line
 from replica_engine.engine import SyncPoint
 from replica_engine.errors import GraphModeError
 
+_MOST_COUNTED = 1 << 31  # launches of a program, after which they are counted from 0 again
 _FIRST_KEY, _MOST_PROGRAMS, _MOST_LAUNCHES = 1 << 30, 1 << 13, 1 << 17
-_MOST_COUNTED = 1 << 31
 """Numbers of collectives are below 2**31, and TensorFlow counts from 100: it makes variables with those numbers."""
 
 
