@@ -13,7 +13,8 @@ It is a program of its own, and no part of those that it guards: a program that 
 variables, so none is lost, and no program need be rewritten, divided ones included. It costs a small launch.
 
 What must never happen: a program is launched without a question while one is open, which Ctrl-C or a limit has ended
-here, and which others may have had answered. An open question is answered by the log, where all meet.
+here, and which others may have had answered. An open question is answered by the log, where all meet. If the launch
+that it was for is left for the one before, which others launch without a question, the logs differ.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Agreement:
             NobodyWaits: `left` is set.
         """
         try:
+            if self._is_open and self._last == program.digest:  # which one who has asked nothing launches at once
+                self._member.meet(f"the launch of {program.words}, after another one was left", *limits)
             if self._is_open or self._last != program.digest:
                 self._agree(program, 0, limits, left)
             return held_off().around(launch)

@@ -166,6 +166,23 @@ else:
     connection.put("its time was up", True)
 found["numbers"] += [number(limited, sums), number(limited, others)]
 connection.meet("the same launches")
+if os.environ["LEFT_FOR"]:  # what both have launched last, of which worker 1 asks nothing, on other devices
+    smaller = replica_engine.TPUStrategy(num_cores=2)
+    number(smaller, others)
+    if me:
+        connection.get("the other has left it")
+    else:
+        actions.append(lambda: os.kill(os.getpid(), signal.SIGINT))
+        try:
+            number(strategy, sums)
+        except KeyboardInterrupt:
+            connection.put("the other has left it", True)
+    try:
+        number(smaller, others)
+    except replica_engine.errors.ProgramDisagreementError as error:
+        found["error"] = str(error)
+    print(json.dumps([found, parts]), flush=True)
+    os._exit(0)
 if me:
     connection.get("the other waits")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -180,7 +197,8 @@ except replica_engine.errors.WorkerLostError as error:
 def test_a_launch_that_waits_for_the_comparison_is_left_and_made_again(programs):
     """With Ctrl-C, at the limit, and when another worker is lost: the launch is taken back, and no variable is lost."""
     with job(join=LONGER) as made:
-        waits, late = (programs.start(TPU_HEAD + LEFT + TPU_TAIL, env=made.environment(each)) for each in range(2))
+        environments = [made.environment(each, LEFT_FOR="") for each in range(2)]
+        waits, late = (programs.start(TPU_HEAD + LEFT + TPU_TAIL, env=each) for each in environments)
         try:
             found, _ = read(waits)
             late.communicate(LONGER)
@@ -188,3 +206,12 @@ def test_a_launch_that_waits_for_the_comparison_is_left_and_made_again(programs)
             late.kill()
     assert found["numbers"] == [4, 7, 4, 7, 1, 8, 7, 1, 8, 7]
     assert found["lost"] == [1, 2.0]
+
+
+def test_a_launch_that_is_left_for_one_that_others_make_without_a_question_is_an_error(programs):
+    """Nobody waits for ever: worker 0 for the comparison that it has asked for, and worker 1 in its collective."""
+    with job(join=LONGER) as made:
+        environments = [made.environment(each, LEFT_FOR="the last one") for each in range(2)]
+        for process in [programs.start(TPU_HEAD + LEFT + TPU_TAIL, env=each) for each in environments]:
+            found, _ = read(process)
+            assert "after another one was left" in found["error"]
