@@ -97,9 +97,12 @@ def test_an_address_without_a_port():
 
 
 @beside(None)
-def test_a_tensor_before_the_strategy():
+def test_a_tensor_before_a_strategy_that_needs_a_server(monkeypatch):
+    """As on GPUs; on CPUs there is none."""
     import replica_engine
+    from replica_engine.strategies.multi_worker import job
 
+    monkeypatch.setattr(job, "OVER_SERVER", ("CPU",))
     tf.constant(0.1)
     with pytest.raises(ClusterConfigError, match="TensorFlow has run an op in this process already, and"):
         replica_engine.MultiWorkerMirroredStrategy()
