@@ -56,7 +56,13 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine._tf.reduction import changed
 from replica_engine.keras import sums
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
-from replica_engine.keras.optimizer import Gradient, Weights, apply_across_replicas, of_whole_batch
+from replica_engine.keras.optimizer import (
+    Gradient,
+    Weights,
+    apply_across_replicas,
+    build_across_replicas,
+    of_whole_batch,
+)
 from replica_engine.keras.shard_step import Shard, current_shard, noted_shard
 from replica_engine.process.interrupts import held_off_once
 
@@ -218,6 +224,9 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> 
     def apply(grads: Iterable[Gradient], trainable_variables: Weights | None = None) -> None:
         share = current_shard()
         if share is None:
+            if trainable_variables is not None:
+                trainable_variables = list(trainable_variables)
+                build_across_replicas(optimizer, trainable_variables)
             plain(grads, trainable_variables)
             return
 

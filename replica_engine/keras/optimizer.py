@@ -85,6 +85,14 @@ def apply_across_replicas(
     context.merge_call(merge.run, args=(list(grads),))
 
 
+def build_across_replicas(optimizer: keras.optimizers.Optimizer, variables: Weights) -> None:
+    """Makes an optimizer's variables if there are none, in replica context; elsewhere it does so itself."""
+    context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
+    if context is not None and not optimizer.built:
+        merge = _Merge(optimizer, optimizer.apply, list(variables), tf.distribute.ReduceOp.SUM)
+        context.merge_call(merge.build)
+
+
 def of_whole_batch(grads: Sequence[Gradient]) -> list[Gradient]:
     """Moves the rows of tables to the first replica, for a batch that every replica has computed.
 

@@ -21,6 +21,8 @@ from replica_engine._tf import distribute
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.backend import Backend
+from replica_engine.diagnostics.op_lines import here
+from replica_engine.errors import ScopeError
 from replica_engine.keras.hooks import Hooks, extend_keras
 from replica_engine.keras.shard_step import ShardedStep
 from replica_engine.keras.train_function import StepFunction, WholeBatches, check_trainable
@@ -51,6 +53,8 @@ class ScopedModel:
 
     def ready(self, batch: object) -> contextlib.AbstractContextManager[object]:
         """Called before a step, with a batch of it if it may make variables of the model; around it, hooks are put."""
+        if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
+            raise ScopeError.in_replica("run", here())
         if batch is not None and not keras_model.is_built(self._model):
             with self._strategy.scope():
                 keras_model.build(self._model, batch)

@@ -264,10 +264,10 @@ def test_replicate_model(programs, tmp_path):
         first, second = outputs(programs, made, REPLICATED, local=2, FOLDER=str(shared))
     reference = alone(programs, REPLICATED, 4, FOLDER=str(theirs))
     assert "A batch of 25 samples does not divide by 4 replicas: they get 7, 7, 7 and 4" in first["refused"]
-    assert "The last batch, of 6 samples, does not divide by 4 replicas." in reference["warned"][0]
-    assert (first.pop("warned"), second.pop("warned")) == (reference.pop("warned"), [])
+    assert "The last batch, of 6 samples, does not divide by 4 replicas." in first.pop("warned")[0]
+    assert (second.pop("warned"), reference.pop("warned")) == ([], [])  # one process divides any batch
     assert first == second
-    assert first.pop("refused") == reference.pop("refused")
+    first.pop("refused")
     assert flat(first) == pytest.approx(flat(reference), rel=1e-6, abs=1e-6)
     assert files(theirs) == ["1.keras", "saved by 0.keras"]
     assert files(shared) == [*files(theirs), "saved by 1.keras"]  # whose path is its own
