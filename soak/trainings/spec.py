@@ -114,13 +114,8 @@ class Spec:
 
     @property
     def comparable(self) -> bool:
-        """Whether the numbers are those of one device, as far as the docs say.
-
-        They are not if a layer draws random numbers, nor after `train_on_batch` in a scope: each replica gets the whole
-        batch, and counts of samples are multiplied.
-        """
-        counted_again = self.api == SCOPE and self.feed == "train_on_batch"
-        return not counted_again and not any(part.name in RANDOM_LAYERS for part in self.body)
+        """Whether the numbers are those of one device, as far as the docs say: not if a layer draws random numbers."""
+        return not any(part.name in RANDOM_LAYERS for part in self.body)
 
     def to_json(self) -> str:
         """The spec as one line of JSON, without the fields that have their default."""
