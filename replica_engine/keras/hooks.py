@@ -63,7 +63,7 @@ from replica_engine.keras.optimizer import (
     build_across_replicas,
     of_whole_batch,
 )
-from replica_engine.keras.shard_step import Shard, current_shard, noted_shard
+from replica_engine.keras.shard import Shard, current_shard, noted_shard
 from replica_engine.process.interrupts import held_off_once
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")

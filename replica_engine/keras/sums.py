@@ -21,7 +21,6 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -30,11 +29,9 @@ from replica_engine._tf import variables
 from replica_engine._tf.keras import hooks as keras_hooks
 from replica_engine._tf.keras import model as keras_model
 from replica_engine.diagnostics.op_lines import here, user_line
+from replica_engine.keras.shard import Shard
 from replica_engine.process import scoped
 from replica_engine.values import linear
-
-if TYPE_CHECKING:
-    from replica_engine.keras.shard_step import Shard
 
 _calls: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("replica_engine_losses", default=())
 

@@ -34,7 +34,8 @@ from replica_engine.errors.base import add_note, warning
 from replica_engine.errors.models import warn_uneven_rest, warn_whole_steps
 from replica_engine.errors.timeouts import count_of
 from replica_engine.keras.hooks import has_no_sum
-from replica_engine.keras.shard_step import Shard, ShardedStep
+from replica_engine.keras.shard import Shard
+from replica_engine.keras.shard_step import ShardedStep
 from replica_engine.keras.sums import NotASum
 from replica_engine.keras.variables import kept_if
 from replica_engine.strategies.multi_step import MultiStepContext

@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine.errors import CollectiveError
-from replica_engine.keras.shard_step import Logs, Shard, ShardedStep, Update, across_replicas
+from replica_engine.keras.shard import Shard, Update
+from replica_engine.keras.shard_step import Logs, ShardedStep, across_replicas
 from replica_engine.values import rows, samples
 from replica_engine.xla.body import apart
 from replica_engine.xla.soft_placement.kinds import string_work

@@ -13,7 +13,7 @@ from keras import layers
 from replica_engine import MirroredStrategy
 from replica_engine.errors import ParityArgumentError, ParityError, ReplicateError
 from replica_engine.keras import replicate_model
-from replica_engine.keras.shard_step import Shard
+from replica_engine.keras.shard import Shard
 from replica_engine.testing import ParityReport, check_parity
 
 RNG = np.random.default_rng(0)

@@ -190,8 +190,8 @@ def join(
         if over_server:
             LOGGER.warning(
                 f"TensorFlow's server of this worker listens at port {port} of all addresses of this machine, without "
-                "a password: NCCL needs it. Whoever reaches the port can run operations of TensorFlow here, which read "
-                "and write files as you. Let only the workers of the job reach it (a firewall, or a private network)."
+                "a password: NCCL needs it. Who reaches the port can run operations of TensorFlow here, which read and "
+                "write files as you. Let only the workers of the job reach it (a firewall, or a private network)."
             )
         _joined.append(StrategyJob(cluster, member, simple, port, held, sums))
         return _joined[0]
