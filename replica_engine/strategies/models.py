@@ -49,18 +49,20 @@ def explain() -> None:
     added_losses.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
 
-def _divides_itself(model: Any) -> bool:
+def _divides_itself(model: Any, batch: Any = None) -> bool:
     """Whether the functions of a model take whole batches and divide them among the replicas of its scope.
 
     Not over several workers, and not on GPUs of threads, to which TensorFlow copies the next batch during a step. Nor
-    if the model makes its functions itself. An only replica has nothing to divide.
+    if the model makes its functions itself, or the leaves of a batch have other numbers of samples. An only replica has
+    nothing to divide.
     """
     strategy = keras_trainer.strategy_of(model)
     if strategy is None or not has_backend(strategy) or keras_trainer.makes_functions(model):
         return False
     backend = strategy.extended.backend
     on_gpus = not backend.compiles and any("GPU" in device.upper() for device in strategy.extended.worker_devices)
-    return backend.saving is None and not on_gpus and strategy.num_replicas_in_sync > 1
+    alike = len({tuple(rows) for rows in _shares(batch) if None not in rows}) <= 1
+    return alike and backend.saving is None and not on_gpus and strategy.num_replicas_in_sync > 1
 
 
 def _function_of(model: Any, name: str) -> Callable[..., Any] | None:

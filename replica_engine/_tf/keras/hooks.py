@@ -130,7 +130,7 @@ def extend_build(
     explained: Callable[[Exception], Exception],
     is_ours: Callable[[tf.distribute.Strategy], bool],
     built_now: Callable[[keras.Model], None],
-    divides_itself: Callable[[keras.Model], bool],
+    divides_itself: Callable[[keras.Model, object], bool],
 ) -> None:
     """Makes Keras build a model from one replica's part of the first batch.
 
@@ -145,8 +145,8 @@ def extend_build(
         is_ours: whether a strategy is one of this library's.
         built_now: called with the model when it is built, before its first step, if it takes what TensorFlow has
             distributed, or its `train_step` or `compute_loss` is the user's own.
-        divides_itself: whether the functions of a model take whole batches. Then its data is not distributed, but by
-            the user, and there is nothing to check.
+        divides_itself: whether the functions of a model take whole batches such as one that TensorFlow has distributed.
+            Then its data is not distributed, but by the user, and there is nothing to check.
 
     `fit` and `evaluate` then raise InputsError if their data has no batch.
     """
@@ -155,7 +155,7 @@ def extend_build(
         strategy = trainer.strategy_of(model)
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
-        divides = divides_itself(model)
+        divides = divides_itself(model, None)
         is_own = not (trainer.has_keras_step(model, "train_step") and trainer.has_keras_loss(model))
         if iterator is not None:
             is_fit = _begun.get() is model
@@ -169,7 +169,7 @@ def extend_build(
                 ) from None
             _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
             rest = trainer.size_of_rest(iterator)
-            divides = divides and _is_of_one_size(batch) and trainer.undistribute(iterator)
+            divides = divides_itself(model, batch) and trainer.undistribute(iterator)
             if not divides or is_own:
                 check(model, strategy, batch, rest, is_fit)
             iterator, data_batch = None, distribute.first_values(batch)
@@ -237,14 +237,6 @@ def make_functions(made: Callable[[keras.Model, str], Own | None], of_parts: Cal
 
     MAKE_FUNCTION.around(make)
     MAKE_PREDICT.around(make_predict)
-
-
-def _is_of_one_size(batch: object) -> bool:
-    """Whether each replica gets equally many rows of all leaves of a batch."""
-    leaves = (getattr(leaf, "values", (leaf,)) for leaf in tf.nest.flatten(batch))
-    shapes = ([getattr(part, "shape", None) for part in parts] for parts in leaves)
-    rows = {tuple(shape[0] if shape is not None and shape.rank else None for shape in of_leaf) for of_leaf in shapes}
-    return len({each for each in rows if None not in each}) <= 1
 
 
 def _can_be_joined(batch: object) -> bool:
