@@ -135,6 +135,20 @@ def number(of, step):
     return float(of.experimental_local_results(of.run(step))[0])
 
 
+def leaves(of, by, name):  # worker 0, while it waits for worker 1, which waits for that
+    if me:
+        connection.get(name)
+        return []
+    if by is KeyboardInterrupt:
+        actions.append(lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        number(of, sums)
+    except by:
+        return [float(totals[of])]
+    finally:
+        connection.put(name, True)
+
+
 class Acts(logging.Handler):  # when the warning comes that a launch waits
     def emit(self, record):
         print(record.getMessage(), file=sys.stderr)
@@ -146,37 +160,15 @@ actions = []
 logging.getLogger("replica_engine").addHandler(Acts())
 signal.signal(signal.SIGINT, signal.default_int_handler)
 found["numbers"] = [number(of, step) for of in (strategy, limited) for step in (sums, others)]
-if me:
-    connection.get("the other was interrupted")
-else:
-    actions.append(lambda: os.kill(os.getpid(), signal.SIGINT))
-    try:
-        number(strategy, sums)
-    except KeyboardInterrupt:
-        found["numbers"].append(float(totals[strategy]))
-    connection.put("the other was interrupted", True)
+found["numbers"] += leaves(strategy, KeyboardInterrupt, "the other was interrupted")
 found["numbers"] += [number(strategy, sums), number(strategy, others)]
-if me:
-    connection.get("its time was up")
-else:
-    try:
-        number(limited, sums)
-    except replica_engine.errors.ReplicaTimeoutError:
-        found["numbers"].append(float(totals[limited]))
-    connection.put("its time was up", True)
+found["numbers"] += leaves(limited, replica_engine.errors.ReplicaTimeoutError, "its time was up")
 found["numbers"] += [number(limited, sums), number(limited, others)]
 connection.meet("the same launches")
 if os.environ["LEFT_FOR"]:  # what both have launched last, of which worker 1 asks nothing, on other devices
     smaller = replica_engine.TPUStrategy(num_cores=2)
     number(smaller, others)
-    if me:
-        connection.get("the other has left it")
-    else:
-        actions.append(lambda: os.kill(os.getpid(), signal.SIGINT))
-        try:
-            number(strategy, sums)
-        except KeyboardInterrupt:
-            connection.put("the other has left it", True)
+    leaves(strategy, KeyboardInterrupt, "the other has left it")
     try:
         number(smaller, others)
     except replica_engine.errors.ProgramDisagreementError as error:
