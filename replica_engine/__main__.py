@@ -119,7 +119,7 @@ class OneLineParser(argparse_flags.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # of each command too
         """Parses what is known, as argparse does."""
-        self._given = sys.argv[1:] if args is None else list(args)
+        self._given = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

@@ -109,6 +109,23 @@ def test_errors_that_differ_are_all_there():
     )
 
 
+def test_a_heading_without_frames_of_the_user_is_left_out():
+    """An op that only the library has made; an op of the user's keeps its own."""
+    text = (
+        "Graph execution error:\n\nDetected at node Sum defined at (most recent call last):\n"
+        '  File "/library/sums.py", line 3, in all_sums\n\n'
+        "Detected at node Gather defined at (most recent call last):\n"
+        '  File "/user/step.py", line 7, in step\n\n'
+        "the host is full [Op:step]"
+    )
+    error = tf.errors.InvalidArgumentError(None, None, text)
+    graph_errors.shorten_text(error, lambda file: file.startswith("/library"))
+    assert error.message == (
+        "Graph execution error:\n\nDetected at node Gather defined at (most recent call last):\n"
+        '  File "/user/step.py", line 7, in step\nthe host is full [Op:step]'
+    )
+
+
 PY_FUNCTION = "return tf.py_function(fail, [x], x.dtype)"
 
 

@@ -74,10 +74,10 @@ def all_reduce(x: tf.Tensor, groups: Sequence[Sequence[int]], op: str) -> tf.Ten
 
 def marker(
     name: str,
-    operands: Sequence[tf.Tensor],
+    operands: list[tf.Tensor],
     parameters: str,
-    dtypes: Sequence[tf.DType],
-    shapes: Sequence[Any],
+    dtypes: list[tf.DType],
+    shapes: list[Any],
     has_effect: bool = False,
 ) -> list[tf.Tensor]:
     """A custom call that stands for another operation, or for work on the host.
@@ -86,12 +86,12 @@ def marker(
     """
     return list(
         _ops.xla_custom_call_v2(
-            operands=list(operands),
+            operands=operands,
             call_target_name=name,
             backend_config=parameters,
             has_side_effect=has_effect,
-            result_dtypes=list(dtypes),
-            result_shapes=list(shapes),
+            result_dtypes=dtypes,
+            result_shapes=shapes,
         )
     )
 
