@@ -8,18 +8,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from soak.trainings.spec import SCOPE, Spec
+from soak.trainings.spec import Spec
 
 Numbers = dict[str, np.ndarray]
 """Every number of a training, by a name that says when it was taken and what it is."""
 
 
 class EachBatch(keras.callbacks.Callback):
-    """Writes down the logs of each batch. In a scope those of metrics are means over replicas, as in tf.distribute."""
+    """Writes down the logs of each batch."""
 
-    def __init__(self, numbers: Numbers, when: str, in_scope: bool):
+    def __init__(self, numbers: Numbers, when: str):
         super().__init__()
-        self.numbers, self.when, self.in_scope = numbers, when, in_scope
+        self.numbers, self.when = numbers, when
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._write("train", batch, logs)
@@ -29,8 +29,7 @@ class EachBatch(keras.callbacks.Callback):
 
     def _write(self, kind: str, batch: int, logs: Any) -> None:
         count = sum(name.startswith(f"{self.when} {kind} ") for name in self.numbers)
-        names = ["loss"] if self.in_scope else list(logs or {})
-        for name, value in ((name, logs[name]) for name in names):
+        for name, value in (logs or {}).items():
             self.numbers[f"{self.when} {kind} {count:03d} batch {batch} {name}"] = np.asarray(value)
 
 
@@ -57,7 +56,7 @@ def made(spec: Spec, numbers: Numbers, when: str, folder: str) -> list[keras.cal
     """The callbacks of one `fit`."""
     monitor = "val_loss" if spec.validation else "loss"
     kinds = {
-        "each_batch": lambda: EachBatch(numbers, when, spec.api == SCOPE),
+        "each_batch": lambda: EachBatch(numbers, when),
         "schedule": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
         "plateau": lambda: keras.callbacks.ReduceLROnPlateau(monitor=monitor, patience=0, min_delta=0.5),
         "early_stopping": lambda: keras.callbacks.EarlyStopping(

@@ -1,7 +1,7 @@
 """A random training for each seed.
 
 A seed draws one spec, always the same. What the docs say is not the same as on one device is not drawn: a batch
-normalization of each shard, clipping in a scope, uneven batches in a scope, metrics that are no sums in a scope.
+normalization of each shard, a `train_step` of the model's own in a scope.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ SUSPECTS = 0.05
 """The part of all trainings that are like one that went wrong."""
 
 BETWEEN = ("save", "weights", "checkpoint", "recompile", "freeze", "original")
+"""The last one trains the original of a replicated model; in a scope there is none."""
+
+STYLES = ("functional", "functional", "functional", "subclass", "own_train_step")
+"""The last one has means over samples, where in a scope a step divides a sum by the batch of all replicas."""
 
 
 def drawn(seed: int) -> Spec:
@@ -39,14 +43,13 @@ def drawn(seed: int) -> Spec:
     draw = random.Random(seed)
     inputs = draw.choice(INPUTS)
     api = draw.choice((SCOPE, REPLICATE, REPLICATE))
-    in_scope = api == SCOPE
     replicas = draw.choice((1, 2, 2, 3, 3, 4, 4))
     mask_zero = inputs == "several" or (inputs == "tokens" and draw.random() < 0.6)
     feed = draw.choice(("arrays", "arrays", *FEEDS, "dataset"))
     callbacks = tuple(draw.sample(CALLBACKS, draw.choice((0, 0, 1, 1, 2))))
     dtype = draw.choice(("float32", "float32", "float64"))
-    outputs = heads.drawn(draw, in_scope, dtype)
-    optimizer = _optimizer(draw, in_scope)
+    outputs = heads.drawn(draw, dtype)
+    optimizer = _optimizer(draw)
     spec = Spec(
         seed=seed,
         strategy=draw.choice((THREADS, COMPILED)),
@@ -56,7 +59,7 @@ def drawn(seed: int) -> Spec:
         heads=outputs,
         body=layers.drawn(draw, inputs, mask_zero),
         optimizer=optimizer,
-        sizes=_sizes(draw, replicas, in_scope),
+        sizes=_sizes(draw),
         feed=feed,
         dtype=dtype,
         mask_zero=mask_zero,
@@ -75,7 +78,7 @@ def drawn(seed: int) -> Spec:
     )
     if draw.random() < SUSPECTS:
         return _suspect(draw, spec)
-    return spec if in_scope else _with_more(draw, spec)
+    return _with_more(draw, spec)
 
 
 def _suspect(draw: random.Random, spec: Spec) -> Spec:
@@ -89,7 +92,7 @@ def _suspect(draw: random.Random, spec: Spec) -> Spec:
         feed="dataset",
         mask_zero=draw.random() < 0.5,
         shared=False,
-        heads=(*heads.drawn(draw, True, spec.dtype), *heads.drawn(draw, True, spec.dtype))[:2],
+        heads=(*heads.drawn(draw, spec.dtype), *heads.drawn(draw, spec.dtype))[:2],
         body=(Part("GlobalAveragePooling1D"), *body),
         optimizer=Part(*names),
         sizes=(2 * spec.replicas,) * 3,
@@ -99,8 +102,8 @@ def _suspect(draw: random.Random, spec: Spec) -> Spec:
 
 
 def _with_more(draw: random.Random, spec: Spec) -> Spec:
-    """What only `replicate_model` promises."""
-    head = spec.heads[0]
+    """Weights, other styles of models, and what happens between two calls of `fit`."""
+    head, in_scope = spec.heads[0], spec.api == SCOPE
     classes = len(spec.heads) == 1 and head.labels != "numbers" and "ignore_class" not in head.loss.options
     classes = classes and spec.feed in ("arrays", "dataset")
     weighted = draw.random() < 0.3
@@ -108,9 +111,9 @@ def _with_more(draw: random.Random, spec: Spec) -> Spec:
         spec,
         sample_weight=weighted,
         class_weight=classes and not weighted and draw.random() < 0.3,
-        style=draw.choice(("functional", "functional", "functional", "subclass", "own_train_step")),
+        style=draw.choice(STYLES[: -1 if in_scope else None]),
         run_eagerly=spec.strategy == THREADS and draw.random() < 0.07,
-        between=draw.choice(BETWEEN) if draw.random() < 0.3 else None,
+        between=draw.choice(BETWEEN[: -1 if in_scope else None]) if draw.random() < 0.3 else None,
         loss_scale=spec.dtype == "float32"
         and "gradient_accumulation_steps" not in spec.optimizer.options
         and draw.random() < 0.1,
@@ -120,10 +123,10 @@ def _with_more(draw: random.Random, spec: Spec) -> Spec:
     )
 
 
-def _optimizer(draw: random.Random, in_scope: bool) -> Part:
+def _optimizer(draw: random.Random) -> Part:
     name = draw.choice((*OPTIMIZERS, "SGD", "RMSprop", "Adam"))
     options = dict(draw.choice(OPTIMIZERS[name]))
-    if not in_scope and draw.random() < 0.35:
+    if draw.random() < 0.35:
         options |= draw.choice(CLIPS)
     if draw.random() < 0.2:
         options["weight_decay"] = 0.01
@@ -134,10 +137,8 @@ def _optimizer(draw: random.Random, in_scope: bool) -> Part:
     return Part(name, options)
 
 
-def _sizes(draw: random.Random, replicas: int, in_scope: bool) -> tuple[int, ...]:
-    """The rows of the batches. In a scope, Keras' numbers are those of one device for equal shards only."""
+def _sizes(draw: random.Random) -> tuple[int, ...]:
+    """The rows of the batches."""
     batches = draw.randint(2, 4)
-    if in_scope:
-        return (replicas * draw.choice((1, 2, 3)),) * batches
     some = (draw.randint(1, 8), draw.randint(1, 8))  # each size is a program of its own under TPUStrategy
     return tuple(draw.choice(some) for _ in range(batches))

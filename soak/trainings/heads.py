@@ -6,9 +6,6 @@ import random
 
 from soak.trainings.spec import Head, Part
 
-OF_THE_BATCH = frozenset({"Dice", "Tversky", "PearsonCorrelation", "ConcordanceCorrelation", "largest_error"})
-"""Losses and metrics that are no means over samples. In a scope they are those of shards, as the docs say."""
-
 POSITIVE = frozenset({"MeanSquaredLogarithmicError", "Poisson", "MeanAbsolutePercentageError"})
 
 _LOGITS = {"from_logits": True}
@@ -71,15 +68,14 @@ METRICS: dict[str, tuple[Part, ...]] = {
 }
 
 
-def drawn(draw: random.Random, in_scope: bool, dtype: str) -> tuple[Head, ...]:
+def drawn(draw: random.Random, dtype: str) -> tuple[Head, ...]:
     """One output or two."""
-    return tuple(_head(draw, in_scope, dtype) for _ in range(2 if draw.random() < 0.25 else 1))
+    return tuple(_head(draw, dtype) for _ in range(2 if draw.random() < 0.25 else 1))
 
 
-def _head(draw: random.Random, in_scope: bool, dtype: str) -> Head:
+def _head(draw: random.Random, dtype: str) -> Head:
     labels = draw.choice(("numbers", "numbers", "binary", "one_hot", "classes"))
-    loss = draw.choice([each for each in LOSSES[labels] if not in_scope or _is_mean(each)])
-    metrics = [each for each in METRICS[labels] if not in_scope or _is_mean(each)]
+    loss, metrics = draw.choice(LOSSES[labels]), list(METRICS[labels])
     # What plain Keras refuses: an ignored class here, top k of float64, sample weights for correlations.
     if "ignore_class" in loss.options:
         metrics = [each for each in metrics if each.name != "SparseCategoricalCrossentropy"]
@@ -94,8 +90,3 @@ def _head(draw: random.Random, in_scope: bool, dtype: str) -> Head:
         positive=loss.name in POSITIVE,
         logits="from_logits" in loss.options,
     )
-
-
-def _is_mean(part: Part) -> bool:
-    """Whether the number of a batch is the mean of those of equal shards."""
-    return not (part.name in OF_THE_BATCH or "ignore_class" in part.options or "mean_with" in str(part.options))

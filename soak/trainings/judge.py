@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from soak.trainings.callbacks import Numbers
-from soak.trainings.spec import COMPILED, SCOPE, Spec
+from soak.trainings.spec import COMPILED, Spec
 
 TOLERANCES = {"float32": (1e-3, 1e-5), "float64": (1e-7, 1e-9)}
 """Relative and absolute, by dtype."""
@@ -110,9 +110,8 @@ def against_device(spec: Spec, train: Train, device: Numbers, numbers: Numbers) 
 
 def tolerance(spec: Spec) -> tuple[float, float]:
     """The tolerance of a training: relative and absolute."""
-    third = spec.api == SCOPE and spec.replicas & (spec.replicas - 1)  # by which Keras multiplies the loss
     bilinear = any(part.options.get("interpolation") == "bilinear" for part in spec.body)
-    return PARTLY_FLOAT32 if spec.dtype == "float64" and (third or bilinear) else TOLERANCES[spec.dtype]
+    return PARTLY_FLOAT32 if spec.dtype == "float64" and bilinear else TOLERANCES[spec.dtype]
 
 
 def far(one: Numbers, other: Numbers, within: tuple[float, float]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import tempfile
@@ -16,6 +17,9 @@ from replica_engine.keras import replicate_model
 from soak.trainings import callbacks, data, model
 from soak.trainings.callbacks import Numbers
 from soak.trainings.spec import COMPILED, REPLICATE, SCOPE, Spec
+
+_TEST_BATCH = 5
+"""The size of the batches of `evaluate`, of which there are two."""
 
 
 @functools.cache
@@ -67,11 +71,9 @@ class _Training:
         self._is_plain = one_device  # what trains now is plain Keras
         self.numbers: Numbers = {}
         self._strategy = None if one_device else strategy_of(spec.strategy, spec.replicas)
-        if self._strategy is not None and spec.api == SCOPE:
-            with self._strategy.scope():
-                self._make()
-        else:
-            self._make()
+        with self._scope():
+            self.model = model.built(spec)
+        self._compile(self.model)
         if nudge is not None:
             model.nudged(self.model, nudge)
         self.runner = self._replicated(self.model)
@@ -81,12 +83,14 @@ class _Training:
             self._fit("second", self.runner, 1)
         self._use(uses)
 
-    def _make(self) -> None:
-        self.model = model.built(self.spec)
-        self._compile(self.model)
+    def _scope(self) -> contextlib.AbstractContextManager[object]:
+        """Where models are made."""
+        in_scope = self._strategy is not None and self.spec.api == SCOPE
+        return self._strategy.scope() if in_scope else contextlib.nullcontext()
 
     def _compile(self, made: keras.Model) -> None:
-        model.compile_model(made, self.spec, self.one_device)
+        with self._scope():
+            model.compile_model(made, self.spec, self.one_device)
         if self._compiled:
             made.jit_compile = True
 
@@ -143,17 +147,13 @@ class _Training:
             return {"validation_split": 0.3}
         if self.spec.validation is None:
             return {}
-        size = self._test_batch()
+        size = _TEST_BATCH
         if self.spec.feed == "dataset":
             return {"validation_data": self._dataset(data.batches(self.spec, (size, size), data.VALIDATION))}
         return {
             "validation_data": data.samples(self.spec, 2 * size, data.VALIDATION),
             "validation_batch_size": size,
         }
-
-    def _test_batch(self) -> int:
-        """The size of the batches of `evaluate`, of which there are two. `replicate_model` takes uneven ones."""
-        return self.spec.sizes[0] if self.spec.api == SCOPE else 5
 
     def _on_batches(self, when: str, runner: keras.Model, epochs: int) -> None:
         batches = data.batches(self.spec, self.spec.sizes, data.BATCHES) * epochs
@@ -177,7 +177,8 @@ class _Training:
         if name == "save" and self.spec.style == "functional":
             path = os.path.join(self.folder, "model.keras")
             self.runner.save(path)
-            self.model = keras.saving.load_model(path, custom_objects=_OWN)
+            with self._scope():
+                self.model = keras.saving.load_model(path, custom_objects=_OWN)
             self.runner = self._replicated(self.model)
         elif name == "weights":
             path = os.path.join(self.folder, "all.weights.h5")
@@ -200,7 +201,7 @@ class _Training:
 
     def _use(self, uses: tuple[str, ...]) -> None:
         """`evaluate` and `predict`."""
-        size = self._test_batch()
+        size = _TEST_BATCH
         x, y, *weights = data.samples(self.spec, 2 * size, data.TEST)
         if self.spec.feed == "dataset":
             tested: dict[str, Any] = {"x": self._dataset(data.batches(self.spec, (size, size), data.TEST))}

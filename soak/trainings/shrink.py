@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from soak.trainings.spec import REPLICATE, SCOPE, SGD, Head, Part, Spec
+from soak.trainings.spec import SGD, Head, Part, Spec
 
 _SIMPLE: tuple[tuple[str, Any], ...] = (
     ("between", None),
@@ -99,21 +99,15 @@ def _fitting(spec: Spec) -> Spec:
 
 
 def _smaller_data(spec: Spec) -> Iterator[Spec]:
-    """Fewer batches, smaller ones, fewer replicas. In a scope all shards stay equal."""
+    """Fewer batches, smaller ones, fewer replicas."""
     for sizes in _fewer(spec.sizes):
         if sizes:
             yield dataclasses.replace(spec, sizes=sizes)
-    if spec.api == REPLICATE:
-        for index, size in enumerate(spec.sizes):
-            for smaller in sorted({1, size // 2} - {0, size}):
-                yield dataclasses.replace(spec, sizes=_with(spec.sizes, index, smaller))
+    for index, size in enumerate(spec.sizes):
+        for smaller in sorted({1, size // 2} - {0, size}):
+            yield dataclasses.replace(spec, sizes=_with(spec.sizes, index, smaller))
     for replicas in range(1, spec.replicas):
-        sizes = spec.sizes
-        if spec.api == SCOPE:
-            sizes = tuple(size // spec.replicas * replicas for size in sizes)
-        yield dataclasses.replace(spec, replicas=replicas, sizes=sizes)
-    if spec.api == SCOPE and spec.sizes[0] > spec.replicas:
-        yield dataclasses.replace(spec, sizes=(spec.replicas,) * len(spec.sizes))
+        yield dataclasses.replace(spec, replicas=replicas)
 
 
 def _fewer(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

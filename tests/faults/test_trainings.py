@@ -60,12 +60,6 @@ def test_a_failing_training_is_made_small(seed):
     assert small == dataclasses.replace(smallest, dtype=large.dtype)
 
 
-def test_every_smaller_training_of_a_scope_has_equal_shards():
-    for spec in suite.drawn(0, 100):
-        for small in shrink.candidates(spec):
-            assert small.api == REPLICATE or all(size % small.replicas == 0 for size in small.sizes)
-
-
 def test_a_difference_is_rounding_only_if_one_device_moves_as_far():
     """A metric that is 0 / 0 may differ as one device itself does; a weight may not, nor a number that is missing."""
     draws = random.Random(0)
