@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["BackupAndRestore", "CrossReplicaOptimizer", "replicate_model"]
 
 _HOME = {
-    "BackupAndRestore": "backup.callback",
-    "CrossReplicaOptimizer": "cross_replica_optimizer",
-    "replicate_model": "replicate",
+    "BackupAndRestore": "replica_engine.keras.backup.callback",
+    "CrossReplicaOptimizer": "replica_engine.keras.cross_replica_optimizer",
+    "replicate_model": "replica_engine.keras.replicate",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(versions.imported(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(versions.imported(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:
