@@ -251,9 +251,9 @@ def test_without_the_compiler_the_error_names_the_extra(tpu, name, package):
     assert xla.counts().traces == traces
 
 
-def compiled_by(monkeypatch, program, name="v5e:2x4", command=None):
+def compiled_by(monkeypatch, program, name="v5e:2x4", command=None, fn=lambda x: x + 1.0):
     """What comes of a compile whose child process runs another program."""
-    lowered = xla.lower(lambda x: x + 1.0, [[tf.constant(1.0)]] * 8)  # which looks for what is installed here
+    lowered = xla.lower(fn, [[tf.constant(1.0)]] * 8)  # which looks for what is installed here
     monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
     monkeypatch.setattr(absent, "_COMMAND", command or ("-c", program))
     return lowered.compile(topology=name)
@@ -315,6 +315,14 @@ def test_a_program_that_the_chip_has_no_room_for(monkeypatch):
     assert (plan.fits, plan.memory.temporary, plan.memory.peak) == (False, None, None)
     with pytest.raises(ProgramError, match="Shared memory size limit"):  # of a core: the chip may have room
         compiled_by(monkeypatch, answering("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: 300000 of 232448"))
+
+
+def test_variables_that_are_written_over_count_once_where_there_is_no_room(monkeypatch):
+    w = tf.Variable(tf.ones([1024]))
+    words = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the memory for HLO temporaries (19.55G) exceeds that"
+    plan = compiled_by(monkeypatch, answering(words), fn=lambda x: w.assign_add(x * tf.ones([1024])))
+    assert plan.memory.aliased == 4096
+    assert plan.memory.peak == int(19.55 * 2**30)
 
 
 def test_the_child_process_finds_the_library_and_has_no_flags_of_this_process(monkeypatch, tmp_path):
