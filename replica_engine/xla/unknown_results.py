@@ -44,8 +44,8 @@ def _used(self: UnknownResults, *args: object, **kwargs: object) -> NoReturn:
     raise self._error()
 
 
-for _name in (*_USES.split(), *(kind + name for name in _OPERATORS.split() for kind in ("", "r", "i"))):
-    setattr(UnknownResults, f"__{_name}__", _used)
+for _method in (*_USES.split(), *(kind + name for name in _OPERATORS.split() for kind in ("", "r", "i"))):
+    setattr(UnknownResults, f"__{_method}__", _used)
 
 
 def check_known(value: object) -> None:
