@@ -4,6 +4,7 @@
 - `lent_model`: the replicated model, a second object of the same model, and the state that only this one has.
 - `scoped_model`: a model that was made in `strategy.scope()`, whose variables are the replicas' own.
 - `variables`: the variables that the original, the replicated model and all replicas share.
+- `batches`: the batches of an iterator, and the shares of the replicas.
 - `shard`: the part of a batch that a replica computes, and its weight in the whole batch; `shard_step`: a step on it.
 - `train_function`: what Keras calls, which runs that step on all replicas, on the next batches; `unequal_shards`: the
   same in one compiled program, for shards of two sizes.

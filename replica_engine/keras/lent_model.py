@@ -38,10 +38,11 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine.backend import Backend
 from replica_engine.engine import current_replica
 from replica_engine.errors import BatchError, ReplicateError
+from replica_engine.keras.batches import WholeBatches
 from replica_engine.keras.hooks import Hooks
 from replica_engine.keras.optimizer import through_strategy
 from replica_engine.keras.shard_step import ShardedStep
-from replica_engine.keras.train_function import StepFunction, WholeBatches, check_trainable
+from replica_engine.keras.train_function import StepFunction, check_trainable
 from replica_engine.keras.variables import ReplicatedVariables, used_by
 from replica_engine.process import scoped
 from replica_engine.process.afterwards import afterwards

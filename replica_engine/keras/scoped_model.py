@@ -23,9 +23,10 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.backend import Backend
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import ScopeError
+from replica_engine.keras.batches import WholeBatches
 from replica_engine.keras.hooks import Hooks, extend_keras
 from replica_engine.keras.shard_step import ShardedStep
-from replica_engine.keras.train_function import StepFunction, WholeBatches, check_trainable
+from replica_engine.keras.train_function import StepFunction, check_trainable
 from replica_engine.process.afterwards import afterwards
 from replica_engine.process.interrupts import held_off_once
 
