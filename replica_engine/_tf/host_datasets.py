@@ -153,6 +153,11 @@ def pulls_of(iterator: object) -> Pulls | None:
     return Pulls.of(turns.iterator, len(turns.devices), turns.round)
 
 
+def is_on_host(iterator: object) -> bool:
+    """Whether it is an iterator over a distributed dataset whose batches all stay on the host of this process."""
+    return isinstance(iterator, _HostIterator)
+
+
 def _on_host(dataset: tf.distribute.DistributedDataset) -> tf.distribute.DistributedDataset:
     """The dataset with the iterator of this module, unless it feeds other devices than CPUs or has several workers.
 

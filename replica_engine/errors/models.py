@@ -63,21 +63,20 @@ def warn_other_batches(batch: int, had: int, now: int, is_smaller: bool | None) 
     )
 
 
-def warn_uneven_rest(rows: int, size: int) -> str:
-    """The warning that the last batch of `fit` gives replicas unequal shares, in a strategy's scope."""
-    most = rows % size
+def warn_uneven_rest(model: str, rows: int, size: int) -> str:
+    """The warning that replicas get unequal shares of a batch, of a model with a step of its own in a scope."""
     return warning(
         "warn_uneven_rest",
-        f"The last batch, of {count_of(rows, 'sample')}, does not divide by {size} replicas. Keras averages over "
-        "replicas, not over samples, as in tf.distribute: its samples do not count equally, and the numbers are not "
-        "quite those of one device. replicate_model(model) divides batches of any size with the numbers of one device. "
-        f"Or leave out {count_of(most, 'sample')}: x[:-{most}], y[:-{most}], or of a dataset the rest: "
-        "dataset.batch(n, drop_remainder=True).",
+        f"A batch of {count_of(rows, 'sample')} gives {size} replicas unequal shares. The train_step or compute_loss "
+        f"of {model!r} follows the rule of tf.distribute in a scope: each replica computes its part of a sum. That is "
+        "right if the step divides by the batch of all replicas. If it takes means over its samples, they count "
+        "unequally. Leave out a rest: dataset.batch(n, drop_remainder=True). Or let replicate_model(model) divide "
+        "batches of any size, with the results of one device.",
     )
 
 
 def warn_metric_not_a_sum(metric: str, kind: str, variable: str, where: str, size: int) -> str:
-    """The warning that the variable of a metric is not a sum over samples, in a strategy's scope."""
+    """The warning that the variable of a metric is not a sum over samples, in a step of the user's own in a scope."""
     return warning(
         "warn_metric_not_a_sum",
         f"The metric {metric!r} ({kind}) assigns its variable {variable!r}{at(where)}, and the value is not a sum over "
@@ -86,17 +85,6 @@ def warn_metric_not_a_sum(metric: str, kind: str, variable: str, where: str, siz
         "device. Build the model outside of the scope and train replicate_model(model, strategy=strategy), which "
         "computes such metrics as one device does. Or make each variable of the metric a sum over samples, with "
         "assign_add.",
-    )
-
-
-def warn_uneven_evaluation(model: str, rows: int, size: int) -> str:
-    """The warning that a batch gives replicas unequal shares, in `evaluate` of a model with its own `test_step`."""
-    return warning(
-        "warn_uneven_evaluation",
-        f"A batch of {count_of(rows, 'sample')} for `evaluate`, or for the validation in `fit`, does not divide by "
-        f"{size} replicas, and {model!r} has its own `test_step`. What its metrics count is right. What the step "
-        "returns otherwise, such as a mean over its samples, Keras averages over replicas, not over samples. Count it "
-        "with a metric: metric.update_state(values), and return metric.result().",
     )
 
 

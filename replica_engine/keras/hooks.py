@@ -54,6 +54,9 @@ from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import sums as keras_sums
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine._tf.reduction import changed
+from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.suspicions import warn_once
+from replica_engine.errors.models import warn_metric_not_a_sum
 from replica_engine.keras import sums
 from replica_engine.keras.cross_replica_optimizer import CrossReplicaOptimizer
 from replica_engine.keras.optimizer import (
@@ -72,6 +75,7 @@ HasWeighted = Callable[[keras.optimizers.Optimizer], bool]
 _logger = logging.getLogger("replica_engine")
 _lock = threading.Lock()
 _found: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # no sums, by their ids
+_looked: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # by `_warn_of_no_sum`
 _READING = ("save", "save_weights", "export", "get_weights")
 
 
@@ -317,11 +321,18 @@ def _compiled_loss(compiled: keras.losses.Loss) -> Callable[..., tf.Tensor]:
 
 
 def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
-    """The `update_state` of a metric of the user's own; it gives up a step of a shard whose values do not add up."""
+    """The `update_state` of a metric of the user's own; it gives up a step of a shard whose values do not add up.
+
+    A step with the rule of `tf.distribute` has no other way. There is a warning if the values surely do not.
+    """
     own = metric.update_state
 
     def update_state(*args: object, **kwargs: object) -> object:
         share = current_shard()
+        if share is None and (noted := noted_shard()) is not None:
+            result = own(*args, **kwargs)
+            held_off_once().around(lambda: _warn_of_no_sum(metric, functools.partial(own, *args, **kwargs), noted))
+            return result
         for each in tf.nest.flatten((args, kwargs)):
             sums.check_sum(each, share)
         update = functools.partial(own, *args, **kwargs)
@@ -347,6 +358,17 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
         return result
 
     return update_state
+
+
+def _warn_of_no_sum(metric: keras.metrics.Metric, update: keras_sums.Call, share: Shard) -> None:
+    """Looks at the first update of a metric."""
+    if share.replicas == 1 or keras_sums.is_looking() or id(metric) in _looked:
+        return
+    _looked[id(metric)] = metric
+    found = keras_sums.updates_of(metric, update, here)
+    if (wrong := next((each for each in found if each.kind == keras_sums.OTHER), None)) is not None:
+        text = warn_metric_not_a_sum(metric.name, type(metric).__name__, wrong.variable, wrong.place, share.replicas)
+        warn_once(tf.distribute.get_strategy(), ("metric", metric.name, wrong.place), text)
 
 
 def _loss(share: Shard, own: Callable[..., object], loss: keras.losses.Loss, *args: object, **kwargs: object) -> object:

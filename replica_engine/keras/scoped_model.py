@@ -4,7 +4,7 @@ Keras would distribute its data, and a step would have a mean over replicas wher
 Here the data stays whole, and a `StepFunction` divides it, as for a replicated model. A `train_step` of the user's own
 keeps the rule of `tf.distribute`: gradients are summed over replicas, and the step divides by the batch of all.
 
-Several workers, and threads on GPUs, take the shares that TensorFlow has dealt to them: there Keras' own functions run.
+Several workers, and threads on GPUs, take the shares that TensorFlow has dealt to them (`DealtBatches`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.backend import Backend
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import ScopeError
-from replica_engine.keras.batches import WholeBatches
+from replica_engine.keras.batches import DealtBatches
 from replica_engine.keras.hooks import Hooks, extend_keras
 from replica_engine.keras.shard_step import ShardedStep
 from replica_engine.keras.train_function import StepFunction, check_trainable
@@ -50,7 +50,7 @@ class ScopedModel:
         self._hooks = Hooks(model, strategy, None)
         self._known: object = None
         step = ShardedStep(model, name, own_step="sum")
-        self.function = StepFunction(model, backend, step, WholeBatches(backend, keeps=False), self.ready)
+        self.function = StepFunction(model, backend, step, DealtBatches(backend), self.ready)
 
     def ready(self, batch: object) -> contextlib.AbstractContextManager[object]:
         """Called before a step, with a batch of it if it may make variables of the model; around it, hooks are put."""

@@ -41,7 +41,7 @@ from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.telemetry import timeline
 from replica_engine.telemetry.watchdog import Wait
 from replica_engine.values import samples
-from replica_engine.values.regroup import select
+from replica_engine.values.regroup import regroup, select
 
 MANY_SIZES = 8
 """A warning is logged when programs for this many batch sizes of one step exist."""
@@ -52,7 +52,7 @@ _WASTE = 4
 PROGRESS_EVERY = 10.0
 """Seconds between log lines that report an unfinished compilation."""
 
-_SHARDS, _UNEQUAL, _WHOLE = "shards", "unequal shards", "whole batch"
+_SHARDS, _DEALT, _UNEQUAL, _WHOLE = "shards", "shards as they were dealt", "unequal shards", "whole batch"
 """What replicas compute of a batch."""
 
 _NOTHING = contextlib.nullcontext()
@@ -94,6 +94,7 @@ class StepFunction:
         # What has run: the method, the batch size that it is compiled for, and what batches are like but for that.
         self._known: set[tuple[str, int, str, object]] = set()
         self._is_whole: bool | None = None  # whether no batch is divided; None before a step has asked
+        self._has_trained = False  # with the rule of `tf.distribute`
         self._gives: dict[str, bool] = {}  # whether outputs as long as a shard have a row per sample, by kind of batch
         if self._compiles:
             # Replicas take different branches in a step of unequal shares. In a branch, devices of several replicas
@@ -107,14 +108,14 @@ class StepFunction:
         """Runs `train_step` or `test_step` on the next `steps_per_execution` batches; returns the logs of the last."""
         name = self._step.name
         batches, failed = self.batches.next(iterator, self._model.steps_per_execution)
-        first = batches[0].data if batches else None
+        first = batches[0].sample if batches else None
         logs: Any = None
         span = timeline.span(self._calling, name, "launch", {"batches": len(batches)})
         with span, self._ready(first), _inputs_named(first) if self._compiles else _NOTHING:
             for how, data, size, group in self._launches(batches):
                 try:
-                    may_end = self._is_eager and how == _SHARDS and not self._step.is_plain
-                    with self._undone_if_given_up() if may_end else _NOTHING:
+                    may_end = self._is_eager and how != _WHOLE and not self._step.is_plain
+                    with self._undone_if_given_up(how) if may_end else _NOTHING:
                         logs = self._run(how, data, size, len(group) > 1)
                     continue
                 except NotASum as found:
@@ -127,7 +128,7 @@ class StepFunction:
                         raise
                     self._has_branches = False
                 for batch in group:
-                    logs = self._run(_WHOLE, *batch)
+                    logs = self._run(_WHOLE, self.batches.joined(batch), batch.total)
             if not batches:
                 logs = self._model.get_metrics_result()
         if failed is not None:
@@ -137,7 +138,7 @@ class StepFunction:
     def predict(self, batches: Sequence[object]) -> object:
         """The outputs for some batches as one batch, in the order of the samples."""
         outputs = []
-        for data in map(self.batches.whole, batches):
+        for data in itertools.chain.from_iterable(map(self.batches.wholes, batches)):
             total = samples.count(data)
             with self._ready(None), _inputs_named(data) if self._compiles else _NOTHING:
                 made = self._outputs(data if total else samples.blank(data), total or 1)
@@ -151,50 +152,58 @@ class StepFunction:
         """
         for total, same in itertools.groupby(batches, operator.attrgetter("total")):
             group, divides = list(same), total % self._size == 0
-            if len(group) > 1 and self._compiles and divides and not self._computes_whole(total):
-                yield _SHARDS, [self.batches.shares(*batch) for batch in group], total, group
+            if len(group) > 1 and self._compiles and divides and not any(map(self._computes_whole, group)):
+                yield _SHARDS, [self.batches.shares(batch) for batch in group], total, group
                 continue
             for batch in group:
-                if self._computes_whole(total):
-                    yield _WHOLE, *batch, [batch]
+                if self._computes_whole(batch):
+                    yield _WHOLE, self.batches.joined(batch), total, [batch]
                 elif not self._compiles:
-                    yield _SHARDS, *batch, [batch]
+                    is_dealt = batch.dealt is not None
+                    yield (
+                        *((_DEALT, (batch.data, tf.constant(total))) if is_dealt else (_SHARDS, batch.data)),
+                        total,
+                        [batch],
+                    )
                 elif divides:
-                    yield _SHARDS, self.batches.shares(*batch), total, [batch]
+                    yield _SHARDS, self.batches.shares(batch), total, [batch]
                 else:
                     # One program serves all totals between two multiples of N: the number of larger shards is an input.
-                    yield _UNEQUAL, (self.batches.shares(*batch), np.int32(total)), total // self._size, [batch]
+                    yield _UNEQUAL, (self.batches.shares(batch), np.int32(total)), total // self._size, [batch]
 
-    def _computes_whole(self, total: int) -> bool:
+    def _computes_whole(self, batch: Batch) -> bool:
         """Whether every replica computes all of a batch.
 
         Raises:
             BatchError: a step that follows the rule of `tf.distribute` cannot be divided so.
         """
+        total = batch.total
         if self._step.is_plain:
-            rest = total % self._size > 0
-            if rest and self._step.name == "train_step":
-                self._check_rest(total)
+            rest = total % self._size > 0 or batch.is_whole or batch.is_uneven
+            if self._step.name == "train_step":
+                if rest:
+                    self._check_rest(batch)
+                self._has_trained = True
                 return False
             return rest  # of a test, the whole batch has the loss of one device
         if self._is_whole is None:  # asked in a step: before, a model may have no losses and metrics yet
             self._is_whole = self._step.mixes_samples
-        if self._is_whole or has_no_sum(self._model) or total < self._size:
+        if self._is_whole or has_no_sum(self._model) or batch.is_whole or total < self._size:
             return True
         if self._compiles:
             return total % self._size > 0 and (self._step.is_own or not self._has_branches)
         # An eager step cannot be given up when one of its metrics turns out not to be a sum.
         return self._is_eager and bool(own_metrics_of(self._model))
 
-    def _check_rest(self, total: int) -> None:
-        """Warns, on threads, of a batch that does not divide by the replicas; a program has one shape on all of them.
+    def _check_rest(self, batch: Batch) -> None:
+        """Warns, on threads, of a rest that does not divide by the replicas; a program has one shape on all of them.
 
         Raises:
-            BatchError: the replicas are compiled.
+            BatchError: the replicas are compiled, or it is the first batch and so no rest.
         """
-        size = self._size
-        if not self._compiles:
-            warn_once(self._backend.strategy, "rest", warn_uneven_rest(total, size))
+        total, size = batch.total, self._size
+        if self._has_trained and not self._compiles and not batch.is_whole:
+            warn_once(self._model, "rest", warn_uneven_rest(self._model.name, total, size))
             return
         raise BatchError(
             f"A batch of {count_of(total, 'sample')} does not divide by {size} replicas. The train_step or "
@@ -204,12 +213,12 @@ class StepFunction:
             "device."
         )
 
-    def _undone_if_given_up(self) -> contextlib.AbstractContextManager[None]:
+    def _undone_if_given_up(self, how: str) -> contextlib.AbstractContextManager[None]:
         """Around an eager step that may be given up: it has changed variables then, which its graph has not.
 
         Keras' own steps do in each call what they did in the first one; a step of the user's own may begin to clip.
         """
-        is_known = (_SHARDS, 0, False) in self._functions and keras_trainer.has_keras_step(self._model, self._step.name)
+        is_known = (how, 0, False) in self._functions and keras_trainer.has_keras_step(self._model, self._step.name)
         return _NOTHING if is_known else kept_if(NotASum, self._model)
 
     def _outputs(self, data: Any, total: int) -> object:
@@ -227,7 +236,7 @@ class StepFunction:
         kind = samples.described(data)
         known = [size for by, size, of, _ in self._known if (by, of) == (how, kind) and total <= size <= _WASTE * total]
         size = min(known, default=-(-total // self._size) * self._size)
-        parts = self._run(how, self.batches.shares(samples.pad(data, size - total), size), size)
+        parts = self._run(how, self.batches.shares(Batch(samples.pad(data, size - total), size)), size)
         outputs, are_of_rows = self._joined(parts, total, size // self._size)
         if are_of_rows and kind not in self._gives:
             self._gives[kind] = keras_model.gives_rows(self._model) or self._grows(data, total, select(0, parts))
@@ -236,7 +245,7 @@ class StepFunction:
     def _grows(self, data: object, total: int, outputs: object) -> bool:
         """Whether outputs that are as long as a shard have a row per sample: those of a longer shard are longer."""
         rows = -(-total // self._size) + 1
-        longer = self.batches.shares(samples.pad(data, rows * self._size - total), rows * self._size)
+        longer = self.batches.shares(Batch(samples.pad(data, rows * self._size - total), rows * self._size))
         function = self._made(_SHARDS, rows * self._size, False)
         specs = self._backend.result_specs(self._programs, function, (longer,))
         leaves = [tf.nest.flatten(leaf, expand_composites=True) for leaf in tf.nest.flatten(outputs)]
@@ -354,8 +363,15 @@ class StepFunction:
         settings = LoopSettings(len(data), spread=False, programs=self._programs)
         return self._backend.run_steps(step, iter(data), settings).last_step_outputs["logs"]
 
-    def _on_threads(self, how: str, batch: object) -> object:
+    def _on_threads(self, how: str, batch: Any) -> object:
         """Runs a method on all replicas, while a graph is built unless the model runs eagerly."""
+        if how == _DEALT:
+            parts, total = batch
+
+            def dealt(data: object) -> object:
+                return self._step(data, Shard(samples.count_in_graph(data), total, self._size))
+
+            return select(0, self._backend.strategy.run(dealt, args=(regroup(parts),)))
         total = size = samples.count_in_graph(batch)
         is_padded = self._step.name == "predict_step" and how == _SHARDS
         if is_padded:

@@ -125,6 +125,29 @@ def test_batches_of_any_size_train_as_on_one_device(strategy):
         )
 
 
+@pytest.mark.graphs
+@pytest.mark.replicas(4)
+def test_a_dataset_that_the_user_distributed_trains_as_on_one_device(strategy):
+    """TensorFlow deals 13 samples as 4, 4, 4 and 1, and 5 as 2, 2, 1 and 0; 8 are used as they are dealt."""
+
+    def make(**options):
+        return small(optimizer=keras.optimizers.Adam(0.05, global_clipnorm=0.5), metrics=["mae"], **options)
+
+    data = batches(13, 13).concatenate(batches(5, 5)).concatenate(batches(8, 8))
+    weighted = data.map(lambda x, y: (x, y, tf.abs(x[:, 0]) + 0.5))
+    one = make(run_eagerly=True)
+    expected = one.fit(weighted, epochs=2, verbose=0).history, one.get_weights()
+    with strategy.scope():
+        model = make()
+    history = model.fit(strategy.experimental_distribute_dataset(weighted), epochs=2, verbose=0).history
+    assert_trained_alike(strategy, model, history, expected)
+    dealt = strategy.experimental_distribute_dataset(data)
+    np.testing.assert_allclose(model.evaluate(dealt, verbose=0), one.evaluate(data, verbose=0), rtol=1e-5)
+    dealt = strategy.experimental_distribute_dataset(data.map(lambda x, y: x))
+    expected = [one(x) for x, _ in data]
+    np.testing.assert_allclose(model.predict(dealt, verbose=0), np.concatenate(expected), rtol=1e-4, atol=1e-6)
+
+
 class Summed(keras.Sequential):
     """A step that was written for `tf.distribute`: it divides by the batch of all, and gradients are summed."""
 
@@ -494,8 +517,8 @@ def test_data_without_a_batch_is_an_error(strategy, method):
     with strategy.scope():
         model = small()
     weights = model.get_weights()
-    with pytest.raises(InputsError, match=f"The data of {method} has no batch"):
+    with pytest.raises(InputsError, match="The data of `fit` or `evaluate` has no batch"):
         getattr(model, method)(batches(count=0), verbose=0)
-    with pytest.raises(InputsError, match=f"The data of {method} has no batch"):
+    with pytest.raises(InputsError, match="The data of `fit` or `evaluate` has no batch"):
         getattr(model, method)(FEATURES[:0], LABELS[:0], verbose=0)
     assert all(np.array_equal(*both) for both in zip(weights, model.get_weights(), strict=True))

@@ -13,7 +13,6 @@ from replica_engine.errors import BackupError, BatchError, LogError, OptimizerEr
 from replica_engine.errors.models import (
     warn_metric_not_a_sum,
     warn_other_batches,
-    warn_uneven_evaluation,
     warn_uneven_rest,
     warn_whole_steps,
 )
@@ -168,33 +167,6 @@ def test_a_rest_that_does_not_divide():
     model.evaluate(np.ones((9, 3)), np.ones((9, 2)), batch_size=4, verbose=0)
     for _ in range(2):  # warned of once
         model.fit(np.ones((11, 3)), np.ones((11, 2)), batch_size=4, verbose=0)
-
-
-class ItsOwnTestStep(keras.Model):
-    def build(self, input_shape):
-        self.dense = keras.layers.Dense(2)
-        self.dense.build(input_shape)
-
-    def call(self, x):
-        return self.dense(x)
-
-    def test_step(self, data):
-        x, y = data
-        return {"loss": tf.reduce_mean((self(x) - y) ** 2)}
-
-    def make_test_function(self, force=False):  # so TensorFlow deals its batches
-        super().make_test_function(force)
-
-
-@shows(warn_uneven_evaluation)
-def test_an_evaluation_with_a_step_of_its_own_that_does_not_divide():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
-        model = ItsOwnTestStep(name="regression")
-        model.compile("sgd", "mse")
-    validation = np.ones((7, 3)), np.ones((7, 2))
-    x, y = np.ones((8, 3)), np.ones((8, 2))
-    model.fit(x, y, batch_size=8, epochs=2, validation_data=validation, verbose=0)
 
 
 @shows(warn_metric_not_a_sum)

@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.losses import loss as _loss
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAdapter
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter as _OfGenerator
 
 from helpers.private_names import Private
@@ -51,7 +50,6 @@ PRIVATE = (
     Private(_model, "_compile_metrics", "whether the metrics have been built"),
     Private(_model, "_loss_tracker", "whether compile() was called again"),
     Private(_loss.backend, "backend", "whether losses are scaled for a strategy"),
-    Private(_DataAdapter, keras_trainer.REST, "the size of a last batch that is smaller"),
     Private(_OfGenerator(iter([(0,)])), keras_trainer.KEPT, "the first batch of a generator, which still gives it"),
     Private(_model, "_initial_epoch", "the epoch that a restored training begins with"),
     Private(_model, "_get_metrics_result_or_logs", "the logs of an epoch whose last step was before a restart"),

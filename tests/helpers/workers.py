@@ -81,6 +81,53 @@ def pairs(dataset):
     return dataset.map(lambda x: (x[:, tf.newaxis], x[:, tf.newaxis] / 2))
 """
 
+SCOPED_KERAS = """
+import keras
+
+
+class Biggest(keras.metrics.Metric):  # no sum: every replica computes whole batches
+    def __init__(self):
+        super().__init__(name="biggest")
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(tf.abs(y - outputs))))
+
+    def result(self):
+        return self.value
+
+
+class Summed(keras.Sequential):  # its gradients are summed
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((self(x) - y) ** 2) / 16
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+        return {"loss": loss}
+
+
+def scoped(metrics, kind=keras.Sequential, **options):
+    with strategy.scope():
+        model = kind([keras.Input((8,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.Adam(0.05, global_clipnorm=0.1), "mse", metrics=metrics(), **options)
+    return model
+
+
+def in_a_scope(x, y):
+    # Trains on batches of 16, 16 and 5 samples; the last one leaves no sample for one of four replicas.
+    data = tf.data.Dataset.from_tensor_slices((x[:37], y[:37])).batch(16)
+    models = scoped(lambda: ["mae"]), scoped(lambda: ["mae"], steps_per_execution=3), scoped(lambda: [Biggest()])
+    logs = [model.fit(data, epochs=2, verbose=0, validation_data=data).history for model in models]
+    own = scoped(list, Summed)
+    try:
+        own.fit(data.skip(2), verbose=0)
+    except replica_engine.errors.BatchError as error:
+        logs.append(str(error))
+    logs.append(own.fit(data.take(2), verbose=0).history)  # all workers go on
+    return logs, [[model.evaluate(data, verbose=0), model.get_weights()[0].tolist()] for model in models]
+"""
+
 
 def outputs(programs, made: Job, program: str, local: int = 1, **environment: str) -> list[dict]:
     """Runs a program in all workers of a job; returns what each has found."""

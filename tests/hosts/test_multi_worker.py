@@ -11,6 +11,7 @@ from helpers.jobs import LONGER, is_stopped, job, until
 from helpers.workers import (
     HEAD,
     IN_A_LOOP,
+    SCOPED_KERAS,
     TAIL,
     UNEVEN_KERAS,
     alone,
@@ -223,7 +224,6 @@ def test_keras(programs, tmp_path):
 
 REPLICATED = """
 import keras
-import logging.handlers
 
 strategy = KIND()
 keras.utils.set_random_seed(1)
@@ -240,19 +240,8 @@ checkpoint = keras.callbacks.ModelCheckpoint(os.environ["FOLDER"] + "/{epoch}.ke
 fast.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[checkpoint])
 model.save(os.environ["FOLDER"] + f"/saved by {me}.keras")
 found["weights"] = [each.tolist() for each in model.get_weights()]
-
-with strategy.scope():
-    scoped = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-    scoped.compile("sgd", "mse")
-try:
-    scoped.fit(x, y, batch_size=25, verbose=0)
-except replica_engine.errors.BatchError as error:
-    found["refused"] = str(error)
-log = logging.getLogger("replica_engine")
-log.addHandler(handler := logging.handlers.BufferingHandler(100))
-scoped.fit(x, y, batch_size=16, verbose=0)
-log.removeHandler(handler)
-found["warned"] = [record.getMessage() for record in handler.buffer]
+(*logs, found["refused"], log), *others = in_a_scope(x, y)
+found["scope"] = [logs, log, others]
 """
 
 
@@ -261,13 +250,10 @@ def test_replicate_model(programs, tmp_path):
     shared.mkdir()
     theirs.mkdir()
     with job(join=LONGER) as made:
-        first, second = outputs(programs, made, REPLICATED, local=2, FOLDER=str(shared))
-    reference = alone(programs, REPLICATED, 4, FOLDER=str(theirs))
-    assert "A batch of 25 samples does not divide by 4 replicas: they get 7, 7, 7 and 4" in first["refused"]
-    assert "The last batch, of 6 samples, does not divide by 4 replicas." in first.pop("warned")[0]
-    assert (second.pop("warned"), reference.pop("warned")) == ([], [])  # one process divides any batch
+        first, second = outputs(programs, made, SCOPED_KERAS + REPLICATED, local=2, FOLDER=str(shared))
+    reference = alone(programs, SCOPED_KERAS + REPLICATED, 4, FOLDER=str(theirs))
     assert first == second
-    first.pop("refused")
+    assert first.pop("refused") == reference.pop("refused")
     assert flat(first) == pytest.approx(flat(reference), rel=1e-6, abs=1e-6)
     assert files(theirs) == ["1.keras", "saved by 0.keras"]
     assert files(shared) == [*files(theirs), "saved by 1.keras"]  # whose path is its own

@@ -5,7 +5,7 @@ Processes that start TensorFlow are expensive. So a job checks many things, and 
 
 import pytest
 from helpers.jobs import LONGER, job
-from helpers.workers import IN_A_LOOP, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
+from helpers.workers import IN_A_LOOP, SCOPED_KERAS, TPU_HEAD, TPU_TAIL, UNEVEN_KERAS, flat, read
 
 NUMBERS = """
 import re
@@ -331,6 +331,8 @@ found["predict"] = model.predict(x[:16], batch_size=16, verbose=0).tolist()
 with strategy.scope():
     model.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
 found["two steps"] = model.fit(data, epochs=1, verbose=0).history
+(*logs, found["refused"], log), *others = in_a_scope(x, y)
+found["scope"] = [logs, log, others]
 
 keras.utils.set_random_seed(1)
 model = dense()
@@ -349,9 +351,11 @@ def test_keras(programs, tmp_path):
     (tmp_path / "job").mkdir()
     (tmp_path / "one").mkdir()
     with job(join=LONGER) as made:
-        (first, _), (second, _) = outputs(programs, made, KERAS, FOLDER=str(tmp_path / "job"))
-    alone, _ = read(programs.start(TPU_HEAD + KERAS + TPU_TAIL, env={"FOLDER": str(tmp_path / "one")}), LONGER)
+        (first, _), (second, _) = outputs(programs, made, SCOPED_KERAS + KERAS, FOLDER=str(tmp_path / "job"))
+    program = TPU_HEAD + SCOPED_KERAS + KERAS + TPU_TAIL
+    alone, _ = read(programs.start(program, env={"FOLDER": str(tmp_path / "one")}), LONGER)
     assert first == second
+    assert first.pop("refused") == alone.pop("refused")
     assert first.pop("saved") == alone.pop("saved") == ["ckpt-1", "ckpt-2"]
     for name, value in alone.items():
         assert flat(first[name]) == pytest.approx(flat(value), rel=1e-6, abs=2e-6), name

@@ -8,9 +8,8 @@ This module does not import Keras.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,6 @@ from replica_engine._tf.hook import FIRST_SCOPE, REPLICATED, Hook, StandIn
 from replica_engine._tf.keras import accumulation as names
 from replica_engine._tf.keras import trainer
 from replica_engine.errors import InputsError
-from replica_engine.process import scoped
 
 if TYPE_CHECKING:
     import keras
@@ -56,13 +54,7 @@ COMPILE = _of_scope(
 BUILD = _of_scope(
     _TRAINERS,
     "_maybe_symbolic_build",
-    why="models are built from one replica's part, after a check; own metrics are looked at; errors are explained",
-)
-FIT = _of_scope(
-    _TRAINERS,
-    "fit",
-    why="the check before the model is built knows `fit` from `evaluate`",
-    until="only notes that it was called",
+    why="models are built from one replica's part; whole batches come to those that divide them; errors are explained",
 )
 COMBINE = _of_scope(
     trainer.MODULE,
@@ -126,11 +118,9 @@ def compile_in_scope(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
 
 
 def extend_build(
-    check: Callable[[keras.Model, tf.distribute.Strategy, object, int | None, bool], None],
     explained: Callable[[Exception], Exception],
     is_ours: Callable[[tf.distribute.Strategy], bool],
-    built_now: Callable[[keras.Model], None],
-    divides_itself: Callable[[keras.Model, object], bool],
+    takes_whole: Callable[[keras.Model, object], bool],
 ) -> None:
     """Makes Keras build a model from one replica's part of the first batch.
 
@@ -138,15 +128,10 @@ def extend_build(
     sizes fail in an op, AddN.
 
     Args:
-        check: called before the model is built, and before the first callback. It takes the model; its strategy; the
-            first batch of all replicas; the number of samples in a smaller last batch, None if there is none or Keras
-            does not know it; and whether the method is `fit`.
         explained: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
-        built_now: called with the model when it is built, before its first step, if it takes what TensorFlow has
-            distributed, or its `train_step` or `compute_loss` is the user's own.
-        divides_itself: whether the functions of a model take whole batches such as one that TensorFlow has distributed.
-            Then its data is not distributed, but by the user, and there is nothing to check.
+        takes_whole: whether a model takes whole batches such as the first one, which TensorFlow has distributed. Then
+            its data is not distributed, but by the user.
 
     `fit` and `evaluate` then raise InputsError if their data has no batch.
     """
@@ -155,95 +140,47 @@ def extend_build(
         strategy = trainer.strategy_of(model)
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
-        divides = divides_itself(model, None)
-        is_own = not (trainer.has_keras_step(model, "train_step") and trainer.has_keras_loss(model))
         if iterator is not None:
-            is_fit = _begun.get() is model
             try:
                 batch = trainer.first_batch(iterator, strategy)
             except StopIteration:
                 raise InputsError(
-                    f"The data of {'fit' if is_fit else 'evaluate'} has no batch: its arrays have no rows, or its "
-                    "dataset or generator ends before the first batch. A generator that has been read must be made "
-                    "again."
+                    "The data of `fit` or `evaluate` has no batch: its arrays have no rows, or its dataset or "
+                    "generator ends before the first batch. A generator that has been read must be made again."
                 ) from None
-            _begun.set(None)  # what `fit` calls later, such as `evaluate`, is not its beginning
-            rest = trainer.size_of_rest(iterator)
-            divides = divides_itself(model, batch) and trainer.undistribute(iterator)
-            if not divides or is_own:
-                check(model, strategy, batch, rest, is_fit)
+            if takes_whole(model, batch):
+                trainer.undistribute(iterator)
             iterator, data_batch = None, distribute.first_values(batch)
         try:
-            result = own(model, iterator=iterator, data_batch=data_batch)
+            return own(model, iterator=iterator, data_batch=data_batch)
         except Exception as error:
             raise explained(error)
-        if not divides or is_own:
-            built_now(model)
-        return result
 
     BUILD.around(built)
-    FIT.around(_fit)
 
 
-_begun: contextvars.ContextVar[keras.Model | None] = contextvars.ContextVar("replica_engine_fit", default=None)
-"""The model whose `fit` has been called and has not built it yet. Keras builds it in the same way in `evaluate`."""
-
-
-def _fit(own: Own, model: keras.Model, *args: object, **kwargs: object) -> object:
-    with scoped.variable(_begun, model):
-        return own(model, *args, **kwargs)
-
-
-def make_functions(made: Callable[[keras.Model, str], Own | None], of_parts: Callable[..., Own]) -> None:
+def make_functions(made: Callable[[keras.Model, str], Own | None]) -> None:
     """Gives models other functions to train, test and predict than Keras makes.
 
     Args:
         made: called with a model and "train_step", "test_step" or "predict_step"; returns what Keras calls with an
-            iterator over whole batches, or with the batches of a prediction, or None if the model takes what TensorFlow
-            has distributed.
-        of_parts: makes the function of such a model, as `of_parts(own, model, step_function)` with Keras' own method.
+            iterator, or with the batches of a prediction, or None for Keras' own function.
     """
 
     def make(own: Own, model: keras.Model, step_function: object) -> object:
         name = "train_step" if step_function == model.train_step else "test_step"
-        whole = made(model, name)
-        if whole is None:
-            return of_parts(own, model, step_function)
-        keras_own: list[Own] = []
-
-        def function(iterator: Iterator[object]) -> object:
-            if not isinstance(iterator, tf.distribute.DistributedIterator):
-                return whole(iterator)
-            if not keras_own:  # the user has distributed the dataset
-                keras_own.append(of_parts(own, model, step_function))
-            return keras_own[0](iterator)
-
-        return function
+        return made(model, name) or own(model, step_function)
 
     def make_predict(own: Own, model: keras.Model, force: bool = False) -> object:
-        if model.predict_function is not None and not force:
-            return model.predict_function
-        whole = made(model, "predict_step")
-        if whole is None:
-            return own(model, force)
-        own(model, True)
-        of_parts = model.predict_function
-
-        def function(batches: Sequence[object]) -> object:
-            return (whole if all(map(_can_be_joined, batches)) else of_parts)(batches)
-
-        model.predict_function = function
-        return function
+        if model.predict_function is None or force:
+            function = made(model, "predict_step")
+            if function is None:
+                return own(model, force)
+            model.predict_function = function
+        return model.predict_function
 
     MAKE_FUNCTION.around(make)
     MAKE_PREDICT.around(make_predict)
-
-
-def _can_be_joined(batch: object) -> bool:
-    """Whether the parts of replicas differ in nothing but their numbers of samples."""
-    leaves = [leaf.values for leaf in tf.nest.flatten(batch) if isinstance(leaf, distribute.DistributedValues)]
-    shapes = ([tuple(getattr(part, "shape", ()))[1:] for part in parts] for parts in leaves)
-    return all(len(set(each)) == 1 for each in shapes)
 
 
 def combine_logs(strategies: type) -> None:

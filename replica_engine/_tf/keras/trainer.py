@@ -18,10 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-# The classes of what `batch` and `repeat` return, whose datasets `_inputs` gives. The sizes of batches are attributes.
-from tensorflow.python.data.ops.batch_op import _BatchDataset, _ParallelBatchDataset
-from tensorflow.python.data.ops.repeat_op import _RepeatDataset
-
 from replica_engine._tf import versions
 
 if TYPE_CHECKING:
@@ -31,7 +27,6 @@ MODULE = "keras.src.backend.tensorflow.trainer"
 TRAINER = "Trainer" if versions.keras_renamed() else "TensorFlowTrainer"
 METHOD = "_make_function"
 REDUCE = "reduce_per_replica"
-REST = "partial_batch_size"
 DISTRIBUTED, ORIGINAL = "_distributed_dataset", "_original_dataset"
 """Where Keras keeps the distributed dataset, and TensorFlow in that the one that it was made of."""
 KEPT = "_first_batches"
@@ -68,21 +63,17 @@ def makes_functions(model: keras.Model) -> str | None:
     return next((name for name in names if not has_keras_step(model, name)), None)
 
 
-def undistribute(iterator: Any) -> bool:
-    """Makes an epoch iterator give whole batches, where Keras has distributed a dataset; whether it does now.
+def undistribute(iterator: Any) -> None:
+    """Makes an epoch iterator give whole batches, where Keras has distributed a dataset.
 
     A dataset that the user has distributed stays as it is. TensorFlow takes a distributed dataset's batches ahead of
     the step, and so does what takes its place.
     """
     dataset = getattr(iterator, DISTRIBUTED)
-    if isinstance(dataset, tf.data.Dataset):
-        return True
-    given = iterator.data_adapter
-    if isinstance(getattr(given, "_dataset", None), tf.distribute.DistributedDataset):
-        return False
-    setattr(iterator, DISTRIBUTED, getattr(dataset, ORIGINAL).prefetch(_AHEAD))
-    setattr(iterator, READ_AHEAD, True)
-    return True
+    given = getattr(iterator.data_adapter, "_dataset", None)
+    if not isinstance(dataset, tf.data.Dataset) and not isinstance(given, tf.distribute.DistributedDataset):
+        setattr(iterator, DISTRIBUTED, getattr(dataset, ORIGINAL).prefetch(_AHEAD))
+        setattr(iterator, READ_AHEAD, True)
 
 
 _AHEAD = 2  # batches
@@ -103,53 +94,6 @@ def first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> object:
         return next(batches)
     copies = itertools.repeat(kept[0], strategy.num_replicas_in_sync)  # for each worker one, and none is needed twice
     return next(iter(strategy.experimental_distribute_dataset(type(adapter)(copies).get_tf_dataset())))
-
-
-def size_of_rest(iterator: object) -> int | None:
-    """The number of samples in the last batch of an epoch, if it is known to be smaller than the others.
-
-    Keras knows it of arrays. Of a dataset, see `_rest_of_dataset`. None too if an epoch ends before that batch, because
-    of `steps_per_epoch`.
-    """
-    adapter: Any = getattr(iterator, "data_adapter", None)
-    steps: int = getattr(iterator, "steps_per_epoch", None) or 0
-    dataset = getattr(getattr(iterator, DISTRIBUTED, None), ORIGINAL, None)
-    try:
-        batches = getattr(adapter, "num_batches", None)
-        rest = getattr(adapter, REST, None)
-    except NotImplementedError:  # an adapter of a generator, a PyDataset or a DataLoader
-        return None
-    if rest is None and isinstance(dataset, tf.data.Dataset):
-        rest = _rest_of_dataset(dataset)
-        batches = batches or steps + 1  # of a dataset that is repeated, an epoch may have any part
-    return None if 0 < steps < (batches or 0) else rest
-
-
-def _rest_of_dataset(dataset: tf.data.Dataset) -> int | None:
-    """The number of samples in the smaller last batch of a dataset; `batch` may be followed by `prefetch` and the like.
-
-    None if there is none, if batches are mapped, left out or divided after `batch`, or if TensorFlow does not know how
-    many samples there are.
-    """
-    count = None
-    while len(inputs := dataset._inputs()) == 1:
-        here = int(dataset.cardinality())
-        if not isinstance(dataset, _RepeatDataset):
-            if count is not None and here != count:
-                return None
-            count = here
-        if hasattr(dataset, "_map_func"):  # after `batch`, a function may pad a batch, or cut it
-            return None
-        if isinstance(dataset, (_BatchDataset, _ParallelBatchDataset)):
-            rows, size = int(inputs[0].cardinality()), int(dataset._batch_size)
-            return rows % size or None if rows >= 0 and not bool(dataset._drop_remainder) else None
-        (dataset,) = inputs
-    return None
-
-
-def reduced(outputs: object, strategy: tf.distribute.Strategy) -> Any:
-    """Combines the logs of all replicas."""
-    return getattr(sys.modules[MODULE], REDUCE)(outputs, strategy, reduction="auto")
 
 
 def plain_logs(logs: Mapping[str, object]) -> dict[str, object]:

@@ -3,7 +3,7 @@
 - `strategy`: TPUStrategy. `extended`: its extended half. `backend`: compiles and runs what the replicas run.
 - `variables`: distributed variables whose values live on the devices.
 - `workers`: what is different where the job has several workers.
-- `device_loops`: `run_steps`. `keras_steps`: `steps_per_execution` of Keras.
+- `device_loops`: `run_steps`.
 """
 
 from replica_engine.strategies.tpu.extended import TPUExtended
