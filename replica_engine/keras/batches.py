@@ -37,7 +37,7 @@ class Batch(NamedTuple):
         data: the samples, as tensors; of a batch that is used as it was dealt, a list of the parts that the replicas of
             this process have.
         total: how many samples all replicas have.
-        dealt: the `_shares` of all replicas, if the batch is used as it was dealt.
+        dealt: the numbers of `DealtBatches._shares` for all replicas, if the batch is used as it was dealt.
         is_whole: whether it cannot be divided, as its arrays have different numbers of samples.
     """
 
@@ -176,15 +176,17 @@ class DealtBatches(WholeBatches):
     def _counted(self, batches: Sequence[list[Any]], failed: Exception | None) -> list[Batch]:
         workers = self._backend.saving
         if workers is None:
-            found = [self._batch(parts, _shares(parts) if len(parts) > 1 else None) for parts in batches]
+            found = [self._batch(parts, self._shares(parts) if len(parts) > 1 else None) for parts in batches]
         elif failed is not None:  # the others may have taken more batches
             raise failed
         else:
             own = len(self._backend.strategy.extended.worker_devices)
+            first = self._own.start if self._backend.compiles else own * workers.worker
             batches = [parts if len(parts) == own else _divided(parts[0], own) for parts in batches]
-            mine = np.array([_shares(parts) for parts in batches])
-            told = np.zeros([*mine.shape[:-1], self._size], np.int64)
-            told[..., own * workers.worker : own * (workers.worker + 1)] = mine
+            mine = np.array([self._shares(parts) for parts in batches])
+            # XLA does not compile collectives of 64 bits for TPUs; TensorFlow has those of 32 bits on the host.
+            told = np.zeros([*mine.shape[:-1], self._size], np.int32 if self._backend.compiles else np.int64)
+            told[..., first : first + own] = mine
             of_each = _per_replica([told, *[np.zeros_like(told)] * (own - 1)])
             of_all = self._backend.strategy.reduce("SUM", of_each, axis=None).numpy()
             found = [self._batch(parts, shares) for parts, shares in zip(batches, of_all, strict=True)]
@@ -204,10 +206,23 @@ class DealtBatches(WholeBatches):
     def joined(self, batch: Batch) -> Any:
         return batch.data if batch.dealt is None else self._together(batch.data, batch.dealt)
 
+    def _shares(self, parts: Sequence[Any]) -> np.ndarray:
+        """Two numbers for each part of each leaf with samples: how many it has, and one that stands for all else.
+
+        The second is odd if the leaf can go to other workers.
+        """
+        leaves = [[leaf for leaf in tf.nest.flatten(part) if samples.has_rows(leaf)] for part in parts]
+        rows = [[int(samples.count_in_graph(leaf)) for leaf in each] for each in leaves]
+        return np.array([rows, [list(map(self._kind, each)) for each in leaves]], np.int64).swapaxes(1, 2)
+
+    def _kind(self, leaf: Any) -> int:
+        is_sent = isinstance(leaf, tf.Tensor) and not (self._backend.compiles and leaf.dtype == tf.string)
+        return (zlib.crc32(samples.described(leaf).encode()) & 0x7FFFFFFE) | is_sent
+
     def _joins_not(self, shares: np.ndarray) -> bool:
         """Whether the parts of a batch differ in more than their numbers of samples, or cannot go to other workers."""
         kinds = shares[1]
-        return not _are_equal(kinds) or (self._backend.saving is not None and not (kinds & _DENSE).all())
+        return not _are_equal(kinds) or (self._backend.saving is not None and not (kinds & 1).all())
 
     def _together(self, parts: list[Any], shares: np.ndarray) -> Any:
         """The parts of all replicas, joined.
@@ -220,9 +235,9 @@ class DealtBatches(WholeBatches):
             raise BatchError(
                 f"A batch of {count_of(sum(rows) + last, 'sample')} is dealt to {self._size} replicas as "
                 f"{', '.join(map(str, rows))} and {last}. Such a batch must be joined, as its shares are not equal or "
-                "the model computes whole batches. Its parts cannot be joined: they must have one shape everywhere, "
-                "and over several workers they must be dense numbers. Pass batches that all replicas share equally, of "
-                f"a multiple of {self._size} samples: dataset.batch(n, drop_remainder=True)."
+                "the model computes whole batches. But its parts cannot be: they must have one shape everywhere, and "
+                "over several workers they must be dense, and no strings under TPUStrategy. Pass batches that all "
+                f"replicas share equally, of a multiple of {self._size} samples: dataset.batch(n, drop_remainder=True)."
             )
         if self._backend.saving is None:
             return _joined(parts)
@@ -237,10 +252,6 @@ class DealtBatches(WholeBatches):
         padded = [tf.concat([leaf, tf.zeros([most - len(leaf), *leaf.shape[1:]], leaf.dtype)], 0) for leaf in leaves]
         places = [replica * most + np.arange(each) for replica, each in enumerate(rows)]
         return tf.gather(self._backend.strategy.gather(_per_replica(padded), axis=0), np.concatenate(places))
-
-
-_DENSE = 1
-"""The bit of the kind of a leaf that can travel to other workers."""
 
 
 def _parts(batch: object) -> list[Any]:
@@ -266,19 +277,6 @@ def _divided(batch: object, size: int) -> list[Any]:
     total = samples.count(batch)
     stops = [total * part // size for part in range(size + 1)]
     return [samples.take(batch, *each) for each in itertools.pairwise(stops)]
-
-
-def _shares(parts: Sequence[Any]) -> np.ndarray:
-    """Two numbers for each part of each leaf with samples: how many it has, and one that stands for all else."""
-    leaves = [[leaf for leaf in tf.nest.flatten(part) if samples.has_rows(leaf)] for part in parts]
-    rows = [[int(samples.count_in_graph(leaf)) for leaf in each] for each in leaves]
-    kinds = [[_kind(leaf) for leaf in each] for each in leaves]
-    return np.array([rows, kinds], np.int64).swapaxes(1, 2)
-
-
-def _kind(leaf: Any) -> int:
-    digest = zlib.crc32(samples.described(leaf).encode()) & 0x7FFFFFFE
-    return digest | _DENSE if isinstance(leaf, tf.Tensor) and leaf.dtype != tf.string else digest
 
 
 def _are_equal(shares: np.ndarray) -> bool:
