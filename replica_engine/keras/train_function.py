@@ -158,13 +158,10 @@ class StepFunction:
             for batch in group:
                 if self._computes_whole(batch):
                     yield _WHOLE, self.batches.joined(batch), total, [batch]
+                elif not self._compiles and batch.dealt is not None:
+                    yield _DEALT, (batch.data, tf.constant(total)), total, [batch]
                 elif not self._compiles:
-                    is_dealt = batch.dealt is not None
-                    yield (
-                        *((_DEALT, (batch.data, tf.constant(total))) if is_dealt else (_SHARDS, batch.data)),
-                        total,
-                        [batch],
-                    )
+                    yield _SHARDS, batch.data, total, [batch]
                 elif divides:
                     yield _SHARDS, self.batches.shares(batch), total, [batch]
                 else:
