@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from replica_engine.errors import BatchError, CollectiveError, LoweringError, Op
 from replica_engine.errors.base import add_note, warning
 from replica_engine.errors.models import warn_uneven_rest, warn_whole_steps
 from replica_engine.errors.timeouts import count_of
+from replica_engine.keras import step_loop
 from replica_engine.keras.batches import Batch, WholeBatches
 from replica_engine.keras.hooks import has_no_sum
 from replica_engine.keras.shard import Shard
@@ -95,6 +95,7 @@ class StepFunction:
         self._known: set[tuple[str, int, str, object]] = set()
         self._is_whole: bool | None = None  # whether no batch is divided; None before a step has asked
         self._has_trained = False  # with the rule of `tf.distribute`
+        self._are_joined = True  # whether outputs for several batches can be made in one graph, as far as is known
         self._gives: dict[str, bool] = {}  # whether outputs as long as a shard have a row per sample, by kind of batch
         if self._compiles:
             # Replicas take different branches in a step of unequal shares. In a branch, devices of several replicas
@@ -106,17 +107,33 @@ class StepFunction:
 
     def __call__(self, iterator: Iterator[object]) -> dict[str, tf.Tensor]:
         """Runs `train_step` or `test_step` on the next `steps_per_execution` batches; returns the logs of the last."""
+        left = steps = int(self._model.steps_per_execution)
+        most = self._most
+        logs: Any = None
+        while left > 0:
+            try:
+                batches, failed = self.batches.next(iterator, min(most, left))
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if left == steps:
+                    raise
+                break
+            if batches or failed or logs is None:
+                logs = self._executed(batches, failed)
+            left -= most
+        return logs
+
+    def _executed(self, batches: Sequence[Batch], failed: Exception | None) -> dict[str, tf.Tensor]:
+        """Runs the step on each batch; returns the logs of the last, or raises the exception that came after it."""
         name = self._step.name
-        batches, failed = self.batches.next(iterator, self._model.steps_per_execution)
         first = batches[0].sample if batches else None
         logs: Any = None
         span = timeline.span(self._calling, name, "launch", {"batches": len(batches)})
         with span, self._ready(first), _inputs_named(first) if self._compiles else _NOTHING:
-            for how, data, size, group in self._launches(batches):
+            for how, data, size, is_loop, group in self._launches(batches):
                 try:
                     may_end = self._is_eager and how != _WHOLE and not self._step.is_plain
                     with self._undone_if_given_up(how) if may_end else _NOTHING:
-                        logs = self._run(how, data, size, len(group) > 1)
+                        logs = self._run(how, data, size, is_loop)
                     continue
                 except NotASum as found:
                     if found.why:  # otherwise a metric, which the hooks know
@@ -137,36 +154,89 @@ class StepFunction:
 
     def predict(self, batches: Sequence[object]) -> object:
         """The outputs for some batches as one batch, in the order of the samples."""
-        outputs = []
-        for data in itertools.chain.from_iterable(map(self.batches.wholes, batches)):
-            total = samples.count(data)
-            with self._ready(None), _inputs_named(data) if self._compiles else _NOTHING:
-                made = self._outputs(data if total else samples.blank(data), total or 1)
-                outputs.append(made if total else samples.take(made, 0, 0))
+        outputs: list[object] = []
+        wholes = itertools.chain.from_iterable(map(self.batches.wholes, batches))
+        with self._ready(None):
+            for loops, same in itertools.groupby(wholes, self._loops):
+                whole = [*same]
+                for start in range(0, len(whole), step_loop.MOST):
+                    some = whole[start : start + step_loop.MOST]
+                    together = self._outputs_together(some) if loops else None
+                    outputs += [together] if together is not None else map(self._outputs_of_any, some)
         return outputs[0] if len(outputs) == 1 else samples.join(outputs)
 
-    def _launches(self, batches: Sequence[Batch]) -> Iterator[tuple[str, object, int, list[Batch]]]:
-        """For each launch: a method, what it takes, the batch size to compile it for, and the batches that it computes.
+    def _outputs_of_any(self, data: Any) -> object:
+        """The outputs for a batch, which may be empty."""
+        total = samples.count(data)
+        with _inputs_named(data) if self._compiles else _NOTHING:
+            made = self._outputs(data if total else samples.blank(data), total or 1)
+        return made if total else samples.take(made, 0, 0)
 
-        Consecutive batches of one size, as `steps_per_execution` requests them, run in one launch: a device loop.
+    def _outputs_together(self, batches: Sequence[object]) -> object | None:
+        """The outputs for batches that are alike, made by one call; None if each needs its own."""
+        if self._is_whole or not self._are_joined or not all(map(samples.count, batches)):
+            return None
+        try:
+            outputs, are_of_rows = self._run(_SHARDS, self._filled(batches), 0, True)
+        except step_loop.NotJoined:
+            self._are_joined = False
+            return None
+        return outputs if are_of_rows else None
+
+    def _loops(self, data: object) -> tuple[str, int | str] | None:
+        """What batches are like that run in one graph, a loop on threads; None if each is a launch."""
+        if self._compiles or self._is_eager or self._most == 1 or not step_loop.fits(data):
+            return None
+        return samples.described(data), samples.places(data)
+
+    @property
+    def _most(self) -> int:
+        """The most steps that are launched together."""
+        steps = int(self._model.steps_per_execution)
+        return steps if self._compiles else min(steps, step_loop.MOST)
+
+    def _filled(self, batches: Sequence[object]) -> tuple[tuple[object, ...], tf.Tensor]:
+        return step_loop.filled(batches, self._most)
+
+    def _alike(self, batch: Batch) -> object:
+        """Equal for consecutive batches that may run in one launch: of any size on threads, where they are divided."""
+        is_divided = not (self._is_rest(batch) if self._step.is_plain else self._computes_whole(batch))
+        return (self._loops(batch.data) if is_divided and batch.dealt is None else None) or batch.total
+
+    def _launches(self, batches: Sequence[Batch]) -> Iterator[tuple[str, object, int, bool, list[Batch]]]:
+        """For each launch: a method, what it takes, the batch size to compile it for, if it is a loop, and its batches.
+
+        Consecutive batches, as `steps_per_execution` requests them, run in one launch: in a loop of the devices, or in
+        that of `step_loop`.
         """
-        for total, same in itertools.groupby(batches, operator.attrgetter("total")):
-            group, divides = list(same), total % self._size == 0
-            if len(group) > 1 and self._compiles and divides and not any(map(self._computes_whole, group)):
-                yield _SHARDS, [self.batches.shares(batch) for batch in group], total, group
+        for alike, same in itertools.groupby(batches, self._alike):
+            group = list(same)
+            total = group[0].total
+            divides = total % self._size == 0
+            are_whole = any([*map(self._computes_whole, group)])
+            if isinstance(alike, tuple) and not are_whole:
+                yield _SHARDS, self._filled([batch.data for batch in group]), total, True, group
+                continue
+            if len(group) > 1 and self._compiles and divides and not are_whole:
+                yield _SHARDS, [self.batches.shares(batch) for batch in group], total, True, group
                 continue
             for batch in group:
                 if self._computes_whole(batch):
-                    yield _WHOLE, self.batches.joined(batch), total, [batch]
+                    yield _WHOLE, self.batches.joined(batch), total, False, [batch]
                 elif not self._compiles and batch.dealt is not None:
-                    yield _DEALT, (batch.data, tf.constant(total)), total, [batch]
+                    yield _DEALT, (batch.data, tf.constant(total)), total, False, [batch]
                 elif not self._compiles:
-                    yield _SHARDS, batch.data, total, [batch]
+                    yield _SHARDS, batch.data, total, False, [batch]
                 elif divides:
-                    yield _SHARDS, self.batches.shares(batch), total, [batch]
+                    yield _SHARDS, self.batches.shares(batch), total, False, [batch]
                 else:
                     # One program serves all totals between two multiples of N: the number of larger shards is an input.
-                    yield _UNEQUAL, (self.batches.shares(batch), np.int32(total)), total // self._size, [batch]
+                    parts = self.batches.shares(batch), np.int32(total)
+                    yield _UNEQUAL, parts, total // self._size, False, [batch]
+
+    def _is_rest(self, batch: Batch) -> bool:
+        """Whether the replicas cannot have equal shares of a batch."""
+        return batch.total % self._size > 0 or batch.is_whole or batch.is_uneven
 
     def _computes_whole(self, batch: Batch) -> bool:
         """Whether every replica computes all of a batch.
@@ -176,7 +246,7 @@ class StepFunction:
         """
         total = batch.total
         if self._step.is_plain:
-            rest = total % self._size > 0 or batch.is_whole or batch.is_uneven
+            rest = self._is_rest(batch)
             if self._step.name == "train_step":
                 if rest:
                     self._check_rest(batch)
@@ -229,11 +299,11 @@ class StepFunction:
 
     def _compiled_outputs(self, how: str, data: Any, total: int) -> tuple[object, bool]:
         """The outputs, and whether they have a row per sample; by a program for a larger batch, if there is one."""
-        data = samples.views(data)
         kind = samples.described(data)
         known = [size for by, size, of, _ in self._known if (by, of) == (how, kind) and total <= size <= _WASTE * total]
         size = min(known, default=-(-total // self._size) * self._size)
-        parts = self._run(how, self.batches.shares(Batch(samples.pad(data, size - total), size)), size)
+        padded = samples.pad(samples.views(data), size - total) if size > total else data
+        parts = self._run(how, self.batches.shares(Batch(padded, size)), size)
         outputs, are_of_rows = self._joined(parts, total, size // self._size)
         if are_of_rows and kind not in self._gives:
             self._gives[kind] = keras_model.gives_rows(self._model) or self._grows(data, total, select(0, parts))
@@ -242,7 +312,8 @@ class StepFunction:
     def _grows(self, data: object, total: int, outputs: object) -> bool:
         """Whether outputs that are as long as a shard have a row per sample: those of a longer shard are longer."""
         rows = -(-total // self._size) + 1
-        longer = self.batches.shares(Batch(samples.pad(data, rows * self._size - total), rows * self._size))
+        padded = samples.pad(samples.views(data), rows * self._size - total)
+        longer = self.batches.shares(Batch(padded, rows * self._size))
         function = self._made(_SHARDS, rows * self._size, False)
         specs = self._backend.result_specs(self._programs, function, (longer,))
         leaves = [tf.nest.flatten(leaf, expand_composites=True) for leaf in tf.nest.flatten(outputs)]
@@ -266,28 +337,34 @@ class StepFunction:
             joined = tf.nest.map_structure(lambda leaf: strategy.gather(leaf, axis=0), outputs)
         else:
             joined = samples.join([select(replica, outputs) for replica in range(own)])
-        return samples.take(joined, 0, total), are_of_rows
+        # Numbers that a graph does not know are tensors. A slice of all rows is an op of eager mode, too.
+        is_all = isinstance(total, int) and isinstance(rows, int) and total == rows * self._size
+        return joined if is_all else samples.take(joined, 0, total), are_of_rows
 
     def _run(self, how: str, data: Any, size: int, is_loop: bool = False) -> Any:
         """Runs a method on all replicas: compiled for batches of this size, or in a graph for those of any size."""
         compiles, known = self._compiles, self._known
-        in_parts, size = compiles and not is_loop and type(data) is tuple, size if compiles else 0
+        # A function takes the parts of a batch, or on threads the batches of a loop, as its arguments.
+        in_parts, size = type(data) is tuple and compiles != is_loop, size if compiles else 0
         function = self._functions.get((how, size, in_parts)) or self._made(how, size, in_parts)
-        if in_parts:  # a batch like the last one, of dense tensors, is found again by its objects
+        if in_parts and compiles:  # a batch like the last one, of dense tensors, is found again by its objects
             again = self._backend.run_again(function, data, self._programs)
             if again is not None:
                 return again[0]
         if self._is_eager:
             return function(data)
+        is_of_several = is_loop and not compiles
         call = functools.partial(self._launch, function, in_parts, is_loop) if compiles else function
-        kind = samples.described(select(0, data) if compiles else data)
-        key = how, size, kind, samples.places(data)
+        args = data if is_of_several else (data,)
+        like = data[0][0] if is_of_several else data
+        kind = samples.described(select(0, like) if compiles else like)
+        key = how, size, kind, (samples.places(like), len(data[0]) if is_of_several else 0)
         if key in known:
-            return call(data)
+            return call(*args)
         with self._first_run(how, size, kind):
             if not compiles:  # the graph takes any number of samples: the last batch of a dataset needs no other graph
-                function.get_concrete_function(samples.generalized(data))
-            outputs = call(data)
+                function.get_concrete_function(*samples.generalized(args))
+            outputs = call(*args)
         known.add(key)
         if compiles and len(known) == MANY_SIZES:
             text = (
@@ -339,6 +416,9 @@ class StepFunction:
             def run(*data: object) -> object:
                 return self._on_replica(how, data if in_parts else data[0], size)
 
+        elif in_parts:
+            run = step_loop.joined if self._step.name == "predict_step" else step_loop.last
+            run = functools.partial(run, functools.partial(self._on_threads, how))
         else:
             run = functools.partial(self._on_threads, how)
         run.__name__ = self._step.name
