@@ -7,6 +7,7 @@ any number of batches up to the one that it was made for: fewer are filled up, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ def fits(batch: object) -> bool:
 
 def filled(batches: Sequence[object], most: int) -> tuple[tuple[object, ...], tf.Tensor]:
     """What a graph for `most` batches takes: the last batch fills up what is missing; and how many there are."""
-    return (*batches, *batches[-1:] * (most - len(batches))), tf.constant(len(batches))
+    more = itertools.repeat(batches[-1], most - len(batches))
+    return (*batches, *more), tf.constant(len(batches))
 
 
 def last(step: Callable[[Any], Any], batches: Sequence[object], count: tf.Tensor) -> Any:

@@ -34,7 +34,7 @@ def explain() -> None:
     if "replica_engine.keras" in sys.modules and "keras" in sys.modules:  # for models that the program loads
         importlib.import_module("replica_engine.keras.cross_replica_optimizer")
     keras_hooks.extend_build(explained, has_backend, _takes_whole)
-    keras_hooks.make_functions(_function_of)
+    keras_hooks.make_functions(_function_of, _takes_whole)
     keras_hooks.compile_in_scope(has_backend)
     hide_frames(FOLDERS)
     normalization.synchronize_masked(has_backend)
@@ -66,7 +66,7 @@ def _divides(model: Any, name: str = "test_step") -> bool:
 
 
 def _takes_whole(model: Any, batch: Any) -> bool:
-    """Whether batches such as one that TensorFlow has dealt come whole, to be divided among the replicas.
+    """Whether batches such as one that TensorFlow has dealt come whole, to be divided among the replicas; None: any.
 
     Not to several workers, or to threads on GPUs, to which TensorFlow copies the next batch during a step; nor if the
     leaves of a batch have other numbers of samples, and are dealt apart.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -55,6 +56,12 @@ BUILD = _of_scope(
     _TRAINERS,
     "_maybe_symbolic_build",
     why="models are built from one replica's part; whole batches come to those that divide them; errors are explained",
+)
+ITERATE = _of_scope(
+    "keras.src.trainers.epoch_iterator.EpochIterator",
+    "_enumerate_iterator",
+    why="`predict` gets whole batches",
+    order=1,
 )
 COMBINE = _of_scope(
     trainer.MODULE,
@@ -140,6 +147,7 @@ def extend_build(
         strategy = trainer.strategy_of(model)
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
+        _predicting.set(None)  # it is of a `predict` that a callback has ended
         if iterator is not None:
             try:
                 batch = trainer.first_batch(iterator, strategy)
@@ -159,12 +167,15 @@ def extend_build(
     BUILD.around(built)
 
 
-def make_functions(made: Callable[[keras.Model, str], Own | None]) -> None:
+def make_functions(
+    made: Callable[[keras.Model, str], Own | None], takes_whole: Callable[[keras.Model, object], bool]
+) -> None:
     """Gives models other functions to train, test and predict than Keras makes.
 
     Args:
         made: called with a model and "train_step", "test_step" or "predict_step"; returns what Keras calls with an
             iterator, or with the batches of a prediction, or None for Keras' own function.
+        takes_whole: as for `extend_build`. The data of `predict` is not distributed then either.
     """
 
     def make(own: Own, model: keras.Model, step_function: object) -> object:
@@ -176,11 +187,39 @@ def make_functions(made: Callable[[keras.Model, str], Own | None]) -> None:
             function = made(model, "predict_step")
             if function is None:
                 return own(model, force)
-            model.predict_function = function
+            model.predict_function = _Predict(function)
+        if isinstance(model.predict_function, _Predict):
+            _predicting.set(weakref.ref(model))
         return model.predict_function
+
+    def enumerated(own: Own, iterator: object) -> object:
+        predicting, strategy = _predicting.get(), trainer.strategy_of(iterator)
+        _predicting.set(None)
+        model = None if predicting is None else predicting()
+        if model is not None and strategy is not None and strategy is trainer.strategy_of(model):
+            if takes_whole(model, None):
+                trainer.undistribute(iterator)
+        return own(iterator)
 
     MAKE_FUNCTION.around(make)
     MAKE_PREDICT.around(make_predict)
+    ITERATE.around(enumerated)
+
+
+class _Predict:
+    """What Keras calls with the batches of a prediction."""
+
+    def __init__(self, function: Own):
+        self._function = function
+
+    def __call__(self, batches: Sequence[object]) -> object:
+        _predicting.set(None)
+        return self._function(batches)
+
+
+_predicting: contextvars.ContextVar[weakref.ref[keras.Model] | None]
+_predicting = contextvars.ContextVar("replica_engine_predict", default=None)
+"""The model whose `predict` begins: Keras then iterates over its data, or calls the function with a single batch."""
 
 
 def combine_logs(strategies: type) -> None:

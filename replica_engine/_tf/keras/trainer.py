@@ -72,11 +72,12 @@ def undistribute(iterator: Any) -> None:
     dataset = getattr(iterator, DISTRIBUTED)
     given = getattr(iterator.data_adapter, "_dataset", None)
     if not isinstance(dataset, tf.data.Dataset) and not isinstance(given, tf.distribute.DistributedDataset):
-        setattr(iterator, DISTRIBUTED, getattr(dataset, ORIGINAL).prefetch(_AHEAD))
+        ahead = min(max(_AHEAD, int(iterator.steps_per_execution)), _MOST_AHEAD)
+        setattr(iterator, DISTRIBUTED, getattr(dataset, ORIGINAL).prefetch(ahead))
         setattr(iterator, READ_AHEAD, True)
 
 
-_AHEAD = 2  # batches
+_AHEAD, _MOST_AHEAD = 2, 8  # batches; as many as an execution takes before its steps are read during the one before
 READ_AHEAD = "_replica_engine_reads_ahead"
 """On an epoch iterator that `undistribute` has changed: another thread reads its batches before they are asked for."""
 
