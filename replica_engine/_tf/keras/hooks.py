@@ -8,6 +8,7 @@ This module does not import Keras.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -196,9 +197,9 @@ def make_functions(
         predicting, strategy = _predicting.get(), trainer.strategy_of(iterator)
         _predicting.set(None)
         model = None if predicting is None else predicting()
-        if model is not None and strategy is not None and strategy is trainer.strategy_of(model):
-            if takes_whole(model, None):
-                trainer.undistribute(iterator)
+        is_its = model is not None and strategy is not None and strategy is trainer.strategy_of(model)
+        if is_its and takes_whole(model, None):
+            trainer.undistribute(iterator)
         return own(iterator)
 
     MAKE_FUNCTION.around(make)
