@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -64,15 +64,11 @@ _AWAKE = 1e-3  # seconds of checks without a sleep: to be woken takes longer tha
 _SHORTER = 0.8  # fraction of the time that a program is expected to take after it has ended in the first sleep
 
 
-ALL = slice(None)
-"""The index of all results."""
-
-
 class Stores:
     """Where the results of launches go.
 
     Args:
-        writes: objects, and for each the index of the result that becomes its attribute `on_devices`, or `ALL`.
+        writes: objects, and for each the index of the result that becomes its attribute `on_devices`.
         patience: the attribute.
         by: what their attribute `written_by` becomes at the same instant; None leaves it.
 
@@ -82,9 +78,7 @@ class Stores:
         patience: seconds that an interrupted launch waits for the program to end, so that it can call `launched`.
     """
 
-    def __init__(
-        self, writes: Sequence[tuple[Any, int | slice]] = (), patience: float = 0.0, by: Computed | None = None
-    ):
+    def __init__(self, writes: Sequence[tuple[Any, int]] = (), patience: float = 0.0, by: Computed | None = None):
         self.objects = [each for each, _ in writes]
         self.patience = patience
         count = len(self.objects)
@@ -93,7 +87,7 @@ class Stores:
         self.names = ["on_devices"] * count + ["written_by"] * noted
         self.notes = [by] * noted
         indices = [index for _, index in writes]
-        self.of_launch = operator.itemgetter(ALL, 0, *indices)  # all, the first one, and one for each object
+        self.of_launch = operator.itemgetter(slice(None), 0, *indices)  # all, the first one, and one for each object
         self._values = operator.itemgetter(*indices, slice(0))  # a slice too: the getter of one index makes no tuple
 
     def store(self, results: list[Array]) -> None:
@@ -342,22 +336,6 @@ class Executable:
         return True
 
 
-class Flies(Protocol):
-    """What a flight needs of an executable."""
-
-    compared: Program | None
-    limits: tuple[float | None, float | None]
-
-    def wait_for_turn(self) -> None:
-        """See `Executable.wait_for_turn`."""
-
-    def launch(self, arrays: list[Array], stores: Stores = NO_STORES) -> list[Array]:
-        """See `Executable.launch`."""
-
-    def wait(self, left: threading.Event | None = None) -> None:
-        """See `Executable.wait`."""
-
-
 class Flight:
     """Launches of an executable by a caller that holds `DeviceGroup.in_flight`: start, wait, leave.
 
@@ -372,7 +350,7 @@ class Flight:
 
     __slots__ = ("_devices", "_name", "executable")
 
-    def __init__(self, executable: Flies, devices: DeviceGroup, name: str):
+    def __init__(self, executable: Executable, devices: DeviceGroup, name: str):
         self.executable = executable
         self._devices = devices
         self._name = name

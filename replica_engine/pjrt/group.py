@@ -283,7 +283,6 @@ class DeviceGroup:
         self.interrupted = False
         self.held_by = ""
         self.programs: Any = None
-        self._alone: dict[int, DeviceGroup] = {}
         self.flat = self
 
     @property
@@ -383,23 +382,6 @@ class DeviceGroup:
         """
         collect_garbage()  # jaxlib only notes the array of a view that is gone
         return [buffer_to_dlpack_managed_tensor(shard, None) for shard in array._arrays]
-
-    def alone(self, replica: int) -> DeviceGroup:
-        """The group with only one replica's device."""
-        if replica not in self._alone:
-            group = self._alone[replica] = DeviceGroup(self.platform, (self.devices[replica],))
-            group.names = [self.names[replica]]
-        return self._alone[replica]
-
-    def parts(self, array: Array) -> list[Array]:
-        """Each replica's value, on its devices."""
-        return list(array._arrays)
-
-    def join(self, parts: Sequence[Array]) -> Array:
-        """Joins arrays of `alone`, each of one replica, to an array with the value of each replica."""
-        shards = [part._arrays[0] for part in parts]
-        aval = aval_of(parts[0].shape, parts[0].dtype)
-        return ArrayImpl(aval, self.sharding, shards, committed=True, _skip_checks=True)
 
     def wait_for_interrupted(self) -> bool:
         """Waits for a program whose wait was interrupted. The caller holds `in_flight`.

@@ -16,20 +16,32 @@ So all later text is in the form in which jaxlib prints a valid module. Only thi
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from replica_engine.pjrt.collectives import COLLECTIVES
 from replica_engine.pjrt.jaxlib import hlo, ir, program_context
-from replica_engine.pjrt.markers import CONSTRAIN, HOST_CALL, PREFIX, parameters_of, restore_constraint, target
+from replica_engine.pjrt.markers import (
+    CONSTRAIN,
+    HOST_CALL,
+    PREFIX,
+    constrained_whole,
+    drop_constraints,
+    parameters_of,
+    restore_constraint,
+    target,
+)
 from replica_engine.pjrt.mlir import functions, operations
-from replica_engine.pjrt.partitions.program import of_one_replica
+from replica_engine.pjrt.partitions.local import cut, filled_up, tensor
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
-_CALL, _COPY, _REPLICA_ID = "stablehlo.custom_call", "mhlo.copy", "stablehlo.replica_id"
+_CALL, _COPY = "stablehlo.custom_call", "mhlo.copy"
 _COLLECTIVES = [f"stablehlo.{name}" for name in COLLECTIVES]
 _UNKNOWN, _OTHER = '"mhlo.unknown"(', "replica_engine_unknown.operation"
 _REFERENCES = ("callee", "called_computations", "decomposition")  # attributes that name functions
@@ -126,26 +138,92 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
         )
 
 
-def of_replica(text: str, replica: int) -> str:
-    """The text of a module without collectives, for one replica: its number takes the place of the replica id."""
+def in_branches(modules: Sequence[LoweredModule], whole: bool = False) -> LoweredModule:
+    """One module in which each replica takes the branch of one of several modules, which differ in shapes only.
+
+    Its last parameter is the number of the branch. Other parameters and results have the shape that `fitting` says.
+
+    Args:
+        modules: the modules, which have no collectives.
+        whole: whether each device of a replica has all values in the branches, which then exchange nothing.
+    """
     with program_context() as context, ir.Location.unknown(context):
-        module = ir.Module.parse(text)
-        for each in operations(module, _REPLICA_ID):
-            with ir.InsertionPoint(each):
-                number = hlo.constant(ir.Attribute.parse(f"dense<{replica}> : {each.results[0].type}"))
-            each.results[0].replace_all_uses_with(number)
-            each.erase()
-        of_one_replica(module)
-        return str(module.operation.get_asm(enable_debug_info=False))
+        parsed = [ir.Module.parse(each.text) for each in modules]
+        end = ir.InsertionPoint(parsed[0].body)
+        kinds = []
+        for share, module in enumerate(parsed):
+            found = functions(module)
+            found["main"].attributes["sym_visibility"] = ir.StringAttr.get("private")
+            kinds.append(ir.FunctionType(ir.TypeAttr(found["main"].attributes["function_type"]).value))
+            _rename(module, {name: f"share_{share}_{name}" for name in found})
+            if whole:
+                drop_constraints(module)
+            if share:
+                for each in list(module.body.operations):
+                    end.insert(each.detach_from_parent())
+        takes = [_fitting(types) for types in zip(*(kind.inputs for kind in kinds), strict=True)]
+        gives = [_fitting(types) for types in zip(*(kind.results for kind in kinds), strict=True)]
+        takes.append(tensor([], ir.IntegerType.get_signless(32)))
+        main = {
+            "sym_name": ir.StringAttr.get("main"),
+            "function_type": ir.TypeAttr.get(ir.FunctionType.get(takes, gives)),
+        }
+        with end:
+            (body,) = ir.Operation.create("func.func", attributes=main, regions=1).regions
+        block = body.blocks.append(*takes, arg_locs=[ir.Location.current] * len(takes))
+        values, branch = list(block.arguments[:-1]), block.arguments[-1]
+        with ir.InsertionPoint(block):
+            values = list(map(constrained_whole, values)) if whole else values
+            case = hlo.CaseOp(gives, branch, len(kinds))
+            for share, region in enumerate(case.regions):
+                with ir.InsertionPoint(region.blocks.append()):
+                    given = list(map(_taken, values, kinds[share].inputs))
+                    callee: dict[str, ir.Attribute] = {"callee": ir.FlatSymbolRefAttr.get(f"share_{share}_main")}
+                    call = ir.Operation.create("func.call", kinds[share].results, given, attributes=callee)
+                    results = list(map(_given, call.results, gives))
+                    hlo.return_(list(map(constrained_whole, results)) if whole else results)
+            ir.Operation.create("func.return", operands=case.results)
+        text = str(parsed[0].operation.get_asm(enable_debug_info=False))
+        return dataclasses.replace(modules[0], text=text, results=[list(each.shape) for each in gives])
+
+
+def fitting(shapes: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The shape of a value in a program with branches: that of all, or if they differ, flat, of the largest size."""
+    return shapes[0] if all(each == shapes[0] for each in shapes) else (max(map(math.prod, shapes)),)
+
+
+def _fitting(types: Sequence[ir.Type]) -> ir.RankedTensorType:
+    kinds = list(map(ir.RankedTensorType, types))
+    return tensor(fitting([each.shape for each in kinds]), kinds[0].element_type)
+
+
+def _taken(value: ir.Value, kind: ir.Type) -> ir.Value:
+    """The value of a type that a branch takes out of a parameter."""
+    return value if value.type == kind else hlo.reshape(kind, cut(value, _flat(kind)))
+
+
+def _given(value: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
+    """The result of a branch that has a value first and then zeros."""
+    if value.type == kind:
+        return value
+    return filled_up(hlo.reshape(_flat(value.type), constrained_whole(value)), kind.shape)
+
+
+def _flat(kind: ir.Type) -> ir.RankedTensorType:
+    kind = ir.RankedTensorType(kind)
+    return tensor([math.prod(kind.shape)], kind.element_type)
 
 
 def _number_functions(module: ir.Module) -> None:
     """Names all functions but the main one by their places in the module, and what refers to them."""
-    names: dict[str, str] = {}
+    others = [name for name in functions(module) if name != "main"]
+    _rename(module, {name: f"function_{place}" for place, name in enumerate(others)})
+
+
+def _rename(module: ir.Module, names: Mapping[str, str]) -> None:
+    """Gives functions of a module other names, also where an operation refers to them."""
     for name, each in functions(module).items():
-        if name != "main":
-            names[name] = f"function_{len(names)}"
-            each.attributes["sym_name"] = ir.StringAttr.get(names[name])
+        each.attributes["sym_name"] = ir.StringAttr.get(names.get(name, name))
 
     def renamed(attribute: ir.Attribute) -> ir.Attribute:
         if isinstance(attribute, ir.FlatSymbolRefAttr):

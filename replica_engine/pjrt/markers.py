@@ -65,15 +65,13 @@ def expand_markers(program: str, platform: str) -> ir.Module:
     """
     with program_context():
         module = ir.Module.parse(program)
+        if LAYOUT not in module.operation.attributes:  # otherwise `partitions` replaces them
+            drop_constraints(module)
         calls = operations(module, "stablehlo.custom_call")
         for marker in [each for each in calls if target(each).startswith(PREFIX)]:
-            if target(marker) == CONSTRAIN:
-                if LAYOUT not in module.operation.attributes:  # otherwise `partitions` replaces it
-                    marker.results[0].replace_all_uses_with(marker.operands[0])
-                    marker.erase()
-            elif target(marker) == HOST_CALL:
+            if target(marker) == HOST_CALL:
                 _replace_host_call(marker, platform)
-            else:
+            elif target(marker) != CONSTRAIN:
                 _replace(marker, platform, LAYOUT in module.operation.attributes)
         return module
 
@@ -134,6 +132,24 @@ def restore_constraint(call: ir.Operation) -> None:
     call.attributes["call_target_name"] = ir.StringAttr.get(CONSTRAIN)
     call.attributes["backend_config"] = ir.StringAttr.get(bytes(map(int, numbers[1].split(","))).decode())
     del call.attributes[_SHARDING_ATTRIBUTE]
+
+
+def constrained_whole(value: ir.Value) -> ir.Value:
+    """A value of which each device of a replica has all, by a marker."""
+    config = json.dumps({"axes": [None] * ir.RankedTensorType(value.type).rank})
+    attributes: dict[str, ir.Attribute] = {
+        "call_target_name": ir.StringAttr.get(CONSTRAIN),
+        "backend_config": ir.StringAttr.get(config),
+    }
+    return ir.Operation.create("stablehlo.custom_call", [value.type], [value], attributes=attributes).result
+
+
+def drop_constraints(module: ir.Module) -> None:
+    """Erases the markers of values that are divided in a certain way."""
+    for each in operations(module, "stablehlo.custom_call"):
+        if target(each) == CONSTRAIN:
+            each.results[0].replace_all_uses_with(each.operands[0])
+            each.erase()
 
 
 def _replace_host_call(marker: ir.Operation, platform: str) -> None:

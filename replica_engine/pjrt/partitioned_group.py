@@ -21,13 +21,12 @@ class PartitionedGroup(DeviceGroup):
         mesh: the devices of one replica.
         everywhere: the devices of all workers.
         member: as for `DeviceGroup`.
-        rows: whether values have a row for each replica; None if there is more than one replica.
 
     A replica may have devices of several workers. Then each of its workers runs it, with the same arguments.
 
     Attributes:
         mesh: the devices of one replica.
-        rows: whether values have a row for each replica.
+        rows: whether values have a row for each replica: there is more than one.
     """
 
     mesh: ReplicaMesh
@@ -39,7 +38,6 @@ class PartitionedGroup(DeviceGroup):
         mesh: ReplicaMesh,
         everywhere: tuple | None = None,
         member: Member | None = None,
-        rows: bool | None = None,
     ):
         super().__init__(platform, devices, everywhere, member)
         self.mesh = mesh
@@ -48,7 +46,7 @@ class PartitionedGroup(DeviceGroup):
         self.size = max(1, self.size // mesh.size)
         self.replicas //= mesh.size
         self.first //= mesh.size
-        self.rows = self.replicas > 1 if rows is None else rows
+        self.rows = self.replicas > 1
         each = len(devices) // self.size
         own = [self.names[index * each : (index + 1) * each] for index in range(self.size)]
         self.names = [f"{names[0]}-{names[-1].rpartition(':')[2]}" if len(names) > 1 else names[0] for names in own]
@@ -93,32 +91,6 @@ class PartitionedGroup(DeviceGroup):
             devices.append(device)
             parts.append(np.asarray(part[np.newaxis] if self.rows else part, order="C"))
         return self._put(aval_of(shape, values[0].dtype), sharding, parts, devices)
-
-    def alone(self, replica: int) -> DeviceGroup:
-        """The group with only one replica's devices."""
-        if replica not in self._alone:
-            first = replica * self.mesh.size
-            devices = self.devices[first : first + self.mesh.size]
-            group = self._alone[replica] = PartitionedGroup(self.platform, devices, self.mesh, rows=self.rows)
-            group.names = [self.names[replica]]
-        return self._alone[replica]
-
-    def parts(self, array: Array) -> list[Array]:
-        """Each replica's value, on its devices."""
-        axes, size = tuple(array.sharding.spec[1:]), self.mesh.size
-        aval = aval_of((1, *array.shape[1:]), array.dtype)
-        shards = [array._arrays[index * size : (index + 1) * size] for index in range(self.size)]
-        return [
-            ArrayImpl(aval, self.alone(replica).sharding_of(axes), each, committed=True, _skip_checks=True)
-            for replica, each in enumerate(shards)
-        ]
-
-    def join(self, parts: Sequence[Array]) -> Array:
-        """Joins arrays of `alone`, each of one replica, to an array with the value of each replica."""
-        axes = tuple(parts[0].sharding.spec[1:])
-        aval = aval_of((self.replicas, *parts[0].shape[1:]), parts[0].dtype)
-        shards = [shard for part in parts for shard in part._arrays]
-        return ArrayImpl(aval, self.sharding_of(axes), shards, committed=True, _skip_checks=True)
 
     def parts_here(self, shape: tuple[int, ...], axes: Axes) -> list[Part]:
         """The parts of a value that this process has, each once, whichever replica has them.

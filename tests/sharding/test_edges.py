@@ -9,6 +9,8 @@ import replica_engine
 from replica_engine import xla
 from replica_engine.errors import DistributionError, LoweringError
 
+SUM = tf.VariableAggregation.SUM
+
 
 def parallel(axes=("batch", "model"), batch=None, **layouts):
     mesh = keras.distribution.DeviceMesh((2, 2), list(axes), [f"cpu:{index}" for index in range(4)])
@@ -72,6 +74,31 @@ def test_keras_distribution_in_a_step_is_the_strategys():
         lambda x: dense(x) * 0.0 + keras.distribution.distribution().device_mesh.shape[0], (tf.ones([4, 4]),)
     )
     assert float(rows[0, 0]) == 2.0
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (5, 4), (2, 0)])
+def test_shares_of_different_sizes(sizes):
+    """XLA divides the convolution so that all devices exchange values, which a branch of one replica must not do."""
+    strategy = replica_engine.TPUStrategy(num_cores=4, cores_per_replica=2, distribution="fsdp")
+    with strategy.scope():
+        total = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=SUM, trainable=False)
+        dense = keras.Sequential([keras.Input((8, 8, 2)), keras.layers.Flatten(), keras.layers.Dense(4)])
+        convolution = keras.Sequential([keras.Input((8, 8, 2)), keras.layers.Conv2D(4, 3, padding="same")])
+    x = np.random.default_rng(0).normal(size=(sum(sizes), 8, 8, 2)).astype(np.float32)
+    shares = strategy.experimental_distribute_values_from_function(
+        lambda context: tf.split(x, sizes)[context.replica_id_in_sync_group]
+    )
+
+    def step(x):
+        total.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        length = tf.strings.length(tf.strings.as_string(tf.abs(x[:, 0, 0, 0]) * 0.0))
+        return dense(x), convolution(x), x[::-1] - x[:1], length
+
+    found = [tf.concat(strategy.experimental_local_results(each), 0) for each in strategy.run(step, (shares,))]
+    reversed_ = np.concatenate([each[::-1] - each[:1] for each in np.split(x, sizes[:1])])
+    for one, wanted in zip(found, (dense(x), convolution(x), reversed_, [8] * len(x)), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-4)
+    assert float(total.read_value()) == sum(sizes)
 
 
 def test_a_host_call_gives_complex_numbers_to_all_devices_of_each_replica():

@@ -448,10 +448,3 @@ def test_a_host_call_that_fails_in_the_third_of_six_steps_leaves_what_the_second
 
 def _step():
     return tf.ones([2])
-
-
-def test_the_device_of_one_replica_has_its_name():
-    """Programs of shares of different shapes run on such groups, and errors name the devices."""
-    two = xla.PjrtClusterResolver("cpu").devices
-    assert two.alone(1).names == [two.names[1]]
-    assert two.alone(1).devices == (two.devices[1],)

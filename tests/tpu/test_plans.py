@@ -455,14 +455,14 @@ def test_a_compiler_of_absent_chips_that_takes_longer_than_the_limit(monkeypatch
     assert "CPU" not in said
 
 
-def test_memory_of_replicas_that_ran_different_programs(tpu):
+def test_memory_of_a_program_with_branches_for_shares_of_different_sizes(tpu):
     def of_each(context):
         return tf.ones([context.replica_id_in_sync_group + 1])
 
     tpu.run(tf.reduce_sum, args=(tf.ones([4]),))
     assert tpu.memory().program.arguments == 16
     tpu.run(tf.reduce_sum, args=(tpu.experimental_distribute_values_from_function(of_each),))
-    assert tpu.memory().program is None
+    assert tpu.memory().program.arguments == 4 * tpu.num_replicas_in_sync + 4  # of the largest, and a branch's number
 
 
 @pytest.mark.parametrize(

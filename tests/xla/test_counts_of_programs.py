@@ -259,11 +259,18 @@ def values_of_each_replica(strategy):
     return calls_of(strategy, lambda x: x * 2.0, (ONE,), (each,), (ONE,), (each,))
 
 
-@counts((1, 2, 2, 1), AGAIN, NEW)
+@counts((1, 2, 1, 1), AGAIN, NEW)
 def shares_of_different_sizes(strategy):
     return calls_of(
         strategy, lambda x: x * 2.0, (values(TWO, THREE),), (values(TWO + 1.0, THREE),), (values(TWO, TWO),)
     )
+
+
+@counts((1, 2, 1, 1), AGAIN, (0, 1, 1, 1), AGAIN, AGAIN, AGAIN)
+def combinations_of_shares_of_different_sizes(strategy):
+    """A new size makes a program, and another combination of known ones does not."""
+    sizes = [(1, 2), (2, 1), (1, 3), (3, 2), (2, 3), (3, 1)]
+    return calls_of(strategy, lambda x: x * 2.0, *((values(*map(tf.ones, both)),) for both in sizes))
 
 
 @counts(NEW, AGAIN, AGAIN, NEW)

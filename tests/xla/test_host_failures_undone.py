@@ -82,7 +82,7 @@ def test_random_numbers_go_on():
 
 
 def test_of_replicas_with_different_shapes_one_may_fail():
-    """Each has a program of its own."""
+    """Each takes a branch of its own."""
     strategy = TPUStrategy(num_cores=2)
     with strategy.scope():
         variable = tf.Variable(1.0)

@@ -210,6 +210,15 @@ def test_shapes_may_turn_out_to_differ_where_nothing_is_summed():
     assert values(step(tf.ones([0]), tf.ones([1]))) == [[], [3.0]]
 
 
+def test_ranks_may_turn_out_to_differ_where_nothing_is_summed():
+    @tf.function(input_signature=[tf.TensorSpec(None), tf.TensorSpec(None)])
+    def step(x, y):
+        return xla.replicate(lambda x: x * 2.0, [[x], [y]])
+
+    assert values(step(tf.ones([2]), tf.ones([2, 1]))) == [[2.0, 2.0], [[2.0], [2.0]]]
+    assert values(step(tf.ones([1, 3]), tf.ones([]))) == [[[2.0, 2.0, 2.0]], 2.0]
+
+
 def test_what_xla_cannot_compile_fails_while_the_function_is_traced(counter):
     variable, body = counter
 

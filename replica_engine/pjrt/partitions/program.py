@@ -39,14 +39,6 @@ def partition(module: ir.Module) -> None:
         faults.avoid(module, layout, channels)
 
 
-def of_one_replica(module: ir.Module) -> None:
-    """Makes the layout of a module one for a single replica, whose values have a row as beside others."""
-    attributes = module.operation.attributes
-    if LAYOUT in attributes:
-        mesh, _, *rest = json.loads(ir.StringAttr(attributes[LAYOUT]).value)
-        attributes[LAYOUT] = ir.StringAttr.get(json.dumps([mesh, 1, *rest]))
-
-
 def _write_main(module: ir.Module, layout: Layout) -> None:
     """Puts a main function into the module that takes and returns values as they lie on the devices.
 

@@ -308,8 +308,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
 
         Returns:
             An object with `variables`, a list with the bytes of the variables on each device, `program`, the `Memory`
-            of the program that ran last, and `devices`, the names of the devices. `program` is None before the first,
-            and if replicas with shares of different sizes ran different programs.
+            of the program that ran last, and `devices`, the names of the devices. `program` is None before the first.
 
         Example:
             >>> import tensorflow as tf, replica_engine

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
-import math
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,21 +16,14 @@ from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.group import Array, DeviceGroup
+from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.plans.plan import Memory, Plan
 from replica_engine.xla.body import check_mode
 from replica_engine.xla.signature.arguments import Arguments, difference
 from replica_engine.xla.stages.launch import Launch, Launchable, Slots
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Column, column
+from replica_engine.xla.stages.results import Column
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue
-
-_LARGE = 1 << 20
-"""Bytes of a result in each replica that other devices than CPUs keep until somebody reads it.
-
-A loop seldom reads its losses and metrics, which are smaller. Larger results are predictions: a loop that collects them
-would fill the devices' memory, so they are fetched at once.
-"""
 
 _logger = logging.getLogger("replica_engine")
 
@@ -45,6 +35,7 @@ class Compiled(Launchable):
         program: the data of the lowered body.
         devices: the devices; one replica runs on each.
         executable: the program compiled for these devices.
+        branches: as for `Launchable`.
 
     Attributes:
         variables: the values of the captured variables on the devices.
@@ -53,26 +44,13 @@ class Compiled(Launchable):
 
     step_seconds: float | None = None
 
-    def __init__(self, program: BodyProgram, devices: DeviceGroup, executable: Executable):
-        super().__init__([program] * devices.size, devices, executable)
+    def __init__(
+        self, program: BodyProgram, devices: DeviceGroup, executable: Executable, branches: Sequence[int] = ()
+    ):
+        super().__init__(program, devices, executable, branches)
         self.executable = executable
         if devices.mesh is not None and program.traced.is_users:
             _tell_of_whole(program, self.variables)
-        self.itself = weakref.ref(self)
-        self._constants: list[Array] | None = None
-        self._axes = program.axes
-        returned = program.results[: program.returned]
-        self._columns: list[Callable[[Array], Column] | None] = [None] * len(returned)  # None: it is fetched at once
-        # A replica alone returns tensors, which nothing can stand for. A sparse tensor, say, is
-        # made of all its values at once.
-        if self.is_queued and devices.size > 1 and program.traced.is_plain:
-            later = functools.partial(functools.partial, self.awaited.tensors)
-            self._columns = [
-                None if math.prod(shape) * dtype.itemsize > _LARGE else functools.partial(later, shape)
-                for shape, dtype in returned
-            ]
-        elif not self.is_queued and program.layout is None:
-            self._columns = [column(*each) for each in returned]
 
     def plan(self) -> Plan:
         """What the compiler says of the program: memory and work on each device. Nothing runs.
@@ -101,33 +79,6 @@ class Compiled(Launchable):
             Exception: a host call raised it. Then all variables are as before.
         """
         return Launch(self)(slots, captured).columns(as_arrays)
-
-    def prepared(self, slots: Slots, captured: Sequence[np.ndarray] | None) -> Callable[[], list[Array]]:
-        """See `Launchable.prepared`: puts the arguments on the devices."""
-        program, put = self.program, self.devices.put
-        if program.host_slots:
-            slots = [values for index, values in enumerate(slots) if index not in program.host_slots]
-        arguments = list(map(put, slots, self._axes))
-        if captured is not None:
-            arguments += [put([captured[index]]) for index in program.captured]
-        else:
-            if self._constants is None:
-                self._constants = [put([program.traced.tensors[index].numpy()]) for index in program.captured]
-            arguments += self._constants
-        return lambda: arguments + [variable.array() for variable in self.variables]
-
-    def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
-        """See `Launch.columns`."""
-        program = self.program
-        makes: Sequence[Callable[[Array], Column] | None]
-        makes = [None] * program.returned if as_arrays else self._columns
-        now = [array for make, array in zip(makes, results, strict=False) if make is None]
-        if now:
-            launch.wait_for(now)
-        return [
-            self.devices.fetch_all(array, shape) if make is None else make(array)
-            for make, array, (shape, _) in zip(makes, results, program.results, strict=False)
-        ]
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

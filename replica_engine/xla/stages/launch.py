@@ -34,8 +34,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +56,7 @@ from replica_engine.errors import (
 from replica_engine.errors.hosts import JOB_FAILURES
 from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.executable import NO_STORES, Flies, Flight, Stores
+from replica_engine.pjrt.executable import NO_STORES, Executable, Flight, Stores
 from replica_engine.pjrt.group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts, shutdown
@@ -66,13 +68,20 @@ from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.session import Call, Session
 from replica_engine.xla.signature.arguments import view
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Column, Shape, count, tensors_of
+from replica_engine.xla.stages.results import Column, Shape, column, count, tensors_of
 from replica_engine.xla.state.device_value import device_value_of, patience_of
 
 Slots = Sequence[Sequence[np.ndarray]]
 """For each slot, one value for all replicas or one value for each."""
 
 _RUNNING = "waiting for the program"
+
+_LARGE = 1 << 20
+"""Bytes of a result in each replica that other devices than CPUs keep until somebody reads it.
+
+A loop seldom reads its losses and metrics, which are smaller. Larger results are predictions: a loop that collects them
+would fill the devices' memory, so they are fetched at once.
+"""
 
 
 class Awaited(NamedTuple):
@@ -109,45 +118,102 @@ class Awaited(NamedTuple):
 
 
 class Launchable:
-    """A compiled body, as a launch sees it: `Compiled`, or the programs of `uneven`.
+    """A body compiled for devices, as a launch sees it: how arguments come to it, and what becomes of its results.
 
     Args:
-        programs: the data of the lowered body, for each replica. They may differ in their shapes.
+        program: the data of the lowered body.
         devices: the devices; one replica runs on each.
         executable: the program compiled for these devices.
+        branches: for each replica, which branch of the program it takes; empty if the program has none for shares.
 
     Attributes:
-        program: the data for the first replica.
+        programs: for each replica, the data of the body lowered for its share.
         variables: the values of the captured variables on the devices.
         flight: starts the program.
         awaited: waits for its results.
         is_queued: whether a launch returns before the program has run; see `DeviceGroup.has_queue`.
         stores: the variables that it writes.
-        itself: what the body keeps as the reference to its last program; None if each replica has a program of its own.
+        itself: what the body keeps as the reference to its last program.
     """
 
-    itself: Callable[[], object] | None = None
-
-    def __init__(self, programs: Sequence[BodyProgram], devices: DeviceGroup, executable: Flies):
-        self.programs = programs
-        program = self.program = programs[0]
+    def __init__(
+        self, program: BodyProgram, devices: DeviceGroup, executable: Executable, branches: Sequence[int] = ()
+    ):
+        self.program = program
+        self.programs = [program.shares[branch] for branch in branches] or [program] * devices.size
+        self._branches = [devices.put([np.array(branch, np.int32) for branch in branches])] if branches else []
         self.devices = devices
         self.flight = Flight(executable, devices, program.name)
         computed = Computed(program.name, program.traced.where, takes=bool(program.traced.handles))
         self.awaited = Awaited(program.body, devices, computed)
         self.is_queued = devices.has_queue
+        self.itself = weakref.ref(self)
         self.variables = [device_value_of(handle, devices) for handle in program.traced.handles]
         writes = [(self.variables[variable], result) for variable, result in program.writes]
         patience = patience_of([variable for variable, _ in writes]) if program.donates else 0.0
         self.stores = Stores(writes, patience, computed if self.is_queued else None)
+        self._constants: list[Array] | None = None
+        self._axes = program.axes
+        returned = program.results[: program.returned]
+        self._columns: list[Callable[[Array], Column] | None] = [None] * len(returned)  # None: it is fetched at once
+        if program.shares:
+            return
+        # A replica alone returns tensors, which nothing can stand for. A sparse tensor, say, is
+        # made of all its values at once.
+        if self.is_queued and devices.size > 1 and program.traced.is_plain:
+            later = functools.partial(functools.partial, self.awaited.tensors)
+            self._columns = [
+                None if math.prod(shape) * dtype.itemsize > _LARGE else functools.partial(later, shape)
+                for shape, dtype in returned
+            ]
+        elif not self.is_queued and program.layout is None:
+            self._columns = [column(*each) for each in returned]
 
     def prepared(self, slots: Slots, captured: Sequence[np.ndarray] | None) -> Callable[[], list[Array]]:
-        """Takes the arguments; returns a function that adds the values of variables, once it is the launch's turn."""
-        raise NotImplementedError
+        """Puts arguments on the devices; returns what adds the values of variables, once it is the launch's turn."""
+        program, put = self.program, self.devices.put
+        if program.host_slots:
+            slots = [values for index, values in enumerate(slots) if index not in program.host_slots]
+        if program.shares:
+            shapes = [tuple(each.shape) for each in program.parameters]
+            slots = [[_fitted(value, shape) for value in values] for values, shape in zip(slots, shapes, strict=True)]
+        arguments = list(map(put, slots, self._axes))
+        if captured is not None:
+            arguments += [put([captured[index]]) for index in program.captured]
+        else:
+            if self._constants is None:
+                self._constants = [put([program.traced.tensors[index].numpy()]) for index in program.captured]
+            arguments += self._constants
+        return lambda: [*arguments, *[variable.array() for variable in self.variables], *self._branches]
 
     def columns(self, launch: Launch, results: list[Array], as_arrays: bool) -> list[Column]:
         """See `Launch.columns`: the results that come from the devices."""
-        raise NotImplementedError
+        program = self.program
+        makes: Sequence[Callable[[Array], Column] | None]
+        makes = [None] * program.returned if as_arrays else self._columns
+        now = [array for make, array in zip(makes, results, strict=False) if make is None]
+        if now:
+            launch.wait_for(now)
+        if program.shares:
+            fetched = [self.devices.fetch_all(array) for array in results[: program.returned]]
+            return [
+                [_taken(value, each.results[index][0]) for value, each in zip(values, self.programs, strict=True)]
+                for index, values in enumerate(fetched)
+            ]
+        return [
+            self.devices.fetch_all(array, shape) if make is None else make(array)
+            for make, array, (shape, _) in zip(makes, results, program.results, strict=False)
+        ]
+
+
+def _fitted(value: np.ndarray, shape: Shape) -> np.ndarray:
+    """A value in the shape that a program with branches has for it; see `lowered_module.fitting`."""
+    return value if value.shape == shape else np.pad(value.ravel(), (0, shape[0] - value.size))
+
+
+def _taken(value: np.ndarray, shape: Shape) -> np.ndarray:
+    """The value of a branch out of that of the program."""
+    return value if value.shape == shape else value[: math.prod(shape)].reshape(shape)
 
 
 class Launch:
@@ -234,7 +300,7 @@ class Launch:
         """
         results, self.results = self.results, []
         columns = self.compiled.columns(self, results, as_arrays)
-        for index in sorted(self._program.host_results):  # each replica's program has its own numbers for them
+        for index in sorted(self._program.host_results):  # the branches for shares have their own numbers for them
             numbers = [program.host_results[index] for program in self.compiled.programs]
             columns.insert(index, [view(values[number]) for values, number in zip(self._stored, numbers, strict=True)])
         return columns

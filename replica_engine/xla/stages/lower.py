@@ -7,8 +7,10 @@ module's `input_output_alias` names those variables, so that XLA may write the n
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import overload
 
 import tensorflow as tf
@@ -21,7 +23,7 @@ from replica_engine.pjrt.executable import Executable, agreed
 from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.host_transfers import UntransferableError
 from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
-from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, read
+from replica_engine.pjrt.lowered_module import LoweredModule, UnreadableModule, fitting, in_branches, read
 from replica_engine.pjrt.partitions.program import with_layout
 from replica_engine.pjrt.plans.absent import compile_absent
 from replica_engine.pjrt.plans.plan import Plan
@@ -42,6 +44,7 @@ class Lowered:
         traced: the previous stage.
         program: the data that compiling and launching need.
         host_calls: the calls to the host in the program, in the order in which they were traced.
+        module: the program as jaxlib writes it.
         has_collectives: whether the replicas exchange values.
         shapes: the shapes of the slots, the tensors among the arguments.
         captured: which of the captured tensors are parameters of the program.
@@ -58,11 +61,30 @@ class Lowered:
         self.traced = traced
         self.host_calls = tuple(map(HostCallInfo.of, [*written, *pieces]))
         self.has_collectives = module.has_collectives
-        self.program = program = BodyProgram(traced, slots, module, moved)
-        self._text = module.text if program.layout is None else with_layout(module.text, program.layout)
+        program = BodyProgram(traced, slots, module, moved.host_results if moved else {})
+        self._set(module, program)
         self.shapes = program.shapes
         self.captured, self.results, self.writes = program.captured, program.results, program.writes
         self.host_slots, self.host_results = program.host_slots, program.host_results
+
+    def _set(self, module: LoweredModule, program: BodyProgram) -> None:
+        self.module, self.program = module, program
+        self._text = module.text if program.layout is None else with_layout(module.text, program.layout)
+
+    @classmethod
+    def in_branches(cls, shares: Sequence[Lowered], whole: bool = False) -> Lowered:
+        """A body without collectives, in which each replica takes the branch for the shape of its share.
+
+        Args:
+            shares: the body lowered for each shape.
+            whole: as for `lowered_module.in_branches`.
+        """
+        specs = zip(*(each.program.slots for each in shares), strict=True)
+        slots = [tf.TensorSpec(fitting([spec.shape for spec in each]), each[0].dtype) for each in specs]
+        lowered, programs = copy.copy(shares[0]), [each.program for each in shares]
+        module = in_branches([each.module for each in shares], whole)
+        lowered._set(module, BodyProgram(lowered.traced, slots, module, lowered.host_results, programs))
+        return lowered
 
     def as_text(self) -> str:
         """The StableHLO program.
@@ -74,9 +96,9 @@ class Lowered:
         """
         return self._text
 
-    def executable(self, text: str, devices: DeviceGroup) -> Executable:
-        """Compiles the text, or a text made from it, for devices; or reads what an earlier process compiled."""
-        name, body = self.program.name, self.program.body
+    def executable(self, devices: DeviceGroup) -> Executable:
+        """Compiles the program for devices, or reads what an earlier process compiled."""
+        name, body, text = self.program.name, self.program.body, self._text
         # Weakly: the garbage collector cannot look into the program. A call holds the user's function, which may hold
         # the strategy, which holds the program. The traced body keeps the call.
         calls = [weakref.proxy(call) for call in self.traced.host_calls.calls]
@@ -176,7 +198,7 @@ class Lowered:
                 "...]).compile(devices)."
             )
         devices = devices or device_group(count=size)
-        return Compiled(self.program, devices, self.executable(self._text, devices))
+        return Compiled(self.program, devices, self.executable(devices))
 
     def _plan(self, devices: DeviceGroup | None, topology: str) -> Plan:
         """The program compiled for chips that are not there."""

@@ -16,7 +16,6 @@ from replica_engine.diagnostics.op_lines import user_line
 from replica_engine.errors import LoweringError
 from replica_engine.pjrt.lowered_module import LoweredModule
 from replica_engine.pjrt.partitions.layout import WHOLE, Axes, Layout
-from replica_engine.xla.soft_placement.moved import MovedBody
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.state.device_value import axes_of
@@ -31,7 +30,8 @@ class BodyProgram:
         traced: the body.
         slots: specs of the tensors among the arguments, with the shapes that it was lowered for.
         module: the program.
-        moved: the body with its host ops moved, if it has any.
+        host_results: the attribute.
+        shares: the attribute.
 
     Raises:
         LoweringError: the shape of a result depends on data.
@@ -49,11 +49,18 @@ class BodyProgram:
         results: shape and dtype of each result: first the results that the body returned, then values of variables.
         returned: how many results of the program the body returned.
         host_results: for each result of the body that stays on the host, its index and its number there.
+        shares: if each replica takes a branch for the shape of its share, the body lowered for each shape. Then this
+            program has the largest shapes, and a device has all of what its replica is passed and returns.
         layout: how its values are divided over the devices of a replica; None if a replica has one device.
     """
 
     def __init__(
-        self, traced: BodyGraph, slots: Sequence[tf.TensorSpec], module: LoweredModule, moved: MovedBody | None
+        self,
+        traced: BodyGraph,
+        slots: Sequence[tf.TensorSpec],
+        module: LoweredModule,
+        host_results: Mapping[int, int],
+        shares: Sequence[BodyProgram] = (),
     ):
         self.traced = traced
         self.name = traced.name
@@ -63,12 +70,13 @@ class BodyProgram:
         self.host_slots = traced.host_slots
         self.parameters = [slot for index, slot in enumerate(slots) if index not in self.host_slots]
         self.captured = list(traced.captured)
-        self.host_results: Mapping[int, int] = moved.host_results if moved else {}
+        self.host_results = host_results
         self.returned = len(traced.outputs) - len(self.host_results)
         first = len(self.parameters) + len(self.captured)
         self.writes = [(parameter - first, result) for parameter, result in module.writes]
         written = [variable for variable, _ in sorted(self.writes, key=itemgetter(1))]
         self.results = self._results(module, written)
+        self.shares = shares
         self.layout = self._layout(written)
 
     def _results(self, module: LoweredModule, written: list[int]) -> list[tuple[Shape, np.dtype]]:
@@ -91,16 +99,16 @@ class BodyProgram:
         traced, mesh, size = self.traced, self.body.mesh, self.body.size
         if mesh is None:
             return None
-        batches = [mesh.of_batch(slot.shape, traced.stacked) for slot in self.parameters]
+        batches = [WHOLE if self.shares else mesh.of_batch(slot.shape, traced.stacked) for slot in self.parameters]
         variables = [axes_of(handle, mesh) for handle in traced.handles]
         divided: list[Axes]
         if (chosen := traced.result_axes) is not None:
             divided = chosen
-        elif self.body.spans:  # each worker has what the body returned
+        elif self.shares or self.body.spans:  # each worker has what the body returned
             divided = [WHOLE] * self.returned
         else:
             divided = [mesh.of_batch(shape) for shape, _ in self.results[: self.returned]]
-        arguments = [*batches, *([WHOLE] * len(self.captured)), *variables]
+        arguments = [*batches, *([WHOLE] * len(self.captured)), *variables, *([WHOLE] if self.shares else [])]
         results = (*divided, *(variables[variable] for variable in written))
         return Layout(mesh, size, size > 1, tuple(arguments), results)
 

@@ -23,7 +23,8 @@ import numpy as np
 
 from replica_engine._tf import distribute, thread_state
 from replica_engine._tf.eager import EagerTensor, described
-from replica_engine.errors.base import warning
+from replica_engine.errors import ReplicaMismatchError
+from replica_engine.errors.base import at, warning
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.group import DeviceGroup
@@ -36,11 +37,10 @@ from replica_engine.xla.signature.arguments import Arguments, Shapes, is_viewed
 from replica_engine.xla.signature.function_spec import FunctionSpec, Hosts, used_objects
 from replica_engine.xla.stages.body_graph import of_any_size
 from replica_engine.xla.stages.compiled import Compiled
-from replica_engine.xla.stages.launch import Launchable, Slots
+from replica_engine.xla.stages.launch import Slots
 from replica_engine.xla.stages.lower import Lowered
 from replica_engine.xla.stages.results import Shape
 from replica_engine.xla.stages.trace import Enter, Traced, trace
-from replica_engine.xla.stages.uneven import Uneven
 from replica_engine.xla.state.random_numbers import RandomState
 
 _logger = logging.getLogger("replica_engine")
@@ -252,7 +252,7 @@ class ProgramTable:
         """Traces a function, whether or not the table has a trace. The trace is not filed."""
         return Entry(trace(source, arguments, shapes, self.body, self._enter), shapes)
 
-    def ready(self, entry: Entry, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Launchable:
+    def ready(self, entry: Entry, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Compiled:
         """Compiles what a `Launch` with these arguments needs, and returns it.
 
         Compiling takes locks that another thread may hold while it waits for a program to end. So this must never be
@@ -261,14 +261,51 @@ class ProgramTable:
         sparse, size = entry.traced.sparse_slots, self.devices.size
         of_captured = None if captured is None else [value.shape for value in captured]
         if any(len({value.shape for value in values}) > 1 for index, values in enumerate(slots) if index not in sparse):
-            of_each = ([values[replica % len(values)].shape for values in slots] for replica in range(size))
-            lowered = (self.lowered(entry, shapes, of_captured) for shapes in of_each)
-            return Uneven(self.devices, lowered, self.executable, slots)
+            of_each = [tuple(values[replica % len(values)].shape for values in slots) for replica in range(size)]
+            return self._in_branches(entry, of_each, of_captured)
         shapes = [
             tuple(of_any_size(values[0].shape)) if index in sparse else values[0].shape
             for index, values in enumerate(slots)
         ]
         return self.compiled(entry, shapes, of_captured)
+
+    def _in_branches(
+        self, entry: Entry, of_each: Sequence[tuple[Shape, ...]], captured: Sequence[Shape] | None
+    ) -> Compiled:
+        """The program for replicas whose shares differ in shape: the last batch of a dataset.
+
+        Each replica takes a branch that computes exactly its share. The program also has branches for the shapes that
+        came before, up to a limit: there are many more combinations of shapes than shapes.
+
+        Args:
+            entry: the body.
+            of_each: for each replica, the shapes of its arguments.
+            captured: the shapes of captured tensors of an outer graph.
+
+        Raises:
+            ReplicaMismatchError: the body has cross-replica operations, which cannot be in branches.
+        """
+        key = (tuple(of_each), tuple(captured or ()))
+        if (compiled := entry.compiled.get(key)) is not None:
+            return compiled
+        branches, joined = entry.joined.get(key[1]) or ([], None)
+        if joined is None or not set(of_each).issubset(branches):
+            branches = list(dict.fromkeys([*branches, *of_each]))
+            if len(branches) > _MOST_SHAPES:
+                branches = list(dict.fromkeys(of_each))
+            lowered = []
+            for shapes in branches:
+                lowered.append(self.lowered(entry, shapes, captured))
+                if lowered[-1].has_collectives:
+                    raise _mismatch(entry.traced, of_each)
+            joined = Lowered.in_branches(lowered)
+            if self.devices.mesh is not None and self.executable(joined).exchanges_in_branches():
+                # Devices of all replicas would wait for each other in a branch.
+                joined = Lowered.in_branches(lowered, whole=True)
+            entry.joined.put(key[1], (branches, joined))
+        compiled = Compiled(joined.program, self.devices, self.executable(joined), list(map(branches.index, of_each)))
+        entry.compiled.put(key, compiled)
+        return compiled
 
     def compiled(self, entry: Entry, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""
@@ -276,8 +313,7 @@ class ProgramTable:
         compiled = entry.compiled.get(key)
         if compiled is None:
             lowered = self.lowered(entry, shapes, captured)
-            executable = self.executable(lowered.as_text(), lowered, self.devices)
-            compiled = Compiled(lowered.program, self.devices, executable)
+            compiled = Compiled(lowered.program, self.devices, self.executable(lowered))
             entry.compiled.put(key, compiled)
         return compiled
 
@@ -290,18 +326,33 @@ class ProgramTable:
             entry.lowered.put(key, lowered)
         return lowered
 
-    def executable(self, text: str, lowered: Lowered, devices: DeviceGroup) -> Executable:
-        """Compiles the text of a lowered program, or finds the executable in the table."""
+    def executable(self, lowered: Lowered) -> Executable:
+        """Compiles a lowered program, or finds the executable of its text in the table."""
         calls = lowered.traced.host_calls
         owner = ById(calls) if calls.calls else None
-        key = (text, tuple(lowered.program.results), devices.devices, owner, cpu_rewrites.enabled())
+        results = tuple(lowered.program.results)
+        key = (lowered.as_text(), results, owner, cpu_rewrites.enabled())
         with self._lock:
             executable: Executable | None = self._executables.get(key)
             if executable is None:
-                executable = self._executables[key] = lowered.executable(text, devices)
+                executable = self._executables[key] = lowered.executable(self.devices)
                 if owner is None:
                     self._last_executables.append(executable)
             return executable
+
+
+def _mismatch(traced: Traced, of_each: Sequence[tuple[Shape, ...]]) -> ReplicaMismatchError:
+    """The error of replicas whose arguments have these shapes, for a body with cross-replica operations."""
+    name, shapes = next(
+        (name, shapes)
+        for name, shapes in zip(traced.slot_names, zip(*of_each, strict=True), strict=True)
+        if len(set(shapes)) > 1
+    )
+    other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
+    met = next((f"{each.kind}{at(each.where)}" for each in traced.collectives), "")
+    error = ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]), met)
+    error.by_replica = list(shapes)
+    return error
 
 
 class LastUsed(Generic[V]):
@@ -344,6 +395,8 @@ class Entry:
         sparse: the slots of sparse arguments that were to stay on the host.
         lowered: what was lowered, by the shapes of slots and of captured tensors of an outer graph.
         compiled: the programs, by the same.
+        joined: the shapes for which a program has branches, and that program before it is compiled, by the shapes of
+            captured tensors.
         watches: weak references to what its key names; they live as long as the trace.
     """
 
@@ -352,6 +405,7 @@ class Entry:
     sparse: frozenset[int] = field(init=False)
     lowered: LastUsed[Lowered] = field(default_factory=lambda: LastUsed(_MOST_SHAPES))
     compiled: LastUsed[Compiled] = field(default_factory=lambda: LastUsed(_MOST_SHAPES))
+    joined: LastUsed[tuple[list[tuple[Shape, ...]], Lowered]] = field(default_factory=lambda: LastUsed(_MOST_SHAPES))
     watches: list[_Watch] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -98,7 +98,7 @@ def found_or_compiled(
     """The executable of a text: read from the folder, or compiled and written to it.
 
     Args:
-        text: the program, or one made from it.
+        text: the program.
         program: the lowered body.
         devices: the devices to compile for.
         make: makes the executable from bytes that were written before; from None, it compiles.
