@@ -72,8 +72,9 @@ CALL = _hook(
 """What both backends need: it serves errors, and replica threads."""
 
 FREED_GRADIENT = _compiled(_DECORATOR, "compiled bodies can be freed")
-WATCH_VARIABLE = _compiled(
-    "framework.func_graph.FuncGraph.watch_variable", "a graph that lists its variables does not use them"
+CALL_TRACED = _compiled(
+    "eager.polymorphic_function.concrete_function.ConcreteFunction._call_flat",
+    "a graph that lists the variables of a function does not use them",
 )
 RAGGED = _compiled(
     "ops.ragged.ragged_tensor.RaggedTensor.__init__", "how many values the rows of a ragged tensor have together"

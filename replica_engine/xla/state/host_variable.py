@@ -33,14 +33,16 @@ def handles_compared() -> contextlib.AbstractContextManager[object]:
     return scoped.attribute(_thread, "comparing", True)
 
 
-def _watched(original: Callable[..., object], graph: tf.Graph, variable: tf.Variable) -> object:
-    """A graph lists a variable that a function, which it calls, has read. TensorFlow asks for the handle there.
+def _called(original: Callable[..., object], function: object, *args: object, **kwargs: object) -> object:
+    """A call of a traced function. A graph that it is in lists the variables that the function has read.
 
-    If that counted as a use by the graph, each step of a `tf.function` around a function with `strategy.run` would
-    fetch all variables, and compare them before the next step.
+    TensorFlow asks for their handles there. If that counted as a use by the graph, each step of a `tf.function` around
+    a function with `strategy.run` would fetch all variables, and compare them before the next step.
     """
-    with handles_compared():
-        return original(graph, variable)
+    if tf.executing_eagerly():
+        return original(function, *args, **kwargs)
+    with scoped.attribute(_thread, "calling", tf.compat.v1.get_default_graph()):
+        return original(function, *args, **kwargs)
 
 
 def _reads(name: str) -> Callable[..., object]:
@@ -78,7 +80,7 @@ class HostVariable(variables.ResourceVariable):
     @classmethod
     def adopt(cls, component: tf.Variable, device_value: DeviceValue, replica: int) -> None:
         """Turns a plain variable into the host's side of `device_value`."""
-        control_flow.WATCH_VARIABLE.around(_watched)
+        control_flow.CALL_TRACED.around(_called)
         device_value.mark()
         component.__class__ = cls
         component._replica_engine = (device_value, replica)
@@ -122,7 +124,12 @@ class HostVariable(variables.ResourceVariable):
                 device_value.host_reads()
             elif not getattr(_thread, "comparing", False):
                 device_value.host_may_write()
-        elif in_body() is None and not getattr(_thread, "comparing", False):
+        elif (
+            in_body() is None
+            and not getattr(_thread, "comparing", False)
+            # The gradient of a function that is called may be traced in the call, in a graph of its own.
+            and getattr(_thread, "calling", None) is not tf.compat.v1.get_default_graph()
+        ):
             return host_functions.handle(device_value, replica)
         return device_value.handles[replica]
 
