@@ -77,6 +77,11 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         return cls(f"`axis` must be an int, a tuple of ints, or None to reduce over replicas only; got {brief(given)}.")
 
     @classmethod
+    def not_one_axis(cls, name: str, given: object) -> ReplicaValueError:
+        """`axis` is not an axis to join or to divide along."""
+        return cls(f"{name}: `axis` must be an int, as in axis=0; got {brief(given)}.")
+
+    @classmethod
     def no_function(cls, given: object) -> ReplicaValueError:
         """The argument is not callable."""
         return cls(

@@ -38,6 +38,7 @@ from replica_engine.strategies.validation import (
     not_reduced,
 )
 from replica_engine.threads.call import short_name
+from replica_engine.values.structure import as_axis
 
 R = TypeVar("R")
 
@@ -183,8 +184,10 @@ class OnBackend(tf.distribute.Strategy):
         """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
 
         Raises:
+            ReplicaValueError: `axis` is not an int.
             CollectiveError: the values have no such axis.
         """
+        axis = as_axis("strategy.gather", axis)
         try:
             return super().gather(value, axis)
         except NOT_REDUCED as error:

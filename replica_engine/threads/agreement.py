@@ -17,7 +17,7 @@ from replica_engine._tf import distribute
 from replica_engine.diagnostics.flight_record import Brought, texts
 from replica_engine.engine import Replica, SyncPoint
 from replica_engine.errors import CollectiveError, ReplicaMismatchError
-from replica_engine.values.structure import flatten
+from replica_engine.values.structure import as_axis, flatten
 
 
 def check_alike(points: Sequence[SyncPoint], replicas: Sequence[Replica]) -> None:
@@ -77,8 +77,10 @@ def check_divides(name: str, x: tf.Tensor, axis: int, parts: int) -> int:
         The axis, counted from the beginning.
 
     Raises:
+        ReplicaValueError: the axis is not an int.
         CollectiveError: there is no such axis, or its size does not divide.
     """
+    axis = as_axis(name, axis)
     if x.shape.rank is None:
         return axis
     if not isinstance(axis, int) or not -x.shape.rank <= axis < x.shape.rank:

@@ -25,7 +25,7 @@ from replica_engine.threads.joint.gradients import recorded
 from replica_engine.threads.joint.operator import Part, note_constants
 from replica_engine.threads.random_numbers import Seeds
 from replica_engine.values import late_weights
-from replica_engine.values.structure import as_tensor
+from replica_engine.values.structure import as_axis, as_tensor
 
 _OPERATIONS = dict(tf.distribute.ReduceOp.__members__)
 _EXTREMES = {"MAX": tf.reduce_max, "MIN": tf.reduce_min}
@@ -415,7 +415,12 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             value: a tensor or nested structure of tensors; shapes may differ only along `axis`.
             axis: the dimension to concatenate along.
             options: `tf.distribute.experimental.CommunicationOptions`.
+
+        Raises:
+            ReplicaValueError: `axis` is not an int.
+            CollectiveError: a tensor has no such dimension.
         """
+        axis = as_axis("all_gather", axis)
         return late_weights.reduced(value, functools.partial(self._all_gather, axis, options))
 
     def _all_gather(self, axis: int, options: Any, value: Any) -> Any:

@@ -251,6 +251,24 @@ class Level(NamedTuple):
         return self.make(children if self.keys is None else dict(zip(self.keys, children, strict=True)))
 
 
+def as_axis(name: str, axis: Any) -> Any:
+    """An axis to join or to divide along, as an int; an integer that is a symbolic tensor stays one.
+
+    Args:
+        name: what takes it, for the message.
+        axis: what the user gave.
+
+    Raises:
+        ReplicaValueError: it is something else.
+    """
+    if tf.is_tensor(axis) and not isinstance(axis, EagerTensor) and axis.dtype.is_integer:
+        return axis
+    try:
+        return operator.index(axis)
+    except Exception:  # TensorFlow's tensors raise errors of other classes here
+        raise ReplicaValueError.not_one_axis(name, axis) from None
+
+
 def open_level(value: Any, stop: Callable[[object], bool] | None = None) -> tuple[Level, tuple[object, ...]] | None:
     """The outermost level of a structure, and the values in it; None for a leaf. `stop` is that of `flatten`."""
     kind: Any = type(value)

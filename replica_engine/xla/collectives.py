@@ -30,7 +30,7 @@ from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.diagnostics.op_lines import here
 from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import at
-from replica_engine.values.structure import as_tensor
+from replica_engine.values.structure import as_axis, as_tensor
 from replica_engine.xla.body import current, in_body, note_collective
 from replica_engine.xla.signature import argument_names
 from replica_engine.xla.soft_placement import kinds
@@ -374,7 +374,7 @@ def _emit(name: str, x: tf.Tensor, shape: tf.TensorShape | Sequence[int], **para
 def _axis(name: str, x: tf.Tensor, axis: int) -> int:
     if name != "all_gather" or x.shape.rank is None or not (_sources(x) or _is_made_on_host(x)):
         _check_static(name, x)
-    rank = x.shape.rank
+    rank, axis = x.shape.rank, as_axis(name, axis)
     if not isinstance(axis, int) or not -rank <= axis < rank:
         raise CollectiveError.no_axis(name, axis, str(x.shape))
     return axis % rank

@@ -19,7 +19,7 @@ from replica_engine._tf.graphs import autograph
 from replica_engine.errors import CollectiveError, NotInReplicaError, ReplicaValueError
 from replica_engine.errors.inputs import elsewhere
 from replica_engine.values import late_weights, rows
-from replica_engine.values.structure import as_tensor
+from replica_engine.values.structure import as_axis, as_tensor
 from replica_engine.xla.body import in_body, num_replicas, replica_id
 from replica_engine.xla.collectives import all_gather, all_reduce, all_to_all, cross_replica_sum, reduce_scatter
 from replica_engine.xla.constraints import logical_device
@@ -182,5 +182,7 @@ def gather_leaf(value: object, axis: int) -> tf.Tensor:
         raise NotImplementedError("all_gather does not support IndexedSlices/SparseTensor")
     tensor = as_tensor(value, "The value to all_gather")
     if tensor.shape.rank == 0:
-        raise CollectiveError.no_axis("all_gather", axis, str(tensor.shape))  # as in tf.distribute
+        raise CollectiveError.no_axis(
+            "all_gather", as_axis("all_gather", axis), str(tensor.shape)
+        )  # as in tf.distribute
     return all_gather(tensor, axis=axis)

@@ -95,3 +95,21 @@ def test_a_merge_call_reduces_a_value_of_several_replicas_from_outside(strategy,
         return tf.distribute.get_replica_context().merge_call(merged, args=(tf.constant(1.0),)) + 0.0
 
     assert local(strategy.run(step)) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("axis", ["0", 0.0, None, (0,)])
+def test_an_axis_that_is_no_int_is_refused_before_any_work(strategy, per_replica, axis):
+    rows = per_replica(lambda i: [float(i)])
+    with pytest.raises(ReplicaValueError, match=r"strategy\.gather: `axis` must be an int, as in axis=0; got "):
+        strategy.gather(rows, axis)
+    collectives = {
+        "all_gather": lambda context, x: context.all_gather(x, axis),
+        "reduce_scatter": lambda context, x: context.reduce_scatter(x, axis),
+        "all_to_all": lambda context, x: context.all_to_all(x, axis, 0),
+    }
+    for name, collective in collectives.items():
+        with pytest.raises(ReplicaValueError, match=rf"{name}: `axis` must be an int"):
+            strategy.run(lambda collective=collective: collective(tf.distribute.get_replica_context(), tf.ones([2])))
+    assert strategy.gather(rows, np.int64(0)).numpy().tolist() == [0.0, 1.0]
+    gathered = strategy.run(lambda: tf.distribute.get_replica_context().all_gather(tf.ones([1]), np.int64(0)))
+    assert strategy.experimental_local_results(gathered)[0].numpy().tolist() == [1.0, 1.0]
