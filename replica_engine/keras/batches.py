@@ -101,7 +101,7 @@ class WholeBatches:
 
     def _taken(self, iterator: Iterator[object]) -> Any:
         """The next batch of an iterator, as `_counted` takes it."""
-        return samples.as_tensors(next(iterator))
+        return _joined(_parts(next(iterator)))
 
     def _counted(self, batches: Sequence[Any], failed: Exception | None) -> list[Batch]:
         """The batches that are not empty."""
@@ -267,6 +267,8 @@ def _per_replica(values: Sequence[Any]) -> tf.distribute.DistributedValues:
 
 
 def _joined(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
     return tf.nest.map_structure(
         lambda *leaves: samples.join(leaves) if samples.has_rows(leaves[0]) else leaves[0], *parts
     )
