@@ -218,7 +218,7 @@ class StepFunction:
                 yield _SHARDS, self._filled([batch.data for batch in group]), total, True, group
                 continue
             if len(group) > 1 and self._compiles and divides and not are_whole:
-                yield _SHARDS, [self.batches.shares(batch) for batch in group], total, True, group
+                yield _SHARDS, group, total, True, group
                 continue
             for batch in group:
                 if self._computes_whole(batch):
@@ -356,7 +356,7 @@ class StepFunction:
         is_of_several = is_loop and not compiles
         call = functools.partial(self._launch, function, in_parts, is_loop) if compiles else function
         args = data if is_of_several else (data,)
-        like = data[0][0] if is_of_several else data
+        like = data if not is_loop else data[0].sample if compiles else data[0][0]
         kind = samples.described(select(0, like) if compiles else like)
         key = how, size, kind, (samples.places(like), len(data[0]) if is_of_several else 0)
         if key in known:
@@ -427,7 +427,7 @@ class StepFunction:
         return self._functions.setdefault((how, size, in_parts), run)
 
     def _launch(self, function: Callable[..., object], in_parts: bool, is_loop: bool, data: Any) -> object:
-        """Runs a compiled function, for each element of `data` if that is a loop."""
+        """Runs a compiled function; in a loop, for each batch of a list, which are divided ahead of their steps."""
         if not is_loop:
             return self._backend.run(function, data if in_parts else (data,), programs=self._programs)
         from replica_engine.strategies.tpu.device_loops import LoopSettings  # not at module level: it needs jax
@@ -438,7 +438,8 @@ class StepFunction:
 
         step.__name__ = self._step.name
         settings = LoopSettings(len(data), spread=False, programs=self._programs)
-        return self._backend.run_steps(step, iter(data), settings).last_step_outputs["logs"]
+        shares = map(self.batches.shares, data)
+        return self._backend.run_steps(step, shares, settings).last_step_outputs["logs"]
 
     def _on_threads(self, how: str, batch: Any) -> object:
         """Runs a method on all replicas, while a graph is built unless the model runs eagerly."""
