@@ -80,14 +80,12 @@ def _looped(step: Callable[[Any], Any], batches: Sequence[object], count: tf.Ten
     A loop must know beforehand what its body returns. The types in an optional are known afterwards, too.
     """
     like = batches[0]
-    with tf.device("CPU:0"):  # where batches are: TensorFlow would put the lists, with all batches, on a GPU
-        columns = [_column(leaves) for leaves in zip(*map(tf.nest.flatten, batches), strict=True)]
-        made = tf.raw_ops.TensorListReserve(element_shape=_SCALAR, num_elements=count, element_dtype=tf.variant)
+    columns = [_column(leaves) for leaves in zip(*map(tf.nest.flatten, batches), strict=True)]
+    made = tf.raw_ops.TensorListReserve(element_shape=_SCALAR, num_elements=count, element_dtype=tf.variant)
     returned: list[Any] = []
 
     def one(index: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        with tf.device("CPU:0"):
-            leaves = [None if column is None else column.read(index) for column in columns]
+        leaves = [None if column is None else column.read(index) for column in columns]
         outputs = step(tf.nest.pack_sequence_as(like, leaves))
         returned[:] = [outputs]
         parts = [index, *tf.nest.flatten(outputs)]  # an optional has one part at least

@@ -90,6 +90,12 @@ class StepFunction:
     def forget(self) -> None:
         """Forgets what was traced and found out, as the model has changed; called before the first step too."""
         self._is_eager = bool(self._model.run_eagerly) and not self._compiles
+        extended = self._backend.strategy.extended
+        options = getattr(extended, "replica_options", None)
+        # A loop is watched, and its steps have limits, where it has marks.
+        self._has_marks = all("CPU" in device for device in extended.worker_devices) and (
+            options is None or options.marks is not False
+        )
         self._functions: dict[tuple[str, int, bool], Any] = {}
         # What has run: the method, the batch size that it is compiled for, and what batches are like but for that.
         self._known: set[tuple[str, int, str, object]] = set()
@@ -185,7 +191,7 @@ class StepFunction:
 
     def _loops(self, data: object) -> tuple[str, int | str] | None:
         """What batches are like that run in one graph, a loop on threads; None if each is a launch."""
-        if self._compiles or self._is_eager or self._most == 1 or not step_loop.fits(data):
+        if self._compiles or self._is_eager or self._most == 1 or not self._has_marks or not step_loop.fits(data):
             return None
         return samples.described(data), samples.places(data)
 
