@@ -52,6 +52,53 @@ def test_several_steps_are_one_execution(trains_with):
     trains_with(steps_per_execution=4)
 
 
+def in_scope(strategy, steps):
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        return classifier(steps_per_execution=steps)
+
+
+@pytest.mark.parametrize("steps", [2, 5, 20])
+def test_steps_of_an_execution_have_the_bits_of_steps_one_by_one(steps):
+    """The batches are of 10 and of 4 samples; 20 are more than run in one call."""
+    strategy = MirroredStrategy(logical_devices(2))
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10).repeat(4)
+    one, several = in_scope(strategy, 1), in_scope(strategy, steps)
+    histories = [model.fit(data, epochs=2, verbose=0).history for model in (one, several)]
+    assert histories[0] == histories[1]
+    assert one.evaluate(data, verbose=0) == several.evaluate(data, verbose=0)
+    assert np.array_equal(one.predict(data, verbose=0), several.predict(data, verbose=0))
+    assert all(map(np.array_equal, one.get_weights(), several.get_weights()))
+
+
+def test_the_steps_before_a_batch_that_fails_are_kept():
+    def batches():
+        for start in range(0, 50, 10):
+            yield X[start : start + 10], Y[start : start + 10]
+        raise ValueError("no more")
+
+    model = in_scope(MirroredStrategy(logical_devices(2)), 4)
+    with pytest.raises((ValueError, tf.errors.OpError), match="no more"):
+        model.fit(batches(), verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 5
+
+
+class TwoOutputs(keras.Model):
+    """A row per sample, and their number."""
+
+    def call(self, x):
+        return {"rows": 2 * x, "count": tf.cast(tf.shape(x)[:1], "float32")}
+
+
+def test_outputs_without_a_row_per_sample_are_those_of_one_device():
+    with MirroredStrategy(logical_devices(2)).scope():
+        model = TwoOutputs()
+        model.compile(steps_per_execution=3)
+    outputs = model.predict(X, batch_size=10, verbose=0)
+    assert np.array_equal(outputs["rows"], 2 * X)
+    assert outputs["count"].tolist() == [10, 10, 10, 10, 10, 4]
+
+
 @pytest.mark.parametrize("option", ["run_eagerly", "jit_compile"])
 def test_it_runs_eagerly_or_compiled_by_keras(trains_with, option):
     trains_with(**{option: True})
