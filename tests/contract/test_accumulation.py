@@ -144,9 +144,9 @@ def test_a_program_has_its_collectives_in_the_branch_of_the_update(monkeypatch):
 
     texts, own = [], ProgramTable.executable
 
-    def executable(self, text, lowered, devices):
-        texts.append(text)
-        return own(self, text, lowered, devices)
+    def executable(self, lowered):
+        texts.append(lowered.as_text())
+        return own(self, lowered)
 
     monkeypatch.setattr(ProgramTable, "executable", executable)
     strategy = TPUStrategy(num_cores=2)
