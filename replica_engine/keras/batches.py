@@ -100,12 +100,13 @@ class WholeBatches:
         return self._counted(batches, failed), failed
 
     def _taken(self, iterator: Iterator[object]) -> Any:
-        """The next batch of an iterator, as `_counted` takes it."""
-        return _joined(_parts(next(iterator)))
+        """The next batch of an iterator, as `_counted` takes it. What is wrong with it alone is found here."""
+        data = _joined(_parts(next(iterator)))
+        return Batch(data, samples.count(data))
 
     def _counted(self, batches: Sequence[Any], failed: Exception | None) -> list[Batch]:
         """The batches that are not empty."""
-        return [Batch(data, total) for data in batches if (total := samples.count(data))]
+        return [batch for batch in batches if batch.total]
 
     def wholes(self, batch: object) -> list[Any]:
         """A batch as tensors; the parts that TensorFlow has dealt to the replicas are joined if they are alike."""
@@ -168,21 +169,21 @@ class DealtBatches(WholeBatches):
         # In eager mode, TensorFlow's iterators make a dozen ops for each replica.
         self._following = tf.function(lambda iterator: iterator.get_next(), autograph=False)
 
-    def _taken(self, iterator: Iterator[object]) -> list[Any]:
-        if isinstance(iterator, tf.distribute.DistributedIterator) and not is_on_host(iterator):
-            return _parts(self._following(iterator))
-        return _parts(next(iterator))
+    def _taken(self, iterator: Iterator[object]) -> Any:
+        is_distributed = isinstance(iterator, tf.distribute.DistributedIterator) and not is_on_host(iterator)
+        parts = _parts(self._following(iterator) if is_distributed else next(iterator))
+        if self._backend.saving is None:
+            return self._batch(parts, self._shares(parts) if len(parts) > 1 else None)
+        own = len(self._backend.strategy.extended.worker_devices)
+        return parts if len(parts) == own else _divided(parts[0], own)
 
-    def _counted(self, batches: Sequence[list[Any]], failed: Exception | None) -> list[Batch]:
-        workers = self._backend.saving
-        if workers is None:
-            found = [self._batch(parts, self._shares(parts) if len(parts) > 1 else None) for parts in batches]
-        elif failed is not None:  # the others may have taken more batches
-            raise failed
-        else:
+    def _counted(self, batches: Sequence[Any], failed: Exception | None) -> list[Batch]:
+        workers, found = self._backend.saving, batches
+        if workers is not None:
+            if failed is not None and not batches:
+                raise failed
             own = len(self._backend.strategy.extended.worker_devices)
             first = self._own.start if self._backend.compiles else own * workers.worker
-            batches = [parts if len(parts) == own else _divided(parts[0], own) for parts in batches]
             mine = np.array([self._shares(parts) for parts in batches])
             # XLA does not compile collectives of 64 bits for TPUs; TensorFlow has those of 32 bits on the host.
             told = np.zeros([*mine.shape[:-1], self._size], np.int32 if self._backend.compiles else np.int64)

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from replica_engine._tf.graphs import marks
 from replica_engine._tf.keras import model as keras_model
 from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine._tf.keras.sums import own_metrics_of
@@ -48,6 +49,9 @@ MANY_SIZES = 8
 
 _WASTE = 4
 """A prediction may use an existing program whose batch size is up to this many times as large."""
+
+_MOST_COMPILED = 16
+"""The most steps of a compiled execution whose batches are read before the first of them runs."""
 
 PROGRESS_EVERY = 10.0
 """Seconds between log lines that report an unfinished compilation."""
@@ -86,6 +90,7 @@ class StepFunction:
         self._compiles = backend.compiles
         self._size = backend.strategy.num_replicas_in_sync
         self._calling = timeline.Track(type(backend.strategy).__name__, "Keras", order=-1)
+        self._has_trained = False  # on a batch that all replicas share equally
 
     def forget(self) -> None:
         """Forgets what was traced and found out, as the model has changed; called before the first step too."""
@@ -93,14 +98,12 @@ class StepFunction:
         extended = self._backend.strategy.extended
         options = getattr(extended, "replica_options", None)
         # A loop is watched, and its steps have limits, where it has marks.
-        self._has_marks = all("CPU" in device for device in extended.worker_devices) and (
-            options is None or options.marks is not False
-        )
+        may_mark = marks.may_ask() and (options is None or options.marks is not False)
+        self._has_marks = may_mark and all("CPU" in device for device in extended.worker_devices)
         self._functions: dict[tuple[str, int, bool], Any] = {}
         # What has run: the method, the batch size that it is compiled for, and what batches are like but for that.
         self._known: set[tuple[str, int, str, object]] = set()
         self._is_whole: bool | None = None  # whether no batch is divided; None before a step has asked
-        self._has_trained = False  # with the rule of `tf.distribute`
         self._are_joined = True  # whether outputs for several batches can be made in one graph, as far as is known
         self._gives: dict[str, bool] = {}  # whether outputs as long as a shard have a row per sample, by kind of batch
         if self._compiles:
@@ -140,6 +143,7 @@ class StepFunction:
                     may_end = self._is_eager and how != _WHOLE and not self._step.is_plain
                     with self._undone_if_given_up(how) if may_end else _NOTHING:
                         logs = self._run(how, data, size, is_loop)
+                    self._has_trained |= not self._is_rest(group[0])
                     continue
                 except NotASum as found:
                     if found.why:  # otherwise a metric, which the hooks know
@@ -197,17 +201,17 @@ class StepFunction:
 
     @property
     def _most(self) -> int:
-        """The most steps that are launched together."""
-        steps = int(self._model.steps_per_execution)
-        return steps if self._compiles else min(steps, step_loop.MOST)
+        """The most steps whose batches are held at once."""
+        return min(int(self._model.steps_per_execution), _MOST_COMPILED if self._compiles else step_loop.MOST)
 
     def _filled(self, batches: Sequence[object]) -> tuple[tuple[object, ...], tf.Tensor]:
         return step_loop.filled(batches, self._most)
 
-    def _alike(self, batch: Batch) -> object:
-        """Equal for consecutive batches that may run in one launch: of any size on threads, where they are divided."""
+    def _alike(self, batch: Batch) -> tuple[bool, object]:
+        """Whether a batch may be one of a loop on threads, and what is equal for all batches of a launch."""
         is_divided = not (self._is_rest(batch) if self._step.is_plain else self._computes_whole(batch))
-        return (self._loops(batch.data) if is_divided and batch.dealt is None else None) or batch.total
+        like = self._loops(batch.data) if is_divided and batch.dealt is None else None
+        return like is not None, like or (batch.total, samples.described(batch.sample), samples.places(batch.sample))
 
     def _launches(self, batches: Sequence[Batch]) -> Iterator[tuple[str, object, int, bool, list[Batch]]]:
         """For each launch: a method, what it takes, the batch size to compile it for, if it is a loop, and its batches.
@@ -215,12 +219,12 @@ class StepFunction:
         Consecutive batches, as `steps_per_execution` requests them, run in one launch: in a loop of the devices, or in
         that of `step_loop`.
         """
-        for alike, same in itertools.groupby(batches, self._alike):
+        for (loops, _), same in itertools.groupby(batches, self._alike):
             group = list(same)
             total = group[0].total
             divides = total % self._size == 0
             are_whole = any([*map(self._computes_whole, group)])
-            if isinstance(alike, tuple) and not are_whole:
+            if loops and not are_whole:
                 yield _SHARDS, self._filled([batch.data for batch in group]), total, True, group
                 continue
             if len(group) > 1 and self._compiles and divides and not are_whole:
@@ -256,7 +260,6 @@ class StepFunction:
             if self._step.name == "train_step":
                 if rest:
                     self._check_rest(batch)
-                self._has_trained = True
                 return False
             return rest  # of a test, the whole batch has the loss of one device
         if self._is_whole is None:  # asked in a step: before, a model may have no losses and metrics yet
@@ -278,12 +281,18 @@ class StepFunction:
         if self._has_trained and not self._compiles and not batch.is_whole:
             warn_once(self._model, "rest", warn_uneven_rest(self._model.name, total, size))
             return
+        what = f"A batch of {count_of(total, 'sample')} "
+        if batch.is_whole:
+            what += "has arrays of different numbers of samples, so that the replicas cannot share it equally."
+        elif batch.is_uneven and total % size == 0 and batch.dealt is not None:
+            what += f"is dealt to {size} replicas as {', '.join(map(str, batch.dealt[0][0]))} samples."
+        else:
+            what += f"does not divide by {size} replicas."
         raise BatchError(
-            f"A batch of {count_of(total, 'sample')} does not divide by {size} replicas. The train_step or "
-            f"compute_loss of {self._model.name!r} follows the rule of tf.distribute in a scope: each replica computes "
-            f"its part of a sum. Pass batches of a multiple of {size} samples, and leave out a rest: dataset.batch(n, "
-            "drop_remainder=True). Or let replicate_model(model) divide batches of any size, with the results of one "
-            "device."
+            f"{what} The train_step or compute_loss of {self._model.name!r} follows the rule of tf.distribute in a "
+            f"scope: each replica computes its part of a sum. Pass batches of a multiple of {size} samples, equally "
+            "many to each replica, and leave out a rest: dataset.batch(n, drop_remainder=True). Or let "
+            "replicate_model(model) divide batches of any size, with the results of one device."
         )
 
     def _undone_if_given_up(self, how: str) -> contextlib.AbstractContextManager[None]:

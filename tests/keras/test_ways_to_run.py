@@ -1,5 +1,6 @@
 """Eagerly, several steps an execution, compiled by XLA, from another thread, several models at once."""
 
+import contextlib
 import threading
 
 import keras
@@ -81,6 +82,69 @@ def test_the_steps_before_a_batch_that_fails_are_kept():
     with pytest.raises((ValueError, tf.errors.OpError), match="no more"):
         model.fit(batches(), verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 5
+
+
+def test_the_steps_before_a_batch_that_cannot_be_divided_are_kept():
+    """Its arrays have 10 and 9 samples."""
+
+    def batches():
+        for labels in (10, 10, 9, 10):
+            yield X[:10], Y[:labels]
+
+    shapes = [(tf.TensorSpec([None, *X.shape[1:]], X.dtype), tf.TensorSpec([None, *Y.shape[1:]], Y.dtype))]
+    data = tf.data.Dataset.from_generator(batches, output_signature=shapes[0])
+    model = in_scope(MirroredStrategy(logical_devices(2)), 4)
+    with pytest.raises(Exception, match="samples|shape|size"):
+        model.fit(data, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 2
+
+
+@pytest.mark.on("tpu")
+@pytest.mark.parametrize("is_dealt", [False, True], ids=["whole", "dealt"])
+def test_compiled_steps_of_an_execution_may_differ_in_shape(is_dealt):
+    """Sequences of 3 and of 5 in batches of one size."""
+    from replica_engine import TPUStrategy
+
+    batches = [np.arange(8.0 * length, dtype="float32").reshape(8, length, 1) / 40 for length in (3, 3, 5, 5, 3)]
+    shape = tf.TensorSpec([8, None, 1], tf.float32), tf.TensorSpec([8], tf.float32)
+    data = tf.data.Dataset.from_generator(
+        lambda: ((batch, batch.mean((1, 2))) for batch in batches), output_signature=shape
+    )
+
+    def trained(steps, strategy=None):
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.layers.GlobalMaxPooling1D(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", steps_per_execution=steps)
+        given = strategy.experimental_distribute_dataset(data) if is_dealt and strategy is not None else data
+        return model.fit(given, verbose=0, steps_per_epoch=5 if is_dealt else None).history["loss"]
+
+    assert np.allclose(trained(4, TPUStrategy(num_cores=2)), trained(1), rtol=1e-5)
+
+
+def test_a_prediction_in_a_callback_of_another_one_keeps_the_data_of_its_own():
+    """A model that makes functions itself takes what TensorFlow has dealt."""
+
+    class Own(keras.Model):
+        def call(self, x):
+            return 2.0 * x
+
+        def make_train_function(self, force=False):
+            return super().make_train_function(force)
+
+    with MirroredStrategy(logical_devices(2)).scope():
+        first, second = keras.Sequential([keras.layers.Lambda(lambda x: 3.0 * x)]), Own()
+        first.compile()
+        second.compile()
+    found = []
+
+    class Predicts(keras.callbacks.Callback):
+        def on_predict_begin(self, logs=None):
+            found.append(second.predict(X, batch_size=10, verbose=0))
+
+    outputs = first.predict(X, batch_size=10, verbose=0, callbacks=[Predicts()])
+    assert np.allclose(outputs, 3 * X)
+    assert np.allclose(found[0], 2 * X)
 
 
 class TwoOutputs(keras.Model):

@@ -66,14 +66,15 @@ class Mark:
         return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._dtype)._numpy_internal().item()
 
 
-def can_mark(graph: Any) -> bool:
-    """Whether the graph is that of a function which TensorFlow keeps the ops with effects of, and may ask for the time.
+def may_ask() -> bool:
+    """Whether a graph may ask for the time: under `tf.config.experimental.enable_op_determinism` the op is an error."""
+    return not _config.is_op_determinism_enabled()
 
-    Under `tf.config.experimental.enable_op_determinism` the op of the time is an error.
-    """
-    may_ask = not _config.is_op_determinism_enabled()
+
+def can_mark(graph: Any) -> bool:
+    """Whether the graph is that of a function whose ops with effects TensorFlow keeps, and may ask for the time."""
     is_function = isinstance(graph, tf.__internal__.FuncGraph)
-    return may_ask and is_function and getattr(graph, "experimental_acd_manager", None) is not None
+    return may_ask() and is_function and getattr(graph, "experimental_acd_manager", None) is not None
 
 
 def time(device: str, after: Iterable[Any]) -> Mark:

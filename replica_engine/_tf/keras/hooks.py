@@ -187,10 +187,10 @@ def make_functions(
         if model.predict_function is None or force:
             function = made(model, "predict_step")
             if function is None:
+                _predicting.set(None)  # it may be of another model, whose `predict` calls this one's
                 return own(model, force)
             model.predict_function = _Predict(function)
-        if isinstance(model.predict_function, _Predict):
-            _predicting.set(weakref.ref(model))
+        _predicting.set(weakref.ref(model) if isinstance(model.predict_function, _Predict) else None)
         return model.predict_function
 
     def enumerated(own: Own, iterator: object) -> object:
