@@ -94,7 +94,7 @@ def test_the_steps_before_a_batch_that_cannot_be_divided_are_kept():
     shapes = [(tf.TensorSpec([None, *X.shape[1:]], X.dtype), tf.TensorSpec([None, *Y.shape[1:]], Y.dtype))]
     data = tf.data.Dataset.from_generator(batches, output_signature=shapes[0])
     model = in_scope(MirroredStrategy(logical_devices(2)), 4)
-    with pytest.raises(Exception, match="samples|shape|size"):
+    with pytest.raises(Exception, match=r"samples|shape|size"):
         model.fit(data, verbose=0)
     assert int(model.optimizer.iterations.numpy()) == 2
 

@@ -78,7 +78,16 @@ class Lowered:
         Args:
             shares: the body lowered for each shape.
             whole: as for `lowered_module.in_branches`.
+
+        Raises:
+            LoweringError: the body writes other variables, or takes other tensors from outside, with another shape.
         """
+        if len({repr((each.writes, each.captured, sorted(each.host_slots))) for each in shares}) > 1:
+            raise LoweringError(
+                f"`{shares[0].program.name}` writes other variables, or uses other captured tensors, for another "
+                "number of samples, and the replicas have shares of several sizes. Divide the batch evenly: "
+                "replica_engine.split_batch(batch, ...), or dataset.batch(n, drop_remainder=True)."
+            )
         specs = zip(*(each.program.slots for each in shares), strict=True)
         slots = [tf.TensorSpec(fitting([spec.shape for spec in each]), each[0].dtype) for each in specs]
         lowered, programs = copy.copy(shares[0]), [each.program for each in shares]

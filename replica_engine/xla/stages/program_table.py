@@ -23,7 +23,7 @@ import numpy as np
 
 from replica_engine._tf import distribute, thread_state
 from replica_engine._tf.eager import EagerTensor, described
-from replica_engine.errors import ReplicaMismatchError
+from replica_engine.errors import LoweringError, ReplicaMismatchError
 from replica_engine.errors.base import at, warning
 from replica_engine.pjrt import cpu_rewrites
 from replica_engine.pjrt.executable import Executable
@@ -51,6 +51,7 @@ MANY_TRACES = 8
 _MOST_PROGRAMS = 256  # functions, and traces of each, that a table keeps: the most recently used
 _MOST_UNUSED = 16  # executables that are kept for the next model of the same shapes when no trace uses them
 _MOST_SHAPES = 64  # programs of one trace
+_MOST_BRANCHES = 8  # of one program: each new shape compiles those of earlier ones again
 
 V = TypeVar("V")
 
@@ -291,7 +292,7 @@ class ProgramTable:
         branches, joined = entry.joined.get(key[1]) or ([], None)
         if joined is None or not set(of_each).issubset(branches):
             branches = list(dict.fromkeys([*branches, *of_each]))
-            if len(branches) > _MOST_SHAPES:
+            if len(branches) > _MOST_BRANCHES:
                 branches = list(dict.fromkeys(of_each))
             lowered = []
             for shapes in branches:
@@ -299,13 +300,22 @@ class ProgramTable:
                 if lowered[-1].has_collectives:
                     raise _mismatch(entry.traced, of_each)
             joined = Lowered.in_branches(lowered)
-            if self.devices.mesh is not None and self.executable(joined).exchanges_in_branches():
-                # Devices of all replicas would wait for each other in a branch.
+            if self.devices.mesh is not None and self._would_wait(joined):
                 joined = Lowered.in_branches(lowered, whole=True)
             entry.joined.put(key[1], (branches, joined))
         compiled = Compiled(joined.program, self.devices, self.executable(joined), list(map(branches.index, of_each)))
         entry.compiled.put(key, compiled)
         return compiled
+
+    def _would_wait(self, joined: Lowered) -> bool:
+        """Whether devices of all replicas would wait for each other in a branch of a program.
+
+        If replicas may take different branches of the body itself, to compile it is an error then.
+        """
+        try:
+            return self.executable(joined).exchanges_in_branches()
+        except LoweringError:
+            return True
 
     def compiled(self, entry: Entry, shapes: Sequence[Shape], captured: Sequence[Shape] | None = None) -> Compiled:
         """The program for arguments, and captured tensors of an outer graph, of these shapes."""
