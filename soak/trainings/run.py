@@ -18,7 +18,7 @@ from soak.trainings import callbacks, data, model
 from soak.trainings.callbacks import Numbers
 from soak.trainings.spec import COMPILED, REPLICATE, SCOPE, Spec
 
-_TEST_BATCH = 5
+TEST_BATCH = 5
 """The size of the batches of `evaluate`, of which there are two."""
 
 
@@ -36,6 +36,7 @@ def trained(
     nudge: int | None = None,
     compiled: bool = False,
     uses: tuple[str, ...] = ("evaluate", "predict"),
+    test_batch: int = TEST_BATCH,
 ) -> Numbers:
     """All numbers of a training: logs, metrics, weights, the state of the optimizer, predictions.
 
@@ -45,13 +46,14 @@ def trained(
         nudge: changes the initial weights by a unit in the last place, up or down at random from this seed.
         compiled: TensorFlow compiles the step of plain Keras with XLA.
         uses: what is done with the trained model.
+        test_batch: the size of the batches of `evaluate`.
     """
     keras.backend.clear_session()
     before = keras.config.floatx()
     keras.config.set_floatx(spec.dtype)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return _Training(spec, one_device, nudge, compiled, uses, folder).numbers
+            return _Training(spec, one_device, nudge, compiled, uses, test_batch, folder).numbers
     finally:
         keras.config.set_floatx(before)
 
@@ -64,9 +66,17 @@ class _Training:
     """
 
     def __init__(
-        self, spec: Spec, one_device: bool, nudge: int | None, compiled: bool, uses: tuple[str, ...], folder: str
+        self,
+        spec: Spec,
+        one_device: bool,
+        nudge: int | None,
+        compiled: bool,
+        uses: tuple[str, ...],
+        test_batch: int,
+        folder: str,
     ):
         self.spec, self.one_device, self.folder = spec, one_device, folder
+        self._test_batch = test_batch
         self._compiled = compiled
         self._is_plain = one_device  # what trains now is plain Keras
         self.numbers: Numbers = {}
@@ -147,7 +157,7 @@ class _Training:
             return {"validation_split": 0.3}
         if self.spec.validation is None:
             return {}
-        size = _TEST_BATCH
+        size = self._test_batch
         if self.spec.feed == "dataset":
             return {"validation_data": self._dataset(data.batches(self.spec, (size, size), data.VALIDATION))}
         return {
@@ -201,7 +211,7 @@ class _Training:
 
     def _use(self, uses: tuple[str, ...]) -> None:
         """`evaluate` and `predict`."""
-        size = _TEST_BATCH
+        size = self._test_batch
         x, y, *weights = data.samples(self.spec, 2 * size, data.TEST)
         if self.spec.feed == "dataset":
             tested: dict[str, Any] = {"x": self._dataset(data.batches(self.spec, (size, size), data.TEST))}

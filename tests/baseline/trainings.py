@@ -8,8 +8,8 @@ from __future__ import annotations
 import pathlib
 import random
 
-from soak.trainings.run import trained
-from soak.trainings.spec import Spec
+from soak.trainings.run import TEST_BATCH, trained
+from soak.trainings.spec import SCOPE, Spec
 from tests.baseline.start import Numbers, Start
 
 FILE = pathlib.Path(__file__).with_suffix(".jsonl")
@@ -22,4 +22,5 @@ def drawn(draw: random.Random, index: int) -> Spec:
 
 def run(spec: Spec, start: Start) -> Numbers:
     """Trains it, and either evaluates or predicts: each takes as long to trace as the training."""
-    return trained(spec, nudge=start.nudge, uses=("evaluate",) if spec.seed % 3 == 0 else ("predict",))
+    uses = ("evaluate",) if spec.seed % 3 == 0 else ("predict",)
+    return trained(spec, nudge=start.nudge, uses=uses, test_batch=spec.sizes[0] if spec.api == SCOPE else TEST_BATCH)
