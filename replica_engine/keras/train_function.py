@@ -209,6 +209,8 @@ class StepFunction:
 
     def _alike(self, batch: Batch) -> tuple[bool, object]:
         """Whether a batch may be one of a loop on threads, and what is equal for all batches of a launch."""
+        if self._most == 1:  # it is alone: nothing need be found out about it
+            return False, None
         is_divided = not (self._is_rest(batch) if self._step.is_plain else self._computes_whole(batch))
         like = self._loops(batch.data) if is_divided and batch.dealt is None else None
         return like is not None, like or (batch.total, samples.described(batch.sample), samples.places(batch.sample))
