@@ -126,41 +126,40 @@ class StepFunction:
                 if left == steps:
                     raise
                 break
-            if batches or failed or logs is None:
-                logs = self._executed(batches, failed)
             left -= most
-        return logs
-
-    def _executed(self, batches: Sequence[Batch], failed: Exception | None) -> dict[str, tf.Tensor]:
-        """Runs the step on each batch; returns the logs of the last, or raises the exception that came after it."""
-        name = self._step.name
-        first = batches[0].sample if batches else None
-        logs: Any = None
-        span = timeline.span(self._calling, name, "launch", {"batches": len(batches)})
-        with span, self._ready(first), _inputs_named(first) if self._compiles else _NOTHING:
-            for how, data, size, is_loop, group in self._launches(batches):
-                try:
-                    may_end = self._is_eager and how != _WHOLE and not self._step.is_plain
-                    with self._undone_if_given_up(how) if may_end else _NOTHING:
-                        logs = self._run(how, data, size, is_loop)
-                    self._has_trained |= not self._is_rest(group[0])
-                    continue
-                except NotASum as found:
-                    if found.why:  # otherwise a metric, which the hooks know
-                        self._is_whole = True
-                        text = warn_whole_steps(name, self._model.name, found.why, found.where, found.instead)
-                        warn_once(self._model, (name, found.why, found.where), text)
-                except CollectiveError:
-                    if how != _UNEQUAL:
-                        raise
-                    self._has_branches = False
-                for batch in group:
-                    logs = self._run(_WHOLE, self.batches.joined(batch), batch.total)
-            if not batches:
-                logs = self._model.get_metrics_result()
-        if failed is not None:
-            raise failed
+            if not batches and logs is not None and failed is None:
+                continue
+            first = batches[0].sample if batches else None
+            span = timeline.span(self._calling, self._step.name, "launch", {"batches": len(batches)})
+            with span, self._ready(first), _inputs_named(first) if self._compiles else _NOTHING:
+                for how, data, size, is_loop, group in self._launches(batches):
+                    try:
+                        may_end = self._is_eager and how != _WHOLE and not self._step.is_plain
+                        with self._undone_if_given_up(how) if may_end else _NOTHING:
+                            logs = self._run(how, data, size, is_loop)
+                        self._has_trained |= not self._is_rest(group[0])
+                        continue
+                    except NotASum as found:
+                        self._take_whole(found)
+                    except CollectiveError:
+                        if how != _UNEQUAL:
+                            raise
+                        self._has_branches = False
+                    for batch in group:
+                        logs = self._run(_WHOLE, self.batches.joined(batch), batch.total)
+                if not batches:
+                    logs = self._model.get_metrics_result()
+            if failed is not None:
+                raise failed
         return select(0, logs) if self._compiles else logs
+
+    def _take_whole(self, found: NotASum) -> None:
+        """Divides no batch of the model again, and warns. A metric is excepted, since the hooks know it."""
+        if found.why:
+            self._is_whole = True
+            name = self._step.name
+            text = warn_whole_steps(name, self._model.name, found.why, found.where, found.instead)
+            warn_once(self._model, (name, found.why, found.where), text)
 
     def predict(self, batches: Sequence[object]) -> object:
         """The outputs for some batches as one batch, in the order of the samples."""
