@@ -10,7 +10,9 @@ workers that differ asks at least. If both ask, they see that they differ. If on
 a collective of its program, until the log ends both waits.
 
 It is a program of its own, and no part of those that it guards: a program that is not launched has taken no values of
-variables, so none is lost, and no program need be rewritten, divided ones included. It costs a small launch.
+variables, so none is lost, and no program need be rewritten, divided ones included. It costs a small launch. The sums
+of replicas on threads (`worker_sums`) are many programs that alternate, and have no variables: each begins with the
+same gather (`gather_program`), and small values travel in it.
 
 What must never happen: a program is launched without a question while one is open, which Ctrl-C or a limit has ended
 here, and which others may have had answered. An open question is answered by the log, where all meet. If the launch
@@ -21,17 +23,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from replica_engine.hosts import Member, Program
 from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.group import DeviceGroup, NobodyWaits, held_off
+from replica_engine.pjrt.group import DeviceGroup, Limits, NobodyWaits, held_off
 
 T = TypeVar("T")
-Limits = tuple[float | None, float | None]
 
 _NAME = "the comparison of launches"
 _WORDS = 4  # of 32 bits: the digest, the number of the launch, and a number for `least`
@@ -114,7 +115,7 @@ class Agreement:
         digest = np.frombuffer(bytes.fromhex(program.digest), np.int32)
         question = np.array([[*digest, count & 0x7FFFFFFF, number]], np.int32)
         meets = self._is_open or self._program is None
-        check = self._program = self._program or self._compiled()
+        check = self._program = self._program or gather_program(self._devices, _WORDS)
         while True:
             check.wait(left)  # at first for the question before, if its wait was ended
             if self._devices.interrupted:
@@ -133,16 +134,39 @@ class Agreement:
         (self._answers,) = check.launch([self._devices.put([question])])
         self._question = question
 
-    def _compiled(self) -> Executable:
-        workers = self._devices.replicas
-        one, all_ = (f"tensor<{size}x{_WORDS}xi32>" for size in (1, workers))
-        text = f"""module @replica_body {{
-          func.func public @main(%asked: {one}) -> {all_} {{
-            %answers = "stablehlo.all_gather"(%asked) {{
-              all_gather_dim = 0 : i64, replica_groups = dense<[{list(range(workers))}]> : tensor<1x{workers}xi64>
-            }} : ({one}) -> {all_}
-            return %answers : {all_}
-          }}
-        }}
-        """
-        return Executable(text, self._devices, [((workers, _WORDS), np.dtype(np.int32))])
+
+def gather_program(
+    devices: DeviceGroup,
+    words: int,
+    given: str = "",
+    then: str = "",
+    kinds: Sequence[str] = (),
+    results: Sequence[tuple[tuple[int, ...], np.dtype]] = (),
+) -> Executable:
+    """The program that gathers what all workers say, `%said`, as its last result `%all`, before it does anything else.
+
+    Args:
+        devices: a device of each worker.
+        words: of 32 bits, that each says.
+        given: the arguments before it, as text.
+        then: what it does after that, as text; its results are `%y`.
+        kinds: the types of these results.
+        results: the shapes and dtypes of these results.
+    """
+    workers = devices.replicas
+    said, by_all = (f"tensor<{size}x{words}xi32>" for size in (1, workers))
+    arguments, of = ", ".join(filter(None, [given, f"%said: {said}"])), ", ".join([*kinds, by_all])
+    text = f"""module @replica_body {{
+      func.func public @main({arguments}) -> ({of}) {{
+        %all = "stablehlo.all_gather"(%said) {{all_gather_dim = 0 : i64, {groups(workers)}}} : ({said}) -> {by_all}
+        {then}
+        return {", ".join([*(f"%y#{index}" for index in range(len(kinds))), "%all"])} : {of}
+      }}
+    }}
+    """
+    return Executable(text, devices, [*results, ((workers, words), np.dtype(np.int32))])
+
+
+def groups(workers: int) -> str:
+    """The attribute of a collective over all workers."""
+    return f"replica_groups = dense<[{list(range(workers))}]> : tensor<1x{workers}xi64>"

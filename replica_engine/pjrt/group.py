@@ -11,13 +11,13 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
 from replica_engine.errors import DeviceError, ProgramError, StuckProgramError
 from replica_engine.errors.base import at
-from replica_engine.hosts import Member
+from replica_engine.hosts import Member, Program
 from replica_engine.pjrt.jaxlib import (
     RUNTIME_ERRORS,
     ArrayImpl,
@@ -36,11 +36,12 @@ from replica_engine.process.interrupts import MISSED, wait_for_ever
 from replica_engine.process.threads import Apart
 from replica_engine.telemetry.watchdog import Wait
 
-if TYPE_CHECKING:
-    from replica_engine.pjrt.agreement import Agreement
-
 Array: TypeAlias = ArrayImpl
 """An array on the devices of a group: a `jax.Array`."""
+
+T = TypeVar("T")
+Limits = tuple[float | None, float | None]
+"""Of waits for other workers: the seconds until an error, and until a warning."""
 
 _thread = threading.local()
 
@@ -221,6 +222,22 @@ def on_host(shard: Any) -> np.ndarray:
     return value
 
 
+class Agrees(Protocol):
+    """What compares the launches of the workers: `agreement.Agreement`."""
+
+    def launch(self, program: Program, limits: Limits, launch: Callable[[], T], left: threading.Event | None) -> T:
+        """Calls `launch` once all workers are about to launch the program."""
+
+    def launches(self, program: Program, is_compared_again: bool) -> None:
+        """Notes that a program is launched."""
+
+    def least(self, program: Program, number: int, limits: Limits, left: threading.Event | None) -> int:
+        """The least of the numbers of all workers."""
+
+    def leave_to(self, devices: DeviceGroup) -> None:
+        """Has other devices wait for a comparison whose wait has been ended."""
+
+
 class DeviceGroup:
     """The devices that the replicas of one program run on, replica i on device i.
 
@@ -269,7 +286,7 @@ class DeviceGroup:
         self.replicas = len(self.everywhere)
         self.first = self.everywhere.index(devices[0])
         self.member = member
-        self.agreement: Agreement | None = None
+        self.agreement: Agrees | None = None
         place = "" if member is None else f"worker {member.worker}, "
         self.names = [f"{place}{platform.upper()}:{index}" for index in range(self.size)]
         self.device_names = tuple(self.names)

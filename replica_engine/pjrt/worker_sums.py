@@ -18,6 +18,7 @@ import numpy as np
 from replica_engine.errors import ProgramError
 from replica_engine.hosts import Program
 from replica_engine.pjrt import abandoned
+from replica_engine.pjrt.agreement import groups, gather_program
 from replica_engine.pjrt.exchange import element_of, from_chief
 from replica_engine.pjrt.executable import Executable, Flight
 from replica_engine.pjrt.group import DeviceGroup
@@ -129,7 +130,7 @@ class WorkerSums:
 
     def _small(self, key: tuple[object, ...], data: bytes, call: Call) -> list[bytes]:
         """What each worker brings: as many bytes as travel with the digest, beginning with its data."""
-        _, by_all = self._launch(("small",), lambda: _program(self._devices, "", "", [], []), [], data, call, key)
+        _, by_all = self._launch(("small",), lambda: gather_program(self._devices, _WORDS), [], data, call, key)
         return [row[_HEAD:].tobytes() for row in by_all]
 
     def _run(self, operation: str, arrays: Sequence[np.ndarray], call: Call, *more: object) -> list[np.ndarray]:
@@ -232,8 +233,8 @@ def _compiled(devices: DeviceGroup, operation: str, arrays: Sequence[np.ndarray]
     """The program that sums or gathers arrays of these shapes, where all workers launch the same."""
     dtype, shapes = arrays[0].dtype, [each.shape for each in arrays]
     element, workers = element_of(dtype), devices.replicas
-    groups, body = _groups(workers), _sums if operation == "all_reduce" else _gathers
-    lines, outputs = body(shapes, dtype, element, workers, groups)
+    body = _sums if operation == "all_reduce" else _gathers
+    lines, outputs = body(shapes, dtype, element, workers)
     given = ", ".join(f"%x{index}: {_kind(shape, element)}" for index, shape in enumerate(shapes))
     kinds = [_kind(shape, element) for shape in outputs]
     zero = "false" if element == "i1" else "(0.0, 0.0)" if dtype.kind == "c" else "0" if dtype.kind in "iu" else "0.0"
@@ -257,35 +258,11 @@ def _compiled(devices: DeviceGroup, operation: str, arrays: Sequence[np.ndarray]
           {zeros}
           stablehlo.return {names["z"]} : {of}
         }}) : (tensor<i1>) -> ({of})"""
-    return _program(devices, given, branch, kinds, [(shape, dtype) for shape in outputs])
-
-
-def _program(
-    devices: DeviceGroup, given: str, branch: str, kinds: Sequence[str], outputs: list[tuple[tuple[int, ...], np.dtype]]
-) -> Executable:
-    """The program that gathers what all workers say, and then runs a branch, whose results have these kinds."""
-    workers = devices.replicas
-    said, by_all = (f"tensor<{size}x{_WORDS}xi32>" for size in (1, workers))
-    arguments, of = ", ".join(filter(None, [given, f"%said: {said}"])), ", ".join([*kinds, by_all])
-    results = ", ".join([*(f"%y#{index}" for index in range(len(kinds))), "%all"])
-    text = f"""module @replica_body {{
-      func.func public @main({arguments}) -> ({of}) {{
-        %all = "stablehlo.all_gather"(%said) {{all_gather_dim = 0 : i64, {_groups(workers)}}} : ({said}) -> {by_all}
-        {branch}
-        return {results} : {of}
-      }}
-    }}
-    """
-    declared = [*outputs, ((workers, _WORDS), np.dtype(np.int32))]
-    return Executable(text, devices, declared)
-
-
-def _groups(workers: int) -> str:
-    return f"replica_groups = dense<[{list(range(workers))}]> : tensor<1x{workers}xi64>"
+    return gather_program(devices, _WORDS, given, branch, kinds, [(shape, dtype) for shape in outputs])
 
 
 def _sums(
-    shapes: list[tuple[int, ...]], dtype: np.dtype, element: str, workers: int, groups: str
+    shapes: list[tuple[int, ...]], dtype: np.dtype, element: str, workers: int
 ) -> tuple[str, list[tuple[int, ...]]]:
     """One sum for all small arrays together, as a flat one, and one for each large one."""
     sizes, lines, one = [math.prod(shape) for shape in shapes], list[str](), f"tensor<{element}>"
@@ -293,7 +270,8 @@ def _sums(
     def reduce(name: str, value: str, kind: str) -> None:
         lines.append(
             f'{name} = "stablehlo.all_reduce"({value}) ({{ ^bb0(%p: {one}, %q: {one}): '
-            f"%s = stablehlo.add %p, %q : {one} stablehlo.return %s : {one} }}) {{{groups}}} : ({kind}) -> {kind}"
+            f"%s = stablehlo.add %p, %q : {one} stablehlo.return %s : {one} }}) "
+            f"{{{groups(workers)}}} : ({kind}) -> {kind}"
         )
 
     small = [index for index, size in enumerate(sizes) if size * dtype.itemsize < PACKED and len(shapes) > 1]
@@ -318,11 +296,11 @@ def _sums(
 
 
 def _gathers(
-    shapes: list[tuple[int, ...]], dtype: np.dtype, element: str, workers: int, groups: str
+    shapes: list[tuple[int, ...]], dtype: np.dtype, element: str, workers: int
 ) -> tuple[str, list[tuple[int, ...]]]:
     """One gather of one array, in a new first dimension."""
     (shape,) = shapes
     own, row, rows = (_kind(each, element) for each in (shape, (1, *shape), (workers, *shape)))
     lines = f"""%row = stablehlo.reshape %x0 : ({own}) -> {row}
-    %r0 = "stablehlo.all_gather"(%row) {{all_gather_dim = 0 : i64, {groups}}} : ({row}) -> {rows}"""
+    %r0 = "stablehlo.all_gather"(%row) {{all_gather_dim = 0 : i64, {groups(workers)}}} : ({row}) -> {rows}"""
     return lines, [(workers, *shape)]
