@@ -143,17 +143,16 @@ def ours(name: str, policy: str, topology: str) -> Figures:
 def theirs(name: str, policy: str, topology: str) -> Figures:
     """The figures of Keras on JAX. Runs in a process of its own, which libtpu may end."""
     os.environ["KERAS_BACKEND"] = "jax"
-    from replica_engine.pjrt.plans import absent
+    from replica_engine.pjrt import absent_chips
 
-    os.environ.update(absent._ENVIRONMENT)
+    os.environ.update(absent_chips._ENVIRONMENT)
     import jax
     import keras
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from replica_engine.pjrt.jaxlib import absent_tpus
-    from replica_engine.pjrt.plans.chips import slice_named
-    from replica_engine.pjrt.plans.plan import plan_of
+    from replica_engine.pjrt.plan import plan_of, slice_named
 
     keras.config.set_dtype_policy(policy)
     case = MODELS[name]

@@ -1,4 +1,4 @@
-"""Operations that XLA:CPU runs slowly, in the form that `replica_engine.pjrt.cpu_rewrites` gives them, and as they are.
+"""Operations that XLA:CPU runs slowly, in the form that `replica_engine.pjrt.rewrites` gives them, and as they are.
 
     python -m benchmarks.cpu_rewrites [--batch 16] [--launches 5] [--repeats 5] [--quick] [--json out.json]
 
@@ -94,14 +94,14 @@ def _rows(flags: argparse.Namespace, name: str, op: Callable[..., Any], *shapes:
 
 def _row(flags: argparse.Namespace, name: str, body: Callable[[], Any]) -> Row | None:
     from replica_engine import xla
-    from replica_engine.pjrt import cpu_rewrites
-    from replica_engine.pjrt.cpu_rewrites import convolutions
-    from replica_engine.pjrt.markers import expand_markers
+    from replica_engine.pjrt import rewrites
+    from replica_engine.pjrt.rewrites import convolutions
+    from replica_engine.pjrt.stablehlo.markers import expand_markers
 
     lowered = xla.lower(lambda: body(), num_replicas=1)
     rule = (lambda each: True) if flags.all_shapes else convolutions.is_slow
     with mock.patch.object(convolutions, "is_slow", rule):
-        if not cpu_rewrites.rewrite(expand_markers(lowered.as_text(), "cpu")):
+        if not rewrites.rewrite(expand_markers(lowered.as_text(), "cpu")):
             return None
         programs = {}
         for who in (REWRITTEN, PLAIN):

@@ -93,7 +93,7 @@ def run(strategy: Any, body: Callable[[Any], Any], runs: int) -> Callable[[], fl
 
 def hand_overs(replicas: int, runs: int) -> float:
     """Milliseconds for N + 1 bare hand-overs between threads."""
-    from replica_engine.engine.thread import Event, ReplicaThread
+    from replica_engine.engine.thread_pool import Event, ReplicaThread
 
     back = Event()
     threads = [ReplicaThread(f"bare {index}") for index in range(replicas)]

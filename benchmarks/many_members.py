@@ -20,19 +20,20 @@ import socket
 import sys
 import time
 
-from replica_engine.hosts import serve, wire
-from replica_engine.hosts.cluster import split_address
-from replica_engine.hosts.coordinator import allow_files
-from replica_engine.hosts.job import Limits
-from replica_engine.hosts.joining import welcome
-from replica_engine.hosts.launch_log import LAUNCH, entry, packed
-from replica_engine.hosts.member import BATCH
+from replica_engine.workers import server
+from replica_engine.workers.cluster import split_address
+from replica_engine.workers.job import Limits
+from replica_engine.workers.joining import welcome
+from replica_engine.workers.launch_log import LAUNCH, entry, packed
+from replica_engine.workers.member import BATCH
+from replica_engine.workers.messages import encode
+from replica_engine.workers.server import allow_files
 
 TOKEN = "a thousand members"
 LAUNCHES = 100  # in each message
 MOMENTS = 100  # in a tenth of a second: members do not send at the same time, and each time wakes the coordinator
 PROGRAM = entry(LAUNCH, "2d03aa77")
-DESCRIBED = wire.encode(["program", PROGRAM.hex(), LAUNCH, "`train_step` at train.py:40, program 2d03aa77"])
+DESCRIBED = encode(["program", PROGRAM.hex(), LAUNCH, "`train_step` at train.py:40, program 2d03aa77"])
 
 
 class Crowd:
@@ -45,8 +46,8 @@ class Crowd:
 
     def __init__(self, size: int, heartbeat: float):
         allow_files(size + 64)
-        self.address = serve.start(size, TOKEN, "127.0.0.1:0", Limits(300.0, heartbeat))
-        self.process = serve.started[-1].pid
+        self.address = server.start(size, TOKEN, "127.0.0.1:0", Limits(300.0, heartbeat))
+        self.process = server.started[-1].pid
         self.selector = selectors.DefaultSelector()
         began = time.monotonic()
         self.sockets = [self._join(index, size) for index in range(size)]
@@ -75,8 +76,8 @@ class Crowd:
         began = time.monotonic()
         for at in range(round(seconds / BATCH)):
             self._round += 1
-            log = wire.encode(["log", packed([PROGRAM] * LAUNCHES), self._round * LAUNCHES, [self._round, ""]])
-            beat = wire.encode(["beat", []])
+            log = encode(["log", packed([PROGRAM] * LAUNCHES), self._round * LAUNCHES, [self._round, ""]])
+            beat = encode(["beat", []])
             for moment in range(MOMENTS):
                 for index in range(moment, len(self.sockets), MOMENTS):
                     if index != silent and index not in self.told:
@@ -91,7 +92,7 @@ class Crowd:
 
     def stand_still(self) -> dict[str, float]:
         """All members warn at the same time that the run stands still, and ask where the others are."""
-        question = wire.encode(["where", 1])
+        question = encode(["where", 1])
         before, began = self.processor_seconds(), time.monotonic()
         received = dict.fromkeys(range(len(self.sockets)), 0)
         for sock in self.sockets:
@@ -133,7 +134,7 @@ class Crowd:
         """All members go."""
         for sock in self.sockets:
             sock.close()
-        serve.started[-1].wait()
+        server.started[-1].wait()
 
 
 def measure(size: int, seconds: float, heartbeat: float) -> dict[str, float]:

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from benchmarks.measure import Comparison, Row
-from replica_engine.telemetry import html
+from replica_engine.watch import timeline
 
 PACKAGES = ("replica-engine", "tensorflow", "jax", "jaxlib", "keras", "numpy")
 """The packages whose versions the report shows."""
@@ -127,7 +127,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         lines = [line for row in self.rows for line in cells(row)]
-        return html.table(described(self.machine), COLUMNS, lines)
+        return timeline.table(described(self.machine), COLUMNS, lines)
 
 
 def cells(row: Row) -> list[list[str]]:

@@ -21,19 +21,12 @@ GOLDEN = ROOT / "tests" / "errors" / "golden"
 CODE = ROOT / "replica_engine"
 
 SECTIONS = (
-    "threads",
-    "scopes",
-    "timeouts",
-    "hosts",
-    "inputs",
-    "programs",
-    "host_calls",
-    "values",
-    "devices",
-    "models",
-    "parity",
-    "contrib",
-    "versions",
+    "thread_errors",
+    "replica_table",
+    "worker_errors",
+    "program_errors",
+    "value_errors",
+    "device_errors",
 )
 OUTSIDE = {
     "BackendMissingError",

@@ -12,15 +12,16 @@ a package imports only itself and lower layers:
     threads/      first backend: the replica context of a thread, its inherited state, variables, gradients
     xla/          second backend: a replica body traced, lowered, compiled and launched; host calls; device loops
     backend.py    what both backends fulfil, and how to find the one of a strategy
+    traced_steps/ calls of a `tf.function` in which replicas run: watched, and ended
     diagnostics/  the user's frames and lines, the flight record, what a failed run leaves
     values/       N values to one distributed value and back; the samples of a batch
     engine/       replica threads and the sync points where they meet; standard library only
     pjrt/         the runtime of compiled programs; nothing else imports jax
-    hosts/        jobs of several workers: the cluster, the coordinator, the launcher; standard library only
+    workers/      jobs of several workers: the cluster, the coordinator, the launcher; standard library only
     process/      the whole process: logical devices, TensorFlow's thread pool, exit, fork, interrupts
-    telemetry/    the watchdog and timelines; standard library only
+    watch/        the watchdog and timelines; standard library only
     errors/       every exception, and the texts that several places use
-    _tf/          every private TensorFlow and Keras name, each with its reason; engine, pjrt, hosts, telemetry and
+    upstream/     every private TensorFlow and Keras name, each with its reason; engine, pjrt, workers, watch and
                   errors must not import it, since they know nothing of TensorFlow
 
 `replica.py` is a facade with the names for strategy authors. docs/architecture.md describes the protocol and the path
@@ -41,19 +42,18 @@ from typing import TYPE_CHECKING, Any
 
 from replica_engine import errors
 from replica_engine._version import __version__
-from replica_engine.process.pool import FOR_ONE_LAUNCH, make_room
+from replica_engine.process.setup import FOR_ONE_LAUNCH, make_room
 
 if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
-    from replica_engine.keras.backup.own_loop import TrainingState
-    from replica_engine.process.devices import logical_devices
+    from replica_engine.keras.backup.training_state import TrainingState
+    from replica_engine.process.setup import logical_devices
     from replica_engine.replica import ReplicaContext, call_for_each_replica, sync_points
     from replica_engine.strategies import MirroredStrategy
     from replica_engine.strategies.multi_worker import MultiWorkerMirroredStrategy
     from replica_engine.strategies.tpu import TPUStrategy
-    from replica_engine.telemetry.timeline import timeline
-    from replica_engine.values.micro_batches import accumulate
-    from replica_engine.values.uneven_batches import join_outputs, split_batch
+    from replica_engine.values.split_batches import accumulate, join_outputs, split_batch
+    from replica_engine.watch.timeline import timeline
 
 __all__ = [
     "MirroredStrategy",
@@ -82,14 +82,14 @@ _HOME = {
     "MultiWorkerMirroredStrategy": "replica_engine.strategies.multi_worker",
     "ReplicaContext": "replica_engine.replica",
     "TPUStrategy": "replica_engine.strategies.tpu",
-    "TrainingState": "replica_engine.keras.backup.own_loop",
-    "accumulate": "replica_engine.values.micro_batches",
+    "TrainingState": "replica_engine.keras.backup.training_state",
+    "accumulate": "replica_engine.values.split_batches",
     "call_for_each_replica": "replica_engine.replica",
-    "join_outputs": "replica_engine.values.uneven_batches",
-    "logical_devices": "replica_engine.process.devices",
-    "split_batch": "replica_engine.values.uneven_batches",
+    "join_outputs": "replica_engine.values.split_batches",
+    "logical_devices": "replica_engine.process.setup",
+    "split_batch": "replica_engine.values.split_batches",
     "sync_points": "replica_engine.replica",
-    "timeline": "replica_engine.telemetry.timeline",
+    "timeline": "replica_engine.watch.timeline",
 }
 _PACKAGES = ("compat", "keras", "strategies", "testing", "xla")
 
@@ -105,7 +105,9 @@ def __getattr__(name: str) -> Any:
     home = f"replica_engine.{name}" if name in _PACKAGES else _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'replica_engine' has no attribute {name!r}")
-    versions = importlib.import_module("replica_engine._tf.versions")  # first: it names a version that does not serve
+    versions = importlib.import_module(
+        "replica_engine.upstream.versions"
+    )  # first: it names a version that does not serve
     module = versions.imported(home)
     return module if name in _PACKAGES else getattr(module, name)
 

@@ -19,8 +19,8 @@ from absl import app
 from absl.flags import FLAGS, argparse_flags
 
 from replica_engine._version import __version__
-from replica_engine.hosts import cli as launch
-from replica_engine.telemetry.report import cli as trace_report
+from replica_engine.watch import timeline_report as trace_report
+from replica_engine.workers import launch_command as launch
 
 DESCRIPTION = "Run one TensorFlow function on N replicas."
 COMMAND = "replica-engine"

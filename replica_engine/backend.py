@@ -2,8 +2,8 @@
 
 A `tf.distribute.Strategy` has two halves: the strategy, with the methods that users call, and its `extended`, with the
 hooks that implement them. The extended half of each strategy of this library has a backend, which runs its replicas.
-There are two kinds. `threads.call.ThreadBackend` runs each replica's Python code on a thread.
-`strategies.tpu.backend.CompiledBackend` compiles one trace for all replicas.
+There are two kinds. `threads.replica_run.ThreadBackend` runs each replica's Python code on a thread.
+`strategies.compiled_backend.CompiledBackend` compiles one trace for all replicas.
 
 Code above the backends (strategies, Keras, the parity check) relies on the contract and on no class of theirs, but
 where only compiled replicas can do what it asks for. The contract suite (`tests/contract`) runs over both.
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.hosts.saving import Saving
+from replica_engine.workers.saving import Saving
 
 Arguments: TypeAlias = Sequence[Any] | tf.distribute.DistributedValues
 Keywords: TypeAlias = Mapping[str, Any] | tf.distribute.DistributedValues | None

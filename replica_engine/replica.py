@@ -5,8 +5,8 @@ results of its hooks. See docs/custom_strategy.md.
 """
 
 from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.threads.call import ReplicaOptions, call_for_each_replica, sync_points
-from replica_engine.threads.context import MergeRequest, ReplicaContext
+from replica_engine.threads.replica_context import MergeRequest, ReplicaContext
+from replica_engine.threads.replica_run import ReplicaOptions, call_for_each_replica, sync_points
 from replica_engine.values.regroup import regroup, select
 
 __all__ = [

@@ -23,9 +23,8 @@ from helpers import environment, fork_server, progress, quiet, tiers
 from helpers.versions import HAS_XLA
 
 import replica_engine
-from replica_engine.hosts.addresses import held_address
-from replica_engine.hosts.cluster import split_address
 from replica_engine.testing import no_leaked_threads
+from replica_engine.workers.cluster import held_address, split_address
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -81,7 +80,7 @@ class Row(NamedTuple):
 
 def _only_worker(size: int) -> tf.distribute.Strategy:
     """The strategy of several workers, which takes all devices, as if there were `size`."""
-    devices = "replica_engine.strategies.multi_worker.strategy._devices"
+    devices = "replica_engine.strategies.multi_worker._devices"
     with unittest.mock.patch(devices, return_value=("CPU", size)):
         return replica_engine.MultiWorkerMirroredStrategy()
 
@@ -131,9 +130,9 @@ else:
     collect_ignore += [f"bad_input/test_{name}.py" for name in ("collectives", "replicate")]
     collect_ignore += [
         "faults/test_parts.py",
-        *(f"hosts/test_{name}.py" for name in _OF_WORKERS),
-        "replica/test_user_lines.py",
-        "telemetry/test_timeline.py",
+        *(f"workers/test_{name}.py" for name in _OF_WORKERS),
+        "threads/test_user_lines.py",
+        "watch/test_timeline.py",
     ]
 
 
@@ -143,7 +142,7 @@ def _platform(devices):
 
 
 # They wait for processes, up to half a minute each. One that begins last would keep the other workers waiting.
-FIRST = {"hosts", "faults", "test_demo.py", "test_few_threads.py", "test_resuming.py"}
+FIRST = {"workers", "faults", "test_demo.py", "test_few_threads.py", "test_resuming.py"}
 TESTS = pathlib.Path(__file__).parent
 WITHOUT_TENSORFLOW = TESTS / "engine"
 
@@ -329,7 +328,7 @@ def _programs_are_portable():
 def _nothing_stays_chosen():
     """Forgets what a test set for its process: the environment counts again, whatever the order of tests is."""
     yield
-    for name in ("replica_engine.pjrt.cpu_rewrites", "replica_engine.xla.stages.saved_programs"):
+    for name in ("replica_engine.pjrt.rewrites", "replica_engine.xla.stages.saved_programs"):
         if module := sys.modules.get(name):
             module._chosen.clear()
 

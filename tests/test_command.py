@@ -7,14 +7,14 @@ import pytest
 
 import replica_engine
 from replica_engine.__main__ import main
-from replica_engine.telemetry.report import cli
-from replica_engine.telemetry.timeline import write
+from replica_engine.watch import timeline_report
+from replica_engine.watch.timeline import write
 
 # The command, with another body, so that it needs no TensorFlow.
 LOGGING = """
 import logging, sys
 from replica_engine import __main__
-from replica_engine.telemetry.report import cli
+from replica_engine.watch import timeline_report as cli
 
 def run(flags):
     for logger in ("replica_engine", "another"):
@@ -138,7 +138,7 @@ def test_ctrl_c(capsys, monkeypatch):
     def interrupted(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run", interrupted)
+    monkeypatch.setattr(timeline_report, "run", interrupted)
     assert main(["timeline", "run.json"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
 

@@ -1,6 +1,6 @@
 """Distributed datasets and steps do not starve each other, with one thread in TensorFlow's inter-op pool.
 
-The pool is as large as the machine has cores, and `replica_engine.process.pool` says when it is made larger. A dataset
+The pool is as large as the machine has cores, and `replica_engine.process.setup` says when it is made larger. A dataset
 that waited on its threads for something that needs one of them would hang with one.
 """
 

@@ -8,8 +8,8 @@ import types
 import pytest
 import tensorflow as tf
 
-from replica_engine._tf import hook as hooks_module
-from replica_engine._tf.hook import Hook
+from replica_engine.upstream import hook as hooks_module
+from replica_engine.upstream.hook import Hook
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from helpers.interrupted import ctrl_c_at_line
 
-from replica_engine.pjrt.group import ProgramOrder, Turn
+from replica_engine.pjrt.device_group import ProgramOrder, Turn
 from replica_engine.process import interrupts
-from replica_engine.telemetry.watchdog import Wait
+from replica_engine.watch.watchdog import Wait
 from replica_engine.xla.body import LaunchLimits
 from replica_engine.xla.stages.launch import Launch
 

@@ -8,7 +8,7 @@ from helpers.versions import HAS_XLA, WHY_NO_XLA
 _INSTALLED = """
     import tensorflow as tf
     import replica_engine
-    from replica_engine._tf.hook import hooks
+    from replica_engine.upstream.hook import hooks
 
     strategy = {strategy}
     with strategy.scope():
@@ -30,10 +30,10 @@ _INSTALLED = """
 @pytest.mark.parametrize(
     ("made", "packages"),
     [
-        ("replica_engine.MirroredStrategy(['CPU:0'])", ["_tf", "diagnostics", "threads"]),
+        ("replica_engine.MirroredStrategy(['CPU:0'])", ["threads", "traced_steps", "upstream"]),
         pytest.param(
             "replica_engine.TPUStrategy(num_cores=1)",
-            ["_tf", "diagnostics", "xla"],
+            ["traced_steps", "upstream", "xla"],
             marks=pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA),
         ),
     ],

@@ -13,9 +13,9 @@ from helpers import private_keras_names, private_names
 from helpers.versions import HAS_XLA
 
 import replica_engine
-import replica_engine._tf
-from replica_engine._tf.hook import hooks
-from replica_engine._tf.keras import state as keras_state
+import replica_engine.upstream
+from replica_engine.upstream.hook import hooks
+from replica_engine.upstream.keras import keras_variables as keras_state
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "replica_engine"
@@ -33,7 +33,7 @@ def imports(path):
 PRIVATE_IMPORTS = sorted(
     {
         (module, name)
-        for path in (PACKAGE / "_tf").rglob("*.py")
+        for path in (PACKAGE / "upstream").rglob("*.py")
         for module, name in imports(path)
         if module.startswith(("tensorflow.python", "tensorflow.compiler", "keras.src"))
     }
@@ -48,7 +48,7 @@ def test_each_private_import_exists():
             return False
 
     gone = [f"{module}.{name}" for module, name in PRIVATE_IMPORTS if not exists(module, name)]
-    assert not gone, "TensorFlow or Keras no longer has them; see replica_engine/_tf"
+    assert not gone, "TensorFlow or Keras no longer has them; see replica_engine/upstream"
 
 
 def test_each_private_attribute_exists():
@@ -62,7 +62,9 @@ def test_each_private_attribute_exists():
 
 def test_the_private_name_of_keras_exists():
     module = importlib.import_module(keras_state.MODULE)
-    assert hasattr(module, keras_state.STATE), "Keras no longer has it; see replica_engine/_tf/keras/state.py"
+    assert hasattr(module, keras_state.STATE), (
+        "Keras no longer has it; see replica_engine/upstream/keras/keras_variables.py"
+    )
 
 
 SINCE_KERAS_3_16 = {
@@ -79,7 +81,7 @@ ADDED = {"_losses", "distribute_tensor"}
 
 def declared():
     """All hooks, those of features that no test has used too."""
-    for module in pkgutil.walk_packages(replica_engine._tf.__path__, "replica_engine._tf."):
+    for module in pkgutil.walk_packages(replica_engine.upstream.__path__, "replica_engine.upstream."):
         importlib.import_module(module.name)
     return hooks()
 
@@ -95,7 +97,7 @@ def test_each_hook_exists_and_is_listed_for_users_and_nothing_else_is():
         for new, old in SINCE_KERAS_3_16.items():
             row = row.replace(new, old)
         rows.append(row)
-    assert not gone, "TensorFlow or Keras no longer has them; see replica_engine/_tf"
+    assert not gone, "TensorFlow or Keras no longer has them; see replica_engine/upstream"
     listed = [line for line in page.splitlines() if line.startswith(("| `tensorflow.", "| `keras."))]
     assert sorted(listed) == sorted(rows), "docs/in_your_process.md has other rows"
 
@@ -108,11 +110,11 @@ def test_hooks_are_few():
 MOST_HOOKS = 60
 
 
-def test_private_names_are_imported_in_tf_only():
+def test_private_names_are_imported_in_upstream_only():
     elsewhere = {
         f"{path.relative_to(ROOT)}: {module}"
         for path in MODULES
-        if "_tf" not in path.parts
+        if "upstream" not in path.parts
         for module, _ in imports(path)
         if module.startswith(("tensorflow.python", "tensorflow.compiler", "tensorflow.core"))
     }

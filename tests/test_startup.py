@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
-from replica_engine.process import cores, pool
+from replica_engine.process import cores, setup
 
 LAUNCHES_WITH_HOST_CALLS = """
     import faulthandler, os, threading
@@ -47,7 +47,7 @@ LAUNCHES_WITH_HOST_CALLS = """
 
 
 def environment(**more):
-    return {**{name: value for name, value in os.environ.items() if name != pool.VARIABLE}, **more}
+    return {**{name: value for name, value in os.environ.items() if name != setup.VARIABLE}, **more}
 
 
 def run(source, **more):
@@ -71,15 +71,15 @@ def test_threads_of_replicas_need_no_more_than_there_are(programs):
         print(os.environ.get("TF_NUM_INTEROP_THREADS"))
     """
     result = programs.run(textwrap.dedent(source), env=environment(), timeout=300)
-    enough = cores() >= pool.FOR_ONE_LAUNCH
-    assert result.stdout == ("None\n" if enough else f"{pool.FOR_ONE_LAUNCH}\n"), result.stderr[-2000:]
+    enough = cores() >= setup.FOR_ONE_LAUNCH
+    assert result.stdout == ("None\n" if enough else f"{setup.FOR_ONE_LAUNCH}\n"), result.stderr[-2000:]
 
 
 def test_a_number_that_the_user_chose_is_kept():
     source = """
         import os
         import replica_engine
-        replica_engine.process.pool.make_room(replica_engine.process.pool.FOR_LAUNCHES)
+        replica_engine.process.setup.make_room(replica_engine.process.setup.FOR_LAUNCHES)
         print(os.environ["TF_NUM_INTEROP_THREADS"])
     """
     assert run(source, TF_NUM_INTEROP_THREADS="5").stdout == "5\n"
@@ -92,7 +92,7 @@ def test_only_cores_that_the_process_may_use_count():
         import replica_engine
         print(os.environ["TF_NUM_INTEROP_THREADS"])
     """
-    assert run(source).stdout == f"{pool.FOR_ONE_LAUNCH}\n"
+    assert run(source).stdout == f"{setup.FOR_ONE_LAUNCH}\n"
 
 
 @pytest.mark.parametrize(("value", "said"), [(None, 0), ("0", 1)])

@@ -10,7 +10,7 @@ import keras
 import pytest
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
-from replica_engine._tf import versions
+from replica_engine.upstream import versions
 
 ROOT = pathlib.Path(__file__).parents[1]
 

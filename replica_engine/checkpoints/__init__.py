@@ -3,16 +3,15 @@
 `tf.train.Checkpoint` and `tf.train.CheckpointManager` stay what users call. This package replaces what they do with the
 values of a checkpoint that has variables of a strategy:
 
-1. `saving` is one save from beginning to end, on one worker or on several. It waits for the save before it, takes the
+1. `save` is one save from beginning to end, on one worker or on several. It waits for the save before it, takes the
    values, and writes them, at once or on a thread.
-2. `snapshot` has the values that a save takes: those of the step at which `save` was called, whatever is launched next.
-3. `parts` says how a variable that is divided over devices is saved and read: as slices, without the whole on one host.
-4. `bundle` writes the values as TensorFlow's V2 bundle. At the final name there is always a complete checkpoint: the
-   one before, or the new one.
-5. `writer` is the thread of asynchronous saves, one for the process. It keeps an error for the next save, or the exit.
-
-`training/` has what the backup of a whole training needs besides variables.
+2. `checkpoint_files` has the values that a save takes: those of the step at which `save` was called, whatever is
+   launched next. It writes them as TensorFlow's V2 bundle: at the final name there is always a complete checkpoint, the
+   one before or the new one. Its thread writes asynchronous saves, one for the process, and keeps an error for the next
+   save, or the exit.
+3. `saved_parts` says how a variable that is divided over devices is saved and read: as slices, without the whole on one
+   host. `chief_files` says whose files one worker writes for all.
 
 What must never happen: a file at a final name that is not whole; a failed write that nobody hears of; values of two
-steps in one checkpoint. The hooks in TensorFlow are in `_tf/checkpoints.py`.
+steps in one checkpoint. The hooks in TensorFlow are in `upstream/checkpoint_hooks.py`.
 """

@@ -1,28 +1,48 @@
-"""The flight record: the last sync points of each replica as data, to print, compare and write to a file.
+"""The flight record: the last sync points of each replica, and what a failed run leaves of them.
+
+The flight record: the last sync points of each replica as data, to print, compare and write to a file.
 
 A record says what a replica brought to a sync point, when, and from which line. Records have two sources:
 
 - The engine keeps the last sync points of each replica thread as they happen.
 - A compiled program runs on the devices, where the host cannot observe it. The host knows only its collectives, in the
   order in which they were traced, and the times of the launch and of its end.
+
+What a failed run leaves: its last sync points, as a note on the exception and optionally in a file.
+
+If the environment variable REPLICA_ENGINE_DUMP_DIR names a folder, each failed run writes a JSON file there. The file
+has the exception, the position of each replica, the last sync points of each replica, and the stacks of all threads.
+Writing the file must never hide the exception itself, so errors in this module are only logged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import logging
 import math
+import os
+import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import eager
 from replica_engine.engine import SyncPoint
-from replica_engine.telemetry import html
+from replica_engine.errors import ReplicaRow, ReplicaTimeoutError
+from replica_engine.errors.base import add_note
+from replica_engine.errors.thread_errors import note_workers
+from replica_engine.process import setup
+from replica_engine.upstream import eager
 from replica_engine.values.structure import LEAVES, flatten
+from replica_engine.watch import timeline
+from replica_engine.watch.watchdog import workers
 
 
 class Brought(NamedTuple):
@@ -150,7 +170,7 @@ class SyncPoints(list[SyncPointRecord]):
             )
             for record in self
         ]
-        return html.table(f"{len(self)} sync points", columns, rows)
+        return timeline.table(f"{len(self)} sync points", columns, rows)
 
 
 def _milliseconds(seconds: float | None) -> str:
@@ -349,3 +369,66 @@ def _shape_text(shape: tuple[int | None, ...] | None) -> str:
 
 def _shortened(tensors: list[str]) -> str:
     return ", ".join(tensors) if len(tensors) <= 4 else f"{', '.join(tensors[:3])} and {len(tensors) - 3} more"
+
+
+VARIABLE = "REPLICA_ENGINE_DUMP_DIR"
+
+_numbers = itertools.count()
+_log = logging.getLogger("replica_engine")
+
+
+def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPointRecord]], run: int | None) -> None:
+    """Adds the last sync points of a run to the exception that ended it, and writes the file.
+
+    Args:
+        error: the exception; it gets a note.
+        record: returns the sync points of this run and of earlier runs.
+        run: the number of the run; None if it is unknown which of its sync points the run reached.
+    """
+    if isinstance(error, ReplicaTimeoutError):
+        note_workers(error, workers())
+    folder = setup.of_environment(os.environ.get(VARIABLE, ""))
+    if run is None and not folder:
+        return
+    lines, path = [], None
+    try:
+        found = record()
+        lines = lasts(found, run)
+        if folder:
+            path = _dump(folder, error, found)
+    except Exception:
+        _log.exception("The record of a failed run could not be collected or written to %s (%s).", folder, VARIABLE)
+    if lines:
+        add_note(error, "last sync points of the run:\n" + "\n".join(f"  {line}" for line in lines))
+    if path:
+        add_note(error, f"the full record of the run: {path}")
+
+
+def _dump(folder: str, error: BaseException, found: Sequence[SyncPointRecord]) -> str:
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f"replica_engine-{os.getpid()}-{next(_numbers)}.json")
+    data = {
+        "time": time.time(),
+        "pid": os.getpid(),
+        "program": sys.argv,
+        "error": {
+            "type": f"{type(error).__module__}.{type(error).__qualname__}",
+            "message": str(error),
+            "notes": list(getattr(error, "__notes__", ())),
+            "traceback": traceback.format_exception(error),
+        },
+        "replicas": [dataclasses.asdict(row) for row in getattr(error, "rows", ()) if isinstance(row, ReplicaRow)],
+        "sync_points": as_json(found),
+        "threads": _stacks(),
+    }
+    with open(path, "w") as file:
+        json.dump(data, file, indent=1, default=str)
+    return path
+
+
+def _stacks() -> list[dict[str, str | list[str]]]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return [  # no local variable has the frames: one of them would be this call's, and would hold itself
+        {"thread": names.get(ident, str(ident)), "stack": traceback.format_stack(frame)}
+        for ident, frame in sys._current_frames().items()
+    ]

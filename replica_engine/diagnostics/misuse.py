@@ -1,27 +1,153 @@
-"""Says in the user's terms what TensorFlow's exceptions about strategies say in its own.
+"""Misuse of strategies in the user's terms: TensorFlow's errors, N values used as one, and warnings.
+
+Says what to write where a program uses the value of several replicas as if it were one tensor.
+
+The result of a run is TensorFlow's `PerReplica`. It has no arithmetic, no length and no attributes of a tensor, so
+`float(result)` and `result.numpy()` fail in the words of Python, which name no cure. A subclass with words of its own
+would not last: TensorFlow makes a plain `PerReplica` of each that leaves or enters a `tf.function`. So the methods that
+raise are added to TensorFlow's class, each only where the class has none. Whatever worked before works in the same way,
+with one exception: the truth of boolean values. It was always True, and `if strategy.run(is_done):` was a bug.
+TensorFlow's own collectives ask for the truth of `destinations`, and mean whether something is there.
+
+Says in the user's terms what TensorFlow's exceptions about strategies say in its own.
 
 Nothing is checked in advance: a program that works is never refused, and pays nothing. When a run has failed with one
 of a few known errors, the frames of its traceback show the object of the user that the error is about.
+
+Warnings about programs that run, and probably do not do what their author wants. None is logged twice for a cause.
+
+A warning must never come for a program that is right. So each of these looks at what happens, and not at how a program
+is written: every replica goes through all of a dataset; two replicas add to one variable.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import re
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute
-from replica_engine.diagnostics.op_lines import here, raised_at, users_place
+from replica_engine.diagnostics.user_frames import here, raised_at, user_line, users_place
+from replica_engine.engine import SyncPoint
 from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError
 from replica_engine.errors.base import add_note, at
-from replica_engine.errors.scopes import KERAS_RUNS
-from replica_engine.errors.values import note_no_value
+from replica_engine.errors.thread_errors import (
+    KERAS_RUNS,
+    warn_dataset_for_each,
+    warn_different_lines,
+    warn_foreign_optimizer,
+    warn_shared_variable,
+)
+from replica_engine.errors.value_errors import note_no_value
+from replica_engine.upstream import distribute, eager
+from replica_engine.upstream.eager import EagerTensor
+from replica_engine.upstream.graphs import graph_walk
+
+_UNARY = {
+    "__float__": "float(x)",
+    "__int__": "int(x)",
+    "__complex__": "complex(x)",
+    "__round__": "round(x)",
+    "__neg__": "-x",
+    "__pos__": "+x",
+    "__abs__": "abs(x)",
+    "__invert__": "~x",
+    "__getitem__": "x[...]",
+    "__iter__": "for each in x",
+}
+_OPERATORS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "matmul": "@",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+}
+_COMPARISONS = {"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="}
+_OF_NO_CLASS = (bool, int, float, complex, str, type(None), np.generic, np.ndarray, list, tuple, distribute.PerReplica)
+"""Other operands for which nobody else implements the operator. A tensor does, and comes to the conversion below."""
+
+
+def install() -> None:
+    """Makes TensorFlow's `PerReplica` raise errors that say what to write; only once per process."""
+    methods: dict[str, Callable[..., object]] = {name: _refusing(asked) for name, asked in _UNARY.items()}
+    for name, sign in _OPERATORS.items():
+        methods[f"__{name}__"] = _operator(f"x {sign} y")
+        methods[f"__r{name}__"] = _refusing(f"y {sign} x")
+    methods.update({name: _operator(f"x {sign} y") for name, sign in _COMPARISONS.items()})
+    methods.update(__format__=_formatted, __bool__=_truth, __getattr__=_attribute)
+    distribute.refuse_several(methods, _as_tensor)
+
+
+def _refusing(asked: str) -> Callable[..., object]:
+    def refuse(self: distribute.PerReplica, *_: object) -> object:
+        raise _error(self, asked)
+
+    return refuse
+
+
+def _operator(asked: str) -> Callable[..., object]:
+    def operate(self: distribute.PerReplica, other: object) -> object:
+        if isinstance(other, _OF_NO_CLASS):
+            raise _error(self, asked)
+        return NotImplemented
+
+    return operate
+
+
+def _formatted(self: distribute.PerReplica, spec: str) -> str:
+    if spec:
+        raise _error(self, f"f'{{x:{spec}}}'")
+    return str(self)
+
+
+def _truth(self: distribute.PerReplica) -> bool:
+    """Whether a result is there: True, as for any object. But the truth of a boolean is what the program asks for."""
+    asker = sys._getframe(1).f_globals.get("__name__", "")
+    if asker.startswith(distribute.PACKAGE):
+        return True
+    if all(getattr(value, "dtype", type(value)) in (tf.bool, bool) for value in self.values):
+        raise _error(self, "if x")
+    return True
+
+
+def _attribute(self: distribute.PerReplica, name: str) -> NoReturn:
+    """The error of an attribute that only one tensor or array has; `hasattr` is False as before."""
+    if not name.startswith("_") and (hasattr(EagerTensor, name) or hasattr(np.ndarray, name)):
+        raise NoValueError.several(name, is_in_replica())
+    raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=self)
+
+
+def _as_tensor(
+    value: distribute.PerReplica, dtype: tf.DType | None = None, name: str | None = None, as_ref: bool = False
+) -> object:
+    """TensorFlow's hook that makes a tensor of a value. TensorFlow's own, which comes next, serves in replicas.
+
+    But it asks the whole value for its dtype, so `tensor + x` failed there where `tf.identity(x)` works.
+    """
+    if not is_in_replica():
+        raise _error(value, "A function of TensorFlow")
+    return NotImplemented if dtype is None else tf.convert_to_tensor(distribute.own_value(value), dtype)
+
+
+def _error(value: distribute.PerReplica, asked: str) -> ReplicaValueError:
+    return ReplicaValueError.several(asked, len(value.values), is_in_replica())
+
 
 _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
 _NO_REDUCTION = " is not a valid ReduceOp"
@@ -191,3 +317,156 @@ def is_in_replica() -> bool:
     """Whether the calling code runs in a replica of a strategy, other than TensorFlow's default one."""
     context = tf.distribute.get_replica_context()
     return context is not None and not _is_default(context.strategy)
+
+
+_logger = logging.getLogger("replica_engine")
+_OF_REPLICA = re.compile(r"(?:^|/)(replica_\d+)/")
+_told: weakref.WeakKeyDictionary[object, dict[Hashable, object]] = weakref.WeakKeyDictionary()
+
+
+def warn_once(owner: object, key: Hashable, text: str) -> None:
+    """Logs a warning, unless it was logged for this strategy or model, and key."""
+    mine = object()
+    if _told.setdefault(owner, {}).setdefault(key, mine) is mine:  # of several threads, one; without a lock
+        _logger.warning(text)
+
+
+class Named:
+    """The objects of one kind that warnings have named: each object once, and not more than `MOST` objects.
+
+    A model that was made outside the scope may have hundreds of variables, and the first few say what is wrong. The
+    objects are known by reference, since two may have one name, and weakly, since a program may make many.
+    """
+
+    MOST = 5
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._known: dict[int, weakref.ref[object]] = {}
+
+    def warn(self, each: object, text: Callable[[], str]) -> None:
+        """Logs a warning about an object, unless one was logged; the last one says that it is the last."""
+        key = id(each)
+        with self._lock:  # replicas that run at the same time find the same object
+            if key in self._known or self._count >= self.MOST:
+                return
+            self._known[key] = weakref.ref(each, lambda _: self._known.pop(key, None))
+            self._count += 1
+            is_last = self._count == self.MOST
+        _logger.warning(text() + (f"\nThis is the last of {self.MOST} such warnings; more are not logged." * is_last))
+
+
+_named: weakref.WeakKeyDictionary[tf.distribute.Strategy, dict[str, Named]] = weakref.WeakKeyDictionary()
+
+
+def _named_of(strategy: tf.distribute.Strategy, kind: str) -> Named:
+    return _named.setdefault(strategy, {}).setdefault(kind, Named())
+
+
+def check_inputs(
+    strategy: tf.distribute.Strategy, args: Sequence[object], kwargs: Any, size: int, compiles: bool
+) -> None:
+    """Looks at the arguments of a run.
+
+    Args:
+        strategy: the strategy.
+        args: the positional arguments of the function that replicas run.
+        kwargs: its keyword arguments; None for none.
+        size: the number of replicas.
+        compiles: whether the strategy compiles; a compiled body refuses datasets itself.
+
+    Raises:
+        InputsError: an argument is a distributed dataset or an iterator over one.
+    """
+    values = [*args, *kwargs.values()] if isinstance(kwargs, Mapping) else list(args)
+    for index, value in enumerate(values):
+        is_distributed = None if compiles else _is_distributed(type(value))  # type: ignore[arg-type]
+        if is_distributed is not None:
+            name = f"args[{index}]" if index < len(args) else list(kwargs)[index - len(args)]
+            if is_distributed:
+                raise InputsError.distributed(name, type(value).__name__.lstrip("_"))
+            if size > 1:
+                warn_once(strategy, ("dataset", name), warn_dataset_for_each(name, size, here()))
+
+
+@functools.cache
+def _is_distributed(kind: Hashable) -> bool | None:
+    """For the type of a dataset, whether it is a distributed one; None for all other types."""
+    assert isinstance(kind, type)
+    if issubclass(kind, (tf.distribute.DistributedDataset, tf.distribute.DistributedIterator)):
+        return True
+    return False if issubclass(kind, tf.data.Dataset) else None
+
+
+def check_lines(strategy: tf.distribute.Strategy, points: Sequence[SyncPoint]) -> None:
+    """Warns if replicas meet from different lines: what they bring may not belong together.
+
+    Args:
+        strategy: the strategy.
+        points: the sync point of each replica.
+    """
+    first = points[0]
+    for replica, point in enumerate(points):
+        if point.lineno != first.lineno or point.filename != first.filename:
+            text = warn_different_lines(first.name, (0, first.where), (replica, point.where))
+            warn_once(strategy, ("lines", first.filename, first.function), text)
+            return
+
+
+def check_additions(strategy: tf.distribute.Strategy, graph: tf.Graph, first: int) -> None:
+    """Warns of plain variables to which more than one replica adds, as a traced run shows it.
+
+    The names of ops tell the replica: those of all replicas but the first are in scopes of their own. A merge function,
+    which adds once for all replicas, is in the scopes of the first.
+
+    Args:
+        strategy: the strategy.
+        graph: the graph into which the run was traced.
+        first: how many ops the graph had before.
+    """
+    adding: dict[int, dict[str, tf.Operation]] = {}
+    captures: dict[tf.Graph, dict[int, tf.Tensor]] = {}
+    for op, replica in _additions(graph.get_operations()[first:], "", set()):
+        adding.setdefault(id(graph_walk.outermost(op.inputs[0], captures)), {}).setdefault(replica, op)
+    for variable in eager.used_in(graph) if adding else ():
+        ops = [*adding.get(id(eager.raw_handle(variable)), {}).values()]
+        name = variable.name.removesuffix(":0")
+        if len(ops) > 1 and "seed" not in name:  # a generator of random numbers may be shared
+            text = functools.partial(warn_shared_variable, name, user_line(ops[1]))
+            _named_of(strategy, "written").warn(variable, text)
+
+
+def _additions(
+    operations: Iterable[tf.Operation], around: str, seen: set[tuple[int, str]]
+) -> Iterator[tuple[tf.Operation, str]]:
+    """The ops that add to variables, also in branches, loops and calls, and the replica of each.
+
+    A function that is called often is looked at once a replica; `seen` keeps which.
+    """
+    for op in operations:
+        if graph_walk.is_stateful(op):  # others write nothing
+            found = _OF_REPLICA.search(op.name)
+            replica = found[1] if found else around
+            if op.type in graph_walk.ADDING:
+                yield op, replica
+            for graph in graph_walk.functions_of(op):
+                if (id(graph), replica) not in seen:
+                    seen.add((id(graph), replica))
+                    yield from _additions(graph.get_operations(), replica, seen)
+
+
+def check_optimizer(optimizer: Any, variables: Sequence[object]) -> None:
+    """Warns, in a replica on a thread, if an optimizer of no strategy updates variables of the replicas.
+
+    Args:
+        optimizer: a Keras optimizer that was made outside all scopes, and so has one state for all replicas.
+        variables: the Keras variables that it updates.
+    """
+    strategy = tf.distribute.get_strategy()
+    size = strategy.num_replicas_in_sync
+    if size == 1 or strategy.extended.backend.compiles:
+        return
+    if any(isinstance(getattr(each, "value", each), distribute.DistributedVariable) for each in variables):
+        name, kind = optimizer.name, type(optimizer).__name__
+        _named_of(strategy, "optimizer").warn(optimizer, lambda: warn_foreign_optimizer(name, kind, size, here()))

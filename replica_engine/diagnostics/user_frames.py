@@ -1,4 +1,9 @@
-"""Finds the position of a sync point in the user's program, and tells which merge functions are the same."""
+"""The user's own frames and lines: of a call, a sync point, an op.
+
+Finds the position of a sync point in the user's program, and tells which merge functions are the same.
+
+Finds the user's line among the frames that made an op.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,16 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import FrameType, FunctionType
 
-from replica_engine._tf.graphs import autograph
-from replica_engine.engine import Replica, SyncPoint
-from replica_engine.telemetry import stacks
+import tensorflow as tf
+
+from replica_engine.engine import Replica, SyncPoint, current_replica
+from replica_engine.upstream.graphs import operators
+from replica_engine.watch import watchdog
 
 # Packages whose frames can stand between the user's line and an op, a sync point or an exception: TensorFlow, Keras,
 # and the packages that they call through. tf.summary comes from tensorboard, map_structure from tree or optree, and
@@ -26,10 +35,8 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 """The folder of this library."""
 
-FOLDERS = tuple(
-    os.path.join(OURS, name, "")
-    for name in ("_tf", "diagnostics", "engine", "hosts", "keras", "pjrt", "strategies", "threads", "values", "xla")
-)
+_NAMES = "diagnostics engine keras pjrt strategies threads traced_steps upstream values workers xla"
+FOLDERS = tuple(os.path.join(OURS, name, "") for name in _NAMES.split())
 """The folders of this library whose frames no user needs."""
 
 _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
@@ -37,10 +44,10 @@ _STANDARD_LIBRARY = os.path.dirname(functools.__file__) + os.sep
 WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_unconverted", "op_dispatch_handler"))
 # Functions that stand around those of TensorFlow and Keras; a sync point is named after theirs.
 _HOOKS = (
-    os.path.join(OURS, "_tf", "hook.py"),
-    os.path.join(OURS, "_tf", "graphs", "control_flow.py"),
-    os.path.join(OURS, "_tf", "keras", "hooks.py"),
-    os.path.join(OURS, "threads", "joint", ""),
+    os.path.join(OURS, "upstream", "hook.py"),
+    os.path.join(OURS, "upstream", "graphs", "operators.py"),
+    os.path.join(OURS, "upstream", "keras", "keras_hooks.py"),
+    os.path.join(OURS, "threads", "control_flow", ""),
 )
 _CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that AutoGraph converted
 
@@ -121,7 +128,7 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
 
 def _place(frame: FrameType, threads: tuple[int, ...]) -> tuple[str, int, str]:
     code = frame.f_code
-    file, line, function = autograph.original_location(code.co_filename, frame.f_lineno, code.co_name, threads)
+    file, line, function = operators.original_location(code.co_filename, frame.f_lineno, code.co_name, threads)
     return shown_file(file), line, function
 
 
@@ -135,9 +142,9 @@ def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
     file = frame.f_code.co_filename
     if is_internal(file):
         return False
-    if not autograph.is_generated(file):
+    if not operators.is_generated(file):
         return True
-    return not is_internal(autograph.original_location(file, frame.f_lineno, frame.f_code.co_name, threads)[0])
+    return not is_internal(operators.original_location(file, frame.f_lineno, frame.f_code.co_name, threads)[0])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -174,7 +181,7 @@ def _plumbing() -> tuple[str, ...]:
     return tuple(folders)
 
 
-stacks.hide(is_internal)
+watchdog.hide(is_internal)
 
 
 def place_of(fn: Callable[..., object]) -> str:
@@ -182,7 +189,7 @@ def place_of(fn: Callable[..., object]) -> str:
     code = getattr(_plain(getattr(fn, "made_of", fn)), "__code__", None)
     if code is None:
         return ""
-    file, line = autograph.first_line(code)
+    file, line = operators.first_line(code)
     return f"{os.path.basename(shown_file(file))}:{line}"
 
 
@@ -211,3 +218,114 @@ def identity(fn: Callable[..., object]) -> object:
     if inspect.isbuiltin(plain):
         return plain
     return getattr(plain, "__code__", type(plain))
+
+
+_MERGES = os.path.join(OURS, "xla", "body_context.py")  # the file of the `merge_call` of a compiled body
+
+
+def user_line(made: tf.Operation | tf.Tensor | Iterable[tuple[str, int, str]]) -> str:
+    """Returns the user's line as "file.py:12 in step", or "" if there is none.
+
+    Args:
+        made: an op, its tensor, or the frames of a stack trace that XLA printed (file, line, function), the outermost
+            first.
+    """
+    if isinstance(made, tf.Tensor):
+        while made.op.type == "Identity":  # added when values leave a graph
+            made = made.op.inputs[0]
+        made = made.op
+    return _innermost(_frames(made) if isinstance(made, tf.Operation) else _with_whole_paths(list(made)))
+
+
+def merge_line(op: tf.Operation) -> str:
+    """The user's line that calls `merge_call`, for an op of its merge function in a compiled body; otherwise ""."""
+    frames = _frames(op)
+    for index, (file, _, name) in enumerate(frames):
+        if name == "merge_call" and file == _MERGES:
+            callers = [frame for frame in frames[:index] if frame[2] not in WRAPPERS]
+            return _innermost(callers[-1:])  # nothing for a call of an optimizer, or of this library
+    return ""
+
+
+def _frames(op: tf.Operation) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame that made an op, the outermost first."""
+    # An op of a loaded graph has no frames.
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in op.traceback or ()]
+    if any(operators.is_generated(frame[0]) for frame in frames):  # of a function inside a converted function
+        known = operators.source_map()
+        frames = [known.get((file, line), (file, line, name)) for file, line, name in frames]
+    return frames
+
+
+def here() -> str:
+    """The user's line that led to this call, or "" if there is none.
+
+    In Keras' `fit`, a replica thread has no line of the user. Then this is the line that called `fit`, on the thread
+    that called `run`.
+    """
+    own, replica = threading.get_ident(), current_replica()
+    line = _users_line(sys._getframe(1), (own,))
+    if line or replica is None or replica.run.coordinator.ident in (None, own):
+        return line
+    coordinator = replica.run.coordinator.ident
+    return _users_line(sys._current_frames().get(coordinator), (coordinator,))
+
+
+def users_place(frame: FrameType, number: int) -> str:
+    """The user's line in a frame of a traceback, "train.py:12 in step"; "" if the frame is not the user's."""
+    file = frame.f_code.co_filename
+    is_users = not (is_internal(file) or operators.is_generated(file))
+    written = operators.written_at(file, number)
+    return written or (_innermost([(file, number, frame.f_code.co_name)]) if is_users else "")
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user in an exception's traceback, or "" if there is none.
+
+    A line of the user's program, rather than one of an installed package that the program calls.
+    """
+    places = [users_place(*step) for step in traceback.walk_tb(error.__traceback__)]
+    users = [place for place in places if place]
+    own = [place for place in users if not is_installed(place)]
+    return (own or users or [""])[-1]
+
+
+def _users_line(frame: FrameType | None, threads: tuple[int, ...]) -> str:
+    while frame is not None:
+        if is_users(frame, threads):
+            place = operators.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads)
+            if not operators.is_generated(place[0]):
+                return _innermost([place])
+        frame = frame.f_back
+    return ""
+
+
+def _innermost(frames: Iterable[tuple[str, int, str]]) -> str:
+    users = [frame for frame in frames if not is_internal(frame[0])]
+    if not users:
+        return ""
+    file, line, name = users[-1]
+    return f"{shown_file(file)}:{line} in {'a lambda' if name in ('', '<lambda>') else name.removeprefix('tf__')}"
+
+
+def _with_whole_paths(frames: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    """Frames of a stack trace that XLA printed, with the beginning of the paths, which XLA drops.
+
+    XLA drops the folders that all files of a trace have in common. Files of TensorFlow or of this package are among
+    them, so this is a folder above those.
+    """
+    files = [file for file, _, _ in frames]
+    folders = ["", *map(str, Path(tf.__file__).parents[1:]), *map(str, Path(__file__).parents[1:])]
+    found = [sum(_is_whole(os.path.join(folder, file)) for file in files) for folder in folders]
+    folder = folders[found.index(max(found))]
+    # A cell of a notebook, "<ipython-input-1>", is not a file.
+    return [(os.path.join(folder, file) if file[:1] != "<" else file, line, name) for file, line, name in frames]
+
+
+def _is_whole(path: str) -> bool:
+    return os.path.isabs(path) and os.path.exists(path)
+
+
+def is_scope_of(scope: str, name: str) -> bool:
+    """Whether a name scope belongs to a layer; TensorFlow adds a number to a scope that is entered again."""
+    return scope == name or (scope.startswith(f"{name}_") and scope[len(name) + 1 :].isdigit())

@@ -42,7 +42,7 @@ never used again.
   one `wait`. In any other run stray wake-ups are possible, because the baton and the unwinding may both wake
   a replica. So the threads of such a run are closed and not reused (`group.py`).
 - An outcome is lost. A body's value or exception is kept on its replica before the baton moves on.
-- A thread waits without supervision. The watchdog (`telemetry/watchdog.py`) watches each run, and measures the
+- A thread waits without supervision. The watchdog (`watch/watchdog.py`) watches each run, and measures the
   time since the baton last moved. If that time is long, it logs a table. If it exceeds the `timeout`, the
   watchdog ends the wait: it wakes the coordinator or, if the coordinator is in a merge function, raises an
   exception in the coordinator's thread. A paused replica checks from time to time whether its coordinator is
@@ -59,17 +59,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replica_engine import errors
-from replica_engine.engine.group import SyncGroup
-from replica_engine.engine.observer import Observer
-from replica_engine.engine.replica import Errand, Outcome, Replica
+from replica_engine.engine.replica_state import Errand, Observer, Outcome, Replica
 from replica_engine.engine.sync_point import State, SyncPoint
-from replica_engine.engine.thread import Event
-from replica_engine.errors.threads import note_abandoned, note_failure
-from replica_engine.errors.timeouts import IN_MERGE, slow_replicas, table
+from replica_engine.engine.thread_pool import Event, SyncGroup
+from replica_engine.errors.replica_table import IN_MERGE, slow_replicas, table
+from replica_engine.errors.thread_errors import note_abandoned, note_failure
 from replica_engine.process.interrupts import MISSED, break_off, take_back
-from replica_engine.telemetry import timeline
-from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.watchdog import Wait
+from replica_engine.watch import timeline
+from replica_engine.watch.watchdog import Wait, stack_of
 
 UNWIND_GRACE = 30.0  # seconds that the other replicas have to unwind after a failure
 HEAD_START = 0.5  # seconds that replica 0 has to begin to build

@@ -31,10 +31,54 @@ adds a note that names the replica that raised it. These modules import only the
 """
 
 from replica_engine.errors.base import ReplicaEngineError
-from replica_engine.errors.contrib import ContribError
-from replica_engine.errors.devices import BackendMissingError, DeviceError, DistributionError, ForkedError
-from replica_engine.errors.host_calls import HostAccessError, HostResultError, NestedHostCallError
-from replica_engine.errors.hosts import (
+from replica_engine.errors.device_errors import (
+    BackendMissingError,
+    DeviceError,
+    DistributionError,
+    ForkedError,
+    TensorFlowVersionError,
+)
+from replica_engine.errors.program_errors import (
+    CaptureError,
+    CollectiveError,
+    GraphModeError,
+    HostAccessError,
+    HostResultError,
+    LostVariableError,
+    LoweringError,
+    NestedHostCallError,
+    ProgramError,
+    StuckProgramError,
+    VariableCreationError,
+)
+from replica_engine.errors.replica_table import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
+from replica_engine.errors.thread_errors import (
+    InputsError,
+    MergeCallGraphError,
+    MergeCallMismatchError,
+    NoMethodError,
+    NotInBodyError,
+    NotInReplicaError,
+    ReplicaMismatchError,
+    ReplicaUnwound,
+    ScopeError,
+    StructureMismatchError,
+    VariableMismatchError,
+)
+from replica_engine.errors.value_errors import (
+    BackupError,
+    BatchError,
+    CheckpointError,
+    ContribError,
+    LogError,
+    NoValueError,
+    OptimizerError,
+    ParityArgumentError,
+    ParityError,
+    ReplicateError,
+    ReplicaValueError,
+)
+from replica_engine.errors.worker_errors import (
     ClusterConfigError,
     ProgramDisagreementError,
     WorkerLostError,
@@ -42,31 +86,6 @@ from replica_engine.errors.hosts import (
     WorkersMissingError,
     WorkerVersionError,
 )
-from replica_engine.errors.inputs import InputsError, NoMethodError, NotInBodyError, ReplicaMismatchError
-from replica_engine.errors.models import BackupError, BatchError, LogError, OptimizerError, ReplicateError
-from replica_engine.errors.parity import ParityArgumentError, ParityError
-from replica_engine.errors.programs import (
-    CaptureError,
-    CollectiveError,
-    GraphModeError,
-    LostVariableError,
-    LoweringError,
-    ProgramError,
-    StuckProgramError,
-    VariableCreationError,
-)
-from replica_engine.errors.scopes import ScopeError
-from replica_engine.errors.threads import (
-    MergeCallGraphError,
-    MergeCallMismatchError,
-    NotInReplicaError,
-    ReplicaUnwound,
-    StructureMismatchError,
-    VariableMismatchError,
-)
-from replica_engine.errors.timeouts import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.values import CheckpointError, NoValueError, ReplicaValueError
-from replica_engine.errors.versions import TensorFlowVersionError
 
 __all__ = [
     "BackendMissingError",

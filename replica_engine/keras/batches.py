@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute
-from replica_engine._tf.host_datasets import end_apart, is_on_host
 from replica_engine.backend import Backend
 from replica_engine.errors import BatchError
-from replica_engine.errors.timeouts import count_of
+from replica_engine.errors.replica_table import count_of
 from replica_engine.keras.shard import Shard
-from replica_engine.telemetry import timeline
+from replica_engine.upstream import distribute
+from replica_engine.upstream.host_datasets import end_apart, is_on_host
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
+from replica_engine.watch import timeline
 
 
 class Batch(NamedTuple):

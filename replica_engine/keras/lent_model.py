@@ -32,23 +32,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import distribute
-from replica_engine._tf.graphs import captures
-from replica_engine._tf.keras import model as keras_model
 from replica_engine.backend import Backend
 from replica_engine.engine import current_replica
 from replica_engine.errors import BatchError, ReplicateError
 from replica_engine.keras.batches import WholeBatches
-from replica_engine.keras.hooks import Hooks
-from replica_engine.keras.optimizer import through_strategy
+from replica_engine.keras.lent_variables import ReplicatedVariables, used_by
+from replica_engine.keras.replica_optimizer import through_strategy
+from replica_engine.keras.shard_hooks import Hooks
 from replica_engine.keras.shard_step import ShardedStep
 from replica_engine.keras.train_function import StepFunction, check_trainable
-from replica_engine.keras.variables import ReplicatedVariables, used_by
-from replica_engine.process import scoped
-from replica_engine.process.afterwards import afterwards
-from replica_engine.process.interrupts import held_off_once
-from replica_engine.strategies import models
-from replica_engine.telemetry import html
+from replica_engine.process import threads
+from replica_engine.process.interrupts import afterwards, held_off_once
+from replica_engine.strategies import keras_scopes
+from replica_engine.upstream import distribute
+from replica_engine.upstream.graphs import function_graphs
+from replica_engine.upstream.keras import keras_models as keras_model
+from replica_engine.watch import timeline
 
 _RUN = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _SLOT = "_replica_engine_replicas"
@@ -114,7 +113,7 @@ def _described(self: keras.Model) -> str:
         ("trainable weights", f"{weights:,}"),
         ("compiled", "yes" if self.compiled else "no: call compile() before fit()"),
     ]
-    return html.table("replicated model", ("", ""), rows)
+    return timeline.table("replicated model", ("", ""), rows)
 
 
 class _Strategy:
@@ -172,12 +171,12 @@ def _function(name: str) -> property:
 
 def extend_functions() -> None:
     """Makes functions that were traced before see the weights of a replicated model at the moment of their call."""
-    captures.CALL_FLAT.around(_called)
+    function_graphs.CALL_FLAT.around(_called)
 
 
 def _at_work() -> contextlib.AbstractContextManager[object]:
     """Inside, functions that this thread calls are those of steps and of this library."""
-    return scoped.attribute(_thread, "is_at_work", True)
+    return threads.attribute(_thread, "is_at_work", True)
 
 
 def _called(original: Callable[..., object], function: object, *args: object, **kwargs: object) -> object:
@@ -239,7 +238,7 @@ class LentModel:
             ReplicateError: the other replicated model is inside on another thread, which cannot be made to leave.
             DistributionError: Keras has a distribution that the strategy does not have.
         """
-        models.check_distribution(self.strategy)
+        keras_scopes.check_distribution(self.strategy)
         outside = distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext()
         with outside:
             with _lock:

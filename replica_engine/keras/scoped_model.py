@@ -17,18 +17,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine._tf import distribute
-from replica_engine._tf.keras import model as keras_model
-from replica_engine._tf.keras import trainer as keras_trainer
 from replica_engine.backend import Backend
-from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import ScopeError
 from replica_engine.keras.batches import DealtBatches
-from replica_engine.keras.hooks import Hooks, extend_keras
+from replica_engine.keras.shard_hooks import Hooks, extend_keras
 from replica_engine.keras.shard_step import ShardedStep
 from replica_engine.keras.train_function import StepFunction, check_trainable
-from replica_engine.process.afterwards import afterwards
-from replica_engine.process.interrupts import held_off_once
+from replica_engine.process.interrupts import afterwards, held_off_once
+from replica_engine.upstream import distribute
+from replica_engine.upstream.keras import keras_models as keras_model
+from replica_engine.upstream.keras import keras_training as keras_trainer
 
 _lock = threading.RLock()
 _active: dict[int, list[Any]] = {}  # of each model that is in a step, by its id: its hooks, and how many steps it is in

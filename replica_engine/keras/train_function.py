@@ -20,29 +20,28 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf.graphs import marks
-from replica_engine._tf.keras import model as keras_model
-from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine._tf.keras.sums import own_metrics_of
 from replica_engine.backend import Backend
-from replica_engine.diagnostics.op_lines import is_scope_of
-from replica_engine.diagnostics.suspicions import warn_once
+from replica_engine.diagnostics.misuse import warn_once
+from replica_engine.diagnostics.user_frames import is_scope_of
 from replica_engine.errors import BatchError, CollectiveError, LoweringError, OptimizerError, ReplicaEngineError
 from replica_engine.errors.base import add_note, warning
-from replica_engine.errors.models import warn_uneven_rest, warn_whole_steps
-from replica_engine.errors.timeouts import count_of
-from replica_engine.keras import step_loop
+from replica_engine.errors.replica_table import count_of
+from replica_engine.errors.value_errors import warn_uneven_rest, warn_whole_steps
+from replica_engine.keras import shard_step
 from replica_engine.keras.batches import Batch, WholeBatches
-from replica_engine.keras.hooks import has_no_sum
-from replica_engine.keras.shard import Shard
+from replica_engine.keras.lent_variables import kept_if
+from replica_engine.keras.shard import NotASum, Shard
+from replica_engine.keras.shard_hooks import has_no_sum
 from replica_engine.keras.shard_step import ShardedStep
-from replica_engine.keras.sums import NotASum
-from replica_engine.keras.variables import kept_if
 from replica_engine.strategies.multi_step import MultiStepContext
-from replica_engine.telemetry import timeline
-from replica_engine.telemetry.watchdog import Wait
+from replica_engine.upstream.graphs import mark_ops
+from replica_engine.upstream.keras import keras_models as keras_model
+from replica_engine.upstream.keras import keras_training as keras_trainer
+from replica_engine.upstream.keras.metric_updates import own_metrics_of
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
+from replica_engine.watch import timeline
+from replica_engine.watch.watchdog import Wait
 
 MANY_SIZES = 8
 """A warning is logged when programs for this many batch sizes of one step exist."""
@@ -98,7 +97,7 @@ class StepFunction:
         extended = self._backend.strategy.extended
         options = getattr(extended, "replica_options", None)
         # A loop is watched, and its steps have limits, where it has marks.
-        may_mark = marks.may_ask() and (options is None or options.marks is not False)
+        may_mark = mark_ops.may_ask() and (options is None or options.marks is not False)
         self._has_marks = may_mark and all("CPU" in device for device in extended.worker_devices)
         self._functions: dict[tuple[str, int, bool], Any] = {}
         # What has run: the method, the batch size that it is compiled for, and what batches are like but for that.
@@ -168,8 +167,8 @@ class StepFunction:
         with self._ready(None):
             for loops, same in itertools.groupby(wholes, self._loops):
                 whole = [*same]
-                for start in range(0, len(whole), step_loop.MOST):
-                    some = whole[start : start + step_loop.MOST]
+                for start in range(0, len(whole), shard_step.MOST):
+                    some = whole[start : start + shard_step.MOST]
                     together = self._outputs_together(some) if loops else None
                     outputs += [together] if together is not None else map(self._outputs_of_any, some)
         return outputs[0] if len(outputs) == 1 else samples.join(outputs)
@@ -187,24 +186,24 @@ class StepFunction:
             return None
         try:
             outputs, are_of_rows = self._run(_SHARDS, self._filled(batches), 0, True)
-        except step_loop.NotJoined:
+        except shard_step.NotJoined:
             self._are_joined = False
             return None
         return outputs if are_of_rows else None
 
     def _loops(self, data: object) -> tuple[str, int | str] | None:
         """What batches are like that run in one graph, a loop on threads; None if each is a launch."""
-        if self._compiles or self._is_eager or self._most == 1 or not self._has_marks or not step_loop.fits(data):
+        if self._compiles or self._is_eager or self._most == 1 or not self._has_marks or not shard_step.fits(data):
             return None
         return samples.described(data), samples.places(data)
 
     @property
     def _most(self) -> int:
         """The most steps whose batches are held at once."""
-        return min(int(self._model.steps_per_execution), _MOST_COMPILED if self._compiles else step_loop.MOST)
+        return min(int(self._model.steps_per_execution), _MOST_COMPILED if self._compiles else shard_step.MOST)
 
     def _filled(self, batches: Sequence[object]) -> tuple[tuple[object, ...], tf.Tensor]:
-        return step_loop.filled(batches, self._most)
+        return shard_step.filled(batches, self._most)
 
     def _alike(self, batch: Batch) -> tuple[bool, object]:
         """Whether a batch may be one of a loop on threads, and what is equal for all batches of a launch."""
@@ -433,7 +432,7 @@ class StepFunction:
                 return self._on_replica(how, data if in_parts else data[0], size)
 
         elif in_parts:
-            run = step_loop.joined if self._step.name == "predict_step" else step_loop.last
+            run = shard_step.joined if self._step.name == "predict_step" else shard_step.last
             run = functools.partial(run, functools.partial(self._on_threads, how))
         else:
             run = functools.partial(self._on_threads, how)
@@ -446,7 +445,7 @@ class StepFunction:
         """Runs a compiled function; in a loop, for each batch of a list, which are divided ahead of their steps."""
         if not is_loop:
             return self._backend.run(function, data if in_parts else (data,), programs=self._programs)
-        from replica_engine.strategies.tpu.device_loops import LoopSettings  # not at module level: it needs jax
+        from replica_engine.strategies.device_loops import LoopSettings  # not at module level: it needs jax
 
         @_as_keras_does
         def step(context: MultiStepContext, shares: object) -> None:

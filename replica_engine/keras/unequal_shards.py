@@ -20,9 +20,9 @@ from replica_engine import xla
 from replica_engine.errors import CollectiveError
 from replica_engine.keras.shard import Shard, Update
 from replica_engine.keras.shard_step import Logs, ShardedStep, across_replicas
-from replica_engine.values import rows, samples
+from replica_engine.values import samples, table_rows
 from replica_engine.xla.body import apart
-from replica_engine.xla.soft_placement.kinds import string_work
+from replica_engine.xla.soft_placement.host_op_kinds import string_work
 
 Parts: TypeAlias = "tf.Tensor | list[tf.IndexedSlices]"
 """A gradient; that of a table in parts, one for each lookup."""
@@ -83,7 +83,7 @@ class _Branch:
         if any(isinstance(grad, tf.IndexedSlices) and grad.indices.shape[0] is None for grad in grads):
             # Text lookup: both branches must return equally many rows, but the number is unknown while tracing.
             raise CollectiveError.apart("A gradient of an unknown number of rows of a table")
-        self._grads = [rows.pieces(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
+        self._grads = [table_rows.pieces(grad) if isinstance(grad, tf.IndexedSlices) else grad for grad in grads]
         if self._larger is not None:
             self._grads = [_like(grad, wanted) for grad, wanted in zip(self._grads, self._larger._grads, strict=True)]
         return self._logs.values, [_tensors(grad) for grad in self._grads if grad is not None]
@@ -114,11 +114,11 @@ def _gradient(
         return tensors
     parts = []
     for (values, indices), one, two in zip(tensors, like, other, strict=True):
-        if rows.origin(one.indices) is not None and rows.origin(two.indices) is not None:
-            rows.mark(indices)
+        if table_rows.origin(one.indices) is not None and table_rows.origin(two.indices) is not None:
+            table_rows.mark(indices)
         shape = tf.constant(tuple(variable.shape), indices.dtype)
         parts.append(tf.IndexedSlices(values, indices, dense_shape=shape))
-    return rows.joined(parts)
+    return table_rows.joined(parts)
 
 
 def _like(grad: Parts, wanted: Parts) -> Parts:

@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from replica_engine.hosts import Member, Program
+from replica_engine.pjrt.device_group import DeviceGroup, Limits, NobodyWaits, held_off
 from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.group import DeviceGroup, Limits, NobodyWaits, held_off
+from replica_engine.workers import Member, Program
 
 T = TypeVar("T")
 

@@ -8,15 +8,14 @@ import os
 import threading
 from typing import Any
 
-from replica_engine import hosts
+from replica_engine import workers
 from replica_engine.errors import DeviceError
 from replica_engine.errors.base import positive_int, shown
-from replica_engine.pjrt import abandoned, accelerators, workers
-from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt import accelerators, job_devices, plan
+from replica_engine.pjrt.device_group import DeviceGroup, let_go
 from replica_engine.pjrt.jaxlib import make_cpu_client
 from replica_engine.pjrt.partitioned_group import group_of
-from replica_engine.pjrt.partitions.layout import ReplicaMesh
-from replica_engine.pjrt.plans import chips
+from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
 from replica_engine.process import cores
 
 PLATFORMS = ("tpu", "gpu", "cpu")
@@ -49,7 +48,7 @@ def device_group(platform: str | None = None, count: int | None = None, mesh: Re
         count = count or cores()
         if count > MOST_CPU_DEVICES:
             raise DeviceError.too_many(count, MOST_CPU_DEVICES)
-        abandoned.let_go()
+        let_go()
         with _lock:
             group = _cpu_groups.get((count, mesh))
             if group is None or (group.interrupted and not group.ends_within(0.0)):
@@ -66,12 +65,12 @@ def device_group(platform: str | None = None, count: int | None = None, mesh: Re
             f"TPUStrategy(xla.PjrtClusterResolver('cpu'), num_cores={min(count, 1024)})."
         )
     if platform == "tpu" and count is not None:
-        chips.check_devices(devices, count)
+        plan.check_devices(devices, count)
     return _group(platform, devices[:count], mesh)
 
 
 def group_of_job(
-    cluster: hosts.Cluster,
+    cluster: workers.Cluster,
     platform: str | None,
     count: int | None,
     versions: dict[str, str],
@@ -110,7 +109,7 @@ def group_of_job(
             "replicas, or some of those of one: choose num_cores or cores_per_replica so that one number divides the "
             "other."
         )
-    return workers.group_of_job(cluster, platform, own, versions, mesh)
+    return job_devices.group_of_job(cluster, platform, own, versions, mesh)
 
 
 def platform_named(platform: str | None) -> str | None:

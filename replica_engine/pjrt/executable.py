@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 
 from replica_engine._version import __version__
-from replica_engine.errors.hosts import JOB_FAILURES
-from replica_engine.hosts import Program
-from replica_engine.pjrt import conversions, cpu_rewrites, folded_divisions, host_transfers
-from replica_engine.pjrt.group import Array, Computed, DeviceGroup, held_off
+from replica_engine.errors.worker_errors import JOB_FAILURES
+from replica_engine.pjrt import rewrites
+from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup, held_off
 from replica_engine.pjrt.jaxlib import (
     APART,
     BY_TRANSFERS,
@@ -46,15 +45,16 @@ from replica_engine.pjrt.jaxlib import (
     ir,
     result_handler,
 )
-from replica_engine.pjrt.markers import VERSION as MARKERS_VERSION
-from replica_engine.pjrt.markers import WORK, add_work, expand_markers
-from replica_engine.pjrt.partitions.layout import WHOLE, Axes
-from replica_engine.pjrt.partitions.program import partition
-from replica_engine.pjrt.plans.compiled_text import exchanges_in_branches
-from replica_engine.pjrt.plans.plan import Memory, Plan, hlo_text, memory_of, plan_of
+from replica_engine.pjrt.plan import Memory, Plan, exchanges_in_branches, hlo_text, memory_of, plan_of
+from replica_engine.pjrt.stablehlo import markers, mlir
+from replica_engine.pjrt.stablehlo.markers import VERSION as MARKERS_VERSION
+from replica_engine.pjrt.stablehlo.markers import WORK, add_work, expand_markers
+from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes
+from replica_engine.pjrt.stablehlo.partition_program import partition
 from replica_engine.process import threads
-from replica_engine.process.freed_memory import keep_freed_memory
 from replica_engine.process.interrupts import wait_for_ever
+from replica_engine.process.memory import keep_freed_memory
+from replica_engine.workers import Program
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
 _LATE = 0.02  # how late a check may notice the end, as a fraction of the time so far
@@ -184,8 +184,8 @@ class Executable:
             if works_more:
                 add_work(module)
         if transfers:
-            made = host_transfers.convert(module)
-            called = [host_transfers.callback(client, each, host_calls[each.index]) for each in made]
+            made = markers.convert(module)
+            called = [markers.callback(client, each, host_calls[each.index]) for each in made]
         if compiled is None:
             self._executable = client.compile_and_load(module, on, options, called)
         else:
@@ -453,10 +453,10 @@ def agreed(
 def prepared(program: str, platform: str) -> ir.Module:
     """The module of a program as the compiler of a platform gets it."""
     module = expand_markers(program, platform)
-    if cpu_rewrites.enabled():
-        cpu_rewrites.rewrite(module, platform)
-    conversions.as_by_kernels(module, platform)
-    folded_divisions.keep(module)
+    if rewrites.enabled():
+        rewrites.rewrite(module, platform)
+    mlir.as_by_kernels(module, platform)
+    mlir.keep(module)
     partition(module)
     return module
 
@@ -469,9 +469,9 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
         "the version of the devices": client.platform_version,
         "the worker": f"{client.process_index()} of {len({device.process_index for device in devices.everywhere})}",
         "the CPU": _cpu(),
-        "the rewrites for CPU": str(cpu_rewrites.VERSION) if cpu_rewrites.enabled() else "off",
+        "the rewrites for CPU": str(rewrites.VERSION) if rewrites.enabled() else "off",
         "the forms of markers": str(MARKERS_VERSION),
-        "the forms of conversions": str(conversions.VERSION),
+        "the forms of conversions": str(mlir.VERSION),
         "the version of jaxlib": JAXLIB_VERSION,
         "the version of replica_engine": __version__,
         "XLA_FLAGS": " ".join(sorted(flags)),

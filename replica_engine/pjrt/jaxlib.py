@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from replica_engine.errors import BackendMissingError
-from replica_engine.errors.versions import untested_version
+from replica_engine.errors.device_errors import untested_version
 
 OLDEST = (0, 8, 0)
 """The oldest version that serves: the limit below could not be set before, so XLA ended the process after 40 s."""

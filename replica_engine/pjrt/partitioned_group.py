@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from replica_engine.hosts import Member
-from replica_engine.pjrt.group import Array, DeviceGroup, aval_of, on_host
+from replica_engine.pjrt.device_group import Array, DeviceGroup, aval_of, on_host
 from replica_engine.pjrt.jaxlib import ArrayImpl, Mesh, NamedSharding, PartitionSpec
-from replica_engine.pjrt.partitions.layout import REPLICAS, WHOLE, Axes, Part, ReplicaMesh
+from replica_engine.pjrt.stablehlo.partition_local import REPLICAS, WHOLE, Axes, Part, ReplicaMesh
+from replica_engine.workers import Member
 
 
 class PartitionedGroup(DeviceGroup):

@@ -6,7 +6,7 @@ which the operating system closes when the worker ends, however it ends. With th
 lifeline over which nothing gets through any more, as when a cable is gone, ends within two minutes.
 
 jaxlib's own answer to a worker that is not heard of is to abort the others, so its heartbeats never run out. Who is
-lost is found out and told by `replica_engine.hosts`.
+lost is found out and told by `replica_engine.workers`.
 
 The port of the service is held from its choice to the end. With a port that was free a moment ago, two jobs could get
 the same one: jaxlib's service shares its ports, and listens beside another one without an error.
@@ -28,8 +28,8 @@ import sys
 import time
 from typing import Any
 
-from replica_engine.hosts.cluster import join_address, split_address
-from replica_engine.hosts.serve import answer, child
+from replica_engine.workers.cluster import join_address, split_address
+from replica_engine.workers.server import answer, child
 
 NEVER = 1_000_000
 """Seconds after which jaxlib takes a worker for lost."""

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from replica_engine.errors import ProgramError
-from replica_engine.hosts import Program
-from replica_engine.pjrt import abandoned
-from replica_engine.pjrt.agreement import groups, gather_program
-from replica_engine.pjrt.exchange import element_of, from_chief
+from replica_engine.pjrt import device_group
+from replica_engine.pjrt.agreement import gather_program, groups
+from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.executable import Executable, Flight
-from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
+from replica_engine.pjrt.worker_exchange import element_of, from_chief
+from replica_engine.workers import Program
 
 PACKED = 1 << 20
 """Bytes from which an array travels by itself; smaller ones are one flat array, since each costs a round of its own."""
@@ -181,12 +181,12 @@ class WorkerSums:
                 executable.wait()
             except RUNTIME_ERRORS as error:
                 self._is_missing = True
-                abandoned.add(devices)
+                device_group.add(devices)
                 name = f"{call.program.words}, call {call.number + 1}"
                 self.failed = ProgramError.over_workers(name, self._member.worker, str(error))
                 raise self.failed from error
             except BaseException:
-                abandoned.add(devices)
+                device_group.add(devices)
                 raise
             theirs = devices.fetch(by_all, 0)
             self._compare(theirs[:, :_HEAD], said[:, :_HEAD], call, key)

@@ -1,13 +1,11 @@
 """Functions that concern the whole process, not one run.
 
-- `devices`: several devices on a machine that has one.
-- `folders`: which folder a relative path is in.
-- `pool`: the size of TensorFlow's thread pool.
+- `interrupts`: exceptions from signals and from other threads, holding them off, and ending a wait with one.
+- `threads`: starting a thread safely, and values that hold for the time of a block.
+- `setup`: logical devices, the size of TensorFlow's thread pool, and the folder that a relative path is in.
 - `shutdown`: the exit of the process in the middle of a run.
-- `freed_memory`: the limits of glibc's allocator.
 - `fork`: forked child processes, in which no run is possible.
-- `interrupts`: raises an exception in another thread, which may be the only way to end a wait there, and holds off
-  Ctrl-C.
+- `memory`: the limits of glibc's allocator.
 """
 
 import os

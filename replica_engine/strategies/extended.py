@@ -15,17 +15,17 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, reduction
-from replica_engine._tf.host_datasets import HostDatasets
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_outside_replicas
 from replica_engine.errors import ReplicaValueError, ScopeError
 from replica_engine.errors.base import brief
-from replica_engine.strategies import accumulation
-from replica_engine.strategies.validation import NOT_REDUCED, as_reduction, not_reduced
-from replica_engine.threads.call import ReplicaOptions, ThreadBackend, backend_on_threads, install
-from replica_engine.values.rows import are_rows
+from replica_engine.strategies import keras_scopes
+from replica_engine.strategies.argument_checks import NOT_REDUCED, as_reduction, not_reduced
+from replica_engine.threads.replica_run import ReplicaOptions, ThreadBackend, backend_on_threads, install
+from replica_engine.upstream import distribute
+from replica_engine.upstream.host_datasets import HostDatasets
 from replica_engine.values.structure import as_tensor, flatten
+from replica_engine.values.table_rows import are_rows
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -83,9 +83,9 @@ class ExtendedHooks(HostDatasets):
         if are_rows(value) and not self.backend.compiles:  # on threads, the hook adds up those that are not the batch's
             return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
         whole = _is_narrow(value) and len(self.worker_devices) == self._num_replicas_in_sync  # of all workers
-        if whole and reduction.adds_on_one_device(value, destinations):
+        if whole and distribute.adds_on_one_device(value, destinations):
             # TensorFlow would take an object of its own, which rounds after each addition.
-            return reduction.QuietReduction().reduce(reduce_op, value, destinations)
+            return distribute.QuietReduction().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)
 
     def _broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -137,7 +137,7 @@ class ReplicaThreads(tf.distribute.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
-        accumulation.extend_keras()
+        keras_scopes.extend_keras()
         return super()._create_variable(next_creator, **kwargs)
 
     def _use_merge_call(self) -> bool:
@@ -153,7 +153,7 @@ def _is_narrow(value: object) -> bool:
     """Whether each replica has a tensor of 16-bit floats of its own."""
     if not isinstance(value, (distribute.PerReplica, distribute.DistributedVariable)) or distribute.is_mirrored(value):
         return False
-    return reduction.is_narrow(value.values[0])
+    return distribute.is_narrow(value.values[0])
 
 
 def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:

@@ -10,20 +10,26 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute
-from replica_engine._tf.graphs import calls
-from replica_engine._tf.reduction import QuietReduction
 from replica_engine.errors import DeviceError, ReplicaValueError
 from replica_engine.errors.base import shown
-from replica_engine.errors.devices import warn_one_replica
-from replica_engine.strategies.backend import OnReplicaThreads
-from replica_engine.strategies.devices import listed, resolve_devices
+from replica_engine.errors.device_errors import warn_one_replica
+from replica_engine.strategies.argument_checks import (
+    check_choice,
+    check_flags,
+    check_seconds,
+    check_updated,
+    listed,
+    refuse,
+    resolve_devices,
+)
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
-from replica_engine.strategies.updates import Updates
-from replica_engine.strategies.validation import check_choice, check_flags, check_seconds, check_updated, refuse
-from replica_engine.threads.call import short_name
-from replica_engine.threads.cpu_reduction import CpuReduction
-from replica_engine.values.rows import reduces_rows
+from replica_engine.strategies.thread_backend import OnReplicaThreads, Updates
+from replica_engine.threads.all_reduce import CpuReduction
+from replica_engine.threads.replica_run import short_name
+from replica_engine.upstream import distribute
+from replica_engine.upstream.distribute import QuietReduction
+from replica_engine.upstream.graphs import function_calls
+from replica_engine.values.table_rows import reduces_rows
 
 _logger = logging.getLogger("replica_engine")
 
@@ -169,7 +175,7 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         refuse(type(self), others)
         check_seconds(timeout=timeout, warn_after=warn_after)
         check_flags(concurrent=concurrent, **({} if marks is None else {"marks": marks}))
-        check_choice("graph_optimizer", graph_optimizer, calls.LEVELS)
+        check_choice("graph_optimizer", graph_optimizer, function_calls.LEVELS)
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError(
                 "`cross_device_ops` must be a tf.distribute.CrossDeviceOps, such as "

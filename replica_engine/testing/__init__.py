@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from replica_engine.process.devices import logical_devices
+from replica_engine.process.setup import logical_devices
 
 if TYPE_CHECKING:
     from replica_engine.testing.parity import check_parity

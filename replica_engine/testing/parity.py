@@ -24,20 +24,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, thread_state
-from replica_engine._tf.graphs import replaced_ops
-from replica_engine._tf.keras import model as keras_model
-from replica_engine._tf.keras import state as keras_state
-from replica_engine._tf.keras.trainer import has_keras_step, strategy_of
 from replica_engine.backend import compiles
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
 from replica_engine.keras.lent_model import original_of
-from replica_engine.keras.replicate import compiled_strategy, is_divided
-from replica_engine.process.devices import logical_devices
+from replica_engine.keras.replication import compiled_strategy, is_divided
+from replica_engine.process.setup import logical_devices
 from replica_engine.strategies import MirroredStrategy
 from replica_engine.testing.parity_report import RTOL, Difference, Numbers, ParityReport, compare
+from replica_engine.upstream import distribute, thread_state
+from replica_engine.upstream.graphs import function_graphs
+from replica_engine.upstream.keras import keras_models as keras_model
+from replica_engine.upstream.keras import keras_variables as keras_state
+from replica_engine.upstream.keras.keras_training import has_keras_step, strategy_of
 from replica_engine.values import samples
 
 
@@ -221,7 +221,7 @@ class _Check:
                 optimizers = [name for name, each in before.items() if isinstance(each, keras.optimizers.Optimizer)]
                 # The momentum makes no difference to a first step; it is something that "zero1" divides.
                 now.update({name: keras.optimizers.SGD(1.0, momentum=0.9) for name in optimizers})
-            with replaced_ops.seeded(0), keras_state.seeded(0):
+            with function_graphs.seeded(0), keras_state.seeded(0):
                 yield model if strategy is None else replicate_model(model, strategy=strategy)
         finally:
             for now, before in attributes:

@@ -1,4 +1,8 @@
-"""The state that a replica thread takes over from the thread that called `run`.
+"""What a replica thread takes over: the state of the thread that called `run`, and what is known of a function.
+
+What is known of a `tf.function` that replicas have run or called, kept by the function itself.
+
+The state that a replica thread takes over from the thread that called `run`.
 
 TensorFlow keeps much of its state in thread-local copies. A replica thread inherits the following; after each entry,
 what it controls or what breaks without it:
@@ -30,13 +34,45 @@ import contextvars
 import functools
 import pathlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import thread_state
-from replica_engine._tf.graphs import autograph
-from replica_engine._tf.keras import state as keras_state
+from replica_engine.upstream import thread_state
+from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.keras import keras_variables as keras_state
+
+_RECORD = "_replica_engine_threads"  # attribute of a `tf.function`
+
+
+class FunctionRecord:
+    """The record of one `tf.function`.
+
+    The function holds it, so traces live exactly as long as the function. It holds strategies weakly. A trace that uses
+    a variable of a strategy holds that strategy, as any trace does.
+
+    Attributes:
+        lifted: for each strategy, the `tf.function` around a run of this one.
+        joint: for each strategy, the function around all replicas that call this one, and weak references to the
+            replicas' functions for which it was made.
+        swallowed: whether it caught the exception of an attempt, so that it has a trace without its merge calls.
+    """
+
+    def __init__(self) -> None:
+        self.lifted: weakref.WeakKeyDictionary[tf.distribute.Strategy, Any] = weakref.WeakKeyDictionary()
+        self.joint: weakref.WeakKeyDictionary[tf.distribute.Strategy, tuple] = weakref.WeakKeyDictionary()
+        self.swallowed = False
+
+    def __reduce__(self) -> tuple:
+        return FunctionRecord, ()  # A copy of the function starts without traces.
+
+
+def record_of(fn: Any) -> FunctionRecord:
+    """The record of a `tf.function`."""
+    return fn.__dict__.setdefault(_RECORD, FunctionRecord())
+
 
 Creator = Callable[..., tf.Variable]
 """Makes a variable, as `tf.variable_creator_scope` takes it."""
@@ -66,7 +102,7 @@ class InheritedState:
         self._device_policy = thread_state.device_policy()
         self._thread_locals = thread_state.locals_of_thread()
         self._keras_settings = keras_state.settings()
-        self._lines = {} if self.eager else autograph.source_map()
+        self._lines = {} if self.eager else operators.source_map()
         self.context = contextvars.copy_context()
 
     @contextlib.contextmanager
@@ -77,7 +113,7 @@ class InheritedState:
         creators = thread_state.creators_with(self._creators, creator)
         with (
             thread_state.enter_locals(self._thread_locals),
-            contextlib.nullcontext() if self.eager else autograph.lines_of_ops(self._lines, _files()),
+            contextlib.nullcontext() if self.eager else operators.lines_of_ops(self._lines, _files()),
             keras_state.entered(self._keras_settings),
             thread_state.graph_and_mode(self._init_graph, self._init_eager),
             thread_state.graph_and_mode(self.graph, self.eager),
@@ -99,7 +135,7 @@ class InheritedState:
 def _files() -> frozenset[str]:
     """The files between the start of a replica's thread and the user's function, and around ops that replicas make."""
     package = pathlib.Path(__file__).parents[1]
-    folders = ("engine", "threads", "_tf")
+    folders = ("engine", "threads", "upstream")
     return frozenset([threading.__file__, *(str(file) for name in folders for file in (package / name).rglob("*.py"))])
 
 

@@ -2,8 +2,8 @@
 
 - `structure`: takes structures of values apart, and converts the leaves to tensors.
 - `regroup`: converts N structures to one structure of distributed values, and back.
-- `seeds`: the seed of each replica.
 - `samples`: counts, takes and pads the samples of a batch.
-- `micro_batches`: gradient accumulation in custom training loops.
-- `uneven_batches`: batches whose size is not a multiple of the number of replicas, for custom training loops.
+- `split_batches`: batches of any size, and gradient accumulation, for custom training loops.
+- `table_rows`: the rows of tables in a reduction. `linear`: whether a value reaches another one linearly.
+- `replica_weights`: the seed of each replica, and weights of gradients that are known late.
 """

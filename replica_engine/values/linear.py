@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import subgraphs
+from replica_engine.upstream.graphs import graph_walk
 
 APART, OF_BATCH, LINEAR, OTHER = range(4)
 """What a tensor has to do with those that are followed: nothing, and nothing with the samples either; it depends on the
@@ -52,7 +52,7 @@ _LENGTHS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 _OF_SHAPES = _LENGTHS | {"ZerosLike", "OnesLike"}
 _ASSIGNING = frozenset({"AssignVariableOp", "AssignAddVariableOp"})
 _WRITES = _ASSIGNING | {"AssignSubVariableOp"}
-_ENTERED = frozenset({*subgraphs.CALLS, *subgraphs.BRANCHES})
+_ENTERED = frozenset({*graph_walk.CALLS, *graph_walk.BRANCHES})
 
 _FEW = 8
 """Elements of a short constant."""
@@ -102,7 +102,7 @@ class Ways:
         If that depends on those that are followed, `bent` is an op that has written it.
         """
         graph = tf.compat.v1.get_default_graph()
-        inside = {id(subgraphs.outermost(outer)): inner for outer, inner in getattr(graph, "captures", ())}
+        inside = {id(graph_walk.outermost(outer)): inner for outer, inner in getattr(graph, "captures", ())}
         worst = APART
         for handle in (inside[id(each)] for each in handles if id(each) in inside):
             found = self._written(handle, {})
@@ -151,12 +151,12 @@ class Ways:
         if op.type == "Placeholder":
             if op.name in given:
                 return [given[op.name]]
-            outside = subgraphs.captured(op.outputs[0])
+            outside = graph_walk.captured(op.outputs[0])
             return [APART if outside is None else self.to(outside)]
-        if graphs := subgraphs.functions_of(op):
+        if graphs := graph_walk.functions_of(op):
             return self._of_functions(op, graphs, inputs)
         worst = max(inputs, default=APART)
-        if op.type in subgraphs.READS and self._followed == GRADIENTS:
+        if op.type in graph_walk.READS and self._followed == GRADIENTS:
             return [max(worst, self._of_variable(op.inputs[0]))] * count
         if op.type in _OF_SHAPES:
             # Ones like the samples are as many as these, and their sum is the number of samples. Those like a gradient
@@ -171,7 +171,7 @@ class Ways:
     def _of_variable(self, handle: tf.Tensor) -> int:
         """The same for the value of a variable, by what has been written to it."""
         handles = [handle]
-        while handle.op.type == "Placeholder" and tf.is_symbolic_tensor(handle := subgraphs.captured(handle)):
+        while handle.op.type == "Placeholder" and tf.is_symbolic_tensor(handle := graph_walk.captured(handle)):
             handles.append(handle)
         if not self._looked_at.isdisjoint(map(id, handles)):
             return APART  # it is written to itself
@@ -189,9 +189,9 @@ class Ways:
             if op.type in _WRITES:
                 found = max(found, *self._to([op.inputs[1]], known, given))
             elif op.type in _ENTERED:
-                outer = op.inputs if op.type in subgraphs.CALLS else op.inputs[1:]
+                outer = op.inputs if op.type in graph_walk.CALLS else op.inputs[1:]
                 place = next(place for place, each in enumerate(outer) if each is handle)
-                for graph in subgraphs.functions_of(op):
+                for graph in graph_walk.functions_of(op):
                     # A function that was differentiated may have got more inputs since an op called it.
                     kinds = zip(graph.inputs, self._to(outer, known, given), strict=False)
                     inner = {each.op.name: kind for each, kind in kinds}
@@ -237,9 +237,9 @@ class Ways:
 
     def _of_functions(self, op: tf.Operation, graphs: list[tf.Graph], inputs: list[int]) -> list[int]:
         """The same for the outputs of a branch, loop or call, by the graphs of its functions."""
-        if op.type in subgraphs.CALLS:
+        if op.type in graph_walk.CALLS:
             return self._through(graphs[0], inputs)
-        if op.type in subgraphs.BRANCHES:
+        if op.type in graph_walk.BRANCHES:
             branches = [self._through(graph, inputs[1:]) for graph in graphs]
             found = [max(kinds) for kinds in zip(*branches, strict=True)]
             if inputs[0] != APART and max(found, default=APART) >= LINEAR:
@@ -281,7 +281,7 @@ def _constants(tensor: tf.Tensor) -> tuple[list[float], set[int]]:
     def before(op: tf.Operation) -> list[tf.Operation]:
         return [each.op for each in (*op.inputs, *_assigned_before(op))]
 
-    for op in subgraphs.reached([tensor.op], before, lambda op: op.name):
+    for op in graph_walk.reached([tensor.op], before, lambda op: op.name):
         if op.type == "Const":
             shape, dtype = op.outputs[0].shape, op.outputs[0].dtype
             lengths.update(shape)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replica_engine._tf import distribute
 from replica_engine.errors import ReplicaValueError, StructureMismatchError
+from replica_engine.upstream import distribute
 from replica_engine.values.structure import LEAVES, PLAIN, OtherStructure, flatten, open_level
 
 _SEQUENCES = (tuple, list)

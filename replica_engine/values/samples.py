@@ -14,9 +14,9 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import BatchError, ReplicaValueError
 from replica_engine.errors.base import brief
+from replica_engine.upstream.eager import EagerTensor
 from replica_engine.values.structure import as_tensor, flatten
 
 _PARTS = ("x", "y", "sample_weight")

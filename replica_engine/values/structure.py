@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf.distribute import LaterPerReplica, Mirrored, PerReplica
-from replica_engine._tf.eager import EagerTensor
 from replica_engine.errors import ReplicaValueError
+from replica_engine.upstream.distribute import LaterPerReplica, Mirrored, PerReplica
+from replica_engine.upstream.eager import EagerTensor
 
 Build = Callable[[Sequence[Any]], Any]
 """Makes a value from a sequence of others."""

@@ -1,4 +1,14 @@
-"""The replica body while it is traced: how many replicas there are, and which of them is running.
+"""The replica body while it is traced, and where its trace looks on in TensorFlow.
+
+Where the trace of a body looks on while TensorFlow works. Outside a trace, TensorFlow's functions do as always.
+
+Writes to arrays of tensors (`tf.TensorArray`). An array of a compiled program keeps the size that it is made with.
+
+XLA drops a write beyond that size without a word, and the sum of such an array is wrong. So a write that may let its
+array grow is an error, and so is one at a known index beyond a known size. Others are not checked: that would be a call
+of the host in each step of a recurrent layer.
+
+The replica body while it is traced: how many replicas there are, and which of them is running.
 
 A body is traced once and stands for all replicas at once, so a replica's id is a tensor in the body. In a host call
 (`outside_compilation`) the id is that of the replica that called.
@@ -7,6 +17,7 @@ A body is traced once and stands for all replicas at once, so a replica's id is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -14,26 +25,119 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine._tf import eager
-from replica_engine._tf.graphs import autograph, made_ops, replaced_ops, xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall, LaunchRecord, SyncPointRecord, launch_records
-from replica_engine.diagnostics.op_lines import here
-from replica_engine.diagnostics.suspicions import Named
+from replica_engine.diagnostics.misuse import Named
+from replica_engine.diagnostics.user_frames import here
 from replica_engine.engine import current_replica
-from replica_engine.errors import CollectiveError, GraphModeError, NotInBodyError
+from replica_engine.errors import CollectiveError, GraphModeError, LoweringError, NotInBodyError
 from replica_engine.errors.base import at
-from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.process import scoped
-from replica_engine.telemetry import timeline
-from replica_engine.telemetry.watchdog import Wait
-from replica_engine.xla import array_writes, corrected_ops
+from replica_engine.pjrt.device_group import DeviceGroup
+from replica_engine.process import threads
+from replica_engine.traced_steps import supervised_call
+from replica_engine.upstream import eager
+from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
+from replica_engine.watch import timeline
+from replica_engine.watch.watchdog import Wait
+from replica_engine.xla import corrected_ops
+
+
+def install() -> None:
+    """Puts the functions of this module around TensorFlow's, once."""
+    supervised_call.install()
+    operators.FREED_GRADIENT.around(_custom_gradient)
+    operators.RAGGED.around(_make_ragged)
+    operators.REPEAT.around(_repeat)
+    operators.REPEAT_ROWS.around(_repeat)
+    xla_ops.MAKE_OP.around(_make_op)
+
+
+def _custom_gradient(original: Callable[..., object], fn: object, args: object, kwargs: object) -> object:
+    """A function with a gradient of its own: TensorFlow would keep the gradient, and so the graph, for ever."""
+    results = original(fn, args, kwargs)
+    if operators.in_body():
+        operators.keep_by_graph(results)
+    return results
+
+
+def _make_op(original: Callable[..., object], kind: str, name: str | None = None, **given: Any) -> object:
+    """Makes an op. XLA has no kernel for some, and the host cannot compute them, because their state is on devices."""
+    if kind == "StatefulRandomBinomial" and operators.in_body():
+        drawn = _binomial(**given)
+        return None, True, drawn.op, [drawn]
+    return xla_ops.update_all(original, kind, name, **given)
+
+
+def _binomial(
+    resource: tf.Tensor, algorithm: int, shape: tf.Tensor, counts: tf.Tensor, probs: tf.Tensor, dtype: tf.DType
+) -> tf.Tensor:
+    """`Generator.binomial`: the generator draws a seed on the devices, as in `make_seeds`; the host draws from it."""
+    one = tf.constant(1, tf.uint64)
+    state = tf.raw_ops.RngReadAndSkip(resource=resource, alg=tf.cast(algorithm, tf.int32), delta=one)
+    size = 1 if algorithm == tf.random.Algorithm.THREEFRY.value else 2  # of the counter; a key and padding follow
+    counter, key = (tf.bitcast(part, tf.uint64) for part in (state[:size], state[size : size + 1]))
+    integers = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, shape=[1], alg=algorithm)
+    if eager.container_of(resource) is not None:  # a generator of the scope, whose state replicas share
+        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.uint64)
+        key = integers(key=key, counter=tf.stack([replica, 0]), dtype=tf.uint64)
+    seed = tf.concat([integers(key=key, counter=counter, dtype=tf.int64), [0]], 0)
+    return tf.random.stateless_binomial(shape, seed, counts, probs, tf.dtypes.as_dtype(dtype))
+
+
+def _make_ragged(original: Callable[..., object], self: tf.RaggedTensor, *args: object, **kwargs: object) -> None:
+    """The constructor of a ragged tensor."""
+    original(self, *args, **kwargs)
+    xla_ops.note_values(self)
+
+
+def _repeat(
+    original: Callable[..., tf.Tensor], data: object, repeats: object, axis: int | None, name: str | None = None
+) -> tf.Tensor:
+    """`tf.repeat`, which repeats what belongs to a row of a ragged tensor for each of its values."""
+    if operators.in_body() and axis == 0 and (rows := xla_ops.rows_of_values(repeats)) is not None:
+        return tf.gather(data, rows, name=name)
+    return original(data, repeats, axis, name)
+
+
+def checked() -> contextlib.AbstractContextManager[None]:
+    """Inside, such a write raises a LoweringError when it is traced."""
+    sizes: dict[tf.Operation, int | None] = {}  # by the write, of the array that it wrote to
+
+    def check(write: tf.Operation) -> None:
+        if write.get_attr("resize_if_index_out_of_bounds"):
+            raise LoweringError(
+                f"A tf.TensorArray with dynamic_size=True is written{at(here())}. Arrays of a compiled program cannot "
+                "grow. Pass the largest size: tf.TensorArray(dtype, size=n). MirroredStrategy runs the function "
+                "without changes."
+            )
+        size = sizes[write] = _size(write.inputs[0].op, sizes)
+        index = tf.get_static_value(write.inputs[1])
+        if size is not None and index is not None and index >= size:
+            raise LoweringError(
+                f"Index {index} is written{at(here())} in a tf.TensorArray of size {size}. A compiled program would "
+                "drop the element without a word. Make the array large enough: tf.TensorArray(dtype, size=n)."
+            )
+
+    return graph_walk.seen({"TensorListSetItem": check})
+
+
+def _size(op: tf.Operation, sizes: dict[tf.Operation, int | None]) -> int | None:
+    """The size of the array that an op made or wrote to; None if it is not known."""
+    while op.type == "Identity":
+        op = op.inputs[0].op
+    size = sizes.get(op)
+    if op.type == "TensorListReserve":
+        size = tf.get_static_value(op.inputs[1])
+    elif op.type == "TensorListFromTensor":
+        size = op.inputs[0].shape[0] if op.inputs[0].shape.rank else None
+    return size
+
 
 _thread = threading.local()
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
 _KEPT = 100  # launches, and collectives of them
 
 
-@autograph.artifact
+@operators.artifact
 def replica_id() -> tf.Tensor:
     """The id of the replica that runs this, from 0: a scalar int32 tensor, with a different value on each replica.
 
@@ -52,7 +156,7 @@ def replica_id() -> tf.Tensor:
     return xla_ops.replica_id()
 
 
-@autograph.artifact
+@operators.artifact
 def num_replicas() -> int:
     """How many replicas run the body that is being traced.
 
@@ -155,17 +259,17 @@ class Body:
     def entered(self, host_calls: object, collectives: list[CollectiveCall]) -> Iterator[None]:
         """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
         with (
-            scoped.attribute(_thread, "body", self),
-            scoped.attribute(_thread, "calls", host_calls),
-            scoped.attribute(_thread, "collectives", collectives),
+            threads.attribute(_thread, "body", self),
+            threads.attribute(_thread, "calls", host_calls),
+            threads.attribute(_thread, "collectives", collectives),
             xla_ops.xla_context(),
-            replaced_ops.intercepted(
+            function_graphs.intercepted(
                 lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op),
                 lambda inputs, first: self.random.drawn_by_each(inputs, first, self.size),
                 corrected_ops.KINDS,
             ),
-            made_ops.seen(corrected_ops.CHANGED),
-            array_writes.checked(),
+            graph_walk.seen(corrected_ops.CHANGED),
+            checked(),
         ):
             yield
 
@@ -220,7 +324,7 @@ def gathered_host_calls() -> Any:
 
 def apart() -> contextlib.AbstractContextManager[object]:
     """Inside is a branch that only some replicas take: cross-replica operations raise an error."""
-    return scoped.attribute(_thread, "apart", True)
+    return threads.attribute(_thread, "apart", True)
 
 
 def current(name: str) -> Body:

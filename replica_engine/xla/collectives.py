@@ -1,5 +1,11 @@
 """Cross-replica operations: they combine the values of all replicas inside a compiled body.
 
+Finds sums over replicas of one tensor that all replicas share, which are an error as on replica threads.
+
+A replica thread brings a tensor that only it has, or one that all have. A body is traced once: a tensor that the
+caller passes to all replicas, and one that the body uses from outside, looks like any other there. So a body notes
+what it adds up, and finds out where that comes from. An argument may be shared in one call and not in the next.
+
 They work at the top level of a body, in `tf.cond`, `tf.while_loop` and nested `tf.function`s, and have gradients of
 every order. All replicas must reach each operation: every replica must take the same branch of a `tf.cond`, and a loop
 must have the same number of iterations on each replica.
@@ -20,27 +26,115 @@ exactly one group. None makes one group of all replicas.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import autograph, gradients, xla_ops
-from replica_engine.diagnostics.op_lines import here
-from replica_engine.errors import CollectiveError
+from replica_engine.diagnostics.user_frames import here
+from replica_engine.errors import CollectiveError, ReplicaValueError
 from replica_engine.errors.base import at
+from replica_engine.process import threads
+from replica_engine.upstream import distribute, eager
+from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
 from replica_engine.values.structure import as_axis, as_tensor
+from replica_engine.xla import arguments
+from replica_engine.xla.arguments import Arguments, of
 from replica_engine.xla.body import current, in_body, note_collective
-from replica_engine.xla.signature import argument_names
-from replica_engine.xla.soft_placement import kinds
+from replica_engine.xla.soft_placement import host_op_kinds
+
+_thread = threading.local()
+
+
+class SharedSums:
+    """What one trace of a body adds up.
+
+    Attributes:
+        slots: for the index of each argument that is added up as it is: its name, and the user's line.
+    """
+
+    def __init__(self) -> None:
+        self.slots: dict[int, tuple[str, str]] = {}
+        self._added: list[tuple[tf.Tensor, str]] = []
+
+    @contextlib.contextmanager
+    def noted(self, placeholders: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Inside, a body with these arguments is traced.
+
+        Raises:
+            ReplicaValueError: at the end, if the body adds up a tensor from outside.
+        """
+        with threads.attribute(_thread, "sums", self):
+            yield
+        graph = eager.graph()
+        for tensor, where in self._added:
+            origin = _origin(tensor, graph)
+            index = next((index for index, each in enumerate(placeholders) if each is origin), None)
+            if index is not None:
+                self.slots[index] = of(placeholders[index]), where
+            elif origin is not None:
+                raise ReplicaValueError.sum_of_one(graph_walk.captured(origin), False, where)
+        self._added = []
+
+    def check(self, arguments: Arguments) -> None:
+        """Checks the arguments of a call.
+
+        Raises:
+            ReplicaValueError: all replicas share one that is added up.
+        """
+        for index, (name, where) in self.slots.items():
+            if arguments.slots[index].is_shared:
+                raise ReplicaValueError.sum_of_one(name, False, where)
+
+
+def note(value: object) -> None:
+    """Called with a value of which a body asks for the sum over its replicas.
+
+    Raises:
+        ReplicaValueError: it is one value for all replicas.
+    """
+    body = in_body()
+    if body is None or body.own == 1:  # a worker with one replica has that replica's tensors
+        return
+    is_variable = isinstance(value, tf.Variable)
+    if distribute.is_mirrored(value) or (is_variable and not isinstance(value, distribute.DistributedVariable)):
+        raise ReplicaValueError.sum_of_one(value, is_variable)
+    if tf.is_symbolic_tensor(value):
+        _thread.sums._added.append((value, here()))
+    elif isinstance(value, tf.Tensor):
+        raise ReplicaValueError.sum_of_one(value, False)
+
+
+def _origin(tensor: tf.Tensor, body: tf.Graph) -> tf.Tensor | None:
+    """The input of a body's graph that a tensor in it is; None if an op makes the tensor."""
+    while tensor.op.type == "Placeholder" and tensor.graph is not body:
+        outside = graph_walk.captured(tensor)
+        if outside is None:
+            outside = _passed(tensor, body)
+        if not tf.is_symbolic_tensor(outside):
+            return None
+        tensor = outside
+    return tensor if tensor.op.type == "Placeholder" else None
+
+
+def _passed(argument: tf.Tensor, graph: tf.Graph) -> tf.Tensor | None:
+    """What a nested function is called with for an argument; None if a loop changes it, or if no call is found."""
+    for op in filter(graph_walk.runs_functions, graph_walk.everywhere(graph)):
+        inner = graph_walk.functions_of(op)
+        if len(inner) == 1 and inner[0] is argument.graph:
+            return op.inputs[next(index for index, each in enumerate(inner[0].inputs) if each is argument)]
+    return None
+
 
 Groups = Sequence[Sequence[int]]
 _PREFIX = "replica_engine."
 _NARROW = (tf.float16, tf.bfloat16)  # a sum of a few has lost what a sum of floats still has
 
 
-@autograph.artifact
+@operators.artifact
 def cross_replica_sum(x: object, groups: Groups | None = None) -> tf.Tensor:
     """The sum of `x` over all replicas, with the shape and dtype of `x`. All replicas get the same bits.
 
@@ -62,7 +156,7 @@ def cross_replica_sum(x: object, groups: Groups | None = None) -> tf.Tensor:
     return all_reduce(x, "SUM", groups)
 
 
-@autograph.artifact
+@operators.artifact
 def all_reduce(x: object, op: tf.distribute.ReduceOp | str = "SUM", groups: Groups | None = None) -> tf.Tensor:
     """Reduces `x` of all replicas to one value, with the shape and dtype of `x`. All replicas get that value.
 
@@ -92,7 +186,7 @@ def all_reduce(x: object, op: tf.distribute.ReduceOp | str = "SUM", groups: Grou
     return _REDUCTIONS[name](tensor, rows)
 
 
-@autograph.artifact
+@operators.artifact
 def all_gather(x: object, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
     """Concatenates `x` of all replicas along `axis`, in the order of the replicas. All replicas get the result.
 
@@ -118,7 +212,7 @@ def all_gather(x: object, axis: int = 0, groups: Groups | None = None) -> tf.Ten
     return _gather(tensor, _axis("all_gather", tensor, axis), rows)
 
 
-@autograph.artifact
+@operators.artifact
 def reduce_scatter(x: object, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
     """The sum of `x` over all replicas, divided along `axis`: replica i gets part i.
 
@@ -146,7 +240,7 @@ def reduce_scatter(x: object, axis: int = 0, groups: Groups | None = None) -> tf
     return _scatter(tensor, axis, rows)
 
 
-@autograph.artifact
+@operators.artifact
 def all_to_all(x: object, split_axis: int, concat_axis: int, groups: Groups | None = None) -> tf.Tensor:
     """Splits `x` along one dimension, sends part i to replica i, and concatenates the received parts along another.
 
@@ -174,7 +268,7 @@ def all_to_all(x: object, split_axis: int, concat_axis: int, groups: Groups | No
     return _exchange(tensor, split, concat, rows)
 
 
-@autograph.artifact
+@operators.artifact
 def collective_permute(x: object, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
     """Sends `x` from replica to replica. The result has the shape and dtype of `x`.
 
@@ -353,7 +447,7 @@ def _permute(x: tf.Tensor, links: list[tuple[int, int]]) -> tf.Tensor:
 
 def _differentiable(result: tf.Tensor, x: tf.Tensor, gradient: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
     """The result of an operation on `x`, an identity of its operand, with the gradient for that of the result."""
-    return gradients.differentiable([result], [x], gradient)[0]
+    return function_graphs.differentiable([result], [x], gradient)[0]
 
 
 def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: object) -> tf.Tensor:
@@ -387,7 +481,7 @@ def _check_divides(x: tf.Tensor, axis: int, rows: list[list[int]]) -> None:
 
 def _check_static(name: str, x: tf.Tensor) -> None:
     if not x.shape.is_fully_defined():
-        if argument_names.comes_from_loop(x):
+        if arguments.comes_from_loop(x):
             raise CollectiveError(
                 f"{name}{at(here())} needs a shape that is known while the body is traced for all replicas, but "
                 f"this value has the shape {x.shape}, since shape_invariants of a loop leave it open. Collect "
@@ -401,12 +495,12 @@ def _check_static(name: str, x: tf.Tensor) -> None:
 def _is_made_on_host(x: tf.Tensor) -> bool:
     """Whether an operand comes from ops that soft placement moves: their shapes are known once they have been moved."""
     body = in_body()
-    return body is not None and body.moves_ops and any(map(kinds.is_for_host, argument_names.ops_behind(x)))
+    return body is not None and body.moves_ops and any(map(host_op_kinds.is_for_host, arguments.ops_behind(x)))
 
 
 def _sources(x: tf.Tensor) -> list[str]:
     """The arguments of unknown shape behind an operand of unknown shape. Without any, its shape depends on data."""
-    return argument_names.behind(x, lambda argument: not argument.shape.is_fully_defined())
+    return arguments.behind(x, lambda argument: not argument.shape.is_fully_defined())
 
 
 def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[int]]:

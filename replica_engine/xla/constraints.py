@@ -14,15 +14,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import autograph, gradients, xla_ops
 from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.errors.base import shown
-from replica_engine.pjrt.partitions.layout import Axes, Entry, ReplicaMesh, names
+from replica_engine.pjrt.stablehlo.partition_local import Axes, Entry, ReplicaMesh, names
+from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import current, host_call_site, in_body
 
 
-@autograph.artifact
+@operators.artifact
 def constrain(x: object, axes: Sequence[Entry]) -> tf.Tensor:
     """Divides a value of a body over the devices of its replica, like `jax.lax.with_sharding_constraint`.
 
@@ -86,7 +86,7 @@ def whole(x: tf.Tensor) -> tf.Tensor:
 def _constrained(x: tf.Tensor, entries: Sequence[Entry]) -> tf.Tensor:
     x = tf.identity(x)  # a gradient in a branch cannot find again an outer tensor that was passed in
     result = xla_ops.same_shape_marker(x, json.dumps({"axes": entries}))
-    return gradients.differentiable([result], [x], lambda dy: _constrained(dy, entries))[0]
+    return function_graphs.differentiable([result], [x], lambda dy: _constrained(dy, entries))[0]
 
 
 def _factored(mesh: ReplicaMesh, parts: Sequence[int]) -> Axes:

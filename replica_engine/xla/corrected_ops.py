@@ -25,7 +25,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import made_ops
+from replica_engine.upstream.graphs import graph_walk
 
 Attribute = Callable[[str], Any]
 """Returns an attribute of an op by its name: a number, a text, a dtype."""
@@ -211,7 +211,7 @@ def _know_places(op: tf.Operation) -> None:
     places = op.inputs[1]
     least, most = bounds(places)
     if tf.get_static_value(places) is None and least is not None and least == most:
-        made_ops.set_input(op, 1, tf.constant(least, places.dtype))
+        graph_walk.set_input(op, 1, tf.constant(least, places.dtype))
         of_rows = op.type == "DenseBincount" and op.inputs[0].shape.rank == 2
         op.outputs[0].set_shape([*(op.inputs[0].shape[:1] if of_rows else ()), least])
 

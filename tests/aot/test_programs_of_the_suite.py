@@ -16,10 +16,9 @@ from helpers import kept_programs
 
 from aot.table import note
 from replica_engine.errors import DeviceError
-from replica_engine.pjrt import host_transfers
-from replica_engine.pjrt.host_transfers import UntransferableError
-from replica_engine.pjrt.markers import expand_markers
-from replica_engine.pjrt.plans import absent
+from replica_engine.pjrt import absent_chips
+from replica_engine.pjrt.stablehlo import markers
+from replica_engine.pjrt.stablehlo.markers import UntransferableError, expand_markers
 
 CHIP = "v5e:2x4"
 PARTS = 16  # all programs in one test took longer than a test may on a busy machine
@@ -34,8 +33,8 @@ REFUSED = {
 
 def answers(folders):
     """For each folder with a request, the words of the refusal; "" if the program compiled."""
-    environment = {**os.environ, **absent._ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "replica_engine.pjrt.plans.child"]
+    environment = {**os.environ, **absent_chips._ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "replica_engine.pjrt.absent_child"]
     found, left = {}, list(folders)
     while left:
         done = subprocess.run([*command, *map(str, left)], env=environment, capture_output=True, text=True)
@@ -56,9 +55,9 @@ def test_the_programs_of_the_suite(part, tmp_path):
     refusals, folders = {}, []
     for key, about in programs.items():
         try:
-            slice_, request = absent.check_absent(CHIP, about["replicas"])
+            slice_, request = absent_chips.check_absent(CHIP, about["replicas"])
             module = expand_markers(about["text"], slice_.chip.platform)
-            host_transfers.convert(module)
+            markers.convert(module)
         except DeviceError as error:
             refusals[key] = str(error)
             continue

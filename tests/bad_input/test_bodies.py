@@ -15,7 +15,7 @@ from replica_engine.errors import (
 )
 from replica_engine.xla.host_calls import session
 
-lower = importlib.import_module("replica_engine.xla.stages.lower")  # `xla.lower` is the function
+lower = importlib.import_module("replica_engine.xla.stages.lowered")  # `xla.lower` is the function
 
 
 @pytest.fixture

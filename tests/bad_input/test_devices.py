@@ -6,20 +6,20 @@ import jax
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, TPUStrategy, hosts, logical_devices, xla
-from replica_engine._tf import thread_state
+from replica_engine import MirroredStrategy, TPUStrategy, logical_devices, workers, xla
 from replica_engine.errors import DeviceError
-from replica_engine.pjrt import devices, executable, workers
+from replica_engine.pjrt import devices, executable, job_devices
 from replica_engine.pjrt.jaxlib import BY_TRANSFERS
+from replica_engine.upstream import thread_state
 
 
 @pytest.fixture
 def _a_job_of_two_devices(monkeypatch):
     """This process has joined as worker 0 of 2, with one device each."""
-    cluster = hosts.find_cluster({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a", "MASTER_PORT": "2222"})
+    cluster = workers.find_cluster({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a", "MASTER_PORT": "2222"})
     member = types.SimpleNamespace(check=lambda: None)
     joined = types.SimpleNamespace(cluster=cluster, member=member, platform="cpu", devices=[("own",), ("other",)])
-    monkeypatch.setattr(workers, "_joined", [joined])
+    monkeypatch.setattr(job_devices, "_joined", [joined])
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import replica_engine
-from replica_engine.checkpoints import bundle, snapshot, writer
+from replica_engine.checkpoints import checkpoint_files
 from replica_engine.errors import CheckpointError
 
 ASYNCHRONOUS = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
@@ -55,16 +55,16 @@ def written(path):
 @pytest.fixture
 def gate(monkeypatch):
     """Holds back whatever writes values to files until it is set."""
-    opened, write = threading.Event(), bundle.write
+    opened, write = threading.Event(), checkpoint_files.write
 
     def wait_and_write(*args):
         assert opened.wait(60)
         write(*args)
 
-    monkeypatch.setattr(bundle, "write", wait_and_write)
+    monkeypatch.setattr(checkpoint_files, "write", wait_and_write)
     yield opened
     opened.set()
-    writer.join()
+    checkpoint_files.join()
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -142,8 +142,8 @@ def test_a_second_save_and_a_restore_wait_for_the_first(gate, tmp_path):
 def test_a_restore_before_there_are_variables_waits_too(gate, monkeypatch, tmp_path):
     training = Training(MAKE["compiled"]())
     path = training.checkpoint.write(tmp_path / "ckpt", options=ASYNCHRONOUS)
-    join = writer.join
-    monkeypatch.setattr(writer, "join", lambda: (gate.set(), join())[1])
+    join = checkpoint_files.join
+    monkeypatch.setattr(checkpoint_files, "join", lambda: (gate.set(), join())[1])
     tf.train.Checkpoint().read(path)  # raises NotFoundError if the files are not there yet
 
 
@@ -154,9 +154,9 @@ def test_memory_holds_one_snapshot(tmp_path):
         training.step()
         path = training.checkpoint.write(tmp_path / f"ckpt-{number}", options=ASYNCHRONOUS)
         training.checkpoint.sync()
-        places.add(tuple(sorted(block.ctypes.data for block in snapshot._free)))
+        places.add(tuple(sorted(block.ctypes.data for block in checkpoint_files._free)))
     assert len(places) == 1
-    assert 0 <= sum(block.nbytes for block in snapshot._free) - 64 * 32 * 4 < 1024
+    assert 0 <= sum(block.nbytes for block in checkpoint_files._free) - 64 * 32 * 4 < 1024
     assert written(path)[0] == 4.0
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers.versions import HAS_XLA
 
 import replica_engine
-from replica_engine.checkpoints import bundle
+from replica_engine.checkpoints import checkpoint_files
 from replica_engine.errors import CheckpointError, ReplicaValueError
 
 ASYNCHRONOUS = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(asynchronous, file_limit, tmp_pa
     file_limit(1 << 30)
     assert tf.train.latest_checkpoint(tmp_path) == good
     assert manager.save() == str(tmp_path / "ckpt-2")
-    assert bundle.TEMPORARY not in str(os.listdir(tmp_path))
+    assert checkpoint_files.TEMPORARY not in str(os.listdir(tmp_path))
 
 
 def test_a_folder_that_vanishes_is_made_again(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 import replica_engine
-from replica_engine._tf import variables
-from replica_engine.checkpoints import bundle
+from replica_engine.checkpoints import checkpoint_files
+from replica_engine.upstream import eager
 from replica_engine.xla.state.device_value import DeviceValue
 
 KEY = "weight/.ATTRIBUTES/VARIABLE_VALUE"
@@ -39,13 +39,13 @@ def gathered(monkeypatch):
 @pytest.fixture
 def rows(monkeypatch):
     """What was written of values with two dimensions: which part, and how many rows it has."""
-    write, found = bundle.write, []
+    write, found = checkpoint_files.write, []
 
     def noted(rows, prefix):
         found.extend((row.part, row.value.shape[0]) for row in rows if row.value.ndim == 2)
         write(rows, prefix)
 
-    monkeypatch.setattr(bundle, "write", noted)
+    monkeypatch.setattr(checkpoint_files, "write", noted)
     return found
 
 
@@ -59,7 +59,7 @@ PARTS = {
 @pytest.mark.parametrize(("cores", "each"), [(3, 3), (4, 2)])
 def test_a_save_gathers_nothing_and_leaves_nothing_on_the_host(cores, each, dtype, gathered, rows, tmp_path):
     strategy, weight, expected = divided(cores, each, dtype=dtype)
-    handle = variables.raw_handle(weight._primary)
+    handle = eager.raw_handle(weight._primary)
     checkpoint = tf.train.Checkpoint(weight=weight)
     options = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
     gathered.clear()
@@ -67,7 +67,7 @@ def test_a_save_gathers_nothing_and_leaves_nothing_on_the_host(cores, each, dtyp
     strategy.run(lambda: weight.assign(weight + tf.cast(1, dtype)))
     checkpoint.sync()
     assert gathered == []
-    assert variables.read(handle, weight.dtype).shape == [0]  # nothing is kept
+    assert eager.read(handle, weight.dtype).shape == [0]  # nothing is kept
     whole = [("", 1030)]  # TensorFlow does not put slices of float16 together
     assert rows == 2 * (whole if dtype == "float16" else PARTS[each])
     for path in paths:

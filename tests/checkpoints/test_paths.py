@@ -11,7 +11,7 @@ import tensorflow as tf
 from helpers.versions import HAS_XLA
 
 import replica_engine
-from replica_engine.checkpoints import bundle, writer
+from replica_engine.checkpoints import checkpoint_files
 from replica_engine.keras import BackupAndRestore, replicate_model
 
 ASYNCHRONOUS = tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True)
@@ -196,7 +196,7 @@ def test_a_training_that_changes_its_folder(model, asynchronous, here, there):
     moves = At(batch_1=lambda: os.chdir(there), batch_6=stop)
     with pytest.raises(InterruptedError):
         fit(model, backup, log, moves)
-    writer.join()
+    checkpoint_files.join()
     assert files(there) == []
     assert list((here / "backups").glob("backup-*[0-9]"))
     os.chdir(here)
@@ -212,13 +212,13 @@ def test_a_training_that_changes_its_folder(model, asynchronous, here, there):
 @pytest.mark.parametrize("how", ["write", "save", "manager"])
 def test_an_asynchronous_checkpoint_is_written_where_it_was_saved(how, here, there, monkeypatch):
     """The list of checkpoints and what is deleted, too; what a callback gets is a path that leads there."""
-    moved, write, told = threading.Event(), bundle.write, []
+    moved, write, told = threading.Event(), checkpoint_files.write, []
 
     def wait_and_write(*args):
         assert moved.wait(60)
         write(*args)
 
-    monkeypatch.setattr(bundle, "write", wait_and_write)
+    monkeypatch.setattr(checkpoint_files, "write", wait_and_write)
     weight, checkpoint = made("threads", 1.0)
     manager = tf.train.CheckpointManager(checkpoint, "lists", max_to_keep=1)
     call = {

@@ -33,7 +33,7 @@ JOB = (
     TPU_HEAD
     + pathlib.Path(trained.__file__).read_text()
     + """
-from replica_engine.pjrt import exchange
+from replica_engine.pjrt import worker_exchange as exchange
 
 folder, own = os.environ["FOLDER"], {}
 whole, gathers = exchange.whole, []

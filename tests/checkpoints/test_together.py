@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine.checkpoints import bundle, saving, snapshot
+from replica_engine.checkpoints import checkpoint_files, save
 from replica_engine.errors import CheckpointError
 
 
@@ -46,14 +46,14 @@ def save_together(paths, asynchronous=False, own=False):
     job, errors = Job(), queue.Queue()
 
     def worker(number):
-        taken = snapshot.Snapshot(together=True, asynchronous=asynchronous)
-        rows = [bundle.Row("w", f"8 {4 * number},4", tf.constant(np.arange(8.0)[4 * number :][:4]))]
-        taken.bundles = [[*rows, *([bundle.Row("step", "", tf.constant(number))])]]
+        taken = checkpoint_files.Snapshot(together=True, asynchronous=asynchronous)
+        rows = [checkpoint_files.Row("w", f"8 {4 * number},4", tf.constant(np.arange(8.0)[4 * number :][:4]))]
+        taken.bundles = [[*rows, *([checkpoint_files.Row("step", "", tf.constant(number))])]]
         turn = Turn(job, number)
         turn.writes |= own
         try:
-            saving._begin(paths[number], turn)
-            saving._write(taken, paths[number], lambda writes: None, turn, asynchronous)
+            save._begin(paths[number], turn)
+            save._write(taken, paths[number], lambda writes: None, turn, asynchronous)
         except CheckpointError as error:
             errors.put((number, str(error)))
 
@@ -68,7 +68,7 @@ def save_together(paths, asynchronous=False, own=False):
 @pytest.fixture
 def path(tmp_path):
     """A prefix at which a complete checkpoint is already."""
-    bundle.write([bundle.Row("w", "", tf.zeros([8], tf.float64))], str(tmp_path / "ckpt"))
+    checkpoint_files.write([checkpoint_files.Row("w", "", tf.zeros([8], tf.float64))], str(tmp_path / "ckpt"))
     return str(tmp_path / "ckpt")
 
 
@@ -80,24 +80,24 @@ def test_each_writes_its_part(path):
     assert save_together([path, path]) == {}
     assert value(path) == list(range(8))
     assert tf.train.load_variable(path, "step") == 0  # the chief's
-    assert not tf.io.gfile.exists(path + bundle.TEMPORARY)
+    assert not tf.io.gfile.exists(path + checkpoint_files.TEMPORARY)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_if_one_fails_all_fail_and_what_was_there_stays(failing, path, monkeypatch):
-    write = bundle.write
+    write = checkpoint_files.write
 
     def write_or_fail(rows, prefix):
         if f"part-{failing}" in prefix:
             raise tf.errors.ResourceExhaustedError(None, None, "No space left on device")
         write(rows, prefix)
 
-    monkeypatch.setattr(bundle, "write", write_or_fail)
+    monkeypatch.setattr(checkpoint_files, "write", write_or_fail)
     errors = save_together([path, path])
     assert set(errors) == {0, 1}
     assert all("No space left on device" in text for text in errors.values())
     assert value(path) == [0.0] * 8
-    assert not tf.io.gfile.exists(path + bundle.TEMPORARY)
+    assert not tf.io.gfile.exists(path + checkpoint_files.TEMPORARY)
 
 
 def test_a_chief_that_cannot_begin_tells_the_others(tmp_path):
@@ -113,7 +113,7 @@ def test_workers_with_paths_of_their_own_fail_together_before_any_value_is_taken
     """The state of a training, which is a value, is exchanged by all of them."""
     (tmp_path / "file").touch()
     monkeypatch.setattr(Turn, "together", False)
-    monkeypatch.setattr(saving, "_write", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(save, "_write", lambda *_: pytest.fail("it began"))
     paths = [str(tmp_path / ("file" if worker == failing else "own") / f"ckpt {worker}") for worker in range(2)]
     errors = save_together(paths, own=True)
     assert set(errors) == {0, 1}
@@ -123,7 +123,7 @@ def test_workers_with_paths_of_their_own_fail_together_before_any_value_is_taken
 
 def test_a_folder_that_is_not_shared_is_named(path, tmp_path):
     elsewhere = tmp_path / "elsewhere" / "ckpt"
-    (tmp_path / "elsewhere" / f"ckpt{bundle.TEMPORARY}").mkdir(parents=True)
+    (tmp_path / "elsewhere" / f"ckpt{checkpoint_files.TEMPORARY}").mkdir(parents=True)
     errors = save_together([path, str(elsewhere)])
     assert "the chief does not find there what worker 1 has written" in errors[0]
     assert errors[1] == errors[0]

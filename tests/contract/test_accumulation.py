@@ -140,7 +140,7 @@ def test_threads_reduce_once_in_k_steps(jit):
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 def test_a_program_has_its_collectives_in_the_branch_of_the_update(monkeypatch):
     from replica_engine import TPUStrategy
-    from replica_engine.xla.stages.program_table import ProgramTable
+    from replica_engine.xla.calls.program_table import ProgramTable
 
     texts, own = [], ProgramTable.executable
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 from helpers.devices import DEVICES
 from tensorflow.core.framework import dataset_options_pb2
 
-from replica_engine._tf import host_datasets
-from replica_engine._tf.host_datasets import HostDatasets
+from replica_engine.upstream import host_datasets
+from replica_engine.upstream.host_datasets import HostDatasets
 
 pytestmark = [pytest.mark.graphs, pytest.mark.replicas(2)]
 

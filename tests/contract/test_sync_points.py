@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine.errors import ReplicaMismatchError
-from replica_engine.process import folders
+from replica_engine.process import setup
 
 HERE = "test_sync_points.py"
 
@@ -124,7 +124,7 @@ def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
     """Of a run that began: a body that cannot be traced never did."""
     folder = tmp_path / "dumps"
     monkeypatch.setenv("REPLICA_ENGINE_DUMP_DIR", "dumps")
-    monkeypatch.setattr(folders, "_BEGAN_IN", str(tmp_path))  # of the process, and not where the program goes
+    monkeypatch.setattr(setup, "_BEGAN_IN", str(tmp_path))  # of the process, and not where the program goes
     strategy = make_strategy(2)
 
     def fails():

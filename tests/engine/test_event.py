@@ -1,6 +1,6 @@
 import threading
 
-from replica_engine.engine.thread import Event
+from replica_engine.engine.thread_pool import Event
 
 
 def test_is_clear_at_first():

@@ -14,11 +14,11 @@ from replica_engine.errors import (
     ProgramError,
     VariableCreationError,
 )
-from replica_engine.errors.programs import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
-from replica_engine.pjrt import cpu_rewrites
-from replica_engine.xla.stages import program_table
+from replica_engine.errors.program_errors import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
+from replica_engine.pjrt import rewrites
+from replica_engine.xla.calls import program_table
 
-lower = importlib.import_module("replica_engine.xla.stages.lower")  # `xla.lower` is the function
+lower = importlib.import_module("replica_engine.xla.stages.lowered")  # `xla.lower` is the function
 
 
 @shows(CaptureError, "not_a_variable")
@@ -183,8 +183,8 @@ def _failing_rule(monkeypatch):
     def fails(operation):
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr(cpu_rewrites, "_failed", set())
-    monkeypatch.setitem(cpu_rewrites._RULES["cpu"], "stablehlo.convolution", fails)
+    monkeypatch.setattr(rewrites, "_failed", set())
+    monkeypatch.setitem(rewrites._RULES["cpu"], "stablehlo.convolution", fails)
 
 
 @pytest.mark.usefixtures("_failing_rule")

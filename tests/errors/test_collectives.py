@@ -5,7 +5,7 @@ from helpers.golden import shows
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import CollectiveError
-from replica_engine.errors.programs import may_wait_forever
+from replica_engine.errors.program_errors import may_wait_forever
 
 
 @shows(CollectiveError.unknown_shape)

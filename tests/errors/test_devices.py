@@ -6,7 +6,7 @@ from helpers.golden import shows
 
 from replica_engine import MirroredStrategy
 from replica_engine.errors import DeviceError
-from replica_engine.errors.devices import warn_one_replica
+from replica_engine.errors.device_errors import warn_one_replica
 
 
 @pytest.fixture

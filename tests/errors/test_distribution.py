@@ -9,7 +9,7 @@ from keras.distribution import DataParallel, DeviceMesh, LayoutMap, ModelParalle
 from replica_engine import MirroredStrategy, TPUStrategy
 from replica_engine.errors import DeviceError, DistributionError
 from replica_engine.keras import replicate_model
-from replica_engine.strategies.tpu import variables
+from replica_engine.strategies import device_variables
 
 DEVICES = [f"cpu:{index}" for index in range(4)]
 
@@ -36,7 +36,7 @@ def test_fewer_devices_than_a_replica_needs():
 @pytest.fixture
 def small_devices(monkeypatch):
     """Devices with 1 MiB of memory each."""
-    monkeypatch.setattr(variables, "chip_memory", lambda devices: 1 << 20)
+    monkeypatch.setattr(device_variables, "chip_memory", lambda devices: 1 << 20)
 
 
 @shows(DistributionError, "too_large")

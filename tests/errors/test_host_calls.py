@@ -7,7 +7,7 @@ from helpers.golden import shows
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError
-from replica_engine.errors.host_calls import moved_to_host
+from replica_engine.errors.program_errors import moved_to_host
 
 
 @shows(NestedHostCallError)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers import jobs
 from helpers.golden import eager_only, shows
 
-from replica_engine import MirroredStrategy, hosts
+from replica_engine import MirroredStrategy
 from replica_engine.errors import (
     ClusterConfigError,
     ProgramDisagreementError,
@@ -17,10 +17,10 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
-from replica_engine.errors.hosts import WorkerRow, runs_alone, tries_again
-from replica_engine.errors.threads import note_workers
-from replica_engine.hosts import cluster, find_cluster, joining
-from replica_engine.hosts.member.member import _members
+from replica_engine.errors.thread_errors import note_workers
+from replica_engine.errors.worker_errors import WorkerRow, runs_alone, tries_again
+from replica_engine.workers import Program, cluster, find_cluster, join, joining
+from replica_engine.workers.member import _members
 
 FOLLOWS = "member.failed.wait()"
 
@@ -100,9 +100,9 @@ def test_an_address_without_a_port():
 def test_a_tensor_before_a_strategy_that_needs_a_server(monkeypatch):
     """As on GPUs; on CPUs there is none."""
     import replica_engine
-    from replica_engine.strategies.multi_worker import job
+    from replica_engine.strategies import multi_worker
 
-    monkeypatch.setattr(job, "OVER_SERVER", ("CPU",))
+    monkeypatch.setattr(multi_worker, "OVER_SERVER", ("CPU",))
     tf.constant(0.1)
     with pytest.raises(ClusterConfigError, match="TensorFlow has run an op in this process already, and"):
         replica_engine.MultiWorkerMirroredStrategy()
@@ -117,7 +117,7 @@ def _impatient(monkeypatch):
 @shows(WorkerLostError)
 def test_a_worker_that_is_killed():
     """Worker 1 is killed."""
-    member = hosts.join()
+    member = join()
     member.meet("the checkpoint of step 100")
 
 
@@ -125,8 +125,8 @@ def test_a_worker_that_is_killed():
 @shows(WorkerLostError.left)
 def test_a_worker_whose_data_ends_early():
     """Worker 1 launches one step and ends."""
-    member = hosts.join()
-    step = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
+    member = join()
+    step = Program("2d03aa77bb", "train_step", "train.py:40")
     for _ in range(2):
         member.launched(step)
     member.meet("the end of the epoch")
@@ -136,7 +136,7 @@ def test_a_worker_whose_data_ends_early():
 @shows(WorkerLostError.no_coordinator)
 def test_the_launcher_is_killed():
     """The launcher is killed."""
-    member = hosts.join()
+    member = join()
     member.meet("the checkpoint of step 100")
 
 
@@ -144,7 +144,7 @@ def test_the_launcher_is_killed():
 @shows(WorkersMissingError.not_joined)
 def test_a_worker_that_never_starts():
     """Nobody starts worker 1, with REPLICA_ENGINE_JOIN_TIMEOUT=0.5."""
-    hosts.join()
+    join()
 
 
 @beside("os._exit(0)")
@@ -153,17 +153,17 @@ def test_a_worker_that_never_starts():
 def test_a_worker_that_comes_back_alone():
     """It tries again for a moment here, and not for 45 s."""
     try:
-        hosts.join().failed.wait()
+        join().failed.wait()
     finally:
         os.environ["REPLICA_ENGINE_LAUNCHED"] = ""
         os.environ["REPLICA_ENGINE_PROCESS_ID"] = "1"
-        hosts.join()
+        join()
 
 
 @beside("sys.stdin.readline(); member.meet('the checkpoint of step 100'); member.failed.wait()", until_warned=True)
 @shows("slow_workers")
 def test_a_worker_that_is_waited_for():
-    member = hosts.join()
+    member = join()
     member.meet("the checkpoint of step 100", warn_after=1.0)
 
 
@@ -171,15 +171,15 @@ def test_a_worker_that_is_waited_for():
 @shows(WorkerVersionError)
 def test_another_version():
     """Worker 1 has TensorFlow 2.20.0."""
-    hosts.join(versions={"tensorflow": "2.21.0"})
+    join(versions={"tensorflow": "2.21.0"})
 
 
 @beside("member.launched(TRAIN); member.launched(EVAL); member.failed.wait()")
 @shows(ProgramDisagreementError)
 def test_another_order():
     """Worker 1 evaluates after its first step."""
-    member = hosts.join()
-    step = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
+    member = join()
+    step = Program("2d03aa77bb", "train_step", "train.py:40")
     for _ in range(2):
         member.launched(step)
     member.meet("the end of the epoch")
@@ -190,7 +190,7 @@ def test_another_order():
 @eager_only("a process joins its job once")
 def test_a_run_that_stands_still():
     """The timeout of a run says where each worker of the job is."""
-    member = hosts.join()
+    member = join()
     member.launched(jobs.TRAIN)
     member.meet("a")
     strategy = MirroredStrategy(["CPU:0", "CPU:1"], timeout=2.0)

@@ -10,7 +10,7 @@ from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy
 from replica_engine.errors import BackupError, BatchError, LogError, OptimizerError, ReplicateError
-from replica_engine.errors.models import (
+from replica_engine.errors.value_errors import (
     warn_metric_not_a_sum,
     warn_other_batches,
     warn_uneven_rest,

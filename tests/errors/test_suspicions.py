@@ -5,8 +5,7 @@ import tensorflow as tf
 from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy
-from replica_engine.errors.inputs import warn_dataset_for_each
-from replica_engine.errors.scopes import warn_foreign_optimizer, warn_shared_variable
+from replica_engine.errors.thread_errors import warn_dataset_for_each, warn_foreign_optimizer, warn_shared_variable
 
 
 def make_model():

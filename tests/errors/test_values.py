@@ -7,7 +7,7 @@ from helpers.golden import shows
 
 from replica_engine import MirroredStrategy, TPUStrategy
 from replica_engine.errors import CheckpointError, ReplicaValueError
-from replica_engine.errors.values import note_no_value
+from replica_engine.errors.value_errors import note_no_value
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from tensorflow.python.autograph.impl import api
 
 import replica_engine
 from replica_engine.errors import TensorFlowVersionError
-from replica_engine.errors.versions import untested_version
+from replica_engine.errors.device_errors import untested_version
 
 
 def import_again(monkeypatch, *names):
     """Makes the next use import modules again."""
-    modules = [importlib.import_module(f"replica_engine.{name}") for name in ("_tf.versions", *names)]
+    modules = [importlib.import_module(f"replica_engine.{name}") for name in ("upstream.versions", *names)]
     for module in modules:
         package, _, last = module.__name__.rpartition(".")
         monkeypatch.delattr(sys.modules[package], last)
@@ -57,7 +57,7 @@ def test_with_an_old_tensorflow():
 
 @pytest.fixture
 def _new_tensorflow(monkeypatch):
-    import_again(monkeypatch, "values.micro_batches", "_tf.graphs.autograph")
+    import_again(monkeypatch, "values.split_batches", "upstream.graphs.autograph")
     monkeypatch.setattr(tf, "__version__", "2.30.0")
 
 

@@ -21,7 +21,7 @@ from tensorflow.python.distribute.values import MirroredVariable
 
 import replica_engine
 from replica_engine.process import interrupts
-from replica_engine.telemetry import watchdog
+from replica_engine.watch import watchdog
 
 
 class Killed(BaseException):
@@ -71,12 +71,12 @@ def values(strategy, variables):
 
 LAUNCH = (
     "pjrt/executable.py",
-    "pjrt/group.py",
+    "pjrt/device_group.py",
     "xla/stages/launch.py",
     "xla/stages/compiled.py",
     "xla/state/device_value.py",
-    "telemetry/watchdog.py",
-    "strategies/tpu/backend.py",
+    "watch/watchdog.py",
+    "strategies/compiled_backend.py",
 )
 
 
@@ -123,10 +123,10 @@ def test_a_loop_on_one_device_is_whole_at_each_instant():
 
     files = (
         *LAUNCH,
-        "xla/loop/device_loop.py",
-        "xla/loop/chunks.py",
+        "xla/calls/run_steps.py",
+        "xla/calls/chunk_launches.py",
         "xla/host_calls/session.py",
-        "xla/loop/prefetch.py",
+        "xla/calls/prefetch.py",
     )
     loop()
     made, number = 3.0, 1
@@ -140,7 +140,13 @@ def test_a_loop_on_one_device_is_whole_at_each_instant():
     assert number > 25
 
 
-UPDATE = ("strategies/updates.py", "strategies/mirrored.py", "process/interrupts.py", "_tf/variables.py", __file__)
+UPDATE = (
+    "strategies/thread_backend.py",
+    "strategies/mirrored.py",
+    "process/interrupts.py",
+    "upstream/eager.py",
+    __file__,
+)
 
 
 def test_an_update_is_whole_at_each_instant():

@@ -18,11 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from replica_engine import hosts
-from replica_engine.errors.hosts import TOKEN
-from replica_engine.hosts.coordinator import Coordinator
-from replica_engine.hosts.job import Limits
-from replica_engine.hosts.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT, LAUNCHED
+from replica_engine import workers
+from replica_engine.errors.worker_errors import TOKEN
+from replica_engine.workers.job import Limits
+from replica_engine.workers.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT, LAUNCHED
+from replica_engine.workers.server import Coordinator
 
 LONG = 300.0
 """Seconds that are enough on any machine for what must come."""
@@ -38,8 +38,8 @@ EVAL = hosts.Program("91c4e0d2aa", "eval_step", "train.py:80")
 member = hosts.join(versions={versions!r}, replicas={replicas})
 """
 
-TRAIN = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
-EVAL = hosts.Program("91c4e0d2aa", "eval_step", "train.py:80")
+TRAIN = workers.Program("2d03aa77bb", "train_step", "train.py:40")
+EVAL = workers.Program("91c4e0d2aa", "eval_step", "train.py:80")
 
 
 class Job:
@@ -62,7 +62,7 @@ class Job:
         self.address = self.coordinator.address
         self._statuses = statuses
         self._processes: list[subprocess.Popen] = []
-        self._members: list[hosts.Member] = []
+        self._members: list[workers.Member] = []
         self._threads: list[threading.Thread] = []
 
     def _begin_with_the_first_worker(self) -> None:
@@ -107,10 +107,10 @@ class Job:
             thread.start()
         return process
 
-    def join(self, worker: int, *, address=None, versions=None, replicas=1, **more) -> hosts.Member:
+    def join(self, worker: int, *, address=None, versions=None, replicas=1, **more) -> workers.Member:
         """Joins as a worker with the test's process."""
         environ = self.environment(worker, address, **more)
-        member = hosts.join(versions=versions, replicas=replicas, environ=environ)
+        member = workers.join(versions=versions, replicas=replicas, environ=environ)
         self._members.append(member)
         return member
 

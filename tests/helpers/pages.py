@@ -219,7 +219,7 @@ def _parse(arguments: list[str], where: str, line: str) -> None:
     import argparse
 
     from replica_engine import __main__ as command
-    from replica_engine.hosts import cli as launch
+    from replica_engine.workers import launch_command as launch
 
     parser = command.OneLineParser(prog="replica-engine")
     commands = parser.add_subparsers(parser_class=argparse.ArgumentParser)

@@ -10,8 +10,9 @@ import functools
 from jaxlib import _jax
 from jaxlib.mlir.dialects import stablehlo
 
-from replica_engine.pjrt import executable, host_transfers, markers
-from replica_engine.pjrt.host_transfers import UntransferableError
+from replica_engine.pjrt import executable
+from replica_engine.pjrt.stablehlo import markers
+from replica_engine.pjrt.stablehlo.markers import UntransferableError
 
 refused = []  # what jaxlib said of programs that are not portable, since somebody last took them out
 
@@ -23,7 +24,7 @@ def artifact(program, transfers=False):
     """A program as it is handed to a plugin, for TPUs with `transfers` in place of host calls."""
     module = markers.expand_markers(program, "gpu")
     if transfers:
-        host_transfers.convert(module)
+        markers.convert(module)
     return _jax.mlir.serialize_portable_artifact(str(module), _VERSION)
 
 

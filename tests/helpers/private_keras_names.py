@@ -9,9 +9,9 @@ from keras.src.losses import loss as _loss
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter as _OfGenerator
 
 from helpers.private_names import Private
-from replica_engine._tf.keras import model as keras_model
-from replica_engine._tf.keras import trainer as keras_trainer
-from replica_engine.keras.backup import states
+from replica_engine.keras.backup import saved_state
+from replica_engine.upstream.keras import keras_models as keras_model
+from replica_engine.upstream.keras import keras_training as keras_trainer
 
 _optimizer = keras.optimizers.SGD()
 _accumulating = keras.optimizers.SGD(gradient_accumulation_steps=2)
@@ -57,10 +57,10 @@ PRIVATE = (
         Private(_epochs, name, "the place of a training in its data")
         for name in ("_distributed_dataset", "_get_iterator", "_current_iterator", "_steps_seen", "_num_batches")
     ),
-    *(Private(keras.callbacks.TensorBoard(), name, "where it is in its logs") for name in states.OF_BOARD),
+    *(Private(keras.callbacks.TensorBoard(), name, "where it is in its logs") for name in saved_state.OF_BOARD),
     *(
         Private(keras.callbacks.ModelCheckpoint("a.keras"), name, "when it saves next")
-        for name in states.OF_CHECKPOINT
+        for name in saved_state.OF_CHECKPOINT
         if name.startswith("_")
     ),
     Private(_loss, keras_model.MASKED, "the divisor of a masked loss"),

@@ -26,7 +26,7 @@ from tensorflow.python.framework.auto_control_deps import AutomaticControlDepend
 from tensorflow.python.ops import script_ops, summary_ops_v2
 from tensorflow.python.util import tf_stack
 
-from replica_engine._tf import versions
+from replica_engine.upstream import versions
 
 
 class Private(NamedTuple):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from helpers.jobs import until
-from replica_engine.telemetry import watchdog
+from replica_engine.watch import watchdog
 
 PATIENT = 25.0  # seconds; less than those after which a warning is logged, which would come too
 LEFT = 1.0  # seconds to come from `time_is_nearly_up` to where the caller is stuck

@@ -17,9 +17,9 @@ import tensorflow as tf
 from helpers.versions import HAS_XLA
 
 import replica_engine
-from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError
 from replica_engine.keras import BackupAndRestore
+from replica_engine.keras.backup.backup_files import BackupFolder
 
 EPOCHS, BATCHES = 3, 5
 

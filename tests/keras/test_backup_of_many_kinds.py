@@ -13,9 +13,9 @@ import pytest
 import tensorflow as tf
 
 import replica_engine
-from replica_engine.checkpoints.training.folder import BackupFolder
 from replica_engine.errors import BackupError, CheckpointError
 from replica_engine.keras import BackupAndRestore, replicate_model
+from replica_engine.keras.backup.backup_files import BackupFolder
 
 DATA = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
 X, Y = DATA[:, :4], DATA[:, 4:]

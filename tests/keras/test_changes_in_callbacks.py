@@ -323,7 +323,7 @@ def test_plain_keras_is_only_asked_for_a_shard_afterwards(two_replicas):
 
     def note(frame, event, _):
         name = frame.f_code.co_filename
-        if "keras/backup" not in name and ("replica_engine/keras/" in name or "_tf/keras/model" in name):
+        if "keras/backup" not in name and ("replica_engine/keras/" in name or "upstream/keras/keras_models" in name):
             ours.add(frame.f_code.co_name)
 
     sys.setprofile(note)

@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras import layers
 
 from replica_engine.keras import replicate_model
-from replica_engine.keras.hooks import Hooks
-from replica_engine.keras.variables import _Shared
+from replica_engine.keras.lent_variables import _Shared
+from replica_engine.keras.shard_hooks import Hooks
 
 pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
 

@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import TPUStrategy
-from replica_engine._tf.keras import sums
 from replica_engine.keras import replicate_model
 from replica_engine.testing import check_parity
+from replica_engine.upstream.keras import metric_updates
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.random((35, 3)).astype("float32")
@@ -258,7 +258,7 @@ def test_a_parity_check_of_a_metric_that_is_no_sum():
 
 def test_a_parity_check_finds_a_metric_that_reads_other_numbers(monkeypatch):
     """As one would that is no sum, and that nobody noticed."""
-    monkeypatch.setattr("replica_engine._tf.keras.sums.has_own_update", lambda metric: False)
+    monkeypatch.setattr("replica_engine.upstream.keras.metric_updates.has_own_update", lambda metric: False)
     report = check_parity(model_with(Biggest, run_eagerly=True)(), X[:9], Y[:9], replicas=2, steps=1)
     assert "biggest" in {each.name for each in report.differences}
 
@@ -410,11 +410,11 @@ def test_every_metric_of_keras_is_known_as_a_sum(name):
 
     metric = Mine(**arguments)
     metric.update_state(*values)  # makes its variables
-    assert sums.has_own_update(metric)
-    assert not sums.has_own_update(kind(**arguments))
+    assert metric_updates.has_own_update(metric)
+    assert not metric_updates.has_own_update(kind(**arguments))
     update = functools.partial(metric.update_state, *map(tf.constant, values))
-    kinds = {each.kind for each in sums.updates_of(metric, update, str)}
-    assert kinds == {sums.SUM}
+    kinds = {each.kind for each in metric_updates.updates_of(metric, update, str)}
+    assert kinds == {metric_updates.SUM}
 
 
 class KeepsItsLast(Own):

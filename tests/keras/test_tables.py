@@ -14,7 +14,7 @@ from helpers.versions import KERAS
 from keras import layers, ops
 
 from replica_engine.keras import replicate_model
-from replica_engine.values import rows
+from replica_engine.values import table_rows
 
 RANDOM = np.random.default_rng(0)
 WORDS = RANDOM.integers(0, 12, (16, 6)).astype("int32")
@@ -372,7 +372,7 @@ def test_joined_rows_of_three_replicas_keep_their_sum_when_they_are_compared(ind
     def compared(indices):
         values = 1.0 + tf.range(tf.size(indices), dtype=tf.float32)[:, None]
         joined = tf.IndexedSlices(values, indices, tf.constant([4, 1]))
-        found = rows.compared(joined, 3)
+        found = table_rows.compared(joined, 3)
         return found.values, tf.convert_to_tensor(joined), tf.convert_to_tensor(found)
 
     values, expected, found = compared(tf.constant(indices, tf.int32))

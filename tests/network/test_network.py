@@ -19,7 +19,7 @@ import time
 import pytest
 
 from network.net import Network, ip6
-from replica_engine.errors.hosts import workers
+from replica_engine.errors.worker_errors import workers
 
 pytestmark = [
     pytest.mark.skipif(bool(os.geteuid()) or not shutil.which("ip"), reason="needs root and `ip`"),

@@ -9,7 +9,7 @@ import tensorflow as tf
 from helpers.divided import made, on_two_axes, peak_of_random_numbers
 
 import replica_engine
-from replica_engine.strategies.tpu import initial_parts
+from replica_engine.strategies import device_variables
 
 SHAPES = [(2048, 1024), (512, 4096)]  # 8 MiB: divided by rows, by columns
 
@@ -31,7 +31,7 @@ def test_they_are_those_of_one_device(shape, initializer):
 @pytest.mark.parametrize("shape", [(16, 250_002), (20_002, 50)])
 def test_pieces_need_not_divide_evenly_nor_groups_of_four_numbers(shape, monkeypatch):
     """Philox gives four numbers at a time: a piece of rows has no whole number of groups of 50."""
-    monkeypatch.setattr(initial_parts, "LARGE", 1)
+    monkeypatch.setattr(device_variables, "LARGE", 1)
     for initializer in ("glorot_uniform", "he_normal"):
         one = made(replica_engine.TPUStrategy(num_cores=1), shape, initializer)
         divided = made(replica_engine.TPUStrategy(num_cores=2, distribution="fsdp"), shape, initializer)

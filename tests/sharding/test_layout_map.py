@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 import replica_engine
-from replica_engine.strategies.tpu import initial_parts
+from replica_engine.strategies import device_variables
 
 WORDS, WIDTH, LENGTH = 203, 32, 8  # 203 words over 2 devices: 102 and 101
 X = np.random.default_rng(0).integers(0, WORDS, (20, LENGTH)).astype("int32")
@@ -131,9 +131,9 @@ def test_assignments_and_reads_do_not_see_the_padding(rows, parts):
 
 
 def test_initial_values_are_made_in_parts_though_other_layouts_have_not_matched_yet(monkeypatch):
-    made, own = [], initial_parts.made
-    monkeypatch.setattr(initial_parts, "LARGE", 1)
-    monkeypatch.setattr(initial_parts, "made", lambda *args: made.append(own(*args)) or made[-1])
+    made, own = [], device_variables.made
+    monkeypatch.setattr(device_variables, "LARGE", 1)
+    monkeypatch.setattr(device_variables, "made", lambda *args: made.append(own(*args)) or made[-1])
     distribution = model_parallel({"up/kernel": (None, "model"), "out/kernel": ("model",)})
     with replica_engine.TPUStrategy(distribution=distribution).scope():
         for layer in (layers.Dense(8, name="up"), layers.Dense(2, name="out")):

@@ -12,8 +12,8 @@ import tensorflow as tf
 import replica_engine
 from replica_engine import xla
 from replica_engine.errors import ReplicaTimeoutError
-from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.xla.loop import chunks, device_loop, prefetch
+from replica_engine.pjrt.device_group import DeviceGroup
+from replica_engine.xla.calls import chunk_launches, prefetch, run_steps
 from replica_engine.xla.stages.launch import Launch
 
 SOON = 200  # seconds until a thread that should have gone on by then is stuck
@@ -72,14 +72,14 @@ def launched(monkeypatch):
 def test_a_launch_has_as_many_steps_as_its_time_allows(launched, monkeypatch):
     """The clock is a number that the test sets: a step takes a tenth of a second, then a hundredth, then longer."""
     strategy, clock, took = replica_engine.TPUStrategy(num_cores=2), [100.0], [0.1]
-    original = chunks.Chunks._end
+    original = chunk_launches.Chunks._end
 
     def end(each, launch, steps):
         clock[0] += steps * took[0]
         original(each, launch, steps)
 
-    monkeypatch.setattr(chunks, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(chunks.Chunks, "_end", end)
+    monkeypatch.setattr(chunk_launches, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(chunk_launches.Chunks, "_end", end)
     strategy.run_steps(passes_on, map(np.float32, range(30)), 30)
     assert launched[0] == 16  # nothing is known yet
     assert launched[1:] in ([9, 5], [10, 4])
@@ -106,7 +106,7 @@ def fitted():
 
 def test_steps_of_keras(monkeypatch):
     expected = fitted()
-    monkeypatch.setattr(device_loop, "_MOST_STEPS", 2)
+    monkeypatch.setattr(run_steps, "_MOST_STEPS", 2)
     assert fitted() == expected
 
 

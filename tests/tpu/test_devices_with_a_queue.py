@@ -16,12 +16,12 @@ from helpers.time_limits import PATIENT, wait_until_time_is_up
 import replica_engine
 from replica_engine import xla
 from replica_engine.errors import LostVariableError, ProgramError, ReplicaTimeoutError
-from replica_engine.pjrt import abandoned
+from replica_engine.pjrt import device_group
+from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.executable import NO_STORES, Executable
-from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import threads
-from replica_engine.telemetry import watchdog
+from replica_engine.watch import watchdog
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.state.device_value import home_of
 
@@ -133,23 +133,23 @@ def test_the_exit_waits_a_while_for_a_launch_that_was_given_up(monkeypatch):
     """Some launches return at the end of their program. If Python has gone by then, the process is aborted."""
     waited, left = [], threading.Event()
     monkeypatch.setattr(DeviceGroup, "ends_within", lambda devices, seconds: waited.append(seconds) or seconds > 0)
-    monkeypatch.setattr(abandoned, "_left", {})
+    monkeypatch.setattr(device_group, "_left", {})
     devices = replica_engine.TPUStrategy(num_cores=1).extended.device_group
     thread = threads.Apart(left.wait, "a launch", lambda: None)
     thread.start()
     try:
         devices.leave_to(thread)
-        abandoned.add(devices)
+        device_group.add(devices)
         waited.clear()
-        abandoned._at_exit()
+        device_group._at_exit()
         assert waited == [5.0]
     finally:
         left.set()
         thread.join()
     waited.clear()
-    monkeypatch.setattr(abandoned, "_left", {devices: False})
-    monkeypatch.setattr(abandoned.ctypes.pythonapi, "Py_IncRef", lambda _: None)
-    abandoned._at_exit()
+    monkeypatch.setattr(device_group, "_left", {devices: False})
+    monkeypatch.setattr(device_group.ctypes.pythonapi, "Py_IncRef", lambda _: None)
+    device_group._at_exit()
     assert waited == [0.0]
 
 

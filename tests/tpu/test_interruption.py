@@ -11,7 +11,7 @@ import logging, signal, threading, time
 import tensorflow as tf
 import replica_engine
 from replica_engine import errors, xla
-from replica_engine.telemetry import watchdog
+from replica_engine.watch import watchdog
 
 strategy = replica_engine.TPUStrategy(num_cores=2)
 with strategy.scope():

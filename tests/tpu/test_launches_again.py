@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ReplicaValueError
+from replica_engine.strategies.compiled_backend import CompiledBackend
 from replica_engine.strategies.tpu import TPUExtended
-from replica_engine.strategies.tpu.backend import CompiledBackend
+from replica_engine.xla.stages.body_graph import _MOST_BYTES
 from replica_engine.xla.stages.launch import Launch
-from replica_engine.xla.stages.results import _MOST_BYTES
 
 SIZES = (1, 2)
 

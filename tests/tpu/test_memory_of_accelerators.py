@@ -7,10 +7,10 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine.errors import DeviceError, ProgramError
-from replica_engine.pjrt import group
+from replica_engine.pjrt import device_group
 from replica_engine.pjrt.devices import chip_memory, memory_limit
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
-from replica_engine.xla.stages import lower
+from replica_engine.xla.stages import lowered
 
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 13.43GiB"
 
@@ -33,7 +33,7 @@ def test_a_compiler_that_finds_no_room(compiled, monkeypatch):
         return total.assign_add(1.0)
 
     with monkeypatch.context() as patched:
-        patched.setattr(lower, "found_or_compiled", fails)
+        patched.setattr(lowered, "found_or_compiled", fails)
         with pytest.raises(ProgramError) as caught:
             compiled.run(step)
     assert str(caught.value).splitlines() == [
@@ -50,14 +50,14 @@ def test_a_program_that_is_too_large_is_not_launched(compiled, monkeypatch):
     """Once it is launched, its variables have been given to it, and are lost if memory runs out."""
     with compiled.scope():
         total = tf.Variable(1.0)
-    monkeypatch.setattr(lower, "memory_limit", lambda _: 100)
+    monkeypatch.setattr(lowered, "memory_limit", lambda _: 100)
     with pytest.raises(ProgramError, match="only 100 bytes of memory are available"):
         compiled.run(lambda: total.assign_add(tf.reduce_sum(tf.sort(tf.range(100.0) * total))))
     assert total.numpy() == 1.0
 
 
 def test_a_value_without_room(compiled, monkeypatch):
-    monkeypatch.setattr(group, "batched_device_put", fails)
+    monkeypatch.setattr(device_group, "batched_device_put", fails)
     with pytest.raises(DeviceError, match=r"(?s)A value of float32\[7\] cannot be put on .*13.43GiB.*fsdp"):
         compiled.run(lambda x: x + 1.0, args=(tf.zeros([7]),))
 

@@ -24,13 +24,11 @@ from replica_engine.errors import (
     ReplicaMismatchError,
     ReplicaTimeoutError,
 )
-from replica_engine.hosts import child_process
-from replica_engine.pjrt import accelerators, executable
-from replica_engine.pjrt.markers import expand_markers
-from replica_engine.pjrt.plans import absent, chips
-from replica_engine.pjrt.plans.compiled_text import Collective, collectives, cycles
-from replica_engine.pjrt.plans.plan import Cost, Memory, Plan
-from replica_engine.xla import graph_op
+from replica_engine.pjrt import absent_chips, accelerators, executable
+from replica_engine.pjrt.plan import Collective, Cost, Memory, Plan, check_devices, collectives, cycles, slice_named
+from replica_engine.pjrt.stablehlo.markers import expand_markers
+from replica_engine.workers import child_process
+from replica_engine.xla.calls import graph_op
 
 SIDE = 256
 SIZE = 4 * SIDE * SIDE
@@ -190,9 +188,9 @@ def test_a_wrong_name_lists_the_right_ones(tpu, name, says):
 def test_names(name, is_called, devices):
     if is_called is None:
         with pytest.raises(DeviceError):
-            chips.slice_named(name)
+            slice_named(name)
         return
-    found = chips.slice_named(name)
+    found = slice_named(name)
     assert (found.name, found.size) == (is_called, devices)
 
 
@@ -210,7 +208,7 @@ def test_names(name, is_called, devices):
     ],
 )
 def test_numbers_that_a_slice_cannot_serve(name, count, says):
-    found = chips.slice_named(name)
+    found = slice_named(name)
     if says is None:
         found.check(count)
         return
@@ -227,9 +225,9 @@ def test_they_are_refused_on_real_chips_too():
 
     devices = [Tpu(index) for index in range(8)]
     with pytest.raises(DeviceError, match="6 of the 8 chips of a slice v5e:2x4"):
-        chips.check_devices(devices, 6)
-    chips.check_devices(devices, 5)
-    chips.check_devices(devices, 8)
+        check_devices(devices, 6)
+    check_devices(devices, 5)
+    check_devices(devices, 8)
 
 
 @pytest.fixture
@@ -255,7 +253,7 @@ def compiled_by(monkeypatch, program, name="v5e:2x4", command=None, fn=lambda x:
     """What comes of a compile whose child process runs another program."""
     lowered = xla.lower(fn, [[tf.constant(1.0)]] * 8)  # which looks for what is installed here
     monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
-    monkeypatch.setattr(absent, "_COMMAND", command or ("-c", program))
+    monkeypatch.setattr(absent_chips, "_COMMAND", command or ("-c", program))
     return lowered.compile(topology=name)
 
 
@@ -294,7 +292,7 @@ def test_for_absent_chips_too_a_loop_keeps_no_variable_for_its_gradient(monkeypa
         open(sys.argv[1] + "/answer.json", "w").write(json.dumps({"error": f"rows: {text.count('update_slice')}"}))
     """
     monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
-    monkeypatch.setattr(absent, "_COMMAND", ("-c", program))
+    monkeypatch.setattr(absent_chips, "_COMMAND", ("-c", program))
     found = []
     for enabled in ("0", "1"):
         monkeypatch.setenv("REPLICA_ENGINE_CPU_REWRITES", enabled)
@@ -446,7 +444,7 @@ def step(x):
 def test_a_compiler_of_absent_chips_that_takes_longer_than_the_limit(monkeypatch, caplog):
     monkeypatch.setattr(graph_op, "check_absent", lambda *_: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda *names: object())
-    monkeypatch.setattr(absent, "_COMMAND", ("-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(absent_chips, "_COMMAND", ("-c", "import time; time.sleep(600)"))
     strategy = replica_engine.TPUStrategy(num_cores=8, timeout=3.0, warn_after=0.1)
     with pytest.raises(ReplicaTimeoutError, match=r"`step` was not compiled for v5e:2x4 in 3 s \(timeout=\)"):
         strategy.plan(step, (tf.TensorSpec([5]),), topology="v5e:2x4")

@@ -15,7 +15,7 @@ from helpers.loop_steps import SUM, THREAD, Noting, numbers, then_fail
 
 from replica_engine import xla
 from replica_engine.errors import ReplicaEngineError
-from replica_engine.xla.loop import prefetch
+from replica_engine.xla.calls import prefetch
 
 SOON = 200  # seconds until a thread that should have gone on by then is stuck
 

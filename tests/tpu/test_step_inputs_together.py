@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 from helpers.loop_steps import floats
 
-from replica_engine._tf import data_pulls
-from replica_engine._tf.data_pulls import MANY, Pulls
-from replica_engine._tf.host_datasets import pulls_of
+from replica_engine.upstream import data_pulls
+from replica_engine.upstream.data_pulls import MANY, Pulls
+from replica_engine.upstream.host_datasets import pulls_of
 
 
 @pytest.fixture(autouse=True)

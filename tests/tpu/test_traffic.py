@@ -5,7 +5,7 @@ import functools
 import pytest
 import tensorflow as tf
 
-from replica_engine.pjrt.group import DeviceGroup
+from replica_engine.pjrt.device_group import DeviceGroup
 
 SUM = tf.VariableAggregation.SUM
 

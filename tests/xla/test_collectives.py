@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from replica_engine import xla
 from replica_engine.errors import CollectiveError
-from replica_engine.pjrt import executable, markers
+from replica_engine.pjrt import executable
+from replica_engine.pjrt.stablehlo import markers
 
 SIZES = (1, 4)
 SHAPE = (4, 8)

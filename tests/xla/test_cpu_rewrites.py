@@ -7,10 +7,11 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine.pjrt import cpu_rewrites
-from replica_engine.pjrt.cpu_rewrites import convolutions, ops
+from replica_engine.pjrt import rewrites as cpu_rewrites
 from replica_engine.pjrt.jaxlib import ir
-from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt.rewrites import convolutions
+from replica_engine.pjrt.stablehlo import mlir
+from replica_engine.pjrt.stablehlo.markers import expand_markers
 
 CONVOLUTION, POOLING, PRODUCT = "stablehlo.convolution", "stablehlo.select_and_scatter", "stablehlo.reduce"
 
@@ -255,11 +256,11 @@ class TestRulesThatFail:
         """After the rule has made a sum without an end, which would be no program."""
 
         def failing(operation):
-            number = ops.element_type(operation.lhs)
+            number = mlir.element_type(operation.lhs)
             half = ir.Operation.create(
                 "stablehlo.reduce",
                 results=[ir.RankedTensorType.get([], number)],
-                operands=[ops.pad(operation.lhs, [1] * 4, [0] * 4), ops.scalar(0.0, number)],
+                operands=[mlir.pad(operation.lhs, [1] * 4, [0] * 4), mlir.scalar(0.0, number)],
                 regions=1,
             )
             half.regions[0].blocks.append()

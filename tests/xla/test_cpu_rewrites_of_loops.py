@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine.pjrt import cpu_rewrites
-from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt import rewrites as cpu_rewrites
+from replica_engine.pjrt.stablehlo.markers import expand_markers
 
 WHILE = "stablehlo.while"
 STEPS = 5
@@ -158,6 +158,6 @@ def test_a_rule_that_fails_leaves_the_program(monkeypatch):
     def failing(*_):
         raise IndexError("a loop that the rule did not think of")
 
-    monkeypatch.setattr(cpu_rewrites.loops, "_steps", failing)
+    monkeypatch.setattr(cpu_rewrites.filled_loops, "_steps", failing)
     assert arrays() == 0
     assert cpu_rewrites._failed == {WHILE}

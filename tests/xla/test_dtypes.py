@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine.pjrt import exchange
+from replica_engine.pjrt import worker_exchange
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -55,7 +55,7 @@ class TestEveryDtype:
     def test_has_the_name_that_programs_of_workers_give_it(self):
         values = [array(name, 1) for name in EVERY]
         text = xla.lower(lambda *x: x, [values]).as_text()
-        kinds = [f"tensor<1x{exchange.element_of(value.dtype)}>" for value in values]
+        kinds = [f"tensor<1x{worker_exchange.element_of(value.dtype)}>" for value in values]
         assert [kind for kind in kinds if kind not in text] == []
 
     def test_is_captured_and_compiled_in(self):

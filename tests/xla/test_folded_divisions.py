@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine.pjrt import folded_divisions
 from replica_engine.pjrt.jaxlib import ir, program_context
+from replica_engine.pjrt.stablehlo import mlir
 
 DIVIDED = """
 module {
@@ -34,10 +34,10 @@ module {
 
 @pytest.mark.parametrize(("folds", "kept"), [(False, {"remainder i32": True, "divide i32": True}), (True, {})])
 def test_only_divisions_of_known_integers_wait_for_the_run(monkeypatch, folds, kept):
-    monkeypatch.setattr(folded_divisions, "FOLDS_DIVISIONS", folds)
+    monkeypatch.setattr(mlir, "FOLDS_DIVISIONS", folds)
     with program_context():
         module = ir.Module.parse(DIVIDED)
-        folded_divisions.keep(module)
+        mlir.keep(module)
         assert module.operation.verify()
         text = str(module)
     barriers = re.findall(r"(%\S+) = stablehlo.optimization_barrier", text)

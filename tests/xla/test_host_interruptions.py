@@ -13,7 +13,7 @@ from helpers.interrupted import ctrl_c_at_line
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ProgramError
-from replica_engine.telemetry import watchdog
+from replica_engine.watch import watchdog
 from replica_engine.xla.host_calls.session import Session
 from replica_engine.xla.state import device_value
 

@@ -17,11 +17,12 @@ from jax._src.callback import _aval_to_xla_shape, _emit_tpu_python_callback
 
 import replica_engine
 from replica_engine import xla
-from replica_engine.pjrt import executable, host_transfers
+from replica_engine.pjrt import executable
 from replica_engine.pjrt.jaxlib import BY_TRANSFERS, VERSION, Shape, ir, make_cpu_client, program_context
-from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt.stablehlo import markers
+from replica_engine.pjrt.stablehlo.markers import expand_markers
 
-CONVERT = host_transfers.convert
+CONVERT = markers.convert
 
 
 class Client:
@@ -89,7 +90,7 @@ def make_custom_calls(module, transfers):
 
 @pytest.fixture(autouse=True)
 def as_on_tpus(monkeypatch):
-    callback, convert, client = host_transfers.callback, host_transfers.convert, Client()
+    callback, convert, client = markers.callback, markers.convert, Client()
 
     def and_back(module):
         transfers = convert(module)
@@ -98,8 +99,8 @@ def as_on_tpus(monkeypatch):
         return transfers
 
     monkeypatch.setattr(executable, "HOST_CALL_TARGETS", {"cpu": BY_TRANSFERS})
-    monkeypatch.setattr(host_transfers, "convert", and_back)
-    monkeypatch.setattr(host_transfers, "callback", lambda _, *arguments: callback(client, *arguments))
+    monkeypatch.setattr(markers, "convert", and_back)
+    monkeypatch.setattr(markers, "callback", lambda _, *arguments: callback(client, *arguments))
 
 
 def replicated(fn, *inputs):

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica_engine.xla.loop import prefetch
-from replica_engine.xla.loop.prefetch import InputQueue
+from replica_engine.xla.calls import prefetch
+from replica_engine.xla.calls.prefetch import InputQueue
 
 SOON = 300  # seconds until a thread that should have gone on by then is stuck
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from replica_engine.engine import Replica, State, SyncPoint
-from replica_engine.pjrt import abandoned
+from replica_engine.pjrt.device_group import _left, let_go
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
-from replica_engine.pjrt.partitions.layout import ReplicaMesh
+from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
 
 PROGRAM = """module @replica_body attributes {} {
   func.func public @main(%x: tensor<2xf32>) -> tensor<2xf32> {
@@ -110,17 +110,17 @@ def test_devices_that_are_abandoned_while_others_are_forgotten():
 
         def ends_within(self, seconds):
             for each in self._others:
-                abandoned._left[each] = False
+                _left[each] = False
             return True
 
     try:
-        abandoned._left[Group([Group() for _ in range(100)])] = False
-        abandoned.let_go()
-        abandoned.let_go()
-        assert not [each for each in abandoned._left if isinstance(each, Group)]
+        _left[Group([Group() for _ in range(100)])] = False
+        let_go()
+        let_go()
+        assert not [each for each in _left if isinstance(each, Group)]
     finally:
-        for each in [each for each in abandoned._left if isinstance(each, Group)]:
-            del abandoned._left[each]
+        for each in [each for each in _left if isinstance(each, Group)]:
+            del _left[each]
 
 
 @pytest.mark.parametrize("first", list(State))

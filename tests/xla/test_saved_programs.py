@@ -21,9 +21,9 @@ from helpers.host_work import values
 from jax._src import compilation_cache, lru_cache
 
 from replica_engine import TPUStrategy, errors, xla
-from replica_engine.pjrt import cache_folder, executable
-from replica_engine.pjrt.cache_folder import CacheFolder
-from replica_engine.process import folders
+from replica_engine.pjrt import executable, program_folder
+from replica_engine.pjrt.program_folder import CacheFolder
+from replica_engine.process import setup
 from replica_engine.xla.body import LaunchLimits
 from replica_engine.xla.stages import saved_programs
 
@@ -212,7 +212,7 @@ class TestPaths:
     def _here(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        monkeypatch.setattr(folders, "_BEGAN_IN", str(tmp_path))
+        monkeypatch.setattr(setup, "_BEGAN_IN", str(tmp_path))
 
     def choose(self, path, variable, monkeypatch):
         saved_programs._chosen.clear()
@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_no_partial_file(folder, caplog, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cache_folder.os, "replace", full)
+    monkeypatch.setattr(program_folder.os, "replace", full)
     program, used = compiled(double)
     assert used == (1, 0)
     assert values(program(X)) == [[2.0, 4.0], [6.0, 8.0]]

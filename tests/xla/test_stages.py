@@ -14,7 +14,7 @@ from replica_engine.errors import InputsError, LoweringError, ReplicaEngineError
 from replica_engine.pjrt.devices import device_group
 from replica_engine.pjrt.jaxlib import VERSION
 from replica_engine.xla import Counts
-from replica_engine.xla.stages import program_table
+from replica_engine.xla.calls import program_table
 
 ONCE = Counts(traces=1, lowerings=1, compiles=1, launches=1)
 FOUND = Counts(launches=1)

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine import xla
-from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.stages.program_table import ProgramTable
+from replica_engine.xla.calls.program_table import ProgramTable
+from replica_engine.xla.function_spec import FunctionSpec
 
 ONE = tf.constant([1.0])
 

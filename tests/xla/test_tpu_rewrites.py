@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import xla
-from replica_engine.pjrt import cpu_rewrites
-from replica_engine.pjrt.markers import expand_markers
+from replica_engine.pjrt import rewrites
+from replica_engine.pjrt.stablehlo.markers import expand_markers
 
 MULTIPLY, BARRIER = "stablehlo.multiply", "stablehlo.optimization_barrier"
 
@@ -16,7 +16,7 @@ def rewritten(body, *shape, dtype=np.float32, platform="tpu"):
     """How many operations of a body were rewritten, by kind, and the text of the program."""
     lowered = xla.lower(body, [[tf.zeros(shape, dtype)]])
     module = expand_markers(lowered.as_text(), platform)
-    count = cpu_rewrites.rewrite(module, platform)
+    count = rewrites.rewrite(module, platform)
     assert module.operation.verify()
     return count, str(module)
 

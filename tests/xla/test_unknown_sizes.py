@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from replica_engine import TPUStrategy, xla
-from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import CollectiveError, LoweringError
+from replica_engine.upstream.graphs import xla_ops
 
 INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64]
 DTYPES = [tf.bool, *INTEGERS, tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128]

@@ -1,4 +1,13 @@
-"""Calls of host functions whose tensors are taken out in the body, and put in again, as concrete tensors, on the host.
+"""Host functions whose tensors are taken out in the body, and the functions that the user wrote for them.
+
+The function that the user wrote, for a function that AutoGraph converted.
+
+A function defined inside a converted function is converted with it. In the converted one, `int(x)` of a tensor is a
+tensor, and a loop over a tensor follows the rules of `tf.while_loop`. That is right for a graph, and wrong on the host,
+where a function must run as it was written. Its code is still in the file it was written in, and the variables that it
+closes over have kept their names. So the function can be rebuilt.
+
+Calls of host functions whose tensors are taken out in the body, and put in again, as concrete tensors, on the host.
 
 A host function gets tensors of the body that calls it as arguments, or by closing over them. Both are places for
 tensors. They are found once, while the body is traced. On the host, each call rebuilds the function and its arguments
@@ -9,20 +18,71 @@ wrote.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import linecache
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, variables
-from replica_engine._tf.graphs import function
-from replica_engine.process import scoped
+from replica_engine.process import threads
+from replica_engine.upstream import distribute, eager
+from replica_engine.upstream.graphs import function_graphs, operators
 from replica_engine.values.structure import open_level
-from replica_engine.xla.host_calls.originals import original_of
-from replica_engine.xla.signature.function_spec import assigns
-from replica_engine.xla.unknown_results import check_known
+from replica_engine.xla.arguments import check_known
+from replica_engine.xla.function_spec import assigns
+
+
+def original_of(fn: FunctionType) -> FunctionType:
+    """The function as it was written; `fn` itself if it was not converted, or if its source cannot be found."""
+    code = fn.__code__
+    if operators.OPERATORS not in code.co_freevars:
+        return fn
+    file, first = operators.first_line(code)
+    if operators.is_generated(file):
+        return fn
+    cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
+    arguments = _arguments(code)
+    candidates = [
+        found
+        for found in _codes_of(file, "".join(linecache.getlines(file)))
+        if found.co_name == code.co_name and _arguments(found) == arguments and set(found.co_freevars) <= set(cells)
+        # A decorated function begins at its decorator, and a lambda of several lines may be mapped to a later line.
+        if 0 <= first - found.co_firstlineno <= 20
+    ]
+    nearest = [found for found in candidates if found.co_firstlineno == max(each.co_firstlineno for each in candidates)]
+    if len(nearest) != 1:
+        return fn
+    closure = tuple(cells[name] for name in nearest[0].co_freevars)
+    made = FunctionType(nearest[0], fn.__globals__, fn.__name__, fn.__defaults__, closure)
+    made.__kwdefaults__ = fn.__kwdefaults__
+    made.__qualname__ = fn.__qualname__
+    made.__dict__.update((name, value) for name, value in fn.__dict__.items() if not name.startswith("autograph"))
+    return made
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    flags = code.co_flags & 0x0C  # *args, **kwargs
+    count = code.co_argcount + code.co_kwonlyargcount + (flags & 4 > 0) + (flags & 8 > 0)
+    return code.co_varnames[:count]
+
+
+@functools.lru_cache(maxsize=32)
+def _codes_of(file: str, source: str) -> list[CodeType]:
+    """All code objects of a file. `source` is the file's text, since the text may change in a notebook."""
+    try:
+        return list(_within(compile(source, file, "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError):  # for example the syntax of a notebook
+        return []
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _within(constant)
+
 
 Build = Callable[["_Values"], Any]
 """Rebuilds a value, with these tensors in its places."""
@@ -57,7 +117,7 @@ class Closure:
         self._read: Read | None = read
         self._places: dict[int, int] = {}
         self._entered: set[int] = set()  # the values being opened: structures and closures may refer to themselves
-        self._graphs = variables.graphs()
+        self._graphs = eager.graphs()
         # Each cell, its content when the call was made, and whether a function assigns to it.
         self._cells: dict[int, tuple[CellType, object, bool]] = {}
         self._rebound: set[int] = set()
@@ -79,7 +139,7 @@ class Closure:
 
     def _opened(self) -> Callable[[Sequence[tf.Tensor]], tuple[Any, ...]]:
         fn, args, kwargs = self._value
-        with scoped.attribute(self, "_read", None):
+        with threads.attribute(self, "_read", None):
             of_fn = self._open(fn, _DEPTH)
         of_args, of_kwargs = self._open(args, _DEPTH), self._open(kwargs, _DEPTH)
 
@@ -100,8 +160,10 @@ class Closure:
             return (lambda tensors: tensors.made[id(value)]) if isinstance(value, FunctionType) else None
         self._entered.add(id(value))
         try:
-            if isinstance(value, (FunctionType, MethodType, functools.partial)) or function.is_tf_function(value):
-                with scoped.attribute(self, "_read", None):
+            if isinstance(value, (FunctionType, MethodType, functools.partial)) or function_graphs.is_tf_function(
+                value
+            ):
+                with threads.attribute(self, "_read", None):
                     return self._open_function(value, depth - 1) if depth else None
             if isinstance(value, (tf.Variable, distribute.DistributedValues)):
                 return self._open_variable(value)

@@ -16,24 +16,24 @@ from typing import Any, ParamSpec
 
 import tensorflow as tf
 
-from replica_engine._tf import distribute, variables
-from replica_engine._tf.graphs import autograph, gradients
-from replica_engine.diagnostics.op_lines import here
+from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import NestedHostCallError
 from replica_engine.errors.base import at
+from replica_engine.upstream import distribute, eager
+from replica_engine.upstream.graphs import function_graphs, operators
+from replica_engine.xla.arguments import UnknownResults
 from replica_engine.xla.body import HostCallSite, host_call_site, in_body
-from replica_engine.xla.host_calls.call import HostCall, HostCalls, current_calls
 from replica_engine.xla.host_calls.closures import Closure
-from replica_engine.xla.host_calls.results import AnyResults, HostResults, codes_of, name_of, results_of
+from replica_engine.xla.host_calls.host_call import HostCall, HostCalls, current_calls
+from replica_engine.xla.host_calls.host_results import AnyResults, HostResults, codes_of, name_of, results_of
 from replica_engine.xla.host_calls.session import Kept, Session
-from replica_engine.xla.unknown_results import UnknownResults
 
 P = ParamSpec("P")
 
 _GRADIENT = "the gradient of "
 
 
-@autograph.artifact
+@operators.artifact
 def outside_compilation(fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Any:
     """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body reaches the call.
 
@@ -202,14 +202,14 @@ def _differentiable(call: _Cluster | _ClusterGradient, inputs: Sequence[tf.Tenso
         found = iter(_differentiable(_ClusterGradient(call, inputs, token), [*inputs, *given]))
         return [next(found) if _has_gradient(each) else None for each in inputs]
 
-    return gradients.differentiable(results, inputs, gradient)
+    return function_graphs.differentiable(results, inputs, gradient)
 
 
 def _value_on_devices(variable: object) -> tf.Tensor | None:
     """The value of a variable that is on the devices: a strategy's, or one that the body has used already."""
     if isinstance(variable, distribute.DistributedVariable):
         return variable.read_value()
-    if isinstance(variable, tf.Variable) and variables.is_captured(variable.handle):
+    if isinstance(variable, tf.Variable) and eager.is_captured(variable.handle):
         return variable.read_value()
     return None
 

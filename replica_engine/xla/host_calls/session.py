@@ -18,13 +18,13 @@ from typing import Any, NoReturn, Protocol
 
 import tensorflow as tf
 
-from replica_engine._tf import thread_state, variables
-from replica_engine._tf.graphs import calls
 from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.errors.base import add_note, in_words, is_alike
-from replica_engine.errors.threads import note_failed_alike
-from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.telemetry.watchdog import Wait
+from replica_engine.errors.thread_errors import note_failed_alike
+from replica_engine.pjrt.device_group import DeviceGroup
+from replica_engine.upstream import eager, thread_state
+from replica_engine.upstream.graphs import function_calls
+from replica_engine.watch.watchdog import Wait
 from replica_engine.xla.state.device_value import home_of
 
 _PATIENCE = 10_000  # host calls of a replica; they take about a second
@@ -106,7 +106,7 @@ class Session:
         self.first = devices.first
         self.has_ended = False
         self.failures: list[_Failure] = []
-        self._manager = calls.manager()
+        self._manager = function_calls.manager()
         self.kept = [Kept(self._manager) for _ in range(size)]
         self._beat = beat
         self.draw: Callable[[int, Call, float, float], None] | None = None
@@ -340,5 +340,5 @@ class HostVariables:
         with tf.device("CPU:0"):
             for _ in range(1, self._size):
                 value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=home.dtype)
-                copies.append(variables.ResourceVariable(value, trainable=False))
-        return [handle, *map(variables.raw_handle, copies)], copies
+                copies.append(eager.ResourceVariable(value, trainable=False))
+        return [handle, *map(eager.raw_handle, copies)], copies

@@ -1,39 +1,128 @@
-"""A replica body as a graph: its parameters, the tensors and variables it captures, and which ops run on the host."""
+"""A replica body as a graph, and the results of a launch as tensors.
+
+The results of a launch as tensors, and how often each stage ran.
+
+On CPU devices a result stays where the program left it until somebody looks at it, since making a tensor takes about as
+long as a small program. Then small values become views of the device's memory, which no later program writes: only
+values of variables are donated. Large values are copied, as jaxlib may free the memory of a view late. On other devices
+the program may still run: who looks at a result waits for it, and gets the error if the program has failed (`Awaited`).
+Large results are fetched at once (`Compiled`).
+
+A replica body as a graph: its parameters, the tensors and variables it captures, and which ops run on the host.
+"""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import itertools
 import logging
 import re
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import distribute, variables
-from replica_engine._tf.graphs import xla_ops
 from replica_engine.diagnostics.flight_record import CollectiveCall
-from replica_engine.diagnostics.op_lines import user_line
-from replica_engine.diagnostics.user_frames import place_of
+from replica_engine.diagnostics.user_frames import place_of, user_line
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError
 from replica_engine.errors.base import at
-from replica_engine.errors.host_calls import moved_to_host
+from replica_engine.errors.program_errors import moved_to_host
+from replica_engine.pjrt.device_group import Array, DeviceGroup
+from replica_engine.process import shutdown
+from replica_engine.upstream import distribute, eager
+from replica_engine.upstream.graphs import xla_ops
 from replica_engine.values.regroup import regroup
-from replica_engine.xla.analysis.meetings import Apart
+from replica_engine.xla.arguments import Arguments, Outputs
 from replica_engine.xla.body import Body
-from replica_engine.xla.host_calls.call import HostCalls
-from replica_engine.xla.shared_sums import SharedSums
-from replica_engine.xla.signature.arguments import Arguments
-from replica_engine.xla.signature.function_spec import FunctionSpec
-from replica_engine.xla.signature.outputs import Outputs
-from replica_engine.xla.soft_placement import kinds
-from replica_engine.xla.soft_placement.moved import Inputs, MovedBody, move
-from replica_engine.xla.soft_placement.piece import Source
-from replica_engine.xla.stages.results import Column, tensors_of
+from replica_engine.xla.collectives import SharedSums
+from replica_engine.xla.function_spec import FunctionSpec
+from replica_engine.xla.host_calls.host_call import HostCalls
+from replica_engine.xla.soft_placement import host_op_kinds
+from replica_engine.xla.soft_placement.graph_copy import Inputs, MovedBody, move
+from replica_engine.xla.soft_placement.host_piece import Source
+from replica_engine.xla.stages.collective_meetings import Apart
 from replica_engine.xla.state.device_value import home_of
+
+Shape = tuple[int, ...]
+Column = Sequence[Any] | Callable[[], list[tf.Tensor]]
+"""One result: the values of the replicas, or a function that makes a tensor of each."""
+
+_MOST_BYTES = 1 << 14  # of a view
+_VIEWED = frozenset(map(np.dtype, "?bBhHiIqQefdFD"))  # dtypes that DLPack and TensorFlow know
+_counts_lock = threading.Lock()
+
+
+def column(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Array], Column]:
+    """How to make a column of an array with this shape and dtype on CPU devices."""
+    is_viewed = dtype in _VIEWED and 0 < np.prod(shape, dtype=int) * dtype.itemsize <= _MOST_BYTES
+    make, parts = (eager.of_capsule, DeviceGroup.views) if is_viewed else (_as_tensor, DeviceGroup.shards)
+    return functools.partial(functools.partial, _tensors, make, parts)
+
+
+def tensors_of(column: Column) -> list[tf.Tensor]:
+    """The tensors of a column, one for each replica."""
+    return column() if callable(column) else list(map(_as_tensor, column))
+
+
+def _tensors(make: Callable[[Any], tf.Tensor], parts: Callable[[Array], list[Any]], array: Array) -> list[tf.Tensor]:
+    with shutdown.running():  # who looks at a result late may be a daemon thread
+        return list(map(make, parts(array)))
+
+
+def _as_tensor(value: Any) -> tf.Tensor:
+    return eager.tensor(value) if isinstance(value, np.ndarray) and value.dtype != object else tf.constant(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """How often this process has traced, lowered, compiled and launched, as `counts` returns it.
+
+    Attributes:
+        traces: how many times a Python function became a graph; twice for a function that creates variables.
+        lowerings: how many times a graph became a program.
+        compiles: how many times a program became an executable.
+        launches: how many times an executable ran.
+        cache_hits: how many executables were read from the cache folder (`set_cache_dir`) instead of compiled.
+    """
+
+    traces: int = 0
+    lowerings: int = 0
+    compiles: int = 0
+    launches: int = 0
+    cache_hits: int = 0
+
+    def __sub__(self, other: Counts) -> Counts:
+        """The counts between two moments."""
+        return Counts(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+
+
+_now = {field.name: 0 for field in dataclasses.fields(Counts)}
+
+
+def counts() -> Counts:
+    """Returns how often this process has traced, lowered, compiled and launched so far.
+
+    Example:
+        >>> from replica_engine import xla
+        >>> before = xla.counts()
+        >>> program = xla.lower(lambda x: x + 1, [[1.0], [2.0]])
+        >>> xla.counts() - before
+        Counts(traces=1, lowerings=1, compiles=0, launches=0, cache_hits=0)
+    """
+    with _counts_lock:
+        return Counts(**_now)
+
+
+def count(what: str) -> None:
+    """Adds one to the count with this name."""
+    with _counts_lock:
+        _now[what] += 1
+
 
 _numbers = itertools.count()
 _logger = logging.getLogger("replica_engine")
@@ -117,11 +206,13 @@ class BodyGraph:
         self.writer = arguments.summary_writer
         slots = list(zip(arguments.slots, self._slots, strict=True)) if body.moves_ops else []
         self.sparse_slots = frozenset(
-            index for index, (slot, inside) in enumerate(slots) if slot.is_sparse and kinds.is_left_on_host(inside)
+            index
+            for index, (slot, inside) in enumerate(slots)
+            if slot.is_sparse and host_op_kinds.is_left_on_host(inside)
         )
         strings = [index for index, (slot, _) in enumerate(slots) if xla_ops.is_host_only(slot.dtype)]
         self.host_slots = self.sparse_slots.union(strings)
-        self.moves = body.moves_ops and (bool(self.host_slots) or kinds.needs_host(graph))
+        self.moves = body.moves_ops and (bool(self.host_slots) or host_op_kinds.needs_host(graph))
         if self.moves:
             host_calls.can_fail = True
             graph.capture(host_calls.order)
@@ -238,7 +329,7 @@ class BodyGraph:
     def _source(self, outside: Any, inside: tf.Tensor) -> Source:
         if self.writer is not None and outside is self.writer:
             return Source("writer", None)
-        if inside.dtype == tf.resource and home_of(outside) is not None and variables.may_write(inside, set()):
+        if inside.dtype == tf.resource and home_of(outside) is not None and eager.may_write(inside, set()):
             return Source("variable", outside)
         return Source("fixed", outside)
 
@@ -293,7 +384,7 @@ def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:
     if tf.is_symbolic_tensor(outside) or callable(outside):
         return False
     if inside.dtype == tf.resource:
-        return kinds.is_host_resource(outside) and "Iterator" not in str(outside)
+        return host_op_kinds.is_host_resource(outside) and "Iterator" not in str(outside)
     return xla_ops.is_host_only(inside.dtype)
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import InputsError
+from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.group import DeviceGroup
-from replica_engine.pjrt.plans.plan import Memory, Plan
+from replica_engine.pjrt.plan import Memory, Plan
+from replica_engine.upstream.graphs import xla_ops
+from replica_engine.xla.arguments import Arguments, difference
 from replica_engine.xla.body import check_mode
-from replica_engine.xla.signature.arguments import Arguments, difference
+from replica_engine.xla.stages.body_graph import Column
 from replica_engine.xla.stages.launch import Launch, Launchable, Slots
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Column
 from replica_engine.xla.state.device_value import Borrowed, DeviceValue
 
 _logger = logging.getLogger("replica_engine")

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.diagnostics.failed_run import note_failed_run
+from replica_engine.diagnostics.flight_record import note_failed_run
 from replica_engine.errors import (
     CoordinatorRow,
     ProgramError,
@@ -53,22 +53,21 @@ from replica_engine.errors import (
     ReplicaTimeoutError,
     ReplicaUnwound,
 )
-from replica_engine.errors.hosts import JOB_FAILURES
-from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
-from replica_engine.pjrt import abandoned
+from replica_engine.errors.replica_table import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
+from replica_engine.errors.worker_errors import JOB_FAILURES
+from replica_engine.pjrt import device_group
+from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.executable import NO_STORES, Executable, Flight, Stores
-from replica_engine.pjrt.group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts, shutdown
 from replica_engine.process.interrupts import raise_in
-from replica_engine.telemetry import timeline
-from replica_engine.telemetry.stacks import stack_of
-from replica_engine.telemetry.watchdog import Wait
+from replica_engine.watch import timeline
+from replica_engine.watch.watchdog import Wait, stack_of
+from replica_engine.xla.arguments import view
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.session import Call, Session
-from replica_engine.xla.signature.arguments import view
+from replica_engine.xla.stages.body_graph import Column, Shape, column, count, tensors_of
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import Column, Shape, column, count, tensors_of
 from replica_engine.xla.state.device_value import device_value_of, patience_of
 
 Slots = Sequence[Sequence[np.ndarray]]
@@ -106,7 +105,7 @@ class Awaited(NamedTuple):
         try:
             self.devices.wait_for(*results, describe=describe, of=self.program)
         except BaseException as error:
-            abandoned.add(self.devices)
+            device_group.add(self.devices)
             note_failed_run(error, self.body.records, None)
             raise
 
@@ -338,7 +337,7 @@ class Launch:
         """Ends the launch, before the devices go to the next one. May be called again if an exception comes in it."""
         try:
             if error is not None:
-                abandoned.add(self._devices)
+                device_group.add(self._devices)
                 note_failed_run(error, self._body.records, None)
                 if stores is not None and self._devices.ends_within(stores.patience):
                     # An exception of a signal or a thread may have kept it from that; it is the one to raise.

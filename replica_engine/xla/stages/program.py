@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf.graphs import xla_ops
-from replica_engine.diagnostics.op_lines import user_line
+from replica_engine.diagnostics.user_frames import user_line
 from replica_engine.errors import LoweringError
-from replica_engine.pjrt.lowered_module import LoweredModule
-from replica_engine.pjrt.partitions.layout import WHOLE, Axes, Layout
-from replica_engine.xla.stages.body_graph import BodyGraph
-from replica_engine.xla.stages.results import Shape
+from replica_engine.pjrt.stablehlo.lowered_module import LoweredModule
+from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, Layout
+from replica_engine.upstream.graphs import xla_ops
+from replica_engine.xla.stages.body_graph import BodyGraph, Shape
 from replica_engine.xla.state.device_value import axes_of
 
 _MOST_SHOWN = 8  # arguments of a program, in words

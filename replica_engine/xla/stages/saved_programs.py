@@ -27,19 +27,18 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from replica_engine._tf.graphs import xla_ops
 from replica_engine._version import __version__
 from replica_engine.errors import InputsError, WorkersMissingError
 from replica_engine.errors.base import warning
-from replica_engine.errors.programs import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
-from replica_engine.pjrt.cache_folder import CacheFolder
+from replica_engine.errors.program_errors import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
+from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.executable import Executable, circumstances
-from replica_engine.pjrt.group import DeviceGroup
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
-from replica_engine.pjrt.trusted_paths import UntrustedPathError
-from replica_engine.process import folders
+from replica_engine.pjrt.program_folder import CacheFolder, UntrustedPathError
+from replica_engine.process import setup
+from replica_engine.upstream.graphs import xla_ops
+from replica_engine.xla.stages.body_graph import count
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.stages.results import count
 
 _logger = logging.getLogger("replica_engine")
 
@@ -87,7 +86,7 @@ def set_cache_dir(path: str | os.PathLike[str] | None) -> None:
             raise InputsError.no_cache_dir(path) from None
         if not isinstance(path, str):
             raise InputsError.no_cache_dir(path)
-        path = folders.absolute(os.path.expanduser(path)) if path else path  # the current folder may change later
+        path = setup.absolute(os.path.expanduser(path)) if path else path  # the current folder may change later
     with _lock:
         _chosen[:] = [path]
 
@@ -200,7 +199,7 @@ def _folder() -> CacheFolder | None:
 
 def _named_by_environment() -> str | None:
     path = next(filter(None, map(os.environ.get, _VARIABLES)), None)
-    return folders.of_environment(os.path.expanduser(path)) if path else None
+    return setup.of_environment(os.path.expanduser(path)) if path else None
 
 
 _opened = functools.cache(CacheFolder)

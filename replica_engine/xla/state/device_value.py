@@ -31,14 +31,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import variables
-from replica_engine._tf.graphs import xla_ops
 from replica_engine.errors import LostVariableError, ProgramError
-from replica_engine.pjrt import exchange
-from replica_engine.pjrt.group import Array, Computed, DeviceGroup
+from replica_engine.pjrt import worker_exchange
+from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
-from replica_engine.pjrt.partitions.layout import WHOLE, Axes, Part, ReplicaMesh
-from replica_engine.process import scoped, shutdown
+from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, Part, ReplicaMesh
+from replica_engine.process import shutdown, threads
+from replica_engine.upstream import eager
+from replica_engine.upstream.graphs import xla_ops
 from replica_engine.xla.state import host_memory
 
 Spread = Callable[[np.ndarray, int], list[np.ndarray]]
@@ -54,7 +54,7 @@ _freeing = threading.RLock()  # reentrant, since a signal handler may read a var
 
 def accesses_noted(note: Callable[[DeviceValue], None]) -> contextlib.AbstractContextManager[object]:
     """Inside, `note` is called before the host reads or writes a value on this thread; what it does is not noted."""
-    return scoped.attribute(_thread, "note", note)
+    return threads.attribute(_thread, "note", note)
 
 
 class DeviceValue:
@@ -186,8 +186,8 @@ class DeviceValue:
                 return
             self._freed = True  # before the write, since an exception may come at any moment: a freed value is restored
             for handle in self.handles:
-                variables.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
-            variables.release_arrays()  # or the memory of the last variable would stay until the next conversion
+                eager.write(handle, np.empty(0, self.dtype.as_numpy_dtype))
+            eager.release_arrays()  # or the memory of the last variable would stay until the next conversion
             if self._looked_at:  # a signal handler has just read it
                 self._on_host = None
 
@@ -219,7 +219,7 @@ class DeviceValue:
         if self._freed:
             zeros = host_memory.zeros(tuple(self._shape), np.dtype(self.dtype.as_numpy_dtype))
             for handle in self.handles:
-                variables.write(handle, zeros)
+                eager.write(handle, zeros)
             self._freed = False
 
     def set_values(self, values: Sequence[np.ndarray]) -> None:
@@ -259,7 +259,7 @@ class DeviceValue:
                 values = [copy(self._devices.fetch(array, replica, self.shape)) for replica in range(len(self.handles))]
             with _freeing:
                 for handle, value in zip(self.handles, values, strict=True):
-                    variables.write(handle, value)
+                    eager.write(handle, value)
                 self._freed = False
                 self._on_host = self.on_devices
 
@@ -288,7 +288,7 @@ class DeviceValue:
         self._check_there()
         with shutdown.running(), self._devices.in_flight:
             if not self._host_stale:
-                value = variables.read(self.handles[0], self.dtype)
+                value = eager.read(self.handles[0], self.dtype)
                 return value if part is None else value[part.slices]
             array = self._present()
             if part is None:
@@ -298,7 +298,7 @@ class DeviceValue:
                 found = self._devices.fetch_part(array, part)
             if not self._devices.has_queue:  # CPUs; from other devices the value comes as a copy
                 found = keep(found)
-        return variables.tensor_on(np.asarray(found, order="C"))
+        return eager.tensor_on(np.asarray(found, order="C"))
 
     def set_parts(self, values: Mapping[Part, np.ndarray]) -> None:
         """Gives all replicas one value, of which this process has only parts; the host's value becomes stale.
@@ -355,7 +355,7 @@ class DeviceValue:
     def _note(self) -> None:
         note = getattr(_thread, "note", None)
         if note is not None:
-            with scoped.attribute(_thread, "note", None):
+            with threads.attribute(_thread, "note", None):
                 note(self)
 
     def _present(self) -> Array:
@@ -389,8 +389,8 @@ class DeviceValue:
         name = xla_ops.variable_name(self.handles[0])
         what = f"the variable {name!r} after {self._steps} steps"
         into = host_memory.array(self._shape, np.dtype(array.dtype))
-        exchange.whole(self._devices, array, self.axes, what, into, self.limits)
-        return variables.tensor_on(into)
+        worker_exchange.whole(self._devices, array, self.axes, what, into, self.limits)
+        return eager.tensor_on(into)
 
     def _check_there(self) -> None:
         if self._lost:
@@ -416,7 +416,7 @@ class DeviceValue:
         return None if all(value.tobytes() == first for value in values[1:]) else values
 
     def _host_values(self) -> list[np.ndarray]:
-        values = [variables.read(handle, self.dtype).numpy() for handle in self.handles]
+        values = [eager.read(handle, self.dtype).numpy() for handle in self.handles]
         if self.spread is None:
             return values
         devices = self._devices
@@ -445,7 +445,7 @@ class Borrowed:
         self.launched()  # an exception may have kept the last launch from it
         if self._home is not None:
             self._home.host_reads()
-        value = variables.read(self._handle, self._dtype).numpy()
+        value = eager.read(self._handle, self._dtype).numpy()
         return self._devices.put([value], axes_of(self._handle, self._devices.mesh))
 
     def invalidate(self) -> None:
@@ -461,7 +461,7 @@ class Borrowed:
             self._devices.wait_for(array, of=self.written_by)
             value = np.array(self._devices.fetch(array, 0, self._shape))
             with contextlib.nullcontext() if self._home is None else self._home.host_writes():
-                variables.write(self._handle, value)
+                eager.write(self._handle, value)
         self.on_devices = None
 
 

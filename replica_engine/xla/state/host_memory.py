@@ -4,7 +4,7 @@ On processors with instructions for neural networks (AVX-512 VNNI, AVX-VNNI, AMX
 allocates tensors of 256 KiB and more from a pool (`MklCPUAllocator`). The pool never shrinks: the memory of a freed
 tensor stays with the process, for later tensors. So freeing the host's value of a variable saves memory only if the
 value lies outside the pool. Here it lies in a NumPy array, which TensorFlow uses without a copy. A large one is mapped
-alone: glibc keeps what is freed in its heaps (`process.freed_memory`).
+alone: glibc keeps what is freed in its heaps (`process.memory`).
 
 The value that the user's program computes lies in the pool first. Copying it out makes room for the next one. The pool
 then keeps as much as the largest variable takes while it is made, instead of as much as all variables take.
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from replica_engine._tf import variables
+from replica_engine.upstream import eager
 
 _ALIGNMENT = 64  # bytes; TensorFlow requires it of every tensor, and copies an array that is aligned otherwise
 _LARGE = 1 << 20  # bytes of a value that is mapped alone
@@ -47,12 +47,12 @@ def outside_pool(value: np.ndarray) -> tf.Tensor:
     """Copies a value into NumPy's memory, and returns it as a tensor."""
     own = array(value.shape, value.dtype)
     np.copyto(own, value)
-    return variables.tensor_on(own)
+    return eager.tensor_on(own)
 
 
 def zeros(shape: Sequence[int], dtype: np.dtype) -> tf.Tensor:
     """Zeros in NumPy's memory. Large ones take no memory until something reads or writes them."""
-    return variables.tensor_on(array(shape, dtype))
+    return eager.tensor_on(array(shape, dtype))
 
 
 def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
@@ -62,10 +62,10 @@ def leave_pool(handles: Sequence[tf.Tensor], dtype: tf.DType) -> None:
     """
     moved: dict[int, tf.Tensor] = {}
     for handle in handles:
-        if not variables.is_initialized(handle):
+        if not eager.is_initialized(handle):
             continue
-        value = np.asarray(variables.read(handle, dtype))  # a view; the tensor's `numpy` method would copy
+        value = np.asarray(eager.read(handle, dtype))  # a view; the tensor's `numpy` method would copy
         address = value.ctypes.data
         if address not in moved:
             moved[address] = outside_pool(value)
-        variables.write(handle, moved[address])
+        eager.write(handle, moved[address])
