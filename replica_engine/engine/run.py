@@ -40,7 +40,7 @@ never used again.
 - Two replicas run at once without `concurrent=True`.
 - An event that was set in one run is found set in the next. In a run that ends well, each `set` is matched by
   one `wait`. In any other run stray wake-ups are possible, because the baton and the unwinding may both wake
-  a replica. So the threads of such a run are closed and not reused (`group.py`).
+  a replica. So the threads of such a run are closed and not reused (`thread_pool.py`).
 - An outcome is lost. A body's value or exception is kept on its replica before the baton moves on.
 - A thread waits without supervision. The watchdog (`watch/watchdog.py`) watches each run, and measures the
   time since the baton last moved. If that time is long, it logs a table. If it exceeds the `timeout`, the

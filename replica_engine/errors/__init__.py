@@ -4,20 +4,14 @@ A message stands where it is raised. The modules have the classes, the texts of 
 those of warnings and notes that branch, that several places use, or that are long:
 
 - `base`: ReplicaEngineError, the base class.
-- `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.
-- `threads`: replicas that do not meet at the same sync points, or that differ.
-- `scopes`: objects and calls that do not belong to the strategy that uses them.
-- `devices`: devices that do not exist, and a missing or unsuitable jax.
-- `hosts`: jobs of several workers.
-- `inputs`: calls of replicated functions with unusable arguments, or from the wrong place.
-- `programs`: bodies that XLA cannot compile, and programs that fail or do not end.
-- `host_calls`: host calls of compiled bodies.
-- `values`: values that cannot be passed to replicas, reduced or joined, tensors that have no value yet, and checkpoints
-  that cannot be written.
-- `models`: Keras models, their batches and optimizers.
-- `parity`: results that differ between one device and N replicas.
-- `contrib`: TensorFlow's contrib API of 2018.
-- `versions`: TensorFlow and Keras in versions that do not work, or that were never tested.
+- `replica_table`: replicas and programs that do not return in time, and the table that shows where each replica is.
+- `thread_errors`: replicas that do not meet at the same sync points, or that differ; objects of another strategy; calls
+  with unusable arguments, or from the wrong place.
+- `program_errors`: bodies that XLA cannot compile, programs that fail or do not end, and their host calls.
+- `worker_errors`: jobs of several workers.
+- `device_errors`: devices that do not exist, and versions of TensorFlow, Keras or jax that do not work.
+- `value_errors`: values, models, optimizers and checkpoints; results that differ between one device and N replicas; and
+  TensorFlow's contrib API of 2018.
 
 The exceptions form three families. The family tells a reader of a traceback what must change:
 

@@ -217,7 +217,7 @@ class StepFunction:
         """For each launch: a method, what it takes, the batch size to compile it for, if it is a loop, and its batches.
 
         Consecutive batches, as `steps_per_execution` requests them, run in one launch: in a loop of the devices, or in
-        that of `step_loop`.
+        that of `shard_step`.
         """
         for (loops, _), same in itertools.groupby(batches, self._alike):
             group = list(same)

@@ -1,9 +1,9 @@
-"""Compiles programs for chips that are not there: the process that `absent` starts.
+"""Compiles programs for chips that are not there: the process that `absent_chips` starts.
 
     python -m replica_engine.pjrt.absent_child FOLDER ...
 
 A folder has `request.json` and `program.mlir`. What the compiler says goes to `answer.json`. If the process dies,
-`absent` says so, with what was printed here.
+`absent_chips` says so, with what was printed here.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def _load_cuda(library: str) -> None:
 
 
 BY_TRANSFERS = "replica_engine_host_call"
-"""The custom call that `host_transfers` replaces."""
+"""The custom call in whose place transfers come, see `stablehlo.markers`."""
 
 HOST_CALL_TARGETS = {"cpu": "xla_ffi_python_cpu_callback", "gpu": "xla_ffi_python_gpu_callback", "tpu": BY_TRANSFERS}
 """By platform, the custom call by which a program calls a Python function it was compiled with."""

@@ -19,7 +19,7 @@ file appears whole or not at all, and a broken one is replaced. `KEY-about` says
 that a later process can say why it has to compile again.
 
 Loading an executable runs what the file says. So a folder and a file are used only if nobody but this user and root
-can have written them (`trusted_paths`), and what is written here is for this user only, whatever the umask.
+can have written them, and what is written here is for this user only, whatever the umask.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class InitialValue:
         self._pieces = Pieces(shape, tuple(mesh.parts(axes)), tuple(map(names, axes)))
 
     def __call__(self) -> tf.Tensor:
-        """Called by `trace`."""
+        """Called while the body is traced."""
         with in_pieces(self._pieces):
             return tf.convert_to_tensor(self._make(), self._dtype)
 

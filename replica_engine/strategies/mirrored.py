@@ -77,7 +77,7 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
         return by_dtype(value_destination_pairs, lambda batch: reduce(reduce_op, batch, options))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook that updates all components of a variable or none; see `updates`."""
+        """The hook that updates all components of a variable or none; see `thread_backend`."""
         check_updated(var, args)
         update = super()._update
         if not tf.executing_eagerly():  # the graph will update all

@@ -1,17 +1,8 @@
 """MultiWorkerMirroredStrategy, and the job whose worker this process is.
 
-MultiWorkerMirroredStrategy: replica threads in several processes, over jaxlib's Gloo, or TensorFlow's NCCL on GPUs.
-
-- `strategy`: the strategy and its extended half.
-- `job`: the job that this process is a worker of, and how its failure ends collectives.
-- `launches`: tells the job which collectives this worker launches, for the comparison with the other workers.
-- `reduction`: reductions and gathers of CPU devices, inside each worker first.
-- `saving`: which worker writes files, and where the workers meet.
-
-The job that this process is a worker of, as MultiWorkerMirroredStrategy needs it: one for the whole process.
-
-The first strategy joins the job, and the later ones use what it has found. On CPUs the workers sum over jaxlib's Gloo.
-On GPUs NCCL needs TensorFlow's server, one in each worker: what is said of a server here is about GPUs.
+Its replicas run on threads in several processes, and reduce over jaxlib's Gloo, or TensorFlow's NCCL on GPUs. The job
+is one for the whole process: the first strategy joins it, and the later ones use what it has found. On GPUs NCCL needs
+TensorFlow's server, one in each worker: what is said of a server here is about GPUs.
 
 What it guarantees:
 
@@ -22,8 +13,6 @@ What it guarantees:
 - A step that ends early in this process alone, by Ctrl-C or another exception that its program catches, ends in the
   others too. TensorFlow cancels the collectives of such a step here, and tells nobody.
 - A network that is down for less than the heartbeat limit breaks no connection of the server (`outlast`).
-
-MultiWorkerMirroredStrategy: synchronous training on the devices of several processes, on one machine or on many.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ what it controls or what breaks without it:
 - lines of generated code: without the caller's map, an op that fails names a line that AutoGraph generated;
 - context variables: each replica runs in a copy of the caller's `contextvars` context.
 
-A replica's ops do not inherit control dependencies; a merge call takes them along (`context.py`).
+A replica's ops do not inherit control dependencies; a merge call takes them along (`replica_context.py`).
 
 Replica threads are reused. When the replica's body ends, the thread leaves everything that it entered here and forgets
 what Keras gathered on it.

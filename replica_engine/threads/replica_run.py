@@ -1,13 +1,9 @@
 """One run: the function once on each replica, and its merge functions once for all.
 
-The merge functions of a run: each runs once for all replicas, on the thread that called `run`.
-
-Calls a function once per replica: the TensorFlow side of a run.
-
-The engine handles bodies and requests. This module turns functions in replica context into bodies, and `merging` turns
+The engine handles bodies and requests. This module turns functions in replica context into bodies, and `Merge` turns
 merge functions in cross-replica context into what the engine does with requests. The path of one call:
 `ThreadBackend.run` lifts a `tf.function`; `_run` leases threads and makes the bodies; each body enters the inherited
-state and calls the function; `merging.Merge` runs the merge function once for all replicas.
+state and calls the function; `Merge` runs the merge function once for all replicas, on the thread that called `run`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """The versions of TensorFlow and Keras that this library was tested with; and TensorFlow's profiler.
 
-TensorFlow's profiler: tells whether it runs, and adds spans. Checked on TensorFlow 2.19 to 2.22.
+This module is imported before the rest of `upstream`, so that a wrong version is reported before a private name is
+missing. `docs/versions.md` says what was run on which versions. What differs between the versions of these ranges:
 
-The versions of TensorFlow and Keras that this library was tested with, and what the older ones lack.
-
-This module is imported before the rest of `_tf`, so that a wrong version is reported before a private name is missing.
-`docs/versions.md` says what was run on which versions. What differs between the versions of these ranges:
-
-- `profiler.py`: whether a profile is being taken is a variable before TensorFlow 2.21, and a function since then.
+- here: whether a profile is being taken is a variable before TensorFlow 2.21, and a function since then.
 - `thread_state.py`: what cancels calls is of the process before TensorFlow 2.22, and of a thread since then.
-- `graphs/python_ops.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the graph of
-  its op since then.
-- `keras/trainer.py`, `keras/layouts.py`: classes of trainers, and modules of the TensorFlow backend, have other names
-  since Keras 3.16.
+- `graphs/function_graphs.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the graph
+  of its op since then.
+- `keras/keras_training.py`, `keras/keras_variables.py`: classes of trainers, and modules of the TensorFlow backend, have
+  other names since Keras 3.16.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ What it guarantees:
 - The first failure decides: the others get ten seconds to raise by themselves, then SIGTERM, then SIGKILL.
 - Ctrl-C, SIGTERM and SIGHUP are passed on to all, which get the `grace` of the plan to save; a second one kills.
 - The exit status is that of the first failure, and what failed first is printed last. An output that is closed or
-  full ends no worker (`output`); a pipe that nobody reads ends all.
+  full ends no worker (`Output`); a pipe that nobody reads ends all.
 - Each start has the workers that `Slots` says. SIGUSR1 brings those back that it leaves out: all get SIGTERM, on which
   a training saves after its step, and start again.
 

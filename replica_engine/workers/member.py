@@ -12,9 +12,7 @@ What it guarantees:
 - The process leaves with its own exit status. At exit the member waits until all have come to their end, says goodbye
   and ends its thread. After an exception that nobody caught it tells the coordinator, and waits for nobody.
 
-`connection` has the thread, and `links` the one that watches whether the machines of the other workers answer.
-
-A worker's side of the connection to the coordinator, and its look at the other workers' machines.
+`connection` has the thread, and the one that watches whether the machines of the other workers answer.
 """
 
 from __future__ import annotations

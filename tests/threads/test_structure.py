@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from replica.test_regroup import Attributes, Batch, Frozen, InNest, Pair
+from threads.test_regroup import Attributes, Batch, Frozen, InNest, Pair
 
 from replica_engine.errors import ReplicaValueError
 from replica_engine.values.replica_weights import seed_of, states

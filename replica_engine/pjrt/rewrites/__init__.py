@@ -8,10 +8,10 @@ fuses. For some operations it has a plain loop, up to a hundred times slower. Ea
 | convolution whose kernel is larger than its input | patches and a matrix product | `convolutions` |
 | convolution of one pixel without strides, or to one pixel | a matrix product | `convolutions` |
 | depthwise convolution, and the gradient of its kernel | a sum of shifted products | `convolutions` |
-| gradient of max-pooling | comparisons of shifted slices | `pooling` |
-| batched product whose batch is then summed (the gradient of `w` in `x @ w`) | one product | `products` |
-| a loop that keeps a variable once a step for the gradient's loop | the variable itself | `loops` |
-| gradient of a softmax, on TPUs | the same, behind a barrier | `softmax` |
+| gradient of max-pooling | comparisons of shifted slices | `other_forms` |
+| batched product whose batch is then summed (the gradient of `w` in `x @ w`) | one product | `other_forms` |
+| a loop that keeps a variable once a step for the gradient's loop | the variable itself | `filled_loops` |
+| gradient of a softmax, on TPUs | the same, behind a barrier | `other_forms` |
 
 The loops are rewritten for TPUs and GPUs too, which XLA compiles as TensorFlow wrote them. The rules above them are for
 CPU devices only.

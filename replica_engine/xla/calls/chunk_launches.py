@@ -56,7 +56,7 @@ class StepCallsHost(Exception):
 
 
 class ChunkBody:
-    """The body of the program: a function for `trace`.
+    """The body of the program: a function that is traced.
 
     It takes how many batches a chunk has, and for each input of a step the stacked values. If the step calls the host,
     it takes the inputs of one step.
@@ -95,7 +95,7 @@ class ChunkBody:
         self._rebuild = self._step = self._returned = None
 
     def __call__(self, *inputs: tf.Tensor) -> Any:
-        """Called by `trace`.
+        """Called while the body is traced.
 
         Raises:
             StepCallsHost: the step calls the host, which was not known.

@@ -1,12 +1,10 @@
 """A copy of a body's graph in which calls of the host stand for the host ops.
 
-A body with its host ops moved, and the description of its host calls for the user.
-
 The copy is made in one pass, op by op, in the order of the program. An op is treated in one of four ways:
 
 - XLA compiles it, and its inputs are on the devices: it is copied.
-- It is a host op (`kinds.is_for_host`), or one of its inputs cannot leave the host, or the host computes its shape: it
-  waits for the next call (`pending`).
+- It is a host op (`host_op_kinds.is_for_host`), or one of its inputs cannot leave the host, or the host computes its
+  shape: it waits for the next call (`host_piece`).
 - It only checks something: the devices make the check, and call the host if it fails.
 - It is a branch, a loop or a call with host ops inside: it is built again around copies of its functions. Calls are
   inlined. The host does a branch itself that only computes, from a value that cannot leave the host.

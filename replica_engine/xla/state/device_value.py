@@ -73,7 +73,7 @@ class DeviceValue:
         read_anywhere: whether the host's value may be read unnoticed, as functions of datasets do.
         loops: the device loops that write the variable and that run or are about to run. Their inputs must
             never see the variable, however early they read it: a read raises an error on their thread.
-        asked: the objects that host functions call to get a handle (`host_functions`). Saving a model needs to know
+        asked: the objects that host functions call to get a handle (`host_handles`). Saving a model needs to know
             them.
         kept_equal: whether all replicas have one value, because what they assign is aggregated.
         on_devices: the value on the devices; None if only the host has it. A launch sets this attribute (and

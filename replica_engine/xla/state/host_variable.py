@@ -6,7 +6,7 @@ Everything that TensorFlow does with a variable goes through its handle, so this
 
 - In eager mode, code that gets the handle finds the newest value there, and may write to it. The exceptions are the
   methods below that only read, or that keep steps from running while they write.
-- A host function gets the handle at each call (`host_functions`).
+- A host function gets the handle at each call (`host_handles`).
 - A replica body gets the handle itself: the body's program takes the values on the devices.
 
 Initial values of variables that a body creates, computed on the host while the body is traced.
