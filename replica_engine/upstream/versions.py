@@ -5,8 +5,8 @@ missing. `docs/versions.md` says what was run on which versions. What differs be
 
 - here: whether a profile is being taken is a variable before TensorFlow 2.21, and a function since then.
 - `thread_state.py`: what cancels calls is of the process before TensorFlow 2.22, and of a thread since then.
-- `graphs/function_graphs.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the graph
-  of its op since then.
+- `graphs/function_graphs.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the
+  graph of its op since then.
 - `keras/keras_training.py`, `keras/keras_variables.py`: classes of trainers, and modules of the TensorFlow backend, have
   other names since Keras 3.16.
 """

@@ -1,8 +1,8 @@
 """Many steps in a few launches: loops on the devices, with batches that a thread fetches ahead.
 
-The batches of a launch are its arguments (`chunk_launches`). They lie ready, since a thread fetches batches ahead of the
-steps (`prefetch`). Small batches make a launch of many steps. A large batch is a launch of its own, and so is one whose step
-calls the host.
+The batches of a launch are its arguments (`chunk_launches`). They lie ready, since a thread fetches batches ahead of
+the steps (`prefetch`). Small batches make a launch of many steps. A large batch is a launch of its own, and so is one
+whose step calls the host.
 
 With several workers, each has its own batches. Before each launch the workers agree on the number of its steps: the
 smallest that any of them can make. So all end after the same step.
