@@ -1,9 +1,8 @@
 """The values that a save takes, also in parts, the files that it writes, and the thread that writes them.
 
-Values as files in TensorFlow's V2 format, with a complete checkpoint at the final name at every instant.
-
-A checkpoint at the prefix "ckpt" is "ckpt.index" and one or more "ckpt.data-00000-of-00001". The index says how many
-data files there are, and so which of them belong to it. This makes a write atomic:
+The files have TensorFlow's V2 format, with a complete checkpoint at the final name at every instant. A checkpoint at
+the prefix "ckpt" is "ckpt.index" and one or more "ckpt.data-00000-of-00001". The index says how many data files there
+are, and so which of them belong to it. This makes a write atomic:
 
 1. All files are written in the folder "ckpt_replica_engine_temp", and are on the disk before anything else happens
    (fsync).
@@ -14,28 +13,6 @@ data files there are, and so which of them belong to it. This makes a write atom
 
 A process that is killed leaves the folder or data files behind; the next write to the prefix deletes them. TensorFlow
 writes the index in place, and renames data files over those of the old index.
-
-The values that a save takes, which neither a step nor the user's program changes until they are written.
-
-Values of TensorFlow need no copy: an op that is about to write to a variable whose value somebody holds makes a copy
-first. Devices' values are overwritten by the next launch, and on CPUs a value on the host is a view of that memory. So
-an asynchronous save copies those, in the call of `save`, before anything else can run. The memory of the copies is kept
-for the next save: pages that the operating system gives for the first time take ten times as long as the copy.
-
-The thread that writes asynchronous checkpoints: one write at a time in a process.
-
-A second save waits for the first write, so memory holds one snapshot. The thread is not a daemon: the interpreter waits
-for it at exit, and it is never in the middle of a write when the interpreter goes. An error is raised by the next save
-on any checkpoint. If there is none, the exit of the process prints it, and gives the process the status 1. If another
-exception ends the process, that is what the user has to read, and the error of a write is one line after it.
-
-How a variable on devices is saved and read: as it lies there, without a whole copy on the host.
-
-A divided variable is saved as slices, which TensorFlow's V2 format has for variables in partitions: each has the same
-key, and its place in the whole. A read of the key gives the whole value, whatever slices there are, and any other slice
-can be read too. So a checkpoint does not depend on how variables were divided, and plain TensorFlow reads it.
-
-Where a replica has devices of several workers, each worker saves its own parts, and reads the parts that it needs.
 """
 
 from __future__ import annotations
@@ -65,6 +42,8 @@ if TYPE_CHECKING:  # replicas on threads have no jax
     from replica_engine.pjrt.stablehlo.partition_local import Part
     from replica_engine.xla.state.device_value import DeviceValue
 
+
+# The files of a checkpoint.
 
 TEMPORARY = "_replica_engine_temp"
 """What the name of the folder has behind the prefix. What is there is deleted, so it is a name that no user gives."""
@@ -164,11 +143,19 @@ def _number(file: str) -> int:
     return int(found[1])
 
 
+# The values that one save takes.
+
 _ALIGNMENT = 64  # bytes; TensorFlow would copy an array that is aligned otherwise
 
 
 class Snapshot:
-    """What one save takes.
+    """What one save takes. Neither a step nor the user's program changes these values until they are written.
+
+    Values of TensorFlow need no copy: an op that is about to write to a variable whose value somebody holds makes a
+    copy first. Devices' values are overwritten by the next launch, and on CPUs a value on the host is a view of that
+    memory. So an asynchronous save copies those, in the call of `save`, before anything else can run. The memory of the
+    copies is kept for the next save: pages that the operating system gives for the first time take ten times as long
+    as the copy.
 
     Args:
         together: whether all workers save to one path, so that each saves its own parts of divided variables.
@@ -224,6 +211,14 @@ def taking(together: bool, asynchronous: bool) -> contextlib.AbstractContextMana
     """Inside, what TensorFlow would write to a checkpoint goes to the snapshot."""
     return threads.variable(_current, Snapshot(together, asynchronous))
 
+
+# The thread that writes asynchronous checkpoints: one write at a time in a process.
+#
+# A second save waits for the first write, so memory holds one snapshot. The thread is not a daemon: the interpreter
+# waits for it at exit, and it is never in the middle of a write when the interpreter goes. An error is raised by the
+# next save on any checkpoint. If there is none, the exit of the process prints it, and gives the process the status 1.
+# If another exception ends the process, that is what the user has to read, and the error of a write is one line after
+# it.
 
 _saving = threading.RLock()
 _thread: threading.Thread | None = None
@@ -334,6 +329,14 @@ def _at_exit() -> None:
         sys.stderr.flush()
         os._exit(1)  # an exception in a function of `atexit` leaves the status 0, and nobody would start the job again
 
+
+# Variables on devices: each is saved and read as it lies there, without a whole copy on the host.
+#
+# A divided variable is saved as slices, which TensorFlow's V2 format has for variables in partitions: each has the same
+# key, and its place in the whole. A read of the key gives the whole value, whatever slices there are, and any other
+# slice can be read too. So a checkpoint does not depend on how variables were divided, and plain TensorFlow reads it.
+#
+# Where a replica has devices of several workers, each worker saves its own parts, and reads the parts that it needs.
 
 _SLICED = frozenset(
     (

@@ -1,18 +1,16 @@
 """The flight record: the last sync points of each replica, and what a failed run leaves of them.
 
-The flight record: the last sync points of each replica as data, to print, compare and write to a file.
-
-A record says what a replica brought to a sync point, when, and from which line. Records have two sources:
+A record says what a replica brought to a sync point, when, and from which line. It is data, to print, compare and write
+to a file. Records have two sources:
 
 - The engine keeps the last sync points of each replica thread as they happen.
 - A compiled program runs on the devices, where the host cannot observe it. The host knows only its collectives, in the
   order in which they were traced, and the times of the launch and of its end.
 
-What a failed run leaves: its last sync points, as a note on the exception and optionally in a file.
-
-If the environment variable REPLICA_ENGINE_DUMP_DIR names a folder, each failed run writes a JSON file there. The file
-has the exception, the position of each replica, the last sync points of each replica, and the stacks of all threads.
-Writing the file must never hide the exception itself, so errors in this module are only logged.
+A failed run leaves its last sync points as a note on the exception. If the environment variable REPLICA_ENGINE_DUMP_DIR
+names a folder, it also writes a JSON file there, with the exception, the position of each replica, the last sync points
+of each replica, and the stacks of all threads. Collecting or writing this must never hide the exception itself, so
+errors in `note_failed_run` are only logged.
 """
 
 from __future__ import annotations
@@ -370,6 +368,8 @@ def _shape_text(shape: tuple[int | None, ...] | None) -> str:
 def _shortened(tensors: list[str]) -> str:
     return ", ".join(tensors) if len(tensors) <= 4 else f"{', '.join(tensors[:3])} and {len(tensors) - 3} more"
 
+
+# What a failed run leaves.
 
 VARIABLE = "REPLICA_ENGINE_DUMP_DIR"
 

@@ -1,23 +1,12 @@
 """Misuse of strategies in the user's terms: TensorFlow's errors, N values used as one, and warnings.
 
-Says what to write where a program uses the value of several replicas as if it were one tensor.
+- A program that uses the value of several replicas as if it were one tensor gets an error that says what to write
+  (`install`).
+- What TensorFlow's exceptions about strategies say in its own terms, `explained` says in the user's.
+- Programs that run, and probably do not do what their author wants, get a warning (`check_inputs`, `check_lines`,
+  `check_additions`, `check_optimizer`).
 
-The result of a run is TensorFlow's `PerReplica`. It has no arithmetic, no length and no attributes of a tensor, so
-`float(result)` and `result.numpy()` fail in the words of Python, which name no cure. A subclass with words of its own
-would not last: TensorFlow makes a plain `PerReplica` of each that leaves or enters a `tf.function`. So the methods that
-raise are added to TensorFlow's class, each only where the class has none. Whatever worked before works in the same way,
-with one exception: the truth of boolean values. It was always True, and `if strategy.run(is_done):` was a bug.
-TensorFlow's own collectives ask for the truth of `destinations`, and mean whether something is there.
-
-Says in the user's terms what TensorFlow's exceptions about strategies say in its own.
-
-Nothing is checked in advance: a program that works is never refused, and pays nothing. When a run has failed with one
-of a few known errors, the frames of its traceback show the object of the user that the error is about.
-
-Warnings about programs that run, and probably do not do what their author wants. None is logged twice for a cause.
-
-A warning must never come for a program that is right. So each of these looks at what happens, and not at how a program
-is written: every replica goes through all of a dataset; two replicas add to one variable.
+What must never happen: a program that works is refused; a warning comes for a program that is right.
 """
 
 from __future__ import annotations
@@ -53,6 +42,8 @@ from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.eager import EagerTensor
 from replica_engine.upstream.graphs import graph_walk
 
+# The value of several replicas, used as if it were one tensor.
+
 _UNARY = {
     "__float__": "float(x)",
     "__int__": "int(x)",
@@ -84,7 +75,15 @@ _OF_NO_CLASS = (bool, int, float, complex, str, type(None), np.generic, np.ndarr
 
 
 def install() -> None:
-    """Makes TensorFlow's `PerReplica` raise errors that say what to write; only once per process."""
+    """Makes TensorFlow's `PerReplica` raise errors that say what to write; only once per process.
+
+    The result of a run is TensorFlow's `PerReplica`. It has no arithmetic, no length and no attributes of a tensor, so
+    `float(result)` and `result.numpy()` fail in the words of Python, which name no cure. A subclass with words of its
+    own would not last: TensorFlow makes a plain `PerReplica` of each that leaves or enters a `tf.function`. So the
+    methods that raise are added to TensorFlow's class, each only where the class has none. Whatever worked before works
+    in the same way, with one exception: the truth of boolean values. It was always True, and
+    `if strategy.run(is_done):` was a bug.
+    """
     methods: dict[str, Callable[..., object]] = {name: _refusing(asked) for name, asked in _UNARY.items()}
     for name, sign in _OPERATORS.items():
         methods[f"__{name}__"] = _operator(f"x {sign} y")
@@ -117,7 +116,10 @@ def _formatted(self: distribute.PerReplica, spec: str) -> str:
 
 
 def _truth(self: distribute.PerReplica) -> bool:
-    """Whether a result is there: True, as for any object. But the truth of a boolean is what the program asks for."""
+    """Whether a result is there: True, as for any object. But the truth of a boolean is what the program asks for.
+
+    TensorFlow's own collectives ask for the truth of `destinations`, and mean whether something is there.
+    """
     asker = sys._getframe(1).f_globals.get("__name__", "")
     if asker.startswith(distribute.PACKAGE):
         return True
@@ -149,6 +151,8 @@ def _error(value: distribute.PerReplica, asked: str) -> ReplicaValueError:
     return ReplicaValueError.several(asked, len(value.values), is_in_replica())
 
 
+# TensorFlow's exceptions about strategies.
+
 _MIXED = ("Mixing different tf.distribute.Strategy", "Need to be inside")
 _NO_REDUCTION = " is not a valid ReduceOp"
 _COLOCATED = "`colocate_vars_with` must only be passed a variable created in this"
@@ -173,7 +177,11 @@ _IN_REPLICA = "Method requires being in cross-replica context"
 
 
 def explained(error: Exception) -> Exception:
-    """The error of the library that says what a known error of TensorFlow means; otherwise the error itself."""
+    """The error of the library that says what a known error of TensorFlow means; otherwise the error itself.
+
+    Nothing is checked in advance: a program that works is never refused, and pays nothing. When a run has failed with
+    one of a few known errors, the frames of its traceback show the object of the user that the error is about.
+    """
     try:
         str(error)
     except Exception:  # its class cannot say what it is; it arrives as it is, and not as what `__str__` raises
@@ -318,6 +326,11 @@ def is_in_replica() -> bool:
     context = tf.distribute.get_replica_context()
     return context is not None and not _is_default(context.strategy)
 
+
+# Warnings. None is logged twice for a cause.
+#
+# A warning must never come for a program that is right. So each of these looks at what happens, and not at how a
+# program is written: every replica goes through all of a dataset; two replicas add to one variable.
 
 _logger = logging.getLogger("replica_engine")
 _OF_REPLICA = re.compile(r"(?:^|/)(replica_\d+)/")

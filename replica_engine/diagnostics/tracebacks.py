@@ -1,15 +1,12 @@
 """The exceptions of a run and of a graph, cut to the user's lines.
 
-Makes the exceptions of a run show the user's lines.
+The traceback of an exception keeps the user's frames, without the frames of this library and TensorFlow between them.
+If AutoGraph converted the function, a note shows the lines that the user wrote, in place of the frames of the generated
+code.
 
-The tracebacks contain the user's frames, without the frames of this library and TensorFlow between them. If AutoGraph
-converted the function, a note shows the lines that the user wrote, in place of the frames of the generated code.
-
-Shortens the text of an error that a graph raised while it ran, and names the user's line of each op that failed.
-
-TensorFlow puts whole tracebacks into the text: where the op was made, and where the Python code of a `tf.py_function`
-failed. `tracebacks.shortened` cuts the traceback of the exception; this module cuts the tracebacks in its text. What
-stays is the message, and the frames of the user's files.
+An error that a graph raised while it ran also has whole tracebacks in its text: where the op was made, and where the
+Python code of a `tf.py_function` failed. These are cut too. What stays is the message, and the frames of the user's
+files. For each op that failed, the text names the user's line.
 """
 
 from __future__ import annotations
@@ -85,6 +82,8 @@ def without_ours(error: E) -> E:
         remove_ours(error)
     return error
 
+
+# The text of an error that a graph raised.
 
 _FRAME = re.compile(r'\s*File "(.+)", line (\d+), in (.*)')
 _OF_OURS = re.compile(rf'^ *File "(?:{"|".join(map(re.escape, FOLDERS))}).*\n\n?', re.MULTILINE)

@@ -1,8 +1,6 @@
 """The user's own frames and lines: of a call, a sync point, an op.
 
-Finds the position of a sync point in the user's program, and tells which merge functions are the same.
-
-Finds the user's line among the frames that made an op.
+Only this module decides which frames belong to the user. It also tells which merge functions are the same (`identity`).
 """
 
 from __future__ import annotations
@@ -50,6 +48,9 @@ _HOOKS = (
     os.path.join(OURS, "threads", "control_flow", ""),
 )
 _CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that AutoGraph converted
+
+
+# The user's frame at a sync point.
 
 
 def sync_point(
@@ -137,7 +138,7 @@ def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
 
     Args:
         frame: a frame.
-        threads: the idents of the threads that may know what was converted; see `autograph.original_location`.
+        threads: the idents of the threads that may know what was converted; see `operators.original_location`.
     """
     file = frame.f_code.co_filename
     if is_internal(file):
@@ -145,6 +146,9 @@ def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
     if not operators.is_generated(file):
         return True
     return not is_internal(operators.original_location(file, frame.f_lineno, frame.f_code.co_name, threads)[0])
+
+
+# Whose a file is.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -184,6 +188,9 @@ def _plumbing() -> tuple[str, ...]:
 watchdog.hide(is_internal)
 
 
+# Functions: where they are written, and which of them are the same.
+
+
 def place_of(fn: Callable[..., object]) -> str:
     """The file, without its folder, and the first line of a function: "train.py:40"; "" if it has none."""
     code = getattr(_plain(getattr(fn, "made_of", fn)), "__code__", None)
@@ -219,6 +226,8 @@ def identity(fn: Callable[..., object]) -> object:
         return plain
     return getattr(plain, "__code__", type(plain))
 
+
+# The user's line of an op, of a call and of an exception.
 
 _MERGES = os.path.join(OURS, "xla", "body_context.py")  # the file of the `merge_call` of a compiled body
 

@@ -2,9 +2,9 @@
 
 - `interrupts`: exceptions from signals and from other threads, holding them off, and ending a wait with one.
 - `threads`: starting a thread safely, and values that hold for the time of a block.
-- `setup`: logical devices, the size of TensorFlow's thread pool, and the folder that a relative path is in.
+- `setup`: logical devices, the size of TensorFlow's thread pool, forked child processes, in which no run is possible,
+  and the folder that a relative path is in.
 - `shutdown`: the exit of the process in the middle of a run.
-- `fork`: forked child processes, in which no run is possible.
 - `memory`: the limits of glibc's allocator.
 """
 

@@ -1,17 +1,10 @@
 """Exceptions that come from outside: of signals, and of other threads.
 
-What is done after a `with` block, whose own exception stays the one that is raised.
-
-Interrupts: raising an exception in another thread, and holding off signals while a block of code runs.
-
-Hearing of Ctrl-C at once, while the main thread is inside C++ code that does not return to Python.
-
-Python's handler of a signal runs on the main thread, between two instructions of Python. But in the instant of the
-signal Python writes a byte to a file descriptor, if one is set (`signal.set_wakeup_fd`), and another thread can read
-it. asyncio and notebooks use the same descriptor: theirs gets its byte too, and is set again afterwards.
-
-Only Python's own handler, which raises KeyboardInterrupt, counts as Ctrl-C. A program with a handler of its own may
-want to save and go on.
+- `afterwards`: what is done after a `with` block, whose own exception stays the one that is raised.
+- `wait_for_ever`, `wait_within`: waits that Ctrl-C ends at any moment.
+- `raise_in`, `break_off`: raise an exception in another thread.
+- `held_off`: delays signals and `break_off` while a block of code runs.
+- `heard_at_once`: hears of Ctrl-C while the main thread is inside C++ code that does not return to Python.
 """
 
 from __future__ import annotations
@@ -271,7 +264,7 @@ _CTRL_C = int(signal.SIGINT)
 
 
 class _Ear:
-    """The descriptor, and the thread that reads it."""
+    """The descriptor of `heard_at_once`, and the thread that reads it."""
 
     def __init__(self) -> None:
         self.ours, self._read = socket.socketpair()
@@ -298,6 +291,14 @@ _ear: _Ear | None = None
 
 class heard_at_once:
     """A context manager: a Ctrl-C inside calls a function, on another thread. It does nothing but on the main thread.
+
+    The function is called at once, also while the main thread is inside C++ code that does not return to Python.
+    Python's handler of a signal runs on the main thread, between two instructions of Python. But in the instant of the
+    signal Python writes a byte to a file descriptor, if one is set (`signal.set_wakeup_fd`), and another thread can
+    read it. asyncio and notebooks use the same descriptor: theirs gets its byte too, and is set again afterwards.
+
+    Only Python's own handler, which raises KeyboardInterrupt, counts as Ctrl-C. A program with a handler of its own may
+    want to save and go on.
 
     Args:
         told: the function. Python raises KeyboardInterrupt on the main thread as always, once that is back in Python.

@@ -1,30 +1,7 @@
 """What this process sets up once: devices, TensorFlow's thread pool, its folder; and no run after a fork.
 
-Several devices on a machine that has one.
-
-The size of TensorFlow's inter-op thread pool, which a launch inside a `tf.function` must never exhaust.
-
-TensorFlow runs the ops of a `tf.function` on the threads of its inter-op pool, and makes one thread for each core. The
-launch of a compiled program is one op, and holds its thread until the program has ended. A host call of that program
-may run another `tf.function`, which needs another thread of the same pool. If launches hold all threads (a launch that
-waits for its turn holds one too), the host call never gets a thread and the program never ends.
-
-Nothing else needs more threads than cores, because iterators wait on other threads. On few cores, more threads make
-small graph steps slower. So the pool is enlarged only where compiled programs are used. TensorFlow fixes the size when
-it starts. A size that the user has chosen is kept.
-
-This module imports neither TensorFlow nor a module that imports it, so that importing the package stays cheap.
-
-Refuses runs in a process that was forked from a process in which TensorFlow had started.
-
-A fork copies the memory of a process, but only one of its threads. The child lacks the threads of TensorFlow's and
-XLA's thread pools, and the replica threads. Code that waits for such a thread in the child waits for ever. So a run in
-such a child raises ForkedError.
-
-Which folder a relative path is in: the one of the call that got it, wherever the program goes later.
-
-Programs change their folder (hydra does, and notebooks), and what takes a path may use it much later, or on another
-thread. So a path is made absolute by what takes it from the user.
+`replica_engine` imports this module first. So it must import neither TensorFlow nor a module that imports it: importing
+the package stays cheap.
 """
 
 from __future__ import annotations
@@ -37,6 +14,8 @@ from replica_engine.errors import DeviceError, ForkedError
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.process import cores
 from replica_engine.upstream import thread_state
+
+# Several devices on a machine that has one.
 
 GPU_SHARE = 1024  # MiB of memory for each logical GPU
 
@@ -104,6 +83,8 @@ def _divide(n: int, kind: str) -> None:
         )
 
 
+# TensorFlow's inter-op thread pool.
+
 VARIABLE = "TF_NUM_INTEROP_THREADS"  # TensorFlow reads it when it starts
 FOR_ONE_LAUNCH = 2  # threads: one for the launch, and one for its host calls
 FOR_LAUNCHES = 16  # threads: enough for launches from up to 15 user threads
@@ -114,7 +95,17 @@ _set_here = False
 def make_room(threads: int) -> None:
     """Makes TensorFlow's inter-op pool at least `threads` large.
 
-    Does nothing if the pool is larger already, if TensorFlow has started, or if the user has chosen a size.
+    Launches inside `tf.function`s must never exhaust the pool. TensorFlow runs the ops of a `tf.function` on the
+    threads of this pool, and makes one thread for each core. The launch of a compiled program is one op, and holds its
+    thread until the program has ended. A host call of that program may run another `tf.function`, which needs another
+    thread of the same pool. If launches hold all threads (a launch that waits for its turn holds one too), the host
+    call never gets a thread and the program never ends.
+
+    Nothing else needs more threads than cores, because iterators wait on other threads. On few cores, more threads make
+    small graph steps slower. So the pool is enlarged only where compiled programs are used.
+
+    Does nothing if the pool is larger already, if TensorFlow has started, which fixes the size, or if the user has
+    chosen a size.
     """
     global _set_here
     if "tensorflow" in sys.modules:
@@ -127,11 +118,17 @@ def make_room(threads: int) -> None:
         _set_here = True
 
 
+# No run in a process that was forked from a process in which TensorFlow had started.
+
 _parent: int | None = None  # the parent's process id, in such a child; None in any other process
 
 
 def check_not_forked() -> None:
-    """Raises ForkedError in a child process that was forked after TensorFlow had started."""
+    """Raises ForkedError in a child process that was forked after TensorFlow had started.
+
+    A fork copies the memory of a process, but only one of its threads. The child lacks the threads of TensorFlow's and
+    XLA's thread pools, and the replica threads. Code that waits for such a thread in the child waits for ever.
+    """
     if _parent is not None:
         raise ForkedError(
             f"Process {os.getpid()} was forked from process {_parent}, in which TensorFlow had already started. A "
@@ -150,6 +147,12 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+# Which folder a relative path is in: the one of the call that got it, wherever the program goes later.
+#
+# Programs change their folder (hydra does, and notebooks), and what takes a path may use it much later, or on another
+# thread. So a path is made absolute by what takes it from the user.
 
 
 def absolute(path: str) -> str:

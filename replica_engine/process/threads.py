@@ -1,12 +1,6 @@
 """Starting threads, and values that hold for the time of a block.
 
-A value for the time of a `with` block; the one before it comes back however the block ends.
-
-Generators, although classes were faster: an exception of a signal may come before the first line of `__exit__`, and
-then Python still ends the generator, which restores the value.
-
-Starting a thread, while another thread may raise an exception in the calling one (`PyThreadState_SetAsyncExc`).
-
+`start` starts a thread while another thread may raise an exception in the calling one (`PyThreadState_SetAsyncExc`).
 Until a new thread runs, CPython before 3.12 knows it by the ident of the thread that makes it. An exception that is
 meant for the maker can then end the new thread before its first line, and `Thread.start` waits for ever. So one thread,
 whose ident nobody uses, makes the others.
@@ -27,6 +21,12 @@ from typing import Any, Generic, TypeVar
 from replica_engine.process.interrupts import MISSED
 
 T = TypeVar("T")
+
+
+# A value for the time of a `with` block; the one before it comes back however the block ends.
+#
+# These are generators, although classes were faster: an exception of a signal may come before the first line of
+# `__exit__`, and then Python still ends the generator, which restores the value.
 
 
 @contextlib.contextmanager
@@ -56,8 +56,10 @@ def variable(which: contextvars.ContextVar[Any], value: T) -> Iterator[T]:
         which.reset(token)
 
 
+# The thread that makes threads.
+
 NAME = "replica_engine: maker of threads"
-"""The name of that thread."""
+"""The name of the thread that makes the others."""
 
 _HAS_OWN_IDENT = sys.version_info >= (3, 12)
 

@@ -1,5 +1,7 @@
-"""A traced step with marks in its graph: where its replicas are while TensorFlow runs it. `threads.step_marks` adds
-them."""
+"""A traced step with marks in its graph: where its replicas are while TensorFlow runs it.
+
+`threads.step_marks` adds the marks.
+"""
 
 from __future__ import annotations
 

@@ -1,17 +1,5 @@
 """Calls of a `tf.function` in which replicas run: watched, limited, ended, and where their replicas are.
 
-Where both backends look on while TensorFlow works: what serves errors about replicas.
-
-On a thread that runs a replica, each wrapper calls TensorFlow's function unchanged; but for calls of a `tf.function`,
-where replicas on threads may have to merge.
-
-Where the replicas of a call of a `tf.function` are, as far as the marks of its graph and its Python threads tell.
-
-A call that has returned is drawn on a timeline from its marks. A mark holds its last time only, so of steps in a loop
-of the graph nothing is drawn.
-
-Calls of a `tf.function` in which replicas run: watched, and ended on Ctrl-C or when time runs out.
-
 TensorFlow runs the step, on its own threads. What this module knows of it are the marks in its graph, and the threads
 that run Python functions of it. What it can do is to start TensorFlow's cancellation: ops that wait (for a queue, an
 iterator, a transfer, a collective) and loops end then, and so the call. An op that computes ends by itself. An op that
@@ -64,7 +52,11 @@ from replica_engine.watch.watchdog import Wait, describe_replicas, forget_replic
 
 
 def install() -> None:
-    """Puts the functions of this module around TensorFlow's, once."""
+    """Puts the functions of this module around TensorFlow's, once. Both backends need them for errors about replicas.
+
+    On a thread that runs a replica, each wrapper calls TensorFlow's function unchanged; but for calls of a
+    `tf.function`, where replicas on threads may have to merge (`install_nested`).
+    """
     hide_frames(FOLDERS)
     distribute.install_numbers()
     misuse.install()
@@ -110,6 +102,9 @@ def _call(original: Callable[..., object], self: Any, *args: object, **kwargs: o
         raise shortened_of_graph(error, self) if ours else without_ours(error)
 
 
+# Where the replicas of a call are.
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedRun:
     """The replicas of one run in the graph of a function.
@@ -130,7 +125,7 @@ class TracedRun:
 
 
 class Whereabouts:
-    """Where the replicas of one call are.
+    """Where the replicas of one call are, as far as the marks of its graph and its Python threads tell.
 
     Args:
         runs: the runs in the graph.
@@ -244,7 +239,10 @@ def _listed(places: Sequence[str]) -> str:
 
 
 def draw(marks: MarkedStep, since: float) -> None:
-    """Draws a step, and the call of the function on the track of the thread that called it.
+    """Draws a step, and the call of the function on the track of the thread that called it, from its marks.
+
+    It is for a call that has returned. A mark holds its last time only, so of steps in a loop of the graph nothing is
+    drawn.
 
     Args:
         marks: the marks of the run.
@@ -288,6 +286,8 @@ def _step(times: Sequence[float], since: float) -> list[float]:
     return step
 
 
+# One call, watched and ended.
+
 GRACE = 0.4  # seconds that a step has to end by itself on Ctrl-C, before it is cancelled
 WRITING_GRACE = 0.3  # seconds more, while variables are written
 UNWIND_GRACE = 0.5  # seconds that a cancelled step has to end, before it is abandoned
@@ -295,7 +295,7 @@ _LOOK = 0.003  # seconds between two looks at a step that is about to be cancell
 
 
 def supervise(graph: Any, runs: Sequence[TracedRun]) -> function_calls.Supervise:
-    """What begins the calls of a function; see `calls.choose`."""
+    """What begins the calls of a function; see `function_calls.choose`."""
     return functools.partial(_Call, _Function(graph, runs))
 
 
