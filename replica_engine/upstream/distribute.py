@@ -1,17 +1,6 @@
-"""TensorFlow's distributed values and strategies, on which the strategies of this library build.
+"""TensorFlow's distributed values, strategies and collectives, on which the strategies of this library build.
 
-Methods that TensorFlow's distributed values get. Checked on TensorFlow 2.21.0.
-
-A class of this library becomes the last base of TensorFlow's class. So what TensorFlow's class has, or gets, stays.
-
-TensorFlow's distributed values, strategies and collectives, on which the strategies of this library build.
-
-Checked on TensorFlow 2.21.0.
-
-TensorFlow's reduction to one device, without its messages, and with sums of 16-bit floats that are rounded once.
-
-`tf.distribute.ReductionToOneDevice` logs "Reduce to /job:localhost/... then broadcast to ..." at level INFO, which
-notebooks show. Checked on TensorFlow 2.21.0.
+The module also has TensorFlow's reduction to one device, with changes. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -80,6 +69,9 @@ from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as Unrea
 from replica_engine.process import threads
 from replica_engine.upstream.hook import FIRST, Hook
 from replica_engine.upstream.thread_state import enter_creators, set_creators, variable_creators, variable_scope_store
+
+# Methods that TensorFlow's distributed values get. A class of this library becomes the last base of TensorFlow's class.
+# So what TensorFlow's class has, or gets, stays.
 
 _VALUES = "tensorflow.python.distribute.values"
 NUMBERS = Hook(
@@ -166,6 +158,8 @@ def refuse_several(methods: Mapping[str, Callable[..., Any]], as_tensor: Callabl
 
     SEVERAL.put(with_methods)
 
+
+# Distributed values, replica contexts and scopes.
 
 PACKAGE = "tensorflow.python.distribute."
 """The start of the names of the modules that reduce, gather and broadcast values of replicas."""
@@ -355,6 +349,8 @@ def hardware_without_embeddings() -> tf.tpu.experimental.HardwareFeature:
     return tf.tpu.experimental.HardwareFeature(_TPUHardwareFeature())
 
 
+# Reductions. Sums of 16-bit floats are rounded once.
+
 _NARROW = (tf.float16, tf.bfloat16)
 _OPERATIONS = (tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN)
 
@@ -400,7 +396,8 @@ def adds_on_one_device(value: object, destinations: object) -> bool:
 class QuietReduction(tf.distribute.ReductionToOneDevice):
     """TensorFlow's reduction to one device, without a message for each of its first ten calls.
 
-    It adds 16-bit floats in float32 and rounds once.
+    `tf.distribute.ReductionToOneDevice` logs "Reduce to /job:localhost/... then broadcast to ..." at level INFO, which
+    notebooks show. This class also adds 16-bit floats in float32 and rounds once.
     """
 
     def reduce_implementation(

@@ -1,11 +1,7 @@
 """Eager tensors and handles of variables, without the ops that TensorFlow would run.
 
-Eager tensors without ops: converts arrays to tensors, and reads the memory of tensors as arrays.
-
-Calling an op that adds two small tensors takes about ten times as long as NumPy's addition. Checked on TensorFlow
-2.21.0.
-
-Handles of variables, and variables in host graphs. Checked on TensorFlow 2.21.0.
+Calling an op that adds two small tensors takes about ten times as long as NumPy's addition. So arrays become tensors,
+and the memory of tensors is read as arrays, without an op. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -158,6 +154,8 @@ def attributes(tensor: tf.Tensor) -> dict[str, object]:
     """The attributes that Python code has given to a tensor, such as the mask of a Keras layer."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
+
+# Handles of variables, and variables in host graphs.
 
 _EMPTY = np.empty(0, np.uint8)
 

@@ -7,8 +7,8 @@ missing. `docs/versions.md` says what was run on which versions. What differs be
 - `thread_state.py`: what cancels calls is of the process before TensorFlow 2.22, and of a thread since then.
 - `graphs/function_graphs.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the
   graph of its op since then.
-- `keras/keras_training.py`, `keras/keras_variables.py`: classes of trainers, and modules of the TensorFlow backend, have
-  other names since Keras 3.16.
+- `keras/keras_training.py`, `keras/keras_variables.py`: classes of trainers, and modules of the TensorFlow backend,
+  have other names since Keras 3.16.
 """
 
 from __future__ import annotations

@@ -1,24 +1,6 @@
 """`tf.function`s and their graphs, taken apart, looked at, and changed while they are built.
 
-What a traced `tf.function` has captured, and where this library looks on when one is called.
-
-Checked on TensorFlow 2.21.0.
-
-Objects that live as long as a graph. Checked on TensorFlow 2.21.0.
-
-The gradient of values in a graph, instead of `tf.custom_gradient`. Checked on TensorFlow 2.21.0.
-
-In a graph, `tf.custom_gradient` registers each gradient under a name of its own, for as long as the process lives. The
-gradient refers to the tensors that it was made with, and so keeps their graph for ever. It also searches all ops behind
-the results for variables. Here a name is registered once, and a graph keeps its gradients itself.
-
-Ops that call a Python function of this library. Checked on TensorFlow 2.19 to 2.22.
-
-Takes a `tf.function` apart and puts it together again. Checked on TensorFlow 2.21.0.
-
-Replaces ops, random ones and those of other numbers, while they are added to a graph, and sets the global seed.
-
-Checked on TensorFlow 2.21.0.
+Checked on TensorFlow 2.21.0; ops that call Python (`python_op`) on TensorFlow 2.19 to 2.22.
 """
 
 from __future__ import annotations
@@ -59,6 +41,8 @@ from replica_engine.process import threads
 from replica_engine.upstream import eager, versions
 from replica_engine.upstream.hook import FIRST, FIRST_THREADS, REPLICATED, Hook
 
+# What a traced `tf.function` has captured.
+
 CALL_FLAT = Hook(
     "tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction",
     "_call_flat",  # makes all calls of one trace of a `tf.function`, with or without a tape
@@ -91,6 +75,8 @@ def _may_write(graph: Any, index: int) -> bool:
     return known[index]
 
 
+# Objects that live as long as a graph.
+
 T = TypeVar("T")
 
 _KEPT = "_replica_engine_kept"  # attribute of a graph
@@ -116,6 +102,12 @@ def keep(graph: Any, what: Any) -> bool:
         kept_on(each, _KEPT, list).append(what)
     return bool(graphs)
 
+
+# The gradient of values in a graph, instead of `tf.custom_gradient`.
+#
+# In a graph, `tf.custom_gradient` registers each gradient under a name of its own, for as long as the process lives.
+# The gradient refers to the tensors that it was made with, and so keeps their graph for ever. It also searches all ops
+# behind the results for variables. Here a name is registered once, and a graph keeps its gradients itself.
 
 _REGISTERED = f"ReplicaEngineGradient_{uuid.uuid4().hex}"  # unique also after a reload
 _NUMBER = "_replica_engine_gradient"  # attribute of an op: the number of its gradient, which copies of the op have too
@@ -226,6 +218,8 @@ def with_gradient(
     return known[: len(results)]
 
 
+# Ops that call a Python function of this library.
+
 _BY_OUTERMOST = versions.minor(tf.__version__) < (2, 22)
 _lock = threading.Lock()
 _raised: deque[ReplicaEngineError] = deque(maxlen=8)  # by Python ops whose function has not yet been left
@@ -266,6 +260,8 @@ def raised_in_op(error: BaseException) -> ReplicaEngineError | None:
             _raised.clear()  # the other replicas' errors of the same step; nothing keeps their frames
     return found
 
+
+# A `tf.function`: its options and its traces; how to put it together again.
 
 TRACE = Hook(
     "tensorflow.python.eager.polymorphic_function.tracing_compilation",
@@ -363,6 +359,8 @@ def is_inlining() -> bool:
     """Whether the calling thread is in a block of `inlined`."""
     return bool(getattr(_inlining, "on", False))
 
+
+# Ops that are replaced while they are added to a graph, random ones and those of other numbers; and the global seed.
 
 Replace = Callable[[str, Sequence[Any], Callable[[str], Any]], list[tf.Tensor] | None]
 """Takes an op's type, its inputs and a getter of its attributes; returns replacements of its results, or None."""

@@ -1,14 +1,5 @@
 """Walks over graphs: what an op needs, what waits, and running a part in eager mode.
 
-Ops as they are made, and what they wait for. Checked on TensorFlow 2.21.0.
-
-Runs a part of a function graph in eager mode. Checked on TensorFlow 2.21.0.
-
-TensorFlow's lift_to_graph copies the ops that a tensor needs to another graph. It cannot substitute values for tensors
-in the middle. A function can, because its inputs may be any tensors of the graph.
-
-Ops in which a graph may stand still: those that wait for something outside, and those that call Python.
-
 Checked on TensorFlow 2.21.0.
 """
 
@@ -72,6 +63,8 @@ def effects_wait(graph: tf.Graph, begin: int, awaited: tf.Operation) -> None:
         if is_stateful(op) and op.type != "ReadVariableOp":
             op._add_control_input(awaited)
 
+
+# The ops of a graph and of the functions that it runs, and a part of them run in eager mode.
 
 T = TypeVar("T")
 Ops = Iterable[tf.Operation]
@@ -231,6 +224,9 @@ def run(
 ) -> list[tf.Tensor]:
     """Runs ops of a function graph in eager mode, on the host.
 
+    TensorFlow's lift_to_graph copies the ops that a tensor needs to another graph. It cannot substitute values for
+    tensors in the middle. A function can, because its inputs may be any tensors of the graph.
+
     Args:
         graph: the graph of the ops.
         operations: all ops that `outputs` need, except those that make `inputs`.
@@ -261,6 +257,8 @@ class Part(StandIn):
         """The ops of the part."""
         return self._operations
 
+
+# Ops in which a graph may stand still: those that wait for something outside, and those that call Python.
 
 PYTHON = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 """The types of ops that call Python. TensorFlow cannot end them."""

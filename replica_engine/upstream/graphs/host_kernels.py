@@ -125,7 +125,7 @@ def keep_shape(old: tf.Tensor, new: tf.Tensor) -> None:
 def runner(op: tf.Operation) -> Callable[..., list[Any]]:
     """Makes a function that runs the op eagerly on the host.
 
-    It takes the inputs and, if the op may wait, what can end it (`calls.manager`), and returns the outputs.
+    It takes the inputs and, if the op may wait, what can end it (`function_calls.manager`), and returns the outputs.
     """
     attributes: list[Any] = []
     for name in op.node_def.attr:

@@ -1,14 +1,10 @@
 """TensorFlow's operators of control flow, and AutoGraph, which makes them of Python.
 
-AutoGraph: converts the user's function, leaves library code alone, and restores the user's exceptions.
-
-Checked on TensorFlow 2.21.0.
-
-The operators of control flow, and where this library looks on when a replica enters one.
-
-Each backend installs the hooks that it needs itself when it is first used (`threads.control_flow.entering`,
-`xla.body`), and `traced_steps.supervised_call` those that both need. A name that a TensorFlow does not have is left
-out: there, a merge call inside that operator is refused. Checked on TensorFlow 2.21.0.
+AutoGraph converts the user's function. It leaves library code alone, and the user's exceptions are restored
+(`as_user_raised`). Where a replica enters an operator, hooks let this library look on. Each backend installs the hooks
+that it needs itself when it is first used (`threads.control_flow.entering`, `xla.body`), and
+`traced_steps.supervised_call` those that both need. A name that a TensorFlow does not have is left out: there, a merge
+call inside that operator is refused. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -98,6 +94,8 @@ from replica_engine.upstream.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, H
 
 F = TypeVar("F", bound=Callable)
 E = TypeVar("E", bound=BaseException)
+
+# AutoGraph.
 
 _GENERATED = "__autograph_generated_file"  # the start of names of files that AutoGraph generates
 _CONVERTED = "outer_factory.<locals>.inner_factory.<locals>.tf__"  # the start of names of converted functions
@@ -358,6 +356,8 @@ def _is_copy(error: BaseException) -> bool:
         return str(error).startswith(_HEAD)
     return False
 
+
+# The operators of control flow, and the hooks around them.
 
 _FuncGraph: Any = tf.__internal__.FuncGraph
 

@@ -1,19 +1,7 @@
 """TensorFlow's support for programs that XLA compiles, and ops for which it has none.
 
-The row of each value of a ragged tensor in a body for XLA. Checked on TensorFlow 2.21.0.
-
-TensorFlow finds the row of each value by a mask of rows and of places in the longest row. XLA would have to know the
-longest row when it compiles: `jit_compile=True` compiles a program for each value of the splits. The number of values
-is known whatever the splits are. So here the rows are found from it, and one program serves all splits.
-
-Updates of some rows of a table, for which XLA has no kernel. Checked on TensorFlow 2.21.0.
-
-The optimizers of `tf.compat.v1.train`, and those of Keras 2 in part, have an op that updates a table and its slots at
-some rows. XLA has the op that updates all rows. So in a body all rows are updated, and the others are put back.
-
-TensorFlow's support for programs that XLA compiles: cross-replica ops, tracing for XLA, StableHLO.
-
-Checked on TensorFlow 2.19 to 2.22.
+The support is cross-replica ops, tracing for XLA, and StableHLO; checked on TensorFlow 2.19 to 2.22. The ops are the
+row of each value of a ragged tensor, and updates of some rows of a table; checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -47,6 +35,12 @@ from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLA
 from replica_engine.upstream.graphs import function_graphs, graph_walk, operators
 from replica_engine.upstream.graphs.function_graphs import kept_on
 from replica_engine.upstream.hook import FIRST_COMPILED, Hook
+
+# The row of each value of a ragged tensor in a body for XLA.
+#
+# TensorFlow finds the row of each value by a mask of rows and of places in the longest row. XLA would have to know the
+# longest row when it compiles: `jit_compile=True` compiles a program for each value of the splits. The number of values
+# is known whatever the splits are. So here the rows are found from it, and one program serves all splits.
 
 _VALUES = "_replica_engine_values_of_splits"
 
@@ -96,6 +90,11 @@ def _splits(lengths: tf.Tensor) -> tf.Tensor | None:
     return splits if is_whole else None
 
 
+# Updates of some rows of a table, for which XLA has no kernel.
+#
+# The optimizers of `tf.compat.v1.train`, and those of Keras 2 in part, have an op that updates a table and its slots at
+# some rows. XLA has the op that updates all rows. So in a body all rows are updated, and the others are put back.
+
 _SPARSE, _DENSE = "ResourceSparseApply", "ResourceApply"
 
 MAKE_OP = Hook(
@@ -131,6 +130,8 @@ def _put_back(handle: tf.Tensor, chosen: tf.Tensor, before: tf.Tensor) -> tf.Ope
     after = tf.raw_ops.ReadVariableOp(resource=handle, dtype=before.dtype)
     return tf.raw_ops.AssignVariableOp(resource=handle, value=tf.where(chosen, after, before))
 
+
+# Cross-replica ops, tracing for XLA, StableHLO.
 
 _HOST = "/job:localhost/replica:0/task:0/device:CPU:0"
 

@@ -3,18 +3,6 @@
 Each function here does nothing until Keras is imported, or a second time. A replacement calls Keras' own function
 wherever no strategy of this library is concerned. Checked on Keras 3.15.1; a name that Keras does not have is left out.
 This module does not import Keras.
-
-The losses that layers add (`add_loss`, `activity_regularizer`), for replicas that share the layers.
-
-A layer keeps what it added in a list, which the next call of the model empties. Replicas on threads call one model. If
-they meet between a call and the sum of its losses (a synchronized batch normalization, a masked loss), the list is that
-of the replica which called last. So replica 0 has the layer's list, and each other one a list of its thread. After a
-run, `model.losses` are those of replica 0. Checked on Keras 3.15.1.
-
-The statistics of a synchronized `BatchNormalization` that gets a mask, for the replicas of this library.
-
-Keras synchronizes the statistics of all samples, but computes those of masked samples on each replica for itself. Here
-the sums behind them are those of all replicas. Checked on Keras 3.15.1. This module does not import Keras.
 """
 
 from __future__ import annotations
@@ -359,6 +347,8 @@ def is_of_graph(*args: object, **kwargs: object) -> bool:
 _BEFORE_GRAPH = 8  # arguments of `_GradientsHelper` between `ys, xs` and `src_graph`, with which it calls itself
 
 
+# The losses that layers add (`add_loss`, `activity_regularizer`), for replicas that share the layers.
+
 LOSSES = Hook(
     "keras.src.layers.layer.Layer",
     "_losses",
@@ -370,7 +360,7 @@ LOSSES = Hook(
 
 
 class _OfThreads:
-    """Stands for the attribute.
+    """Stands for the attribute of `LOSSES`.
 
     Args:
         shares: whether the calling thread runs a replica that must not touch the list of the layer.
@@ -407,13 +397,20 @@ def _forget(lists: dict[int, tuple[weakref.ref[object], list[object]]], number: 
 
 
 def for_each_replica(shares: Callable[[], bool]) -> None:
-    """Gives each replica on a thread its own list, once Keras is imported; only once per process.
+    """Gives each replica on a thread its own list of added losses, once Keras is imported; only once per process.
+
+    A layer keeps what it added in a list, which the next call of the model empties. Replicas on threads call one model.
+    If they meet between a call and the sum of its losses (a synchronized batch normalization, a masked loss), the list
+    is that of the replica which called last. So replica 0 has the layer's list, and each other one a list of its
+    thread. After a run, `model.losses` are those of replica 0.
 
     Args:
         shares: whether the calling thread runs a replica other than the first.
     """
     LOSSES.put(lambda there: there or _OfThreads(shares))
 
+
+# The statistics of a synchronized `BatchNormalization` that gets a mask.
 
 Moments = tuple[tf.Tensor, tf.Tensor]
 """A mean and a variance."""
@@ -428,6 +425,9 @@ MOMENTS = Hook(
 
 def synchronize_masked(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     """Makes synchronized normalizations use the statistics of all replicas with a mask too.
+
+    Keras synchronizes the statistics of all samples, but computes those of masked samples on each replica for itself.
+    Here the sums behind them are those of all replicas.
 
     Does nothing until Keras is imported, or a second time.
 

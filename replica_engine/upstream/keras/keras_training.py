@@ -1,32 +1,6 @@
 """Keras' trainer, optimizers and files: the parts that this library calls. It does not import Keras.
 
-The parts of a Keras optimizer that accumulate gradients: `gradient_accumulation_steps`.
-
-Keras keeps one accumulator per weight. `_backend_apply_gradients` adds to the accumulators in k - 1 of k steps, and
-updates the weights in the last one, in two branches of one condition. The functions here are the pieces of that method,
-for code that puts a reduction over replicas between them. Checked on Keras 3.10 to 3.16. This module does not import
-Keras.
-
-Keras' training and test functions, which implement `steps_per_execution`.
-
-Keras runs `steps_per_execution` steps as a loop of a `tf.function` on the host and offers no other way. The trainer's
-method `_make_function` takes the function that does one step, and makes the function that `fit` and `evaluate` call.
-Checked on Keras 3.10 to 3.16. This module does not import Keras; if Keras has no such method, Keras' own loop stays.
-
-`reduce_per_replica` combines the logs of all replicas: it takes the mean, but under a `tf.distribute.TPUStrategy` it
-takes the logs of replica 0. This library's TPUStrategy is a subclass, and takes the mean (`hooks.combine_logs`).
-
-What happens while Keras' `fit` runs: the callbacks it calls, and the loop over the batches of an epoch.
-
-Keras tells a callback neither of the other callbacks nor of the iterator. A callback that saves the whole training
-needs both. Checked on Keras 3.15.1.
-
-Models that Keras writes while several workers train one in one shared folder: the chief writes them.
-
-As with checkpoints (`upstream/checkpoint_hooks.py`), the other workers save into a folder of their own, which is
-deleted at once, and all workers meet before they save and when the chief has written; a worker whose path is not the
-chief's writes there. Callbacks that log (CSVLogger, TensorBoard) are the chief's alone: users give them to no other
-worker. Checked on Keras 3.15.1.
+Checked on Keras 3.10 to 3.16; what happens while `fit` runs, and files, on Keras 3.15.1.
 """
 
 from __future__ import annotations
@@ -54,6 +28,12 @@ from replica_engine.upstream.hook import FIRST_WORKERS_SCOPE, Hook
 if TYPE_CHECKING:
     import keras
 
+
+# The parts of a Keras optimizer that accumulate gradients: `gradient_accumulation_steps`.
+#
+# Keras keeps one accumulator per weight. `_backend_apply_gradients` adds to the accumulators in k - 1 of k steps, and
+# updates the weights in the last one, in two branches of one condition. The functions here are the pieces of that
+# method, for code that puts a reduction over replicas between them.
 
 _BASE_OPTIMIZER = "keras.src.backend.tensorflow.optimizer"
 OPTIMIZER = "TFOptimizer"
@@ -112,6 +92,16 @@ def average(optimizer: keras.optimizers.Optimizer) -> None:
             lambda: None,
         )
 
+
+# Keras' training and test functions, which implement `steps_per_execution`.
+#
+# Keras runs `steps_per_execution` steps as a loop of a `tf.function` on the host and offers no other way. The trainer's
+# method `_make_function` takes the function that does one step, and makes the function that `fit` and `evaluate` call.
+# If Keras has no such method, Keras' own loop stays.
+#
+# `reduce_per_replica` combines the logs of all replicas: it takes the mean, but under a `tf.distribute.TPUStrategy` it
+# takes the logs of replica 0. This library's TPUStrategy is a subclass, and takes the mean
+# (`keras_hooks.combine_logs`).
 
 MODULE = "keras.src.backend.tensorflow.trainer"
 TRAINER = "Trainer" if versions.keras_renamed() else "TensorFlowTrainer"
@@ -196,6 +186,11 @@ def _plain(value: object) -> object:
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else array
 
+
+# What happens while Keras' `fit` runs: the callbacks it calls, and the loop over the batches of an epoch.
+#
+# Keras tells a callback neither of the other callbacks nor of the iterator. A callback that saves the whole training
+# needs both.
 
 _of_backups = functools.partial(
     Hook, since="the first `replica_engine.keras.BackupAndRestore`", until="passes on to Keras for a `fit` without one"
@@ -314,6 +309,13 @@ def begin_at(model: Any, epoch: int | None) -> None:
     """Lets the `fit` that has just begun continue with an epoch; None lets later ones begin with their own."""
     model._initial_epoch = epoch
 
+
+# Models that Keras writes while several workers train one in one shared folder: the chief writes them.
+#
+# As with checkpoints (`upstream/checkpoint_hooks.py`), the other workers save into a folder of their own, which is
+# deleted at once, and all workers meet before they save and when the chief has written; a worker whose path is not the
+# chief's writes there. Callbacks that log (CSVLogger, TensorBoard) are the chief's alone: users give them to no other
+# worker.
 
 _SAVING, _CHIEF_WRITES = "keras.src.saving.saving_api", "the chief writes files for all workers"
 _OTHERS = "passes on to Keras for models of other strategies"

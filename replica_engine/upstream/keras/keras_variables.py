@@ -1,13 +1,7 @@
 """Keras' variables while they are made, their layouts, and the state that Keras keeps for each thread.
 
-Keras' variables while they are made, and the parts of `keras.distribution` that have no public name.
-
-A strategy that divides variables must know which Keras variable a TensorFlow variable is made for: layouts go by its
-path. Checked on Keras 3.10 to 3.16. This module does not import Keras.
-
-The state that Keras keeps separately for each thread. Checked on Keras 3.15.1.
-
-This module does not import Keras: in a process without Keras there is no state to inherit or to clear.
+This module does not import Keras: in a process without Keras there is no state to inherit or to clear. Checked on
+Keras 3.10 to 3.16; the state of a thread on Keras 3.15.1.
 """
 
 from __future__ import annotations
@@ -32,6 +26,11 @@ from replica_engine.upstream.keras import keras_training as names
 if TYPE_CHECKING:
     import keras
 
+
+# Variables while they are made, and the parts of `keras.distribution` that have no public name.
+#
+# A strategy that divides variables must know which Keras variable a TensorFlow variable is made for: layouts go by its
+# path.
 
 _OPS = "keras.src.backend.tensorflow.ops" if versions.keras_renamed() else "keras.src.backend.tensorflow"
 _INITIALIZERS = "keras.src.initializers"
@@ -220,6 +219,8 @@ def layout_map_of(distribution: Any) -> Any:
     """The LayoutMap of a `keras.distribution.ModelParallel`; None for another distribution."""
     return getattr(distribution, "_layout_map", None)
 
+
+# The state that Keras keeps separately for each thread.
 
 MODULE = "keras.src.backend.common.global_state"
 STATE = "GLOBAL_STATE_TRACKER"  # a threading.local with settings, name counters, scopes, a seed generator
