@@ -1,14 +1,10 @@
 """The timeline: spans of time on tracks, written to a file that trace viewers draw; and tables for notebooks.
 
-The timeline: spans of time on tracks, written to a file that trace viewers draw.
-
 Code that records a span first asks `recording()`, or uses `span`, which asks. While no timeline records, this question
 is the only cost. A span is appended to a list when it is over, with its begin and its end, so recording takes no lock.
 
 While TensorFlow's profiler runs, it gets the spans too. The profiler must be told when a span begins and when it ends,
 on the thread of the span; `profiled` does so.
-
-Tables for notebooks: what the `_repr_html_` of a result returns. Standard library only.
 """
 
 from __future__ import annotations
@@ -290,6 +286,9 @@ def _names(groups: dict[str, int], tracks: dict[Track, tuple[int, int]]) -> list
         named.append({**place, "name": "thread_name", "args": {"name": track.name}})
         named.append({**place, "name": "thread_sort_index", "args": {"sort_index": track.order}})
     return named
+
+
+# Tables and texts for notebooks: what the `_repr_html_` of a result returns.
 
 
 def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,17 +1,9 @@
 """What the file of a timeline tells: its steps, its straggler, a picture; and the command that prints them.
 
-The picture of a timeline: a line for each track, coloured by the kind of activity, with steps and straggler.
-
-Reads the file of a timeline as tracks of spans, and computes each span's own time, without the spans inside it.
-
-The steps of a recording, how long each replica worked in them, and which replica is the straggler.
-
 A step is one eager `run`, from beginning to end, as the thread that called it saw it; where replicas have no threads of
 their own, a step is one program, from its launch to its end. Steps are compared, and not sums over the recording: the
 first step traces, compiles and makes variables, which may take longer than all that follow, and mostly falls on one
 replica.
-
-The flags of `python -m replica_engine timeline`.
 """
 
 from __future__ import annotations
@@ -30,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
+# The picture: a line for each track, coloured by the kind of activity, with steps and straggler.
 
 COLOURS = {
     "run": "#4c78a8",
@@ -173,6 +167,9 @@ def _bars(track: DrawnTrack, column: float) -> dict[str, list[tuple[float, float
     return bars
 
 
+# The file, read as tracks of spans. Each span has its own time, without the spans inside it.
+
+
 @dataclasses.dataclass
 class DrawnSpan:
     """One activity. Times are in seconds from the beginning of the recording.
@@ -298,6 +295,8 @@ def _begins(span: DrawnSpan) -> tuple[float, float]:
     """The place of a span on its line."""
     return span.begin, -span.end
 
+
+# The steps, how long each replica worked in them, and which replica is the straggler.
 
 WORK = ("run", "host call")
 NO_STEP = (
@@ -447,6 +446,8 @@ def _work(track: DrawnTrack, steps: list[tuple[float, float]], kinds: Sequence[s
             total[at] += span.own
     return total
 
+
+# The command `python -m replica_engine timeline`.
 
 DESCRIPTION = """\
 Draws a timeline that `with replica_engine.timeline("run.json"):` recorded, and names the slowest replica: the one that

@@ -1,7 +1,5 @@
 """The watchdog: one thread that checks from time to time for operations that should have returned.
 
-Stacks of threads, for reports: where each thread is in the user's program.
-
 Code that starts an operation which may take long puts a `Wait` around it. A wait adds an entry to a dictionary and
 removes it again. The watchdog sleeps until the first wait is due. As long as all operations return in time, no
 function is called for a report, and the watchdog wakes up seldom. When a wait is due, the watchdog logs the wait's
@@ -27,6 +25,8 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+
+# Stacks of threads, for reports: where each thread is in the user's program.
 
 _STANDARD_LIBRARY = os.path.dirname(traceback.__file__) + os.sep
 
@@ -73,6 +73,8 @@ def stack_of(thread: int | None) -> str:
         shown.append(frames[-1])
     return "".join(traceback.format_list(shown))
 
+
+# When to warn, and what reports say of other workers and of replicas.
 
 VARIABLE = "REPLICA_ENGINE_WARN_AFTER"
 """The environment variable with the seconds after which to warn, if the strategy sets no number."""
@@ -150,6 +152,9 @@ def replicas() -> str:
         except Exception:  # the step has just ended; a report must not end the thread that sends it
             log.debug("The replicas could not be described.", exc_info=True)
     return "; ".join(filter(None, found))
+
+
+# Waits, and the thread that checks them.
 
 
 class Wait:

@@ -1,4 +1,4 @@
-"""`python -m replica_engine.workers`: the coordinator of a job, as `serve.start` starts it.
+"""`python -m replica_engine.workers`: the coordinator of a job, as `server.start` starts it.
 
 It reads what it needs from its standard input, answers with one line on its standard output, and ends when the job is
 over.

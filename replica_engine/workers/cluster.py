@@ -1,18 +1,5 @@
 """Which worker this process is, of how many, and where their coordinator is: read from the environment.
 
-Where the coordinator of a job is that Slurm or Open MPI started.
-
-Neither tells its processes an address to meet at. Each process computes the same one from what it is told: the host of
-the first task, and a port drawn from the number of the job, so that two jobs on one machine have two ports.
-
-Under which address the other workers of a job reach this process.
-
-Signs of other processes in an environment that does not tell this process its place among them.
-
-Such a process would run alone without a word, and so would each of the others: every one of them trains a model of its
-own and writes over the files of the others. The variables here are set by launchers whose place is not read, or are a
-part of what a launcher sets whose place is read. A variable of one process alone is no sign.
-
 What starts the processes of a job tells each of them its place in environment variables, and each launcher has its
 own. `find_cluster` looks for them in a fixed order, and the first that is there counts:
 
@@ -48,6 +35,11 @@ from dataclasses import dataclass, replace
 from replica_engine.errors import ClusterConfigError
 from replica_engine.errors.base import shown
 from replica_engine.errors.worker_errors import runs_alone
+
+# Where the coordinator of a job is that Slurm or Open MPI started.
+#
+# Neither tells its processes an address to meet at. Each process computes the same one from what it is told: the host
+# of the first task, and a port drawn from the number of the job, so that two jobs on one machine have two ports.
 
 STEP_NODES = "SLURM_STEP_NODELIST"
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
@@ -130,6 +122,9 @@ def _expanded(part: str) -> Iterator[str]:
             yield from _expanded(f"{before}{number:0{len(first)}d}{after}")
 
 
+# Under which address the other workers of a job reach this process.
+
+
 def own_host(coordinator: str, reached: str = "") -> str:
     """The host under which the other workers reach this machine.
 
@@ -209,6 +204,13 @@ def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socke
     return join_address(host, held.getsockname()[1]), held
 
 
+# Signs of other processes in an environment that does not tell this process its place among them.
+#
+# Such a process would run alone without a word, and so would each of the others: every one of them trains a model of
+# its own and writes over the files of the others. The variables here are set by launchers whose place is not read, or
+# are a part of what a launcher sets whose place is read. A variable of one process alone is no sign.
+
+
 def of_others(environ: Mapping[str, str]) -> str | None:
     """The name of a variable that says that there are other processes; None if none does."""
     return next((name for name, is_sign in _SIGNS.items() if is_sign(environ.get(name, "").strip())), None)
@@ -274,6 +276,8 @@ _SIGNS: dict[str, Callable[[str], bool]] = {
     "AWS_BATCH_JOB_NUM_NODES": _several,
 }
 
+
+# The place of this process in its job.
 
 LOGGER = logging.getLogger("replica_engine")
 

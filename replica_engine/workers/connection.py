@@ -1,27 +1,9 @@
 """A member's connection to the coordinator: its thread, its questions, and the machines of the others.
 
-Questions to the coordinator and their answers, values for all workers, and the first failure of the job.
-
-Every wait for an answer ends when the job fails, with the failure.
-
-The socket of a member and the thread that serves it.
-
-The thread writes what is queued, reads messages, and notices when the coordinator is gone or silent. It runs Python
-only, so it needs the interpreter lock. A process that holds the lock for longer than the heartbeat limit, in one call
-of native code, counts as lost.
-
-Whether the machines of the other workers answer this one: two workers may both hear the coordinator, and not each
-other. Then a collective between them never ends, and every sign of life says that all is well.
-
-Each worker holds a TCP port at which nobody listens. The system of its machine refuses a connection there at once,
-also while the worker is stopped or busy. So a refusal is an answer: the way there and back is open. Nothing is accepted
-and nothing is read, so strangers find nothing at that port.
-
-- Each worker asks each other one at least four times within the limit, and one that does not answer in each round.
-- Only a machine that has answered before can be missed: a firewall may let nothing through to that port.
-- Time in which this process did not run does not count.
-
-A worker whose machine is silent is reported to the coordinator, which knows whether it hears that worker itself.
+- `Channel` asks the coordinator and gets its answers, and knows the values for all workers and the first failure of the
+  job. Every wait for an answer ends when the job fails, with the failure.
+- `Connection` has the socket of a member and the thread that serves it.
+- `Links` finds out whether the machines of the other workers answer this one.
 """
 
 from __future__ import annotations
@@ -295,6 +277,8 @@ class Channel:
             callback(failure.error())
 
 
+# The socket and its thread.
+
 GOODBYE = 2.0  # seconds to write the last messages
 _LATE = 0.2  # seconds; a process that runs later than this after it was to has stood still
 _READ = 1 << 16
@@ -303,6 +287,10 @@ _WRITE = selectors.EVENT_WRITE
 
 class Connection:
     """A member's connection to the coordinator; `start` starts its thread.
+
+    The thread writes what is queued, reads messages, and notices when the coordinator is gone or silent. It runs Python
+    only, so it needs the interpreter lock. A process that holds the lock for longer than the heartbeat limit, in one
+    call of native code, counts as lost.
 
     Args:
         sock: the connection on which the worker was welcomed.
@@ -457,6 +445,8 @@ class Silence:
         return now - self._since
 
 
+# The machines of the other workers.
+
 _ROUNDS = 8  # within the limit, or one a second if that is more often
 _ASKED = 4  # rounds within the limit in which each machine is asked
 _MOST = 256  # asked at once, besides those that are missed: each takes a file
@@ -465,7 +455,20 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a connection that was made after 
 
 
 class Links:
-    """The ways from this worker to the others.
+    """The ways from this worker to the others: whether their machines answer this one.
+
+    Two workers may both hear the coordinator, and not each other. Then a collective between them never ends, and every
+    sign of life says that all is well.
+
+    Each worker holds a TCP port at which nobody listens. The system of its machine refuses a connection there at once,
+    also while the worker is stopped or busy. So a refusal is an answer: the way there and back is open. Nothing is
+    accepted and nothing is read, so strangers find nothing at that port.
+
+    - Each worker asks each other one at least four times within the limit, and one that does not answer in each round.
+    - Only a machine that has answered before can be missed: a firewall may let nothing through to that port.
+    - Time in which this process did not run does not count.
+
+    A worker whose machine is silent is reported to the coordinator, which knows whether it hears that worker itself.
 
     Args:
         worker: the index of this worker.

@@ -15,12 +15,6 @@ What it guarantees:
 
 Process managers (honcho, circus) and torchrun were considered. The first end all workers when any of them ends
 well, and know no first failure; the last comes with PyTorch. What is needed here is `subprocess` and one loop.
-
-What the launcher prints, wherever it goes: an output that is closed, or a full disk behind it, ends no job.
-
-Lines that cannot be written are counted, and the other output says how many. Every write is tried again, since a disk
-may have room again. Nothing is kept in a buffer, which could be neither written nor thrown away later. Only a pipe that
-nobody reads any more is the caller's matter: `BrokenPipeError`.
 """
 
 from __future__ import annotations
@@ -494,7 +488,11 @@ class Slots:
 
 
 class Output:
-    """One of the standard outputs of this process.
+    """One of the standard outputs of this process. One that is closed, or a full disk behind it, ends no job.
+
+    Lines that cannot be written are counted, and the other output says how many. Every write is tried again, since a
+    disk may have room again. Nothing is kept in a buffer, which could be neither written nor thrown away later. Only a
+    pipe that nobody reads any more is the caller's matter: `BrokenPipeError`.
 
     Args:
         descriptor: its number: 1 or 2.

@@ -1,15 +1,14 @@
 """What members and the coordinator tell each other.
 
-The first failure of a job, as data: the coordinator keeps it, sends it to all, and each member raises it.
-
-What goes over a connection between a member and the coordinator: JSON arrays, one on each line.
-
-The first element of an array is the kind of the message. JSON and not pickle: nothing that arrives can run code.
+A connection between a member and the coordinator carries JSON arrays, one on each line. The first element of an array
+is the kind of the message. JSON and not pickle: nothing that arrives can run code.
 
 The member proves first that it knows the job's token, and so does the coordinator. Each side sends a random
 number, and the other side sends a keyed hash (HMAC-SHA256) of both numbers. The token itself is never sent, and a proof
 that was overheard is worth nothing later. What follows is neither encrypted nor signed: the network between the hosts
 of a job must be one that nobody else can write to.
+
+The first failure of a job is data (`Failure`): the coordinator keeps it, sends it to all, and each member raises it.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from typing import Any
 
 from replica_engine import errors
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
+
+# The first failure of a job.
 
 _WORDINGS = {
     "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "parted", "gave_up"),
@@ -141,6 +142,8 @@ def _from_json(value: object) -> object:
         return WorkerRow(**value["row"])
     return [_from_json(each) for each in value] if isinstance(value, list) else value
 
+
+# Messages, and the proof that a side knows the token.
 
 Message = list[Any]
 

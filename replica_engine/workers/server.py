@@ -1,22 +1,8 @@
 """The coordinator of a job, the connections that it has not accepted yet, and the process that it runs in.
 
-Starts the coordinator as a child process of worker 0, where no launcher of ours has one.
-
-The child is in a session of its own: Ctrl-C in the terminal, or a signal to the process group of worker 0, does not
-reach it. Slurm, and systemd, send SIGTERM to all processes of a job: the child ignores it, since the workers need it to
-agree on the step after which they save. It ends with its job. It gets the token on its standard input, so that the list
-of processes does not show it.
-
-Connections that have not proved yet that they know the token of the job, and what is told of them.
-
-A member that has just connected is one of them for a moment. So nothing here looks at what is new: the ones go that
-have been silent for longest, of the host that most come from.
-
-The coordinator of a job: the process or thread that all members are connected to.
-
-It never runs in a worker. `replica-engine launch` has it on a thread; otherwise worker 0 starts it as a child process
-in a session of its own (`python -m replica_engine.workers`). So it stays when worker 0 is killed, and tells the
-others.
+All members are connected to the coordinator. It never runs in a worker. `replica-engine launch` has it on a thread;
+otherwise worker 0 starts it as a child process in a session of its own (`python -m replica_engine.workers`). So it
+stays when worker 0 is killed, and tells the others.
 
 One thread serves all members, with non-blocking sockets: it reads what has arrived, gives it to `Job`, and writes what
 `Job` has to tell. It must never wait for one member. A member that does not read is dropped when its share of
@@ -56,6 +42,8 @@ from replica_engine.workers.messages import BadMessageError, Failure, Lines, Mes
 
 LOGGER = logging.getLogger("replica_engine")
 
+# The child process of worker 0, where no launcher of ours has the coordinator.
+
 PAUSE = 0.5  # seconds between attempts while an earlier run ends
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # not all systems have all
 
@@ -65,6 +53,11 @@ started: list[subprocess.Popen[str]] = []
 
 def start(size: int, token: str, address: str, limits: Limits, patience: float = 0.0) -> str:
     """Starts a coordinator in a child process.
+
+    The child is in a session of its own: Ctrl-C in the terminal, or a signal to the process group of worker 0, does not
+    reach it. Slurm, and systemd, send SIGTERM to all processes of a job: the child ignores it, since the workers need
+    it to agree on the step after which they save. It ends with its job. It gets the token on its standard input, so
+    that the list of processes does not show it.
 
     Args:
         size: the number of workers.
@@ -155,7 +148,10 @@ PATIENCE = 10.0  # seconds to prove that one knows the token, and between two wa
 
 
 class Strangers(Generic[T]):
-    """The strangers of a coordinator.
+    """Connections that have not proved yet that they know the token of the job, and what is told of them.
+
+    A member that has just connected is one of them for a moment. So nothing here looks at what is new: the ones go that
+    have been silent for longest, of the host that most come from.
 
     Args:
         address: of the coordinator, for messages.
