@@ -188,7 +188,7 @@ class Body:
     Args:
         devices: where the replicas run.
         random: what its random ops draw from, a `state.random_numbers.RandomState`.
-        order: the order of its host calls, a `host_calls.call.CallOrder`.
+        order: the order of its host calls, a `host_call.CallOrder`.
         name: the name of the strategy that runs it, for timelines.
         limits: how long a launch may take.
         soft: whether ops that XLA cannot compile run on the host; None takes the setting of
@@ -314,7 +314,7 @@ def note_collective(kind: str, where: str, x: tf.Tensor) -> None:
 
 
 def gathered_host_calls() -> Any:
-    """The object that `Body.entered` collects host calls in. `host_calls.call.current_calls` knows its type."""
+    """The object that `Body.entered` collects host calls in. `host_call.current_calls` knows its type."""
     return _thread.calls
 
 
