@@ -1,12 +1,4 @@
-"""One replica in one run, and how a run is drawn on a timeline.
-
-Draws a run on a timeline: one track for each replica, and one for the coordinator.
-
-A run has an observer only while a timeline is being recorded. A run that is not recorded pays one comparison with None
-at each place where something could be drawn.
-
-One replica in one run: the state that its thread and the coordinator share.
-"""
+"""One replica in one run, and how a run is drawn on a timeline."""
 
 from __future__ import annotations
 
@@ -27,7 +19,10 @@ from replica_engine.watch.watchdog import stack_of
 
 
 class Observer:
-    """Draws one run.
+    """Draws one run on a timeline: one track for each replica, and one for the coordinator.
+
+    A run has an observer only while a timeline is being recorded. A run that is not recorded pays one comparison with
+    None at each place where something could be drawn.
 
     Args:
         name: the name under which timelines show the run, such as the name of the strategy.
@@ -129,7 +124,7 @@ class Outcome(NamedTuple):
 
 
 class Replica:
-    """One replica in one run.
+    """One replica in one run: the state that its thread and the coordinator share.
 
     Exactly one thread may use this object at a time: the replica's own thread while it holds the baton, the
     coordinator while the replica is paused or finished. The events between the two threads are the only

@@ -1,9 +1,4 @@
-"""The threads of replicas: each is parked between jobs, and a pool leases groups of them to runs.
-
-One persistent replica thread: parked until it gets a job, and parked again after the job.
-
-Sync groups: the N threads that run the replicas of a run, and the pool that leases them to runs.
-"""
+"""The threads of replicas: each is parked between jobs, and a pool leases groups of them to runs."""
 
 from __future__ import annotations
 

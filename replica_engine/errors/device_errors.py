@@ -1,8 +1,6 @@
 """Errors about devices, and about versions of TensorFlow and Keras that do not serve.
 
-Devices that cannot be used, and the jax backend that provides them.
-
-TensorFlow and Keras in versions that do not serve, or that were never tested.
+jax, which provides the devices of compiled programs, counts as both. Versions that were never tested get a warning.
 """
 
 from __future__ import annotations

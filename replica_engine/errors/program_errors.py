@@ -1,9 +1,4 @@
-"""Errors of compiled bodies and of the functions that they call on the host.
-
-Compiled bodies: code that XLA cannot compile, and failures of compiled programs.
-
-Host calls of compiled bodies (`outside_compilation`): wrong calls, wrong results, and notes on failures.
-"""
+"""Errors of compiled bodies and of the functions that they call on the host."""
 
 from __future__ import annotations
 
@@ -321,6 +316,7 @@ def untrusted_cache_dir(folder: str, reason: str, command: str, is_file: bool) -
     )
 
 
+# Host calls of compiled bodies (`outside_compilation`).
 class NestedHostCallError(ReplicaEngineError, NotImplementedError):
     """outside_compilation was called inside a function that outside_compilation runs.
 

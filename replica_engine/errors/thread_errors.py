@@ -1,10 +1,6 @@
 """Errors of replicas on threads, of scopes, and of calls whose arguments do not fit.
 
-Replicas on threads: replicas that do not meet or differ, and notes on a user's exception.
-
-Objects and calls that do not belong to the strategy whose replicas use them.
-
-Calls of replicated functions: their arguments, and the place of the call.
+Notes on a user's exception are here too.
 """
 
 from __future__ import annotations
@@ -172,6 +168,7 @@ def note_abandoned(error: BaseException, rows: Sequence[ReplicaRow]) -> None:
         add_note(error, f"abandoned, because it did not return: {row}{stack}")
 
 
+# Objects and calls that do not belong to the strategy whose replicas use them.
 KERAS_RUNS = "`fit`, `predict` and such methods of a Keras model run the replicas themselves: call these outside."
 _ALL_REDUCE = (
     'In a replica, ask its context, on all replicas: tf.distribute.get_replica_context().all_reduce("SUM", value).'
@@ -268,6 +265,7 @@ def warn_foreign_optimizer(name: str, kind: str, size: int, where: str) -> str:
     )
 
 
+# Calls of replicated functions: their arguments, and the place of the call.
 LOOP = (
     "    for batch in strategy.experimental_distribute_dataset(dataset):\n"
     "        strategy.run(step, args=(batch,))\n"

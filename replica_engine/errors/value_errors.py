@@ -1,12 +1,6 @@
 """Errors about values, models, optimizers and checkpoints, and of parity checks and the contrib API.
 
-Values that cannot be passed to replicas, reduced or joined, tensors without a value, and failed checkpoints.
-
-Keras models that cannot be replicated, batches that cannot be split, and misused optimizers.
-
-Misuse of TensorFlow's contrib API of 2018.
-
-Parity checks: results that differ between one device and N replicas, and checks that cannot be made.
+The contrib API is TensorFlow's of 2018. A parity check compares the results of one device and of N replicas.
 """
 
 from __future__ import annotations
@@ -239,6 +233,7 @@ class CheckpointError(ReplicaEngineError, OSError):
         )
 
 
+# Keras models, their batches and their optimizers.
 class ReplicateError(ReplicaEngineError, ValueError):
     """`replicate_model` cannot replicate this model, or cannot use its other arguments.
 

@@ -330,7 +330,7 @@ def used_by(
     A function that has captured a variable of a replica was traced while the model had them, and knows what to do.
 
     Args:
-        function: the function, as `captures.of` takes it.
+        function: the function, as `function_graphs.marked` takes it.
         is_between_steps: whether no step of the model runs.
         at_work: a context for what is done with variables here.
     """

@@ -1,12 +1,9 @@
 """Gradients across replicas: reduced first, then applied once, in cross-replica context.
 
-A Keras optimizer for custom training loops that reduces gradients over replicas before it applies them.
-
-Applies gradients across replicas: they are reduced first, then applied once, in cross-replica context.
-
 Keras sums gradients inside an optimizer's update. That is after clipping, so each replica clips only its own part. Here
 a merge call reduces gradients first, and the optimizer's own `apply` runs inside the merge call, for all replicas at
 once. So all that an optimizer does with a gradient, it does with the gradient of the global batch, as on one device.
+`CrossReplicaOptimizer` does so in custom training loops.
 
 An optimizer with `gradient_accumulation_steps` is called in replica context instead, with the gradients of the replica.
 `strategies/keras_scopes.py` reduces them in the last step of a group, before the optimizer clips.

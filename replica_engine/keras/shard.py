@@ -1,19 +1,15 @@
 """The shard: what one replica computes of a batch, and what a step may do to its sums and gradients.
 
-The shard: the part of a batch that one replica computes, and the weight of its results in the whole batch.
-
 One device computes the mean over its batch of n samples. Replica r has n_r of these samples and computes the mean over
 them. The sum over the replicas of `n_r / n` times these means is the mean over the batch. So a loss, a gradient or a
 mean of replica r counts with `weight = n_r / n`, and the replicas together compute what one device computes, whatever
 the sizes of their shards are.
 
-Some batches cannot be split, for example a batch with fewer samples than replicas. Then every replica computes
-the *whole* batch, and only the result of replica 0 counts.
+Some batches cannot be split, for example a batch with fewer samples than replicas. Then every replica computes the
+*whole* batch, and only the result of replica 0 counts.
 
-What a step of a shard may do to a sum of losses and to gradients, and what makes it a step of the whole batch.
-
-The sums of the shards are added up in the end, and so are their gradients. That gives the numbers of one device if what
-the step does to them in between is linear:
+The sums of losses of the shards are added up in the end, and so are their gradients. That gives the numbers of one
+device if what the step does to them in between is linear:
 
 - what reaches the reduction of a compiled loss is the step's loss. In a step of Keras nobody else sees it;
 - a sum of losses that another call makes, or that a method of the user's own gets, may be the loss itself. Or it is
@@ -21,8 +17,9 @@ the step does to them in between is linear:
   so the two count differently. The ops from the sum to the loss, a metric or the logs show which it is;
 - a gradient that was clipped, normalized or rounded before the optimizer gets it is that of a shard.
 
-Where the ops do not show that the numbers are those of one device, the step is given up, and every replica computes the
-whole batch. An eager step has no ops. There such a sum is enough, and so is another object than the gradient of a tape.
+Where the ops do not show that the numbers are those of one device, the step is given up (`NotASum`), and every replica
+computes the whole batch. An eager step has no ops. There such a sum is enough, and so is another object than the
+gradient of a tape.
 
 A metric of the user's own has samples of a shard and adds up what it makes of them: there a sum is just a sum.
 """

@@ -1,12 +1,12 @@
 """One step of Keras on the shard of each replica, and several of them in one graph.
 
-One step of a model on one replica, on its `Shard` of a batch, and what its logs are over all replicas.
+`ShardedStep` is a step of a model on one replica, on its `Shard` of a batch. `across_replicas` says what its logs are
+over all replicas.
 
-Several steps in one call of a graph: a loop over batches, as Keras has one around the steps of an execution.
-
-A call of a function costs as much as a small step, so steps on threads share one. The batches are arguments of the
-graph, since a batch that fails, or that replicas must compute whole, has to be known before its step. The graph takes
-any number of batches up to the one that it was made for: fewer are filled up, and a count says how many there are.
+A call of a function costs as much as a small step, so steps on threads share one: a loop over batches, as Keras has one
+around the steps of an execution. The batches are arguments of the graph, since a batch that fails, or that replicas
+must compute whole, has to be known before its step. The graph takes any number of batches up to the one that it was
+made for: fewer are filled up, and a count says how many there are.
 """
 
 from __future__ import annotations
@@ -211,6 +211,7 @@ def _flat(logs: Mapping[str, object]) -> dict[str, object]:
     return flat
 
 
+# Several steps in one call of a graph.
 MOST = 8
 """The most steps in a call: then the call costs little beside them, and no more batches are held than so many."""
 

@@ -1,15 +1,12 @@
 """The devices of one replicated program, arrays on them, and programs that were abandoned there.
 
-Abandoned programs: nothing waits for them, and they may never end.
-
-When a client of jaxlib is destroyed, it waits for its threads, and so for its programs. If the garbage collector or the
-exit of the process destroyed it while an abandoned program runs, it would wait for ever. So devices with an abandoned
-program are kept alive. At exit the client of devices on which such a program still runs is never destroyed.
-
-The devices of one replicated program, and arrays on them.
-
 An array here has one value on each device, all of one shape and dtype. jax takes it for a replicated array. Only this
 library and the program know that the values may differ by replica.
+
+Nothing waits for an abandoned program, and it may never end. When a client of jaxlib is destroyed, it waits for its
+threads, and so for its programs. If the garbage collector or the exit of the process destroyed it while an abandoned
+program runs, it would wait for ever. So devices with an abandoned program are kept alive (`add`). At exit the client of
+devices on which such a program still runs is never destroyed.
 """
 
 from __future__ import annotations
@@ -47,6 +44,7 @@ from replica_engine.process.threads import Apart
 from replica_engine.watch.watchdog import Wait
 from replica_engine.workers import Member, Program
 
+# Abandoned programs.
 _LAST_CALLS = 5.0  # seconds at exit for a program that calls Python, whose calls return at once, or returns to it
 
 _left: dict[DeviceGroup, bool] = {}  # devices with an abandoned program; whether the program may call the host
@@ -307,7 +305,7 @@ class DeviceGroup:
         held_by: while the next launch waits for such a program, its name; otherwise "".
         programs: the cache of the programs that run without a strategy, which goes with the group; None before.
         mesh: the devices of each replica, if it has several; None if each has one.
-        rows: whether arrays have a row for each replica (`partitions`).
+        rows: whether arrays have a row for each replica (`stablehlo`).
         spans: whether a replica has devices of several workers.
         flat: the same devices, one for each replica.
 

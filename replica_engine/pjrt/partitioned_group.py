@@ -13,7 +13,7 @@ from replica_engine.workers import Member
 
 
 class PartitionedGroup(DeviceGroup):
-    """Devices in groups of one size, one group for each replica; see `partitions`.
+    """Devices in groups of one size, one group for each replica; see `stablehlo`.
 
     Args:
         platform: as for `DeviceGroup`.

@@ -1,16 +1,12 @@
 """What a program needs on a device, and the chips for which that can be asked.
 
-Slices of TPUs, and GPUs, by name: "v5e:2x4" are eight chips.
+A `Plan` is what the compiler says of a program: how much memory and work it needs on each device. Nothing of it is
+measured: the program did not run.
 
-The names of slices are those of Google's cloud: a kind of chip, and how many chips the slice has along each axis. Some
-chips are two devices, each with half of the chip's memory. This module compiles nothing and imports nothing of jax, so
-a wrong name is an error at once, also where no compiler is installed.
-
-Reads what only the text of a compiled program tells: its collectives, and the cycles that the compiler estimates.
-
-What the compiler says of a program: how much memory and work it needs on each device.
-
-Nothing of it is measured: the program did not run.
+The chips are slices of TPUs, and GPUs, by name: "v5e:2x4" are eight chips. The names of slices are those of Google's
+cloud: a kind of chip, and how many chips the slice has along each axis. Some chips are two devices, each with half of
+the chip's memory. This module compiles nothing, so a wrong name is an error at once, also where no compiler is
+installed.
 """
 
 from __future__ import annotations
@@ -201,6 +197,7 @@ def _chips_of(name: str) -> int:
     return math.prod(map(int, name.partition(":")[2].split("x")))
 
 
+# What only the text of a compiled program tells: its collectives, and the cycles that the compiler estimates.
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _OPERATION = re.compile(rf"= (.+?) ({'|'.join(_KINDS)})(-start)?\(", re.MULTILINE)
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")

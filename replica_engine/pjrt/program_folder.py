@@ -1,25 +1,15 @@
 """A folder of compiled programs, and whether it can be trusted.
 
-Whether a path leads to what only this user and root can have written.
+Later processes read the programs instead of compiling. The layout is that of jax's own persistent cache, so one folder
+serves both. `KEY-cache` holds, compressed, four bytes with the seconds that compiling took, and then the executable.
+`KEY-atime` holds the time of its last use, by which the oldest are removed (`jax_compilation_cache_max_size`). jax's
+functions for it are private and are not used. Nor are they enough, since they write in place: another process could
+read half a file, and a broken file would stay for ever. Here a file appears whole or not at all, and a broken one is
+replaced. `KEY-about` says what the program was compiled for, so that a later process can say why it has to compile
+again.
 
-Who may write to a folder may replace what is in it, and so may who owns it, since an owner may change the permissions.
-The same holds for each folder around it, and for each symbolic link on the way. A folder with the sticky bit, such as
-/tmp, lets others add entries, but not replace an entry that belongs to somebody else.
-
-Permissions of the group count as those of others: a group may have members that this process does not know of, and
-where there are access control lists, the bits of the group say what those allow at most.
-
-A folder of compiled programs, which later processes read instead of compiling.
-
-The layout is that of jax's own persistent cache, so one folder serves both. `KEY-cache` holds, compressed, four bytes
-with the seconds that compiling took, and then the executable. `KEY-atime` holds the time of its last use, by which the
-oldest are removed (`jax_compilation_cache_max_size`). jax's functions for it are private and are not used. Nor are they
-enough, since they write in place: another process could read half a file, and a broken file would stay for ever. Here a
-file appears whole or not at all, and a broken one is replaced. `KEY-about` says what the program was compiled for, so
-that a later process can say why it has to compile again.
-
-Loading an executable runs what the file says. So a folder and a file are used only if nobody but this user and root
-can have written them, and what is written here is for this user only, whatever the umask.
+Loading an executable runs what the file says. So a folder and a file are used only if nobody but this user and root can
+have written them (`check`), and what is written here is for this user only, whatever the umask.
 """
 
 from __future__ import annotations
@@ -53,6 +43,13 @@ class UntrustedPathError(Exception):
 
 def check(path: pathlib.Path) -> None:
     """Checks that nobody but this user and root can change what an absolute path leads to.
+
+    Who may write to a folder may replace what is in it, and so may who owns it, since an owner may change the
+    permissions. The same holds for each folder around it, and for each symbolic link on the way. A folder with the
+    sticky bit, such as /tmp, lets others add entries, but not replace an entry that belongs to somebody else.
+
+    Permissions of the group count as those of others: a group may have members that this process does not know of, and
+    where there are access control lists, the bits of the group say what those allow at most.
 
     Raises:
         UntrustedPathError: another user can.

@@ -1,10 +1,7 @@
 """Checks of what users pass to strategies, `run` and `reduce`, before anything is done with it.
 
-The devices of a strategy: parses, checks and completes device names.
-
-Checks the arguments of strategies, `run` and `reduce` before anything is done with them.
-
-What to write instead of a call of `run` whose arguments do not fit the function.
+`resolve_devices` parses, checks and completes the names of a strategy's devices. `note_arguments` says what to write
+instead of a call of `run` whose arguments do not fit the function.
 """
 
 from __future__ import annotations

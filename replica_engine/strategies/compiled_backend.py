@@ -1,8 +1,7 @@
 """The backend of TPUStrategy and its hooks of `tf.distribute`: one program that runs on all devices.
 
-The backend of TPUStrategy: the replica body compiled to one program that runs on all devices.
-
-The extended half of TPUStrategy: the hooks of `tf.distribute`, on the host and in a compiled body.
+`CompiledBackend` compiles the replica body to that program. `TPUExtended` has the hooks, on the host and in a compiled
+body.
 """
 
 from __future__ import annotations

@@ -1,12 +1,5 @@
 """Variables of TPUStrategy: TensorFlow's distributed variables, with their values on the devices.
 
-Initial values that are made in parts: neither the host nor a device ever has a large variable whole.
-
-Keras' own initializers are functions of a shape and a seed. So such a function becomes a program, whose result is
-divided like the variable. Random numbers are those that TensorFlow draws on the host (`random_numbers`). All other
-functions run on the host, once: they may have an effect, such as an item taken from an iterator, or need real values.
-So does an initializer with a `SeedGenerator`, whose state counts the draws.
-
 A mirrored variable has one variable on the host; an on-read variable has one variable on the host per replica.
 `DeviceValue` moves values between these variables and the devices.
 """
@@ -49,7 +42,12 @@ LARGE = 1 << 23
 
 
 class InitialValue:
-    """The body of the program.
+    """The body of a program that makes an initial value in parts: no host or device ever has a large variable whole.
+
+    Keras' own initializers are functions of a shape and a seed. So such a function becomes a program, whose result is
+    divided like the variable. Random numbers are those that TensorFlow draws on the host (`random_numbers`). All other
+    functions run on the host, once: they may have an effect, such as an item taken from an iterator, or need real
+    values. So does an initializer with a `SeedGenerator`, whose state counts the draws.
 
     Args:
         make: makes the value.

@@ -1,14 +1,13 @@
 """How variables and batches are divided over the devices of a replica, and the table of it.
 
-The variables of a strategy: how each is divided over the devices of a replica, and their bytes.
+`read` takes the argument: `TPUStrategy(distribution=...)`. Keras' objects are the vocabulary:
+`keras.distribution.ModelParallel` names axes of a mesh for variables by their paths. Two rules need no names. "fsdp"
+divides each variable, and "zero1" the variables that an optimizer keeps for each weight, along the largest dimension
+that divides evenly, or else along a long one; small ones stay whole. "zero1" and "fsdp" are the stages of ZeRO
+(Rajbhandari et al., 2020, arXiv:1910.02054) in which optimizer states, and weights as well, are divided; XLA chooses
+when to gather them.
 
-How the variables and batches of a replica are divided over its devices: `TPUStrategy(distribution=...)`.
-
-Keras' objects are the vocabulary: `keras.distribution.ModelParallel` names axes of a mesh for variables by their paths.
-Two rules need no names. "fsdp" divides each variable, and "zero1" the variables that an optimizer keeps for each
-weight, along the largest dimension that divides evenly, or else along a long one; small ones stay whole. "zero1" and
-"fsdp" are the stages of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) in which optimizer states, and weights as
-well, are divided; XLA chooses when to gather them.
+`Layouts` is the table: how each variable of a strategy is divided, and its bytes.
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
 """Keras models and optimizers that are made in a scope.
 
-Keras' optimizers on replicas: they clip the gradient of the whole batch, and gradients travel once in k steps.
-
 Keras clips the gradient of each replica, and sums what is left. One device clips the sum. So in a replica, an optimizer
 that clips first sums the gradients of all, in a merge call, and all replicas update with the clipped sum.
 
-With `gradient_accumulation_steps`, each replica adds its gradients to accumulators of its own (variables with `ON_READ`
-synchronization). In the last step of a group the sums of all replicas are reduced, and the optimizer clips, decays and
-updates with the result: the gradient of the whole group, as on one device. In the other k - 1 steps no gradient leaves
-its replica.
+With `gradient_accumulation_steps`, gradients travel once in k steps. Each replica adds its gradients to accumulators of
+its own (variables with `ON_READ` synchronization). In the last step of a group the sums of all replicas are reduced,
+and the optimizer clips, decays and updates with the result: the gradient of the whole group, as on one device. In the
+other k - 1 steps no gradient leaves its replica.
 
 Whether a step is the last one depends on the optimizer's counter, which is equal on all replicas. Replica threads
 cannot meet inside a branch, so they meet before it: in each step a merge call, which moves no data, builds one
 condition for all replicas. In a compiled program the condition is part of the program, with the collectives in one of
 its branches.
 
-What Keras calls for models that are made in a scope, and the check of Keras' distributions.
+For models, `explain` changes what Keras calls, and `check_distribution` checks Keras' distributions.
 """
 
 from __future__ import annotations

@@ -1,23 +1,8 @@
 """The backend of replicas on threads: the methods that users call, and updates of variables.
 
-Eager updates of a variable's components: all components or none, whatever exception comes in between.
-
-`extended.update` calls a function on one component after the other. An exception may break that off: one of the
-function itself, or one that another thread raises in this one (`PyThreadState_SetAsyncExc`). Then the components are
-made equal. If the first one is finished, the others get its value, and the update is made; otherwise the first one gets
-the value that the second one still has, and the update is undone. The same holds for other variables that the function
-has assigned on its way, such as the slots of an optimizer.
-
-Only variables of which all replicas have one value are made equal, and only those that this update has written. If the
-arguments of the update differ by replica, all stays as the exception left it: the components need not be equal.
-
-If other threads update variables of the strategy meanwhile, the last of them makes the components equal. Until then
-each update reaches all components, so that it does not matter which value is copied first.
-
-The strategy half of every strategy of this library: the methods that users call.
-
-It checks arguments, says errors in the user's terms, and passes on to the extended half (`extended`) and to its backend
-(`replica_engine.backend`).
+`OnBackend` is the strategy half of every strategy of this library. It checks arguments, says errors in the user's
+terms, and passes on to the extended half (`extended`) and to its backend (`replica_engine.backend`). `Updates` makes
+the eager updates of variables.
 """
 
 from __future__ import annotations
@@ -74,7 +59,20 @@ def _note(variable: Any) -> None:
 
 
 class Updates:
-    """The eager updates of one strategy."""
+    """The eager updates of one strategy: all components or none, whatever exception comes in between.
+
+    `extended.update` calls a function on one component after the other. An exception may break that off: one of the
+    function itself, or one that another thread raises in this one (`PyThreadState_SetAsyncExc`). Then the components
+    are made equal. If the first one is finished, the others get its value, and the update is made; otherwise the first
+    one gets the value that the second one still has, and the update is undone. The same holds for other variables that
+    the function has assigned on its way, such as the slots of an optimizer.
+
+    Only variables of which all replicas have one value are made equal, and only those that this update has written. If
+    the arguments of the update differ by replica, all stays as the exception left it: the components need not be equal.
+
+    If other threads update variables of the strategy meanwhile, the last of them makes the components equal. Until then
+    each update reaches all components, so that it does not matter which value is copied first.
+    """
 
     def __init__(self) -> None:
         self._running: dict[int, list[Any]] = {}

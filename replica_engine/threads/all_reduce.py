@@ -1,21 +1,13 @@
 """All-reduces and gathers of threads: on the devices of one process, and over workers.
 
-All-reduces between CPU devices: the sum is computed once and given to every replica.
+CPU devices of one process share one memory. So a sum is computed once and given to every replica (`CpuReduction`). It
+needs fewer copies than a ring, has no op that blocks a thread of TensorFlow's pool until its peers arrive, and leaves
+replicas bitwise equal by construction. Sums of float16 and bfloat16 are added in float32 and rounded once.
 
-CPU devices share one memory. So one sum needs fewer copies than a ring, has no op that blocks a thread of TensorFlow's
-pool until its peers arrive, and leaves replicas bitwise equal by construction. Sums of float16 and bfloat16 are added
-in float32 and rounded once.
-
-Reductions and gathers of several workers with CPU devices: inside the worker first, and then over the workers.
-
-The replicas of a worker share one memory. So their values are added there, one sum for each worker goes over the
-network, and each replica gets a copy of its result. All replicas of all workers get the same bits.
-
-The sum over the workers is a program of jaxlib (`pjrt.worker_sums`). In the graph of a `tf.function` a host op launches
-it. A variable without meaning, which each of these ops takes and writes, keeps them in the order of the program.
-
-Values of float16 and bfloat16 travel as float32, and their sum is rounded once: a sum that each worker rounds would
-depend on how many replicas a worker has, and on the order of the workers.
+With several workers, values are reduced or gathered inside the worker first, and then over the workers
+(`WorkerReduction`): one sum for each worker goes over the network, and each replica gets a copy of its result. All
+replicas of all workers get the same bits. Values of float16 and bfloat16 travel as float32, and their sum is rounded
+once: a sum that each worker rounds would depend on how many replicas a worker has, and on the order of the workers.
 """
 
 from __future__ import annotations
@@ -193,6 +185,10 @@ def _one_after_the_other(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 class OverWorkers:
     """Sums, gathers and the chief's values over the workers: at once, or whenever the graph under construction runs.
+
+    The sum over the workers is a program of jaxlib (`pjrt.worker_sums`). In the graph of a `tf.function` a host op
+    launches it. A variable without meaning, which each of these ops takes and writes, keeps them in the order of the
+    program.
 
     Args:
         sums: the programs.

@@ -1,11 +1,7 @@
 """What a replica thread takes over: the state of the thread that called `run`, and what is known of a function.
 
-What is known of a `tf.function` that replicas have run or called, kept by the function itself.
-
-The state that a replica thread takes over from the thread that called `run`.
-
-TensorFlow keeps much of its state in thread-local copies. A replica thread inherits the following; after each entry,
-what it controls or what breaks without it:
+TensorFlow keeps much of its state in thread-local copies. A replica thread inherits the following (`InheritedState`);
+after each entry, what it controls or what breaks without it:
 
 - default graph and mode (eager or graph), also inside `tf.init_scope`: ops would go to no graph or to a wrong graph;
 - variable creators: `strategy.scope()` and the user's own `tf.variable_creator_scope`;
@@ -48,10 +44,10 @@ _RECORD = "_replica_engine_threads"  # attribute of a `tf.function`
 
 
 class FunctionRecord:
-    """The record of one `tf.function`.
+    """What is known of a `tf.function` that replicas have run or called.
 
-    The function holds it, so traces live exactly as long as the function. It holds strategies weakly. A trace that uses
-    a variable of a strategy holds that strategy, as any trace does.
+    The function itself holds it, so traces live exactly as long as the function. It holds strategies weakly. A trace
+    that uses a variable of a strategy holds that strategy, as any trace does.
 
     Attributes:
         lifted: for each strategy, the `tf.function` around a run of this one.

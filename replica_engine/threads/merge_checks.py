@@ -1,24 +1,11 @@
 """What must agree: the tensors that replicas bring to a reduction, and what workers launch.
 
-Checks that the tensors which replicas bring to an all-reduce or all-gather fit together.
+When replicas meet in an all-reduce or all-gather, dtypes and static shapes are compared (`check_alike`), and a mismatch
+raises before anything is reduced. In a graph, a size may be unknown until the graph runs. An all-gather of such tensors
+gets an assertion (`assertions`), so that the error names the replicas and their shapes. TensorFlow's own error would
+name only an op, ConcatV2.
 
-When the replicas meet, dtypes and static shapes are compared, and a mismatch raises before anything is reduced. In a
-graph, a size may be unknown until the graph runs. An all-gather of such tensors gets an assertion, so that the error
-names the replicas and their shapes. TensorFlow's own error would name only an op, ConcatV2.
-
-What a worker launches, for the comparison with the other workers.
-
-Nothing else notices when a sum meets a mean, or a loss meets a gradient. So each worker tells the job what its
-collectives are: the sync point with its line, the reduction, the dtype and the shape.
-
-- Before its first launch, a collective waits until the other workers are about to launch an equal one. So two workers
-  that differ get ProgramDisagreementError, and no number.
-- Later launches are told without waiting. If they are in another order, the error comes about 0.1 s later. Until then
-  each side waits: TensorFlow's number of a collective says which one it is and how often it was launched, so those that
-  differ never meet. Programs over Gloo compare the same before they sum.
-
-The line is compared for sync points in replicas and for calls of `reduce`, without the folder of the file. It is not
-compared for variables that are read or made, since that may happen in lines of TensorFlow or Keras.
+Workers compare what they launch (`Launches`).
 """
 
 from __future__ import annotations
@@ -268,7 +255,19 @@ _FIRST_KEY, _MOST_PROGRAMS, _MOST_LAUNCHES = 1 << 30, 1 << 13, 1 << 17
 
 
 class Launches:
-    """Tells the job what this worker launches.
+    """Tells the job what this worker launches, for the comparison with the other workers.
+
+    Nothing else notices when a sum meets a mean, or a loss meets a gradient. So each worker tells the job what its
+    collectives are: the sync point with its line, the reduction, the dtype and the shape.
+
+    - Before its first launch, a collective waits until the other workers are about to launch an equal one. So two
+      workers that differ get ProgramDisagreementError, and no number.
+    - Later launches are told without waiting. If they are in another order, the error comes about 0.1 s later. Until
+      then each side waits: TensorFlow's number of a collective says which one it is and how often it was launched, so
+      those that differ never meet. Programs over Gloo compare the same before they sum.
+
+    The line is compared for sync points in replicas and for calls of `reduce`, without the folder of the file. It is
+    not compared for variables that are read or made, since that may happen in lines of TensorFlow or Keras.
 
     Args:
         member: the connection to the job.

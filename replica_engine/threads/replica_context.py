@@ -1,12 +1,6 @@
 """The replica context on a thread, and the gradient of its all-reduce.
 
-The gradient of an all-reduce in a graph: on a replica, an all-reduce of the upstream gradients.
-
-This gradient is for tapes inside a replica, and for `tf.gradients` inside it. A tape outside the replicas, for example
-around a `tf.function`, sees all replicas at once. Such a tape differentiates through the ops that the all-reduce
-consists of, as through any other ops. Its result is the sum of the gradients of the replicas.
-
-The replica context: the object that `tf.distribute.get_replica_context()` returns inside a replica.
+`ReplicaContext` is what `tf.distribute.get_replica_context()` returns inside a replica.
 """
 
 from __future__ import annotations
@@ -45,6 +39,11 @@ def differentiable(
     context: Any, operation: tf.distribute.ReduceOp, tensors: Sequence[tf.Tensor], reduced: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """Returns the results of an all-reduce in a graph as tensors that have a gradient.
+
+    On a replica the gradient is an all-reduce of the upstream gradients. It is for tapes inside a replica, and for
+    `tf.gradients` inside it. A tape outside the replicas, for example around a `tf.function`, sees all replicas at
+    once. Such a tape differentiates through the ops that the all-reduce consists of, as through any other ops. Its
+    result is the sum of the gradients of the replicas.
 
     Args:
         context: the replica's context.

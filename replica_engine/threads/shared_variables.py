@@ -1,37 +1,4 @@
-"""What replicas on threads share: variables that are made inside a run, and the seeds of random ops.
-
-Random ops without a seed of their own: what each replica draws follows from the global seed and from its id alone.
-
-TensorFlow counts random ops where they are made: in eager mode for the process, in a graph for the graph. So what a
-replica drew would depend on how many replicas of this process had drawn before it, and two workers would draw the same.
-Here the replicas share one count. The k-th random op of any replica is the k-th op of the run, and the seed of replica
-r is r steps further (`values/replica_weights.py`); r counts the replicas of all workers. Replica 0 draws what one
-device draws.
-
-In a branch or a loop that a replica builds alone inside the run, TensorFlow's count is for the replica already, and
-only the seed is moved on. A `tf.function` that replicas call inside the run is traced once for all of them, so they
-draw the same there, and so they do after a `tf.random.set_seed` of their own, as under tf.distribute.
-
-Variables that replicas create inside a run: replica 0 creates each one, the other replicas get the same variable.
-
-Under a strategy's scope, one call of `tf.Variable` makes a distributed variable with a component on every device. If
-each of N replicas made its own, there would be N distributed variables. So each replica thread has a variable creator.
-On replica 0 it creates the variable; on the other replicas it returns that variable.
-
-Which of replica 0's variables does the k-th request of a replica under a name mean? It means the k-th variable of that
-name: all replicas run the same code, so they ask in the same order. Names are compared without the numbers that
-TensorFlow adds to make them unique.
-
-With `concurrent=True`, several replicas may run `if self.v is None: self.v = tf.Variable(...)` at once. Some of them
-find the variable made and others do not, and in some cases nothing shows which request means which variable. So a
-function that has not yet run without creating variables does not run on all replicas at once. Replica 0 gets a head
-start. If replica 0 creates a variable during it, the other replicas wait for its next pause (`Run`, `builds`).
-
-One case remains: a function that created no variable before creates one after the head start. A request that arrives
-before replica 0 has made the variable waits until the variable exists, or until replica 0 cannot make it any more.
-Requests are then matched by their name and by the calls that led to them. They are matched by order only if no
-variable came from the same calls.
-"""
+"""What replicas on threads share: variables that are made inside a run, and the seeds of random ops."""
 
 from __future__ import annotations
 
@@ -59,7 +26,17 @@ _OWN = object()
 
 
 class Draws:
-    """The seeds that the random ops of one run have got.
+    """The seeds that the random ops of one run have got, of those without a seed of their own.
+
+    What each replica draws follows from the global seed and from its id alone. TensorFlow counts random ops where they
+    are made: in eager mode for the process, in a graph for the graph. So what a replica drew would depend on how many
+    replicas of this process had drawn before it, and two workers would draw the same. Here the replicas share one
+    count. The k-th random op of any replica is the k-th op of the run, and the seed of replica r is r steps further
+    (`values/replica_weights.py`); r counts the replicas of all workers. Replica 0 draws what one device draws.
+
+    In a branch or a loop that a replica builds alone inside the run, TensorFlow's count is for the replica already, and
+    only the seed is moved on. A `tf.function` that replicas call inside the run is traced once for all of them, so they
+    draw the same there, and so they do after a `tf.random.set_seed` of their own, as under tf.distribute.
 
     Args:
         graph: the graph of the run, or the default graph in eager mode.
@@ -146,6 +123,24 @@ class _Created(NamedTuple):
 
 class SharedVariables:
     """The variables that replica 0 creates in one run, for all replicas.
+
+    Under a strategy's scope, one call of `tf.Variable` makes a distributed variable with a component on every device.
+    If each of N replicas made its own, there would be N distributed variables. So each replica thread has a variable
+    creator. On replica 0 it creates the variable; on the other replicas it returns that variable.
+
+    Which of replica 0's variables does the k-th request of a replica under a name mean? It means the k-th variable of
+    that name: all replicas run the same code, so they ask in the same order. Names are compared without the numbers
+    that TensorFlow adds to make them unique.
+
+    With `concurrent=True`, several replicas may run `if self.v is None: self.v = tf.Variable(...)` at once. Some of
+    them find the variable made and others do not, and in some cases nothing shows which request means which variable.
+    So a function that has not yet run without creating variables does not run on all replicas at once. Replica 0 gets a
+    head start. If replica 0 creates a variable during it, the other replicas wait for its next pause (`Run`, `builds`).
+
+    One case remains: a function that created no variable before creates one after the head start. A request that
+    arrives before replica 0 has made the variable waits until the variable exists, or until replica 0 cannot make it
+    any more. Requests are then matched by their name and by the calls that led to them. They are matched by order only
+    if no variable came from the same calls.
 
     Args:
         concurrent: whether replicas run at the same time, so that they must wait for each other here.

@@ -1,20 +1,4 @@
-"""What differs between replicas by their id or their shard: seeds, and the weights of their gradients.
-
-Seeds of replicas: how the seed of each replica follows from the seed that the user sets.
-
-Replicas with the same seed would drop the same units and add the same noise, each for its own samples. So replica 0
-keeps the user's seed, and the seed of replica r is r steps further. The step is 2**bits / golden ratio: multiples of it
-spread evenly over the range, so that the seeds of any number of replicas are far apart.
-
-Weights that the gradients of replicas get late, and reductions over replicas that must know them.
-
-A replicated model runs the user's own `train_step` on each replica, and the gradient of replica r counts with its
-fraction w_r of the batch only when the optimizer adds the gradients up. A reduction over replicas inside the step (a
-synchronized batch normalization) is differentiated before that. Its gradient on replica r is the sum of the upstream
-gradients of all replicas j, and they count with w_j, not with w_r. So inside such a step a reduction has the gradient
-`sum(w_j * upstream_j) / w_r`: what comes back to it is multiplied by the replica's weight before the sum over the
-replicas, and divided by it after.
-"""
+"""What differs between replicas by their id or their shard: seeds, and the weights of their gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +18,11 @@ _STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 
 
 def seed_of(replica: int, seed: int | tf.Tensor, bits: int = 32) -> int | tf.Tensor:
-    """The seed of one replica.
+    """The seed of one replica, which follows from the seed that the user sets.
+
+    Replicas with the same seed would drop the same units and add the same noise, each for its own samples. So replica 0
+    keeps the user's seed, and the seed of replica r is r steps further. The step is 2**bits / golden ratio: multiples
+    of it spread evenly over the range, so that the seeds of any number of replicas are far apart.
 
     Args:
         replica: the replica.
@@ -65,7 +53,15 @@ def weighted_late(weight: Weight | None) -> contextlib.AbstractContextManager[ob
 
 
 def reduced(value: object, reduce: Callable[[object], T]) -> T:
-    """What a reduction over replicas makes of a structure of tensors, with the gradient described above."""
+    """What a reduction over replicas makes of a structure of tensors, where gradients may get their weight late.
+
+    A replicated model runs the user's own `train_step` on each replica, and the gradient of replica r counts with its
+    fraction w_r of the batch only when the optimizer adds the gradients up. A reduction over replicas inside the step
+    (a synchronized batch normalization) is differentiated before that. Its gradient on replica r is the sum of the
+    upstream gradients of all replicas j, and they count with w_j, not with w_r. So inside such a step (`weighted_late`)
+    a reduction has the gradient `sum(w_j * upstream_j) / w_r`: what comes back to it is multiplied by the replica's
+    weight before the sum over the replicas, and divided by it after.
+    """
     weight = _weight.get()
     if weight is None:
         return reduce(value)

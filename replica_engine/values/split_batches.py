@@ -1,17 +1,15 @@
 """Batches of custom training loops: split evenly over replicas, or computed in several parts.
 
-Batches of any size in custom training loops: split evenly, with weights that exclude the padding.
+`split_batch` splits batches of any size evenly, with weights that exclude the padding. A compiled program needs the
+same shapes on all replicas, but 13 samples on 4 replicas make shares of 4, 3, 3 and 3. So the batch is padded to 16
+rows with copies of its last sample, and each row gets a weight: 1/13 for a sample, 0 for a copy. A loss that sums the
+rows' losses times the weights, summed over replicas, is the mean over the 13 samples. The gradients of this loss,
+summed over replicas, are the gradients of the mean.
 
-A compiled program needs the same shapes on all replicas, but 13 samples on 4 replicas make shares of 4, 3, 3 and 3. So
-the batch is padded to 16 rows with copies of its last sample, and each row gets a weight: 1/13 for a sample, 0 for a
-copy. A loss that sums the rows' losses times the weights, summed over replicas, is the mean over the 13 samples. The
-gradients of this loss, summed over replicas, are the gradients of the mean.
-
-Gradient accumulation in a custom training loop: one replica's batch in several parts, one after the other.
-
-A step that computes its gradients in k micro-batches needs the memory of one of them, and one all-reduce for all. The
-parts run in a loop of the graph, so the graph does not grow with k. The function of a part must not meet other
-replicas: the loop belongs to one replica, and sizes may differ between replicas.
+`accumulate` computes one replica's batch in several parts, one after the other. A step that computes its gradients in k
+micro-batches needs the memory of one of them, and one all-reduce for all. The parts run in a loop of the graph, so the
+graph does not grow with k. The function of a part must not meet other replicas: the loop belongs to one replica, and
+sizes may differ between replicas.
 """
 
 from __future__ import annotations

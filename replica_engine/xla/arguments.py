@@ -1,18 +1,8 @@
 """The arguments and results of a body, taken apart into tensors and the structure around them.
 
-Names of a body's arguments, for errors about tensors that come from them.
-
-The arguments of a body, taken apart: tensors, which become parameters of the program, and everything else.
-
-A program is compiled for the shapes and dtypes of the tensors, and for the value of everything else: structure, Python
-numbers, variables. `Arguments` holds both halves, and a key that is equal for arguments that one program serves.
-
-The results of a body, taken apart: tensors, which become results of the program, and the structure around them.
-
-What stands in a body for the results of a host function that are not known before the run.
-
-A host function that cannot be traced, and whose results are not declared, is never called to find its results out: it
-may take items from a queue, or write a file. A body that does not use its results needs no declaration.
+A program is compiled for the shapes and dtypes of the tensors among the arguments, which become its parameters, and for
+the value of everything else: structure, Python numbers, variables. `Arguments` holds both halves, and a key that is
+equal for arguments that one program serves. The tensors among the results (`Outputs`) become results of the program.
 """
 
 from __future__ import annotations
@@ -39,6 +29,7 @@ from replica_engine.values import structure
 from replica_engine.values.regroup import regroup
 from replica_engine.values.structure import Build, ById, as_tensor, components, flatten, of_components
 
+# Names of a body's arguments, for errors about tensors that come from them.
 _PLACE = re.compile(r"(args|kwargs)\[(?:(\d+)|'(\w+)')\](.*)", re.DOTALL)
 _thread = threading.local()
 
@@ -466,6 +457,10 @@ _OPERATORS = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshi
 
 class UnknownResults:
     """Results that are not known: any use of them, also of an attribute, raises an error. Printing them does not.
+
+    They stand in a body for the results of a host function that are not known before the run. A host function that
+    cannot be traced, and whose results are not declared, is never called to find its results out: it may take items
+    from a queue, or write a file. A body that does not use its results needs no declaration.
 
     Args:
         error: makes the error.

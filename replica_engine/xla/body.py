@@ -1,14 +1,4 @@
-"""The replica body while it is traced, and where its trace looks on in TensorFlow.
-
-Where the trace of a body looks on while TensorFlow works. Outside a trace, TensorFlow's functions do as always.
-
-Writes to arrays of tensors (`tf.TensorArray`). An array of a compiled program keeps the size that it is made with.
-
-XLA drops a write beyond that size without a word, and the sum of such an array is wrong. So a write that may let its
-array grow is an error, and so is one at a known index beyond a known size. Others are not checked: that would be a call
-of the host in each step of a recurrent layer.
-
-The replica body while it is traced: how many replicas there are, and which of them is running.
+"""The replica body while it is traced, and what its trace changes in TensorFlow.
 
 A body is traced once and stands for all replicas at once, so a replica's id is a tensor in the body. In a host call
 (`outside_compilation`) the id is that of the replica that called.
@@ -42,7 +32,7 @@ from replica_engine.xla import corrected_ops
 
 
 def install() -> None:
-    """Puts the functions of this module around TensorFlow's, once."""
+    """Puts the functions of this module around TensorFlow's, once. Outside a trace, TensorFlow's do as always."""
     supervised_call.install()
     operators.FREED_GRADIENT.around(_custom_gradient)
     operators.RAGGED.around(_make_ragged)
@@ -99,7 +89,13 @@ def _repeat(
 
 
 def checked() -> contextlib.AbstractContextManager[None]:
-    """Inside, such a write raises a LoweringError when it is traced."""
+    """Inside, a write to a `tf.TensorArray` that its size may not allow raises a LoweringError when it is traced.
+
+    An array of a compiled program keeps the size that it is made with. XLA drops a write beyond that size without a
+    word, and the sum of such an array is wrong. So a write that may let its array grow is an error, and so is one at a
+    known index beyond a known size. Others are not checked: that would be a call of the host in each step of a
+    recurrent layer.
+    """
     sizes: dict[tf.Operation, int | None] = {}  # by the write, of the array that it wrote to
 
     def check(write: tf.Operation) -> None:
@@ -192,7 +188,7 @@ class Body:
     Args:
         devices: where the replicas run.
         random: what its random ops draw from, a `state.random_numbers.RandomState`.
-        order: the order of its host calls, a `host_calls.call.CallOrder`.
+        order: the order of its host calls, a `host_call.CallOrder`.
         name: the name of the strategy that runs it, for timelines.
         limits: how long a launch may take.
         soft: whether ops that XLA cannot compile run on the host; None takes the setting of
@@ -318,7 +314,7 @@ def note_collective(kind: str, where: str, x: tf.Tensor) -> None:
 
 
 def gathered_host_calls() -> Any:
-    """The object that `Body.entered` collects host calls in. `host_calls.call.current_calls` knows its type."""
+    """The object that `Body.entered` collects host calls in. `host_call.current_calls` knows its type."""
     return _thread.calls
 
 

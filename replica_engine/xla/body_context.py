@@ -1,16 +1,14 @@
 """The replica context of a compiled body, and each replica's own values in it.
 
-The replica context of a compiled body; this one context stands for all replicas.
+A body is traced once, so one context stands for all replicas, and each tensor in the body stands for N values, one on
+each replica. A collective is an op of the program. A merge call runs its function while the body is traced: everything
+that the merge function does in cross-replica context (reduce, update, local results) becomes a collective or a plain
+op.
 
-A body is traced once, so each tensor in it stands for N values, one on each replica, and a collective is an op of the
-program. A merge call runs its function while the body is traced: everything that the merge function does in
-cross-replica context (reduce, update, local results) becomes a collective or a plain op.
-
-What each compiled replica gets of a value of several replicas that is not an argument of the run.
-
-TensorFlow asks the replica context for an index, and takes the value of that index. In a compiled body the index is 0
-on all replicas, since the body is traced once. A mirrored variable on the host is one variable, which an update in
-cross-replica context writes once. In both cases replica 0's value would count for all, without a word.
+A body may use a value of several replicas that is not an argument of the run. TensorFlow asks the replica context for
+an index, and takes the value of that index. In a compiled body the index is 0 on all replicas. A mirrored variable on
+the host is one variable, which an update in cross-replica context writes once. In both cases replica 0's value would
+count for all, without a word. So here each replica gets its own value (`own_value`, `update_each`).
 """
 
 from __future__ import annotations

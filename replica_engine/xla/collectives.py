@@ -1,11 +1,5 @@
 """Cross-replica operations: they combine the values of all replicas inside a compiled body.
 
-Finds sums over replicas of one tensor that all replicas share, which are an error as on replica threads.
-
-A replica thread brings a tensor that only it has, or one that all have. A body is traced once: a tensor that the
-caller passes to all replicas, and one that the body uses from outside, looks like any other there. So a body notes
-what it adds up, and finds out where that comes from. An argument may be shared in one call and not in the next.
-
 They work at the top level of a body, in `tf.cond`, `tf.while_loop` and nested `tf.function`s, and have gradients of
 every order. All replicas must reach each operation: every replica must take the same branch of a `tf.cond`, and a loop
 must have the same number of iterations on each replica.
@@ -22,6 +16,8 @@ collective of the narrow dtype: what a device adds with is its own, and a wider 
 
 `groups` divides the replicas: `[[0, 1], [2, 3]]` makes two sums, each over two replicas. Each replica must be in
 exactly one group. None makes one group of all replicas.
+
+A sum over replicas of one tensor that all replicas share is an error, as on replica threads (`SharedSums`).
 """
 
 from __future__ import annotations
@@ -50,7 +46,11 @@ _thread = threading.local()
 
 
 class SharedSums:
-    """What one trace of a body adds up.
+    """What one trace of a body adds up, to find sums over replicas of one tensor that all replicas share.
+
+    A replica thread brings a tensor that only it has, or one that all have. A body is traced once: a tensor that the
+    caller passes to all replicas, and one that the body uses from outside, look like any other there. So a body notes
+    what it adds up, and finds out where that comes from. An argument may be shared in one call and not in the next.
 
     Attributes:
         slots: for the index of each argument that is added up as it is: its name, and the user's line.

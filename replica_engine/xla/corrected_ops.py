@@ -14,7 +14,7 @@
   but for `k=1`, where TensorFlow passes over it.
 - Places of a NaN among sorted numbers: TensorFlow's are behind all of them.
 
-A replacement has the gradient that TensorFlow gives the op. Random ops are in `state/philox.py`.
+A replacement has the gradient that TensorFlow gives the op. Random ops are in `state/random_numbers.py`.
 """
 
 from __future__ import annotations

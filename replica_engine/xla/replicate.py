@@ -1,9 +1,4 @@
-"""Runs a function on N replicas, without a strategy; or lowers it for specs of tensors.
-
-Values that stand for specs of tensors, where a body is compiled and does not run.
-
-Runs a function on N replicas, without a strategy.
-"""
+"""Runs a function on N replicas, without a strategy; or lowers it for specs of tensors."""
 
 from __future__ import annotations
 
@@ -35,6 +30,8 @@ _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE of P
 
 def with_values(arguments: object, caller: str) -> Any:
     """A structure of arguments with zeros for each `tf.TensorSpec`, and for the specs of a distributed dataset.
+
+    For a body that is compiled and does not run.
 
     Args:
         arguments: the structure.

@@ -1,13 +1,4 @@
-"""`BackupAndRestore`, and one `fit` that it backs up.
-
-One `fit` that is backed up: when it saves, what it restores at which moment, and how a signal ends it.
-
-A backup is written when all callbacks have seen the batch or the epoch. It is restored when all callbacks have begun,
-which resets their state. In the middle of an epoch, Keras first begins the epoch again: metrics are reset, and a
-callback may set the learning rate. So then everything is restored a second time, right before the next batch.
-
-`BackupAndRestore`: a `fit` that is killed goes on as if it had never stopped.
-"""
+"""`BackupAndRestore`, and one `fit` that it backs up."""
 
 from __future__ import annotations
 
@@ -60,7 +51,11 @@ def wait_for_last() -> None:
 
 
 class Training:
-    """A `fit` from its beginning to its end.
+    """A `fit` from its beginning to its end: when it saves, what it restores at which moment, and how a signal ends it.
+
+    A backup is written when all callbacks have seen the batch or the epoch. It is restored when all callbacks have
+    begun, which resets their state. In the middle of an epoch, Keras first begins the epoch again: metrics are reset,
+    and a callback may set the learning rate. So then everything is restored a second time, right before the next batch.
 
     Args:
         container: Keras' list of all callbacks.

@@ -1,15 +1,8 @@
 """A folder of backups, and plain data in it.
 
-A folder of checkpoints, of which each is complete or not there.
-
-A checkpoint is written into a folder under another name, and renamed when all of its files are on the disk. So a
-process that is killed at any instant leaves the earlier ones as they were, and one half folder that no reader takes.
-
-All workers of a job may share the folder. Each may call `finish` when all have written: the first one renames.
-
-Values of Python and NumPy as a JSON file and a file of arrays, which any program can read.
-
-Nothing is pickled: a checkpoint is data, and reading one never runs code.
+Each checkpoint in the folder is complete or not there (`BackupFolder`). Values of Python and NumPy are a JSON file and
+a file of arrays, which any program can read (`write`). Nothing is pickled: a checkpoint is data, and reading one never
+runs code.
 """
 
 from __future__ import annotations
@@ -36,6 +29,12 @@ _COMPLETE, _HALF = "", ".half"  # suffixes of the names
 
 class BackupFolder:
     """The last complete checkpoints of a training, by the number of epochs and batches that it has done.
+
+    A checkpoint is written into a folder under another name, and renamed when all of its files are on the disk. So a
+    process that is killed at any instant leaves the earlier ones as they were, and one half folder that no reader
+    takes.
+
+    All workers of a job may share the folder. Each may call `finish` when all have written: the first one renames.
 
     Args:
         directory: the folder. It is made when the first checkpoint is written.

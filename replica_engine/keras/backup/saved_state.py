@@ -1,22 +1,4 @@
-"""What a backup has: variables, callbacks, seeds and random numbers.
-
-The state of the random numbers of a process, as plain data: Python's, NumPy's, TensorFlow's and the strategy's.
-
-The state of a `tf.random.Generator` and of Keras' seed generators is in variables, which are saved as such. What cannot
-be read is the state of stateful random ops of a graph (`tf.random.normal` in a `tf.function`): it is in TensorFlow's
-kernels.
-
-The state of the callbacks of a `fit`, as plain data.
-
-Keras' callbacks have no method for that, so a table says which attributes are their state. A callback of a user's own
-may have `get_state()`, which returns plain data, and `set_state(state)`. One that has neither, and changes its own
-attributes while it runs, is named: its state does not come back.
-
-The variables of a training as a checkpoint of TensorFlow: those of the model, its optimizers, metrics, and seeds.
-
-They are stored by number, in the order in which Keras lists them, since Keras' names of layers count up in a process.
-Their names are kept beside them for messages.
-"""
+"""What a backup has: variables, callbacks, seeds and random numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +25,11 @@ from replica_engine.upstream.keras import keras_variables as keras_state
 
 
 def random_numbers(strategy: object = None) -> dict[str, Any]:
-    """The state of all random numbers now.
+    """All random numbers of the process now, as plain data: Python's, NumPy's, TensorFlow's and the strategy's.
+
+    The state of a `tf.random.Generator` and of Keras' seed generators is in variables, which are saved as such. What
+    cannot be read is the state of stateful random ops of a graph (`tf.random.normal` in a `tf.function`): it is in
+    TensorFlow's kernels.
 
     Args:
         strategy: a strategy whose replicas draw from a state of its own, or None.
@@ -102,7 +88,11 @@ _OF_KERAS = ("_model", "params")  # what Keras sets in each callback
 
 
 def captured(listed: Sequence[keras.callbacks.Callback]) -> dict[str, object]:
-    """The state of each callback that has one, by its name.
+    """The state of each callback that has one, by its name, as plain data.
+
+    Keras' callbacks have no method for that, so a table says which attributes are their state. A callback of a user's
+    own may have `get_state()`, which returns plain data, and `set_state(state)`. One that has neither, and changes its
+    own attributes while it runs, is named (`Unsaved`): its state does not come back.
 
     Raises:
         NotPlainError: a `get_state` returned something that is not plain data.
@@ -204,6 +194,10 @@ METRICS = "metrics"
 
 class Variables:
     """The variables of a model, as they are now; it makes a checkpoint of them only if they have changed.
+
+    They are those of the model, its optimizers, metrics, and seeds, as a checkpoint of TensorFlow. They are stored by
+    number, in the order in which Keras lists them, since Keras' names of layers count up in a process. Their names are
+    kept beside them for messages.
 
     Args:
         model: the model.

@@ -1,25 +1,4 @@
-"""Other forms of batched products, of softmax and of pooling, which are faster or need less memory.
-
-A batched matrix product whose batch is then summed, as one product.
-
-The gradient of `w` in `x @ w` with an `x` of rank 3 is lowered to this: a product for each row of the batch, all of
-them kept, and their sum. As one product over the batch too, XLA:CPU makes one call of its fast kernel.
-
-The gradient of a softmax in attention, computed once on a TPU.
-
-TensorFlow's gradient is `(gradient - sum(gradient * softmax)) * softmax`. Two matrix products use it, for the gradients
-of the queries and of the keys, and XLA computes all of it in each, element by element as the product reads it. A
-barrier makes it a value of its own. (A decoder of two blocks, compiled for TPU v5e: 34.5 million cycles instead of
-37.5, and 14.7 GiB moved instead of 15.8.)
-
-The gradient of max-pooling, with slices instead of a loop over windows.
-
-XLA's operation looks for the first largest element of each window and adds the window's gradient there. Here the
-windows are compared all at once: slice k of the input has element k of each window. Where the largest was found in
-slice k, the gradients go back to the places that slice k came from. Gradients that meet in one element (windows that
-overlap) are added in another order. Elements of the padding are never chosen. In a window with a NaN another element
-may be chosen than XLA chooses; what is pooled is NaN in both.
-"""
+"""Other forms of batched products, of softmax and of pooling, which are faster or need less memory."""
 
 from __future__ import annotations
 
@@ -37,7 +16,11 @@ _PRODUCT, _TRANSPOSE = "stablehlo.dot_general", "stablehlo.transpose"
 
 
 def products_rewritten(operation: hlo.ReduceOp) -> Value | None:
-    """The result of a sum of products; None if the operation is another."""
+    """The result of a batched matrix product whose batch is then summed; None if the operation is another.
+
+    The gradient of `w` in `x @ w` with an `x` of rank 3 is lowered to this: a product for each row of the batch, all of
+    them kept, and their sum. As one product over the batch too, XLA:CPU makes one call of its fast kernel.
+    """
     reduce = operation.operation
     if len(reduce.results) != 1 or not mlir.is_static_float(reduce.operands[0], reduce.results[0]):
         return None
@@ -86,7 +69,14 @@ _LEAST_RANK = 3
 
 
 def softmax_rewritten(operation: hlo.MulOp) -> Value | None:
-    """The result of a multiplication behind a barrier; None if it isn't the last one of a softmax's gradient."""
+    """The result of a multiplication behind a barrier; None if it isn't the last one of a softmax's gradient.
+
+    So the gradient of a softmax in attention is computed once on a TPU. TensorFlow's gradient is `(gradient -
+    sum(gradient * softmax)) * softmax`. Two matrix products use it, for the gradients of the queries and of the keys,
+    and XLA computes all of it in each, element by element as the product reads it. A barrier makes it a value of its
+    own. (A decoder of two blocks, compiled for TPU v5e: 34.5 million cycles instead of 37.5, and 14.7 GiB moved instead
+    of 15.8.)
+    """
     left, right = operation.operands
     if len(mlir.shape(left)) < _LEAST_RANK or not (_ends(left, right) or _ends(right, left)):
         return None
@@ -118,7 +108,14 @@ MOST_OVERLAP = 3.0
 
 
 def pooling_rewritten(operation: hlo.SelectAndScatterOp) -> Value | None:
-    """The result of a `select_and_scatter`; None if it is not the gradient of max-pooling, or the windows are large."""
+    """The result of a `select_and_scatter`; None if it is not the gradient of max-pooling, or the windows are large.
+
+    XLA's operation loops over the windows: it looks for the first largest element of each and adds the window's
+    gradient there. Here the windows are compared all at once: slice k of the input has element k of each window. Where
+    the largest was found in slice k, the gradients go back to the places that slice k came from. Gradients that meet in
+    one element (windows that overlap) are added in another order. Elements of the padding are never chosen. In a window
+    with a NaN another element may be chosen than XLA chooses; what is pooled is NaN in both.
+    """
     operand, source = operation.operand, operation.source
     if not mlir.is_static_float(operand, source) or not _is_max_gradient(operation):
         return None

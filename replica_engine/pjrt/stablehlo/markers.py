@@ -1,26 +1,10 @@
 """Markers for operations that TensorFlow cannot lower, and what takes their place.
 
-The collectives of StableHLO that bodies use: one record for each.
-
-A body holds a marker for a collective, with its parameters (`markers`). From here the module gets its operation, the
-analysis of a body learns whether the result is equal on all replicas, and the workers of a job know which programs they
-must compare.
-
-Markers for operations that TensorFlow cannot lower: most collectives, and calls from the program to the host.
-
-The replica body holds a marker for each such operation: a custom call with the operation's name, after the prefix
-below, and its parameters as JSON. This module rewrites the program's text. The marker of a collective becomes the
-StableHLO operation of that name. The marker of a host call becomes the custom call by which jaxlib calls Python
-functions.
-
-Host calls of programs for TPUs: what a call takes is sent to the host, and what it returns is received from there.
-
-Programs for CPUs and GPUs call Python by a custom call, which TPUs do not have. There a call is a `send` of each
-operand, and after them a `recv` of each result, on channels that no other call has. jaxlib calls the function with what
-a device has sent, and sends the device the results; jax makes its own callbacks for TPUs in the same way. Programs for
-GPUs that are not there are compiled so too: the compiler knows the custom call only where a GPU is.
-
-TPUs cannot receive empty arrays. So those are not sent, and made where they are needed.
+These operations are most collectives, and calls from the program to the host. The replica body holds a marker for each:
+a custom call with the operation's name, after `PREFIX`, and its parameters as JSON. `expand_markers` rewrites the
+program's text. The marker of a collective becomes the StableHLO operation of that name. The marker of a host call
+becomes the custom call by which jaxlib calls Python functions; for devices that do not have it, `convert` replaces it
+by transfers.
 """
 
 from __future__ import annotations
@@ -45,7 +29,10 @@ its result is divided by."""
 
 
 class CollectiveForm(NamedTuple):
-    """One collective.
+    """One collective of StableHLO that bodies use.
+
+    From here a module gets the operation for a marker and its parameters, the analysis of a body learns whether the
+    result is equal on all replicas, and the workers of a job know which programs they must compare.
 
     Attributes:
         attributes: the attributes of its operation in StableHLO, as text, from the parameters of its marker.
@@ -107,7 +94,7 @@ CONSTRAIN = f"{PREFIX}constrain"
 _SHARDING, _SHARDING_ATTRIBUTE, _NUMBERS = "Sharding", "mhlo.sharding", re.compile(r"unspecified_dims=\[([\d,]+)\]")
 
 LAYOUT = "mhlo.replica_engine_layout"
-"""The attribute of a module whose replicas have several devices each; see `partitions`."""
+"""The attribute of a module whose replicas have several devices each; see `stablehlo`."""
 
 
 def host_call_parameters(index: int, name: str) -> str:
@@ -139,7 +126,7 @@ def expand_markers(program: str, platform: str) -> ir.Module:
     """
     with program_context():
         module = ir.Module.parse(program)
-        if LAYOUT not in module.operation.attributes:  # otherwise `partitions` replaces them
+        if LAYOUT not in module.operation.attributes:  # otherwise `partition_program` replaces them
             drop_constraints(module)
         calls = operations(module, "stablehlo.custom_call")
         for marker in [each for each in calls if target(each).startswith(PREFIX)]:
@@ -299,6 +286,7 @@ def _nothing(kind: ir.Type, op: str) -> float:
     return {"Add": 0, "Min": last, "Max": first}[op]
 
 
+# Host calls as transfers between a device and the host.
 Call = Callable[..., tuple[np.ndarray, ...]]
 
 _SEND, _RECEIVE = 2, 3  # the types of channels from a device to the host, and back
@@ -353,6 +341,14 @@ class HostTransfers:
 
 def convert(module: ir.Module) -> list[HostTransfers]:
     """Replaces the calls of Python functions in a module by transfers.
+
+    Programs for CPUs and GPUs call Python by a custom call, which TPUs do not have. There what a call takes is sent to
+    the host, and what it returns is received from there: a call is a `send` of each operand, and after them a `recv` of
+    each result, on channels that no other call has. jaxlib calls the function with what a device has sent, and sends
+    the device the results; jax makes its own callbacks for TPUs in the same way. Programs for GPUs that are not there
+    are compiled so too: the compiler knows the custom call only where a GPU is.
+
+    TPUs cannot receive empty arrays. So those are not sent, and made where they are needed.
 
     Raises:
         UntransferableError: a value of a call has a type or a size that cannot be sent.

@@ -1,26 +1,4 @@
-"""Building and changing modules of MLIR: names of operations, conversions of numbers, divisions.
-
-Modules of MLIR: the functions and operations in them, and what several stages build.
-
-Conversions between types of numbers, written so that XLA gives what TensorFlow's kernels give.
-
-- A truth value as a number. XLA turns a product with it into a choice between the other factor and 0, and so loses a
-  NaN or an infinity: the loss of a padded row that is NaN times a mask of 0 is NaN, and so is a part 0 / 0 of a
-  gradient. A choice between the constants 1 and 0 stays a factor.
-- A number that no integer holds as an int32 or int64: NaN, an infinity, one that is too large. XLA gives 0 or the
-  nearest integer, the kernels the least integer. Those are instructions of the processor; here they are of x86. To
-  narrower integers TensorFlow itself has several results, by the number of elements.
-
-Values whose sizes are not known are converted as XLA does it.
-
-Divisions of integers that XLA must not compute while it compiles.
-
-A division or a remainder by 0, of numbers that are all known then, ends the process in jaxlib before 0.11.2, also where
-they are known only by computing with others. A barrier keeps such a divisor from being known before the program runs.
-There, and when newer versions compile, XLA divides by 0 without an error, as `docs/tpu_strategy.md` says.
-
-Short names for the operations that the rewrites build. Each is inserted where the current insertion point is.
-"""
+"""Building and changing modules of MLIR: names of operations, conversions of numbers, divisions."""
 
 from __future__ import annotations
 
@@ -113,7 +91,17 @@ _IS_X86 = machine.machine().lower() in ("x86_64", "amd64")
 
 
 def as_by_kernels(module: ir.Module, platform: str) -> None:
-    """Rewrites the conversions of a module for a platform, in place."""
+    """Rewrites the conversions of a module for a platform, in place, so that XLA gives what TensorFlow's kernels give.
+
+    - A truth value as a number. XLA turns a product with it into a choice between the other factor and 0, and so loses
+      a NaN or an infinity: the loss of a padded row that is NaN times a mask of 0 is NaN, and so is a part 0 / 0 of a
+      gradient. A choice between the constants 1 and 0 stays a factor.
+    - A number that no integer holds as an int32 or int64: NaN, an infinity, one that is too large. XLA gives 0 or the
+      nearest integer, the kernels the least integer. Those are instructions of the processor; here they are of x86. To
+      narrower integers TensorFlow itself has several results, by the number of elements.
+
+    Values whose sizes are not known are converted as XLA does it.
+    """
     with module.context:
         for operation in operations(module, "stablehlo.convert"):
             (value,), (result,) = operation.operands, operation.results
@@ -147,7 +135,13 @@ _NAMES = ("stablehlo.divide", "stablehlo.remainder")
 
 
 def keep(module: ir.Module) -> None:
-    """Puts a barrier before the divisors in a module that do not depend on its arguments, in place."""
+    """Puts a barrier before the divisors in a module that do not depend on its arguments, in place.
+
+    XLA must not compute such divisions of integers while it compiles. A division or a remainder by 0, of numbers that
+    are all known then, ends the process in jaxlib before 0.11.2, also where they are known only by computing with
+    others. A barrier keeps such a divisor from being known before the program runs. There, and when newer versions
+    compile, XLA divides by 0 without an error, as `docs/tpu_strategy.md` says.
+    """
     if FOLDS_DIVISIONS:
         return
     of_arguments = set(functions(module)["main"].regions[0].blocks[0].arguments)
@@ -169,6 +163,7 @@ def keep(module: ir.Module) -> None:
                 operation.operands[1] = barrier(operation.operands[1])
 
 
+# Short names for the operations that the rewrites build. Each is inserted where the current insertion point is.
 T = TypeVar("T")
 Value = ir.Value
 """A value of a program: a tensor of known shape."""

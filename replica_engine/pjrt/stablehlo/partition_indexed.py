@@ -1,11 +1,9 @@
 """Gathers, scatters and reductions of divided values.
 
-Gathers and scatters of divided values: each device looks up, or changes, what it has itself.
+In gathers and scatters each device looks up, or changes, what it has itself. It takes the indices of its own part for
+what they are and all others for none. After a gather the devices add their results up; all but one have nothing there.
 
-A device takes the indices of its own part for what they are and all others for none. After a gather the devices add
-their results up; all but one have nothing there.
-
-Reductions of divided values in two steps: each device reduces its part, and then what all have found.
+Reductions are made in two steps: each device reduces its part, and then what all have found.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """How values are divided over the devices of a replica, and what each device computes with its part.
 
-How values are divided over the devices of a replica.
-
-Computations that each device makes with its own part of the values, in place of an operation of the whole.
-
-How XLA will divide the values inside a program: what Shardy makes of the layouts of arguments and constraints.
-
-Shardy is asked before the compiler asks it, about a copy of the module.
+`ReplicaMesh` and `Layout` say how values are divided. `computed_locally` puts a computation that each device makes with
+its own parts in place of an operation of the whole. `propagated` says how XLA will divide the values inside a program.
 """
 
 from __future__ import annotations
@@ -352,7 +347,11 @@ class Propagated(NamedTuple):
 
 
 def propagated(module: ir.Module, operations: Sequence[ir.Operation]) -> list[Propagated]:
-    """How some operations of a module without calls will be divided."""
+    """How some operations of a module without calls will be divided.
+
+    That is what Shardy makes of the layouts of arguments and constraints. It is asked before the compiler asks it,
+    about a copy of the module.
+    """
     number = ir.IntegerType.get_signless(64)
     for index, each in enumerate(operations):
         each.attributes[_NUMBER] = ir.IntegerAttr.get(number, index)

@@ -1,17 +1,4 @@
-"""A program divided over devices: its main function, and what becomes of the operations of the body.
-
-What the operations of a body become in a program that is divided over devices.
-
-- `replica_engine.constrain`, a marker, says how a value is divided.
-- A host call gets the whole value, and the first device of a replica calls. Where there is one replica, XLA can be told
-  so. Beside other replicas the call lies in a branch that only first devices take, and they send the results to the
-  others.
-- Replicas exchange values between devices at the same place of each replica. XLA divides a reduction; around the other
-  collectives a value is whole.
-- The id of a replica is that of a device, divided by the number of devices of a replica.
-
-The main function of a divided program, around the body.
-"""
+"""A program divided over devices: its main function, and what becomes of the operations of the body."""
 
 from __future__ import annotations
 
@@ -53,7 +40,16 @@ _WITH_IDS = (_REDUCE, "stablehlo.all_gather", "stablehlo.reduce_scatter")
 
 
 def convert(module: ir.Module, layout: Layout, channels: Iterator[int]) -> None:
-    """Converts the operations of a module; `channels` numbers the collectives that have one."""
+    """Converts the operations of a body, a module; `channels` numbers the collectives that have one.
+
+    - `replica_engine.constrain`, a marker, says how a value is divided.
+    - A host call gets the whole value, and the first device of a replica calls. Where there is one replica, XLA can be
+      told so. Beside other replicas the call lies in a branch that only first devices take, and they send the results
+      to the others.
+    - Replicas exchange values between devices at the same place of each replica. XLA divides a reduction; around the
+      other collectives a value is whole.
+    - The id of a replica is that of a device, divided by the number of devices of a replica.
+    """
     collectives = mlir.operations(module, *(f"stablehlo.{name}" for name in COLLECTIVES))
     ids = mlir.operations(module, "stablehlo.replica_id")
     for each in mlir.operations(module, "stablehlo.custom_call"):
@@ -170,6 +166,7 @@ def _call_by_first(call: ir.Operation, layout: Layout, channels: Iterator[int]) 
                 ir.Operation.create("stablehlo.return", operands=values)
 
 
+# The main function of a divided program, around the body.
 _BODY = "replica_body"
 
 

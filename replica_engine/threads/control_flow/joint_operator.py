@@ -1,27 +1,8 @@
 """One operator of all replicas, while it is built: its graphs, and attempts to build it alone.
 
-Graphs that all replicas build: which replica made each op, and what each replica captures from outside.
-
-Each replica's gradient is the gradient of its own outputs with respect to its own inputs, as a tape on its thread would
-record it. So a joint graph knows for each op which replica made it. Ops of the coordinator belong to no replica: for
-tapes the results of a merge are constants, as everywhere in `tf.distribute`.
-
-Two replicas may use the same tensor of the graph outside. Each gets an alias of its own, which is made outside, on the
-replica's device. Without it, the gradient of that tensor would be the sum over the replicas. It also avoids a fault of
-TensorFlow's graph optimizer: `identity(x)` on CPU:0 plus `identity(x)` on CPU:1 in a branch becomes an empty tensor.
-A resource has no alias, because TensorFlow orders reads and writes by the handle itself.
-
-Attempts: a replica enters an operator alone, and leaves it again if there is a merge call inside.
-
-Replica 0 decides for all replicas of a run which operators are joint. A decision belongs to the k-th operator that a
-replica enters and to the place of the call. The place alone is not enough: the same line may be reached once
-with merge calls and once without. The number alone is not enough: replicas may differ in operators without merge
-calls.
-
-Each trace decides for itself. What an earlier trace decided must not count: where that is wrong, the ops of a graph
-have another order, and the last bits of a training depend on what the process has trained before.
-
-One operator for all replicas, while the coordinator builds it.
+`Notes` and `Captures` say of the graphs that all replicas build which replica made each op, and what each replica
+captures from outside. `Attempts` are what a replica does before: it enters an operator alone, and leaves it again if
+there is a merge call inside. `JointOperator` is one operator for all replicas, while the coordinator builds it.
 """
 
 from __future__ import annotations
@@ -50,6 +31,10 @@ _PASSING = {"Identity": 0, "IdentityN": 0, "OptionalFromValue": 0, "StopGradient
 
 class Notes:
     """What is known of a graph that all replicas build.
+
+    Each replica's gradient is the gradient of its own outputs with respect to its own inputs, as a tape on its thread
+    would record it. So a joint graph knows for each op which replica made it. Ops of the coordinator belong to no
+    replica: for tapes the results of a merge are constants, as everywhere in `tf.distribute`.
 
     Attributes:
         owners: the replica that made each op, by the op's name; and the replica that a tensor of the coordinator's
@@ -123,6 +108,11 @@ def owner_inside(op: tf.Operation, ends: str, position: int) -> int | None:
 
 class Captures:
     """What each replica of one operator uses from outside it.
+
+    Two replicas may use the same tensor of the graph outside. Each gets an alias of its own, which is made outside, on
+    the replica's device. Without it, the gradient of that tensor would be the sum over the replicas. It also avoids a
+    fault of TensorFlow's graph optimizer: `identity(x)` on CPU:0 plus `identity(x)` on CPU:1 in a branch becomes an
+    empty tensor. A resource has no alias, because TensorFlow orders reads and writes by the handle itself.
 
     Args:
         outer: the graph outside, in which the operator stands.
@@ -246,6 +236,13 @@ class MergeNeeded(BaseException):
 
 class Attempts:
     """The attempts of one replica.
+
+    Replica 0 decides for all replicas of a run which operators are joint. A decision belongs to the k-th operator that
+    a replica enters and to the place of the call. The place alone is not enough: the same line may be reached once with
+    merge calls and once without. The number alone is not enough: replicas may differ in operators without merge calls.
+
+    Each trace decides for itself. What an earlier trace decided must not count: where that is wrong, the ops of a graph
+    have another order, and the last bits of a training depend on what the process has trained before.
 
     Args:
         decisions: the places of the operators that replica 0 has found to be joint in the run, by their numbers.

@@ -1,20 +1,14 @@
 """If, Case, While and nested functions of all replicas, and their gradients.
 
-Nested `tf.function`s with merge calls.
+TensorFlow builds an If, Case or While op and calls the branches, the condition and the body once each; the coordinator
+answers each call with what all replicas traced, as a list with one entry for each replica.
 
-In a graph, the Python function is called in the graph where the replica stands: inlined, with its input signature and
-AutoGraph as the `tf.function` has them. In eager mode, one `tf.function` with the same options goes around all
-replicas; it is remembered, so that later calls run its graph and no Python.
+A nested `tf.function` with merge calls is inlined in a graph: its Python function is called in the graph where the
+replica stands, with its input signature and AutoGraph as the `tf.function` has them. In eager mode, one `tf.function`
+with the same options goes around all replicas; it is remembered, so that later calls run its graph and no Python.
 
-If, Case and While ops for all replicas, built by the coordinator.
-
-TensorFlow builds the op and calls the branches, the condition and the body once each; the coordinator answers each call
-with what all replicas traced, as a list with one entry for each replica.
-
-Gradients of joint operators: backward is a sync point too.
-
-A replica's gradient is that of its own outputs with respect to its own inputs, as if the operator were its own. There
-are two ways to it, as for each op in TensorFlow:
+Backward is a sync point too. A replica's gradient is that of its own outputs with respect to its own inputs, as if the
+operator were its own. There are two ways to it, as for each op in TensorFlow:
 
 - A tape on the replica's thread. The replica tells its tape what the outputs depend on (`recorded`). When the tape is
   asked, all replicas meet, and the coordinator differentiates the operator once for all of them (`build_backward`).
@@ -22,9 +16,9 @@ are two ways to it, as for each op in TensorFlow:
   they meet there, and the coordinator calls TensorFlow's gradient of that op once (`build_operator`).
 
 Both end in TensorFlow's gradient of an If or a While, which makes a graph for each branch or body and computes
-gradients there. In the place of that computation each replica computes its own part on its own thread
-(`by_replicas`), where all-reduces and custom gradients may merge. Nothing goes through what a merge function
-computed, except an all-reduce and an all-gather, which have gradients of their own.
+gradients there. In the place of that computation each replica computes its own part on its own thread (`by_replicas`),
+where all-reduces and custom gradients may merge. Nothing goes through what a merge function computed, except an
+all-reduce and an all-gather, which have gradients of their own.
 
 A tape outside the replicas sees all of them at once: it differentiates through the ops, as through any others.
 """
@@ -60,6 +54,7 @@ from replica_engine.values.regroup import parts as parts_of
 from replica_engine.values.regroup import regroup
 
 
+# Nested functions.
 class FunctionCall(NamedTuple):
     """What a replica brings: a `tf.function`, and its arguments."""
 
@@ -162,6 +157,7 @@ def _as_result(value: Any) -> Any:
     return value if is_result else tf.convert_to_tensor(value)
 
 
+# If, Case and While ops.
 class Branches(NamedTuple):
     """What a replica brings to tf.cond and tf.switch_case.
 
@@ -293,6 +289,7 @@ def _compared(operator: JointOperator, tensors: Sequence[tf.Tensor], what: str) 
             return tf.identity(scalars[0])
 
 
+# Gradients.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Backward:
     """What it takes to differentiate a joint operator.

@@ -1,11 +1,7 @@
 """The inputs of a device loop: fetched ahead of its steps, and taken apart into each replica's arrays.
 
-Takes the inputs of the steps of a device loop apart into each replica's arrays.
-
-Fetches the inputs of a device loop ahead of its steps, on a separate thread, into a bounded queue.
-
-Starting a thread takes as long as many small steps, and the caller would wait for it. So when its loop is over, the
-thread stays for a moment, for the next loop.
+A separate thread fetches them into a bounded queue. Starting a thread takes as long as many small steps, and the caller
+would wait for it. So when its loop is over, the thread stays for a moment, for the next loop.
 """
 
 from __future__ import annotations

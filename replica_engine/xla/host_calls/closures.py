@@ -1,18 +1,14 @@
 """Host functions whose tensors are taken out in the body, and the functions that the user wrote for them.
 
-The function that the user wrote, for a function that AutoGraph converted.
-
-A function defined inside a converted function is converted with it. In the converted one, `int(x)` of a tensor is a
-tensor, and a loop over a tensor follows the rules of `tf.while_loop`. That is right for a graph, and wrong on the host,
-where a function must run as it was written. Its code is still in the file it was written in, and the variables that it
-closes over have kept their names. So the function can be rebuilt.
-
-Calls of host functions whose tensors are taken out in the body, and put in again, as concrete tensors, on the host.
-
 A host function gets tensors of the body that calls it as arguments, or by closing over them. Both are places for
 tensors. They are found once, while the body is traced. On the host, each call rebuilds the function and its arguments
-with concrete tensors in those places. A function that AutoGraph converted is replaced by the function that the user
-wrote.
+with concrete tensors in those places.
+
+A function that AutoGraph converted is replaced by the function that the user wrote. A function defined inside a
+converted function is converted with it. In the converted one, `int(x)` of a tensor is a tensor, and a loop over a
+tensor follows the rules of `tf.while_loop`. That is right for a graph, and wrong on the host, where a function must run
+as it was written. Its code is still in the file it was written in, and the variables that it closes over have kept
+their names. So the function can be rebuilt (`original_of`).
 """
 
 from __future__ import annotations

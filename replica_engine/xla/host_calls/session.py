@@ -32,7 +32,7 @@ _STUCK_AFTER = 15.0  # seconds from a failure until the wait for the program end
 
 
 class Call(Protocol):
-    """The parts of a host call that a session uses; see `call.HostCall`."""
+    """The parts of a host call that a session uses; see `host_call.HostCall`."""
 
     index: int
 

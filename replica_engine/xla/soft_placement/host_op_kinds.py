@@ -1,13 +1,6 @@
-"""The ops of a body that run on the host.
+"""The ops of a body that run on the host: those for which XLA has no kernel, or a kernel that does nothing.
 
-Summaries of a body go to the writer of the thread that calls `run`, at the step that this thread has set.
-
-A body is traced once, and later calls may have another writer and another step. So in a call from eager mode the step
-becomes an argument of the body, and pieces look up the writer when they run. The key of the trace includes everything
-that decides whether a body has summaries at all: whether there is a writer, and whether recording is on. In a call
-inside a `tf.function` the writer and the step are traced in, as in any `tf.function`.
-
-The ops of a body that run on the host: those for which XLA has no kernel, or a kernel that does nothing.
+Summaries are among them: `add_caller` and `bound` give them the writer and the step of the caller.
 """
 
 from __future__ import annotations
@@ -30,6 +23,12 @@ from replica_engine.xla.arguments import Arguments, Shapes, Slot
 
 def add_caller(arguments: Arguments, shapes: Shapes) -> Shapes:
     """Adds to a body's arguments the state of the caller that the body's summaries need. Only for eager mode.
+
+    Summaries of a body go to the writer of the thread that calls `run`, at the step that this thread has set. A body is
+    traced once, and later calls may have another writer and another step. So in a call from eager mode the step becomes
+    an argument of the body, and pieces look up the writer when they run. The key of the trace includes everything that
+    decides whether a body has summaries at all: whether there is a writer, and whether recording is on. In a call
+    inside a `tf.function` the writer and the step are traced in, as in any `tf.function`.
 
     Returns:
         The shapes of all slots.

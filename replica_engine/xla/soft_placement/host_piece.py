@@ -1,30 +1,12 @@
 """A piece of a body that runs on the host in one call: its ops and its values.
 
-A value of the body while its graph is copied, and the shapes of what host ops make.
-
-XLA must know the shape of each value that the devices use. The shape of a host op's result follows from three rules:
-
-- TensorFlow infers it from the shapes of the inputs, and from the constants among them.
-- The body declares it: `y.set_shape(...)` or `tf.ensure_shape(y, ...)`. Python functions, which have an unknown shape
-  otherwise, are never called to find it out: they may take items from a queue, or write a file.
-- Ragged rows of words have as many rows as there are texts: so `ragged.to_tensor(shape=[None, 6])` has a known shape.
-
-Any other result stays on the host. What a host op returns is compared with the shape when it has run.
-
-Host ops that wait to be emitted, all in one call.
-
-The copy of a graph is made in the order of the program. A host op is not emitted when its turn comes: it waits here,
-and the next host op joins it, whatever ops of the devices lie between. All ops that wait are emitted, as one call, when
-an op on the devices needs a result of one of them; before a branch, a loop or a host call of the user; and at the end
-of the graph. So a call never waits for an op that waits for that call, effects keep the order of the program, and a
-replica makes no more calls than it must.
-
-A piece: ops that run on the host in one call.
-
 A piece is a list of ops. Each op has the numbers of the registers that it takes its inputs from and puts its outputs
 into. The registers are filled from six kinds of `Source`. Values that a device can have come and go through the
 program. Other values (strings, tables, tensors whose shape depends on data) stay on the host: a piece that makes such a
 value stores it under a number, once for each replica, and later pieces of the same launch find it there.
+
+While the graph of a body is copied, `Value` stands for each of its tensors, `Shapes` finds the shapes of what host ops
+make, and `Pending` gathers the host ops for one call.
 """
 
 from __future__ import annotations
@@ -96,7 +78,19 @@ class Value:
 
 
 class Shapes:
-    """Finds the shapes of results of host ops."""
+    """Finds the shapes of results of host ops.
+
+    XLA must know the shape of each value that the devices use. The shape of a host op's result follows from three
+    rules:
+
+    - TensorFlow infers it from the shapes of the inputs, and from the constants among them.
+    - The body declares it: `y.set_shape(...)` or `tf.ensure_shape(y, ...)`. Python functions, which have an unknown
+      shape otherwise, are never called to find it out: they may take items from a queue, or write a file.
+    - Ragged rows of words have as many rows as there are texts: so `ragged.to_tensor(shape=[None, 6])` has a known
+      shape.
+
+    Any other result stays on the host. What a host op returns is compared with the shape when it has run.
+    """
 
     def __init__(self) -> None:
         self._scratch = tf.Graph()
@@ -174,7 +168,13 @@ def _rows(op: tf.Operation, inputs: Sequence[Value], values: dict[int, Value]) -
 
 
 class Pending:
-    """The ops that wait in one graph of the copy.
+    """The ops that wait in one graph of the copy, to be emitted all in one call.
+
+    The copy of a graph is made in the order of the program. A host op is not emitted when its turn comes: it waits
+    here, and the next host op joins it, whatever ops of the devices lie between. All ops that wait are emitted, as one
+    call, when an op on the devices needs a result of one of them; before a branch, a loop or a host call of the user;
+    and at the end of the graph. So a call never waits for an op that waits for that call, effects keep the order of the
+    program, and a replica makes no more calls than it must.
 
     Args:
         calls: the host calls of the body.

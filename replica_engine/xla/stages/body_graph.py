@@ -1,15 +1,4 @@
-"""A replica body as a graph, and the results of a launch as tensors.
-
-The results of a launch as tensors, and how often each stage ran.
-
-On CPU devices a result stays where the program left it until somebody looks at it, since making a tensor takes about as
-long as a small program. Then small values become views of the device's memory, which no later program writes: only
-values of variables are donated. Large values are copied, as jaxlib may free the memory of a view late. On other devices
-the program may still run: who looks at a result waits for it, and gets the error if the program has failed (`Awaited`).
-Large results are fetched at once (`Compiled`).
-
-A replica body as a graph: its parameters, the tensors and variables it captures, and which ops run on the host.
-"""
+"""A replica body as a graph, the results of a launch as tensors, and how often each stage ran."""
 
 from __future__ import annotations
 
@@ -58,7 +47,15 @@ _counts_lock = threading.Lock()
 
 
 def column(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Array], Column]:
-    """How to make a column of an array with this shape and dtype on CPU devices."""
+    """How to make a column of an array with this shape and dtype on CPU devices.
+
+    There a result stays where the program left it until somebody looks at it, since making a tensor takes about as long
+    as a small program. Then small values become views of the device's memory, which no later program writes: only
+    values of variables are donated. Large values are copied, as jaxlib may free the memory of a view late.
+
+    On other devices the program may still run: who looks at a result waits for it, and gets the error if the program
+    has failed (`Awaited`). Large results are fetched at once (`Compiled`).
+    """
     is_viewed = dtype in _VIEWED and 0 < np.prod(shape, dtype=int) * dtype.itemsize <= _MOST_BYTES
     make, parts = (eager.of_capsule, DeviceGroup.views) if is_viewed else (_as_tensor, DeviceGroup.shards)
     return functools.partial(functools.partial, _tensors, make, parts)
@@ -129,7 +126,7 @@ _logger = logging.getLogger("replica_engine")
 
 
 class BodyGraph:
-    """A replica body as a graph.
+    """A replica body as a graph: its parameters, what it captures, and which ops run on the host.
 
     Attributes:
         name: the function's name.

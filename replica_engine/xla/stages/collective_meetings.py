@@ -1,23 +1,16 @@
 """What may differ between the replicas of a body, and collectives that only some of them reach.
 
-Which tensors of a body may differ from replica to replica, and why: a data flow analysis of its graph.
-
-Each tensor gets a set of causes. A tensor without a cause is equal on all replicas. Causes flow from the inputs of an
-op to its outputs, from a condition to the results of its branches, and around loops until nothing changes. A result of
-a collective over all replicas has no cause, whatever went in.
-
-A cause means that a tensor depends on something that differs, not that the tensor differs.
-
-Collectives that only some replicas may reach: in a branch or a loop whose condition differs from replica to replica.
-
-The replicas that reach such a collective wait forever for those that do not. So the conditions around each collective
-are looked at while the body is traced. A condition that is equal on all replicas is never reported. One that is known
-to differ is an error. One that may differ is a warning if it depends on the replica id, or on values that each replica
-has of its own. Only results of the host are left out, since nothing is known about them.
+A collective in a branch or a loop whose condition differs from replica to replica may be reached by only some of them,
+and those wait for ever for the others. So the conditions around each collective are looked at while the body is traced.
+A condition that is equal on all replicas is never reported. One that is known to differ is an error. One that may
+differ is a warning if it depends on the replica id, or on values that each replica has of its own. Only results of the
+host are left out, since nothing is known about them.
 
 A collective whose result nothing needs is not in the program, so nobody waits in it. It is an error nevertheless where
 it is known that only some replicas reach it, as on replica threads: whether a result is used must not change what is
 right. No warning is given of one that perhaps not all replicas reach.
+
+`Differences` finds which tensors may differ; `check` looks at the conditions.
 """
 
 from __future__ import annotations
@@ -83,7 +76,13 @@ class CollectiveOp:
 
 
 class Differences:
-    """The causes of the tensors of a body.
+    """The causes of the tensors of a body: why each may differ from replica to replica.
+
+    This is a data flow analysis of the graph. Each tensor gets a set of causes. A tensor without a cause is equal on
+    all replicas. Causes flow from the inputs of an op to its outputs, from a condition to the results of its branches,
+    and around loops until nothing changes. A result of a collective over all replicas has no cause, whatever went in.
+
+    A cause means that a tensor depends on something that differs, not that the tensor differs.
 
     Args:
         graph: the body.

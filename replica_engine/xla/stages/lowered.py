@@ -1,9 +1,5 @@
 """The second stage: a traced body becomes a StableHLO program; and XLA's errors in the user's terms.
 
-An error of XLA's compiler, in terms of the user's program: which op, at which line, and what to write instead.
-
-The second stage: a traced body becomes a StableHLO program.
-
 The program's parameters are the slots of the arguments, captured tensors, and the values of captured variables. Its
 results are the tensors that the body returned, followed by the new value of each variable that the body wrote. The
 module's `input_output_alias` names those variables, so that XLA may write the new value over the old one.
@@ -49,7 +45,10 @@ _NODE = re.compile(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}")
 
 
 def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> LoweringError:
-    """The error that the user gets for an error of XLA's compiler."""
+    """The error that the user gets for an error of XLA's compiler.
+
+    It is in terms of the user's program: which op, at which line, and what to write instead.
+    """
     text = str(error)
     where = _line(traced, text, moved)
     if found := _LOOP_SHAPES.search(text):

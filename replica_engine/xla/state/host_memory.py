@@ -30,7 +30,7 @@ _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MA
 
 
 def array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Zeros, as an array that `variables.tensor_on` takes without a copy. They take memory once they are written."""
+    """Zeros, as an array that `eager.tensor_on` takes without a copy. They take memory once they are written."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if size >= _LARGE:
         mapped = mmap.mmap(-1, size, **_PRIVATE)

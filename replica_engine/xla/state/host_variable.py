@@ -1,27 +1,7 @@
 """A variable of a strategy as the host sees it, and its initial value.
 
-A variable of a strategy as the host sees it: a TensorFlow variable that is never stale.
-
-Everything that TensorFlow does with a variable goes through its handle, so this class watches the handle:
-
-- In eager mode, code that gets the handle finds the newest value there, and may write to it. The exceptions are the
-  methods below that only read, or that keep steps from running while they write.
-- A host function gets the handle at each call (`host_handles`).
-- A replica body gets the handle itself: the body's program takes the values on the devices.
-
-Initial values of variables that a body creates, computed on the host while the body is traced.
-
-A variable outlives the body that creates it. So it needs a value before the body runs, the same for all replicas.
-`tf.function` has the same task and solves it in the same way: it runs the ops that made the value once more, outside
-the function, before the function's first run. What these ops depend on has these values:
-
-- Random ops are the ones that the user wrote, with their seeds, instead of the ones that replicas draw from
-  (`random_numbers`). So all replicas begin with the same value, and `tf.random.set_seed` makes it repeatable.
-- Variables have their values from before the run. A `tf.random.Generator` is advanced.
-- The replica id is 0: replica 0's initial value counts, as under `tf.distribute.MirroredStrategy`.
-- Arguments of the body, and results of cross-replica operations, do not exist yet. An error names the one in question.
-
-An op with a state runs once for all variables of a trace: two variables made of one random tensor are equal.
+`HostVariable` is a TensorFlow variable that is never stale. `outside` computes initial values of variables that a body
+creates, on the host, while the body is traced.
 """
 
 from __future__ import annotations
@@ -92,10 +72,17 @@ def _writes(name: str, whole: bool = False) -> Callable[..., object]:
 
 
 class HostVariable(eager.ResourceVariable):
-    """The host's side of a variable whose values are on devices.
+    """The host's side of a variable whose values are on devices: a TensorFlow variable that is never stale.
 
-    TensorFlow's own creators make the variable, so that everything a program has put around variable creation
-    takes part. `adopt` then turns the plain variable into a HostVariable.
+    Everything that TensorFlow does with a variable goes through its handle, so this class watches the handle:
+
+    - In eager mode, code that gets the handle finds the newest value there, and may write to it. The exceptions are the
+      methods below that only read, or that keep steps from running while they write.
+    - A host function gets the handle at each call (`host_handles`).
+    - A replica body gets the handle itself: the body's program takes the values on the devices.
+
+    TensorFlow's own creators make the variable, so that everything a program has put around variable creation takes
+    part. `adopt` then turns the plain variable into a HostVariable.
     """
 
     @classmethod
@@ -190,6 +177,7 @@ for _name in ("assign", "_restore_from_tensors"):
     setattr(HostVariable, _name, _writes(_name, whole=True))
 
 
+# Initial values of variables that a body creates.
 _OF_RUNS = ("Xla", "Iterator")
 """How the types of ops begin that only a run can execute: they need all replicas, or they affect the next step."""
 
@@ -215,6 +203,19 @@ def of_one_trace() -> contextlib.AbstractContextManager[object]:
 
 def outside(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a variable creator, with an initial value that needs no graph under construction.
+
+    A variable outlives the body that creates it. So it needs a value before the body runs, the same for all replicas.
+    `tf.function` has the same task and solves it in the same way: it runs the ops that made the value once more,
+    outside the function, before the function's first run. What these ops depend on has these values:
+
+    - Random ops are the ones that the user wrote, with their seeds, instead of the ones that replicas draw from
+      (`random_numbers`). So all replicas begin with the same value, and `tf.random.set_seed` makes it repeatable.
+    - Variables have their values from before the run. A `tf.random.Generator` is advanced.
+    - The replica id is 0: replica 0's initial value counts, as under `tf.distribute.MirroredStrategy`.
+    - Arguments of the body, and results of cross-replica operations, do not exist yet. An error names the one in
+      question.
+
+    An op with a state runs once for all variables of a trace: two variables made of one random tensor are equal.
 
     Raises:
         VariableCreationError: the initial value depends on something that is known only when the function runs.

@@ -1,7 +1,5 @@
 """Random numbers in a body: TensorFlow's own, with a stream for each replica.
 
-Random numbers as TensorFlow's kernels draw them: from Philox' integers, by TensorFlow's own formulas.
-
 XLA and TensorFlow draw the same integers for the same key and counter. XLA turns them into floats in another way, so
 compiled code would draw other numbers than eager code. Here each stateless op of floats becomes Philox and the formula
 of TensorFlow's kernel (`random_distributions.h` and `random_op_cpu.h` in its sources):
@@ -17,15 +15,7 @@ number that is scaled to another range may differ in its last bit, since XLA:CPU
 XLA's own Philox would give the same integers. XLA:CPU computes its ten rounds again for each of its results, which
 takes a second for a million numbers. The loop here takes some milliseconds.
 
-The loop needs several times the memory of its results. So a large value that is divided over devices (`in_pieces`) is
-drawn piece by piece: each device draws a piece of its part in each turn of a loop.
-
-Random ops in a replica body: a different stream on each replica, the same numbers for the same seed.
-
-XLA's own generator does not use TensorFlow's seed. So each stateful random op (`tf.random.normal`,
-`tf.nn.dropout`, ...) is replaced by its stateless form when it is made. The seed of that form combines a key, a number
-that counts up with each draw, and the seed that the op was made with. Key and count are a variable on the devices,
-like any other. The key comes from `tf.random.set_seed`, which also resets the count, and differs by replica.
+Stateful random ops draw from a `RandomState`.
 """
 
 from __future__ import annotations
@@ -132,7 +122,11 @@ class Pieces(NamedTuple):
 
 
 def in_pieces(pieces: Pieces) -> contextlib.AbstractContextManager[object]:
-    """Inside, values of this shape are drawn in pieces."""
+    """Inside, values of this shape are drawn in pieces.
+
+    The loop that draws needs several times the memory of its results. So a large value that is divided over devices is
+    drawn piece by piece: each device draws a piece of its part in each turn of a loop.
+    """
     return threads.attribute(_thread, "pieces", pieces)
 
 
@@ -344,6 +338,12 @@ _KEYS = functools.partial(replica_weights.states, bits=64)
 
 class RandomState(DeviceValue):
     """The key and the count that the random ops of a strategy draw from.
+
+    Each replica has a stream of its own, with the same numbers for the same seed. XLA's own generator does not use
+    TensorFlow's seed. So each stateful random op (`tf.random.normal`, `tf.nn.dropout`, ...) is replaced by its
+    stateless form when it is made. The seed of that form combines a key, a number that counts up with each draw, and
+    the seed that the op was made with. Key and count are a variable on the devices, like any other. The key comes from
+    `tf.random.set_seed`, which also resets the count, and differs by replica.
 
     Args:
         devices: where the replicas run.
