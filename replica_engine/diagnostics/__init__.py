@@ -11,7 +11,7 @@
 profiler.
 """
 
-from replica_engine.upstream import versions
+from replica_engine.upstream import profiler
 from replica_engine.watch.timeline import Profiler, set_profiler
 
-set_profiler(Profiler(versions.is_running, versions.Trace))
+set_profiler(Profiler(profiler.is_running, profiler.Trace))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -62,17 +63,15 @@ class WholeBatches:
 
     Args:
         backend: what runs the replicas.
-        keeps: whether an iterator of tf.data is kept until the next one, or until `end`.
     """
 
-    def __init__(self, backend: Backend, keeps: bool = True):
-        self._keeps = keeps
+    def __init__(self, backend: Backend):
         self._size = backend.strategy.num_replicas_in_sync
         devices = getattr(backend, "device_group", None)  # of one that compiles: the host divides
         self._own = range(0) if devices is None else range(devices.first, devices.first + devices.size)
         self._feeding = timeline.Track(type(backend.strategy).__name__, "feeding", order=-1)
-        # By thread, the iterator that was last read there, as `end_apart` takes it.
-        self._iterators: dict[int, list[tf.data.Iterator]] = {}
+        # By thread, the iterator that was last read there. Keras waits for its end, so it ends on another thread.
+        self._iterators: dict[int, weakref.ref[tf.data.Iterator]] = {}
 
     def next(self, iterator: Iterator[object], most: int) -> tuple[list[Batch], Exception | None]:
         """The next batches, without empty ones; and the exception with which the iterator failed after them.
@@ -80,10 +79,10 @@ class WholeBatches:
         Raises:
             StopIteration, OutOfRangeError: there is none.
         """
-        last = self._iterators.get(threading.get_ident())
-        if self._keeps and isinstance(iterator, tf.data.Iterator) and (last is None or last[0] is not iterator):
-            self.end()
-            self._iterators[threading.get_ident()] = [iterator]
+        if isinstance(iterator, tf.data.Iterator):
+            last = self._iterators.get(threading.get_ident())
+            if last is None or last() is not iterator:
+                self._iterators[threading.get_ident()] = end_apart(iterator)
         batches: list[Any] = []
         failed: Exception | None = None
         for _ in range(most):
@@ -120,12 +119,6 @@ class WholeBatches:
             BatchError: they cannot be joined, on all workers.
         """
         return batch.data
-
-    def end(self) -> None:
-        """Ends the iterator of tf.data that this thread has read, which is kept longer: Keras waits for its end."""
-        last = self._iterators.pop(threading.get_ident(), None)
-        if last is not None:
-            end_apart(last)
 
     def taking(self, total: samples.Rows) -> Callable[[object], tuple[object, Shard]]:
         """Returns what gives a replica on a thread its shard of a batch of `total` samples, in a graph of any size."""
@@ -164,7 +157,7 @@ class DealtBatches(WholeBatches):
     """
 
     def __init__(self, backend: Backend):
-        super().__init__(backend, keeps=False)
+        super().__init__(backend)
         self._backend = backend
         # In eager mode, TensorFlow's iterators make a dozen ops for each replica.
         self._following = tf.function(lambda iterator: iterator.get_next(), autograph=False)

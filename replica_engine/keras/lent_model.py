@@ -54,8 +54,6 @@ _SLOT = "_replica_engine_replicas"
 _lock = threading.RLock()
 _inside: weakref.WeakKeyDictionary[keras.Model, LentModel] = weakref.WeakKeyDictionary()  # the one inside, by original
 _thread = threading.local()
-_FUNCTIONS = {"fit": "train", "evaluate": "test"}
-"""By method of a model, the function that it calls with its iterator."""
 
 
 def replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
@@ -140,7 +138,7 @@ def _running(kind: type[keras.Model], name: str) -> Callable[..., object]:
             with lent.entered():
                 return method(self, *args, **kwargs)
         finally:
-            lent.let_go(name)
+            lent.let_go()
 
     return wrapper
 
@@ -312,17 +310,14 @@ class LentModel:
         finally:
             self._functions = keras_model.exchange_functions(self.original, self._functions)
 
-    def let_go(self, method: str) -> None:
+    def let_go(self) -> None:
         """Called at the end of a method that runs steps.
 
-        Makes the original's history refer to the original, so that it does not keep the replicated model alive, and
-        ends the method's iterator.
+        Makes the original's history refer to the original, so that it does not keep the replicated model alive.
         """
         history = vars(self.original).get("history")
         if history is not None and history.model is self._model:
             history.set_model(self.original)
-        if method in _FUNCTIONS:
-            self.functions[_FUNCTIONS[method]].batches.end()
 
     def changed(self) -> None:
         """Called when the model's variables, optimizers or metrics may differ; replicas then share new variables."""

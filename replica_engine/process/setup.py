@@ -13,7 +13,6 @@ import sys
 from replica_engine.errors import DeviceError, ForkedError
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.process import cores
-from replica_engine.upstream import thread_state
 
 # Several devices on a machine that has one.
 
@@ -141,7 +140,8 @@ def check_not_forked() -> None:
 
 def _after_fork() -> None:
     global _parent
-    if thread_state.started():
+    thread_state = sys.modules.get("replica_engine.upstream.thread_state")
+    if thread_state is not None and thread_state.started():
         _parent = os.getppid()
 
 

@@ -13,10 +13,12 @@ import _thread
 import functools
 import os
 import queue
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
 
@@ -46,6 +48,7 @@ from replica_engine.process.interrupts import held_off_once
 from replica_engine.upstream.data_pulls import Pulls, bytes_of, may_call_python
 from replica_engine.upstream.graphs.function_graphs import python_op
 
+T = TypeVar("T")
 Data: TypeAlias = tf.data.Dataset | tf.distribute.DistributedDataset
 Options: TypeAlias = tf.distribute.InputOptions | None
 Agree = Callable[[tf.Tensor | bool], tf.Tensor | bool]  # see `HostDatasets`
@@ -194,7 +197,7 @@ class _Iterable:
         iterator = _iterator_of(self, own)
         if tf.executing_eagerly():
             (turns,) = iterator._iterators
-            turns.end = _ends.after(turns)
+            turns.end = _ends.after(turns, turns.iterator)
         return iterator
 
     def _read_ahead(self: tf.distribute.DistributedDataset) -> tf.data.Dataset:
@@ -257,6 +260,10 @@ def _ahead(dataset: tf.data.Dataset, options: Options, replicas: int) -> tf.data
     return dataset.with_options(settings)
 
 
+_LOOK, _LOOKS = 0.01, 100
+"""Seconds between two looks whether an iterator can end, and how many: its owner is about to be freed elsewhere."""
+
+
 class _Ends:
     """Ends iterators on threads for which nobody waits.
 
@@ -266,26 +273,21 @@ class _Ends:
     """
 
     def __init__(self) -> None:
-        self._ended: queue.SimpleQueue[list[tf.data.Iterator]] = queue.SimpleQueue()  # its `put` may interrupt itself
+        self._ended: queue.SimpleQueue[list[object]] = queue.SimpleQueue()  # its `put` may interrupt itself
         self._starting = threading.Lock()
         self._is_running = False
 
-    def after(self, turns: _Turns) -> weakref.ref[_Turns]:
-        """What ends the iterator of `turns` after these; they must have it as long as they live.
+    def after(self, owner: T, iterator: object) -> weakref.ref[T]:
+        """What ends an iterator once nobody refers to `owner`; somebody must have it until then.
 
         No Python code runs for it: an exception that a signal's handler raises there would be lost.
+
+        Args:
+            owner: has the iterator, and nothing else has.
+            iterator: the iterator, or its resource.
         """
         self._start()
-        return weakref.ref(turns, functools.partial(self._ended.put, [turns.iterator]))
-
-    def end(self, held: list[tf.data.Iterator]) -> None:
-        """Ends the iterator that is in `held`, and that nothing else has."""
-        try:
-            self._start()
-        except RuntimeError:  # there are too many threads
-            held.clear()
-        else:
-            self._ended.put(held)
+        return weakref.ref(owner, functools.partial(self._ended.put, [iterator]))
 
     def _start(self) -> None:
         with self._starting:
@@ -298,9 +300,18 @@ class _Ends:
             held = self._ended.get()  # it is emptied, so that no other thread drops the last reference
             try:
                 # A thread for each: otherwise one that takes a minute would keep the buffers of those after it.
-                _thread.start_new_thread(held.clear, ())
+                _thread.start_new_thread(_clear_last, (held,))
             except RuntimeError:  # there are too many threads
                 held.clear()
+
+
+def _clear_last(held: list[object]) -> None:
+    """Empties a list when nothing else refers to its element: who drops the last reference waits for the end."""
+    for _ in range(_LOOKS):
+        if sys.getrefcount(held[0]) <= 2:  # the list, and the argument of this call
+            break
+        time.sleep(_LOOK)
+    held.clear()
 
 
 _ends = _Ends()
@@ -316,9 +327,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def end_apart(held: list[tf.data.Iterator]) -> None:
-    """Empties a list, and so ends the iterator in it, on a thread for which nobody waits; see `_Ends`."""
-    _ends.end(held)
+def end_apart(iterator: tf.data.Iterator) -> weakref.ref[tf.data.Iterator]:
+    """What ends an iterator on a thread for which nobody waits, once nobody refers to it; to be kept until then."""
+    try:
+        return _ends.after(iterator, iterator._iterator_resource)
+    except RuntimeError:  # there are too many threads
+        return weakref.ref(iterator)
 
 
 class _Turns:

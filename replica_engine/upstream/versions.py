@@ -1,9 +1,9 @@
-"""The versions of TensorFlow and Keras that this library was tested with; and TensorFlow's profiler.
+"""The versions of TensorFlow and Keras that this library was tested with, and what the older ones lack.
 
 This module is imported before the rest of `upstream`, so that a wrong version is reported before a private name is
 missing. `docs/versions.md` says what was run on which versions. What differs between the versions of these ranges:
 
-- here: whether a profile is being taken is a variable before TensorFlow 2.21, and a function since then.
+- `profiler.py`: whether a profile is being taken is a variable before TensorFlow 2.21, and a function since then.
 - `thread_state.py`: what cancels calls is of the process before TensorFlow 2.22, and of a thread since then.
 - `graphs/function_graphs.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the
   graph of its op since then.
@@ -22,22 +22,9 @@ import sys
 from types import ModuleType
 
 import numpy as np
-import tensorflow as tf
-
-# enabled: whether a profile is being taken. TensorFlow has no public function for this, and making a Trace costs more.
-# A function since TensorFlow 2.21; before, a bool that the profiler sets, so it is looked up in its module each time.
-from tensorflow.python.profiler import trace as _trace
 
 from replica_engine.errors import TensorFlowVersionError
 from replica_engine.errors.device_errors import untested_version
-
-Trace = tf.profiler.experimental.Trace
-"""A context manager that shows the code inside as a span with a name."""
-
-
-is_running = _trace.enabled if callable(_trace.enabled) else lambda: _trace.enabled
-"""Whether a profile is being taken."""
-
 
 TENSORFLOW = ((2, 19), (2, 22))
 """The oldest and the newest minor version of TensorFlow that the library was tested with."""
