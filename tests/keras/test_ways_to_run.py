@@ -13,6 +13,7 @@ from keras import layers
 import replica_engine
 from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.keras import replicate_model
+from replica_engine.upstream import host_datasets
 
 pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
 
@@ -393,3 +394,41 @@ def test_a_batch_like_the_last_one_is_not_taken_apart_again(both, monkeypatch):
     monkeypatch.setattr(kind, "run", noted)
     replicated.fit(X[:50], Y[:50], 12, epochs=2, shuffle=False, verbose=0)
     assert taken_apart == 2 * [(6, 4), (1, 4)]  # of the five batches of an epoch the first four are alike
+
+
+@pytest.mark.on("mirrored", "tpu")
+@pytest.mark.parametrize("way", ["in a scope", "replicated"])
+def test_nobody_waits_for_the_end_of_an_iterator(strategy, way, monkeypatch):
+    """It takes up to as long as the iterator has lived."""
+    clear_last, threads, seen = host_datasets._clear_last, [], threading.Event()
+
+    def clear(held):
+        threads.append(threading.current_thread())
+        of_steps = isinstance(held[0], tf.Tensor)  # the resource of the iterator that the steps have read
+        clear_last(held)
+        if of_steps:
+            seen.set()
+
+    monkeypatch.setattr(host_datasets, "_clear_last", clear)
+    with strategy.scope() if way == "in a scope" else contextlib.nullcontext():
+        model = classifier()
+    model = model if way == "in a scope" else replicate_model(model, strategy=strategy)
+    model.fit(BATCHES, verbose=0)
+    assert seen.wait(60)
+    assert threading.main_thread() not in threads
+
+
+def test_the_last_reference_is_dropped_on_the_thread_for_which_nobody_waits():
+    dropped = []
+
+    class Iterator:
+        def __del__(self):
+            dropped.append(threading.get_ident())
+
+    owned = [Iterator()]
+    held = [owned[0]]
+    thread = threading.Thread(target=host_datasets._clear_last, args=[held])
+    thread.start()
+    owned.clear()
+    thread.join(60)
+    assert dropped == [thread.ident]
