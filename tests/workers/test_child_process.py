@@ -12,7 +12,8 @@ NAMES = ("dataclasses", "hmac", "json", "os", "random", "runpy", "selectors", "s
 
 STARTS = """
 import os, pathlib, subprocess, sys
-from replica_engine.workers import child_process, serve
+from replica_engine.workers import child_process
+from replica_engine.workers import server as serve
 from replica_engine.workers.job import Limits
 from replica_engine.pjrt import rendezvous
 from replica_engine.pjrt import absent_chips as absent
