@@ -105,9 +105,8 @@ def __getattr__(name: str) -> Any:
     home = f"replica_engine.{name}" if name in _PACKAGES else _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'replica_engine' has no attribute {name!r}")
-    versions = importlib.import_module(
-        "replica_engine.upstream.versions"
-    )  # first: it names a version that does not serve
+    # First: it names a version that does not serve.
+    versions = importlib.import_module("replica_engine.upstream.versions")
     module = versions.imported(home)
     return module if name in _PACKAGES else getattr(module, name)
 

@@ -34,7 +34,7 @@ from replica_engine.upstream import distribute
 from replica_engine.upstream.distribute import changed
 from replica_engine.upstream.graphs import operators
 from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training as keras_accumulation
+from replica_engine.upstream.keras import keras_training
 from replica_engine.values import linear
 
 
@@ -194,7 +194,7 @@ def apply_across_replicas(
     op = tf.distribute.ReduceOp[reduction.upper()]
     merge = _Merge(optimizer, apply, None if variables is None else list(variables), op)
     grads = _with_largest(grads, variables or keras_model.trained_by(optimizer))
-    if any(map(keras_accumulation.accumulates, keras_model.with_inner_optimizers(optimizer))):
+    if any(map(keras_training.accumulates, keras_model.with_inner_optimizers(optimizer))):
         if not optimizer.built:
             context.merge_call(merge.build)
         size = 1 if reduction == "sum" else context.num_replicas_in_sync

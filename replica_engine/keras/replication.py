@@ -18,7 +18,7 @@ from replica_engine.strategies import MirroredStrategy
 from replica_engine.strategies.argument_checks import names_keywords
 from replica_engine.upstream.hook import hide_frames
 from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training as keras_trainer
+from replica_engine.upstream.keras import keras_training
 
 _logger = logging.getLogger("replica_engine")
 
@@ -127,7 +127,7 @@ def _check(model: Any) -> None:
         raise ReplicateError(
             f"The model {model.name!r} is replicated already. Replicate the original one, with other replicas."
         )
-    if keras_trainer.strategy_of(model) is not None:
+    if keras_training.strategy_of(model) is not None:
         raise ReplicateError(
             f"The model {model.name!r} was built under strategy.scope(), so it already runs on the replicas of "
             "that strategy. Build it outside of the scope to replicate it."
@@ -139,7 +139,7 @@ def _check(model: Any) -> None:
             f"The model {model.name!r} is not built{whose}: it has no variables yet that the replicas could share. "
             "Give it a keras.Input, or call it on a batch, model(x[:1]), before you replicate it."
         )
-    if own := keras_trainer.makes_functions(model):
+    if own := keras_training.makes_functions(model):
         raise ReplicateError(
             f"The model {model.name!r} overrides {own}, but replicate_model replaces this method. Override "
             "train_step, test_step or predict_step instead: they run on each replica."

@@ -27,7 +27,7 @@ from replica_engine.keras.train_function import StepFunction, check_trainable
 from replica_engine.process.interrupts import afterwards, held_off_once
 from replica_engine.upstream import distribute
 from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training as keras_trainer
+from replica_engine.upstream.keras import keras_training
 
 _lock = threading.RLock()
 _active: dict[int, list[Any]] = {}  # of each model that is in a step, by its id: its hooks, and how many steps it is in
@@ -90,4 +90,4 @@ class ScopedModel:
 
 def function_of(model: keras.Model, name: str) -> StepFunction:
     """What Keras calls to run a step of a model."""
-    return ScopedModel(model, keras_trainer.strategy_of(model).extended.backend, name).function
+    return ScopedModel(model, keras_training.strategy_of(model).extended.backend, name).function

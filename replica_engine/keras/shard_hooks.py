@@ -64,9 +64,8 @@ from replica_engine.process.interrupts import held_off_once
 from replica_engine.upstream import distribute
 from replica_engine.upstream.distribute import changed
 from replica_engine.upstream.hook import Hook
-from replica_engine.upstream.keras import keras_hooks
+from replica_engine.upstream.keras import keras_hooks, keras_training
 from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training as keras_trainer
 from replica_engine.upstream.keras import metric_updates as keras_sums
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -191,7 +190,7 @@ class Hooks:
     def _has_weighted(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether gradients that reach the optimizer have the weight of the shard, because their loss had it."""
         is_main = optimizer is getattr(self.model, "optimizer", None)
-        return is_main and keras_trainer.has_keras_step(self.model, "train_step")
+        return is_main and keras_training.has_keras_step(self.model, "train_step")
 
 
 def _build(optimizer: keras.optimizers.Optimizer, lender: Lender) -> Callable[[Sequence[keras.Variable]], None]:

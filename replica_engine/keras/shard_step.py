@@ -23,7 +23,7 @@ import tensorflow as tf
 from replica_engine.errors import LogError
 from replica_engine.keras.shard import Shard, check_sum, check_weights
 from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training as keras_trainer
+from replica_engine.upstream.keras import keras_training
 from replica_engine.values import linear, replica_weights, table_rows
 
 
@@ -43,12 +43,12 @@ class ShardedStep:
     @property
     def is_own(self) -> bool:
         """Whether it trains the model, and is not Keras'."""
-        return self.name == "train_step" and not keras_trainer.has_keras_step(self.model, self.name)
+        return self.name == "train_step" and not keras_training.has_keras_step(self.model, self.name)
 
     @property
     def is_plain(self) -> bool:
         """Whether it follows the rule of `tf.distribute`; with a `compute_loss` of the user's own, each step does."""
-        return self._own_step == "sum" and (self.is_own or not keras_trainer.has_keras_loss(self.model))
+        return self._own_step == "sum" and (self.is_own or not keras_training.has_keras_loss(self.model))
 
     @property
     def mixes_samples(self) -> bool:
@@ -56,7 +56,7 @@ class ShardedStep:
 
         What float8 keeps of gradients is of the loss that a step has; in one of the user's own, the mean over a shard.
         """
-        own = not keras_trainer.has_keras_step(self.model, "train_step")
+        own = not keras_training.has_keras_step(self.model, "train_step")
         overwrites = own and any(map(keras_model.is_overwritten, self.model.trainable_variables))
         return overwrites or keras_model.mixes_samples(self.model)
 
@@ -76,7 +76,7 @@ class ShardedStep:
                 variable.assign(total)
             before = [tf.zeros_like(value) for value in before]
         share.is_plain = self.is_plain and not share.whole
-        share.averages = self._own_step == "sum" and not keras_trainer.has_keras_step(self.model, self.name)
+        share.averages = self._own_step == "sum" and not keras_training.has_keras_step(self.model, self.name)
         weight = share.fraction if self.is_own and not share.whole and not share.is_plain else None
         with self.followed(data, share), replica_weights.weighted_late(weight):
             logs = self.method(data)
@@ -98,7 +98,7 @@ class ShardedStep:
 
         Says which tensors are its samples, and whether a method of the user's own uses the loss of `compile`.
         """
-        is_of_keras = keras_trainer.has_keras_step(self.model, self.name) and keras_trainer.has_keras_loss(self.model)
+        is_of_keras = keras_training.has_keras_step(self.model, self.name) and keras_training.has_keras_loss(self.model)
         share.is_own = not is_of_keras
         linear.mark(tf.nest.flatten(data, expand_composites=True), linear.SAMPLES)
         return share.entered()

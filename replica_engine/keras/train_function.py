@@ -36,7 +36,7 @@ from replica_engine.keras.shard_step import ShardedStep
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream.graphs import mark_ops
 from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training as keras_trainer
+from replica_engine.upstream.keras import keras_training
 from replica_engine.upstream.keras.metric_updates import own_metrics_of
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
@@ -300,7 +300,7 @@ class StepFunction:
 
         Keras' own steps do in each call what they did in the first one; a step of the user's own may begin to clip.
         """
-        is_known = (how, 0, False) in self._functions and keras_trainer.has_keras_step(self._model, self._step.name)
+        is_known = (how, 0, False) in self._functions and keras_training.has_keras_step(self._model, self._step.name)
         return _NOTHING if is_known else kept_if(NotASum, self._model)
 
     def _outputs(self, data: Any, total: int) -> object:
@@ -495,7 +495,7 @@ def check_trainable(model: keras.Model) -> None:
         OptimizerError: it was built before some of them became trainable.
     """
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or not keras_trainer.has_keras_step(model, "train_step"):
+    if optimizer is None or not keras_training.has_keras_step(model, "train_step"):
         return
     unknown = keras_model.unknown_to(optimizer, model.trainable_variables)
     if unknown:

@@ -47,7 +47,7 @@ def may_be_there() -> bool:
     """Whether something is installed that could give jax TPUs or GPUs.
 
     Where it could not, jax is not asked: that would start it, after which its own CPU devices could not be configured.
-    Packages that are installed to compile for chips elsewhere (`plans.absent`) do not count.
+    Packages that are installed to compile for chips elsewhere (`absent_chips`) do not count.
     """
     package = importlib.util.find_spec("libtpu")
     folders = [*(package.submodule_search_locations or ())] if package is not None else []

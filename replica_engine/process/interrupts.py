@@ -260,9 +260,6 @@ class held_off_once(held_off):
         super().__init__(lambda: bool(self._came))
 
 
-_CTRL_C = int(signal.SIGINT)
-
-
 class _Ear:
     """The descriptor of `heard_at_once`, and the thread that reads it."""
 
@@ -282,7 +279,7 @@ class _Ear:
                 with contextlib.suppress(OSError):
                     os.write(self.theirs, numbers)
             told = self.told
-            if _CTRL_C in numbers and told is not None:
+            if _SIGINT in numbers and told is not None:
                 told()
 
 
@@ -315,7 +312,7 @@ class heard_at_once:
         global _ear
         if threading.current_thread() is not threading.main_thread():
             return
-        if _signal.getsignal(_CTRL_C) is not signal.default_int_handler:
+        if _signal.getsignal(_SIGINT) is not signal.default_int_handler:
             return
         if _ear is None:
             _ear = _Ear()

@@ -140,8 +140,9 @@ def check_not_forked() -> None:
 
 def _after_fork() -> None:
     global _parent
-    thread_state = sys.modules.get("replica_engine.upstream.thread_state")
-    if thread_state is not None and thread_state.started():
+    # None too if another thread is importing it.
+    started = getattr(sys.modules.get("replica_engine.upstream.thread_state"), "started", None)
+    if started is not None and started():
         _parent = os.getppid()
 
 

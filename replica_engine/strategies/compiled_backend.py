@@ -153,7 +153,7 @@ class CompiledBackend(Backend):
         """Reduces a value of each replica over the replicas of all workers.
 
         Args:
-            reduction: a `tf.distribute.ReduceOp` or its name, `workers.FIRST`, or ("gather", axis).
+            reduction: a `tf.distribute.ReduceOp` or its name, `worker_values.FIRST`, or ("gather", axis).
             value: a distributed value or an ON_READ variable.
         """
         reducer = worker_values.reducer(reduction, calling_line()[0])

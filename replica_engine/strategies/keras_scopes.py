@@ -34,9 +34,7 @@ from replica_engine.threads.replica_run import keep_attributes
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import operators
 from replica_engine.upstream.hook import hide_frames
-from replica_engine.upstream.keras import keras_hooks, keras_variables
-from replica_engine.upstream.keras import keras_training as keras_accumulation
-from replica_engine.upstream.keras import keras_training as keras_trainer
+from replica_engine.upstream.keras import keras_hooks, keras_training, keras_variables
 from replica_engine.values.regroup import regroup
 
 
@@ -57,7 +55,7 @@ def _apply(optimizer: Any, grads: Any, variables: Any) -> None:
         grads: this replica's gradients, none of them None.
         variables: the variables of the gradients.
     """
-    kind = _AccumulationStep if keras_accumulation.accumulates(optimizer) else _ClippedStep
+    kind = _AccumulationStep if keras_training.accumulates(optimizer) else _ClippedStep
     tf.distribute.get_replica_context().merge_call(kind(optimizer, list(variables)).run, args=(list(grads),))
 
 
@@ -73,7 +71,7 @@ class _ClippedStep:
         """Updates the variables with the clipped sum of the gradients."""
         self._update(strategy, grads)
         with distribute.merged():
-            keras_accumulation.average(self._optimizer)
+            keras_training.average(self._optimizer)
 
     def _update(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
         """Reduces gradients, and updates the variables with their sums."""
@@ -82,10 +80,10 @@ class _ClippedStep:
             for grad, variable in zip(grads, self._variables, strict=True)
         ]
         sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, pairs)
-        if keras_accumulation.clips(self._optimizer):
+        if keras_training.clips(self._optimizer):
             sums = [distribute.first_values(grad) for grad in sums]
         with distribute.merged():
-            keras_accumulation.update(self._optimizer, sums, self._variables)
+            keras_training.update(self._optimizer, sums, self._variables)
 
 
 class _AccumulationStep(_ClippedStep):
@@ -93,22 +91,22 @@ class _AccumulationStep(_ClippedStep):
 
     def __init__(self, optimizer: Any, variables: list[Any]):
         super().__init__(optimizer, variables)
-        self._accumulators = [each.value for each in keras_accumulation.accumulators(optimizer, variables)]
+        self._accumulators = [each.value for each in keras_training.accumulators(optimizer, variables)]
 
     @operators.artifact
     def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
         """Adds the gradients to the accumulators, and ends the group if this is its last step."""
         for accumulator, grad in zip(self._accumulators, grads, strict=True):
             strategy.extended.update(accumulator, _add, args=(grad,), group=False)
-        tf.cond(keras_accumulation.is_update_step(self._optimizer), lambda: self._end_group(strategy), lambda: None)
+        tf.cond(keras_training.is_update_step(self._optimizer), lambda: self._end_group(strategy), lambda: None)
         with distribute.merged():
-            keras_accumulation.average(self._optimizer)
+            keras_training.average(self._optimizer)
 
     def _end_group(self, strategy: tf.distribute.Strategy) -> None:
         """Reduces and clears the accumulators, and updates the variables with the mean over the steps of the group."""
         steps = self._optimizer.gradient_accumulation_steps
         mine = {id(each) for each in self._accumulators}
-        for other in keras_accumulation.accumulators(self._optimizer):
+        for other in keras_training.accumulators(self._optimizer):
             if id(other.value) not in mine:  # a variable without a gradient in this step; Keras forgets earlier ones
                 strategy.extended.update(other.value, _clear, group=False)
         means = [
@@ -178,8 +176,8 @@ def _divides(model: Any, name: str = "test_step") -> bool:
     Not if the model makes functions itself. Keras joins the predictions of several workers. It also runs an only
     replica, which has nothing to divide, but for compiled steps: many of them are one launch.
     """
-    strategy = keras_trainer.strategy_of(model)
-    if strategy is None or not has_backend(strategy) or keras_trainer.makes_functions(model):
+    strategy = keras_training.strategy_of(model)
+    if strategy is None or not has_backend(strategy) or keras_training.makes_functions(model):
         return False
     backend, predicts = strategy.extended.backend, name == "predict_step"
     if strategy.num_replicas_in_sync == 1:
@@ -193,7 +191,7 @@ def _takes_whole(model: Any, batch: Any) -> bool:
     Not to several workers, or to threads on GPUs, to which TensorFlow copies the next batch during a step; nor if the
     leaves of a batch have other numbers of samples, and are dealt apart.
     """
-    strategy = keras_trainer.strategy_of(model)
+    strategy = keras_training.strategy_of(model)
     backend = strategy.extended.backend
     on_gpus = not backend.compiles and any("GPU" in device.upper() for device in strategy.extended.worker_devices)
     if on_gpus or backend.saving is not None or not _divides(model):

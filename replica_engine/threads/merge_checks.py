@@ -322,7 +322,7 @@ class Launches:
             self._what = before
 
     def describe(self, kind: str, operand: Any) -> Any:
-        """Describes a collective of TensorFlow; see `collectives.note_launches`."""
+        """Describes a collective of TensorFlow; see `worker_collectives.note_launches`."""
         program, launched = self.described(kind, operand)
         return lambda: self._key(program.digest, launched())
 

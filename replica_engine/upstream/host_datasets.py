@@ -331,7 +331,7 @@ def end_apart(iterator: tf.data.Iterator) -> weakref.ref[tf.data.Iterator]:
     """What ends an iterator on a thread for which nobody waits, once nobody refers to it; to be kept until then."""
     try:
         return _ends.after(iterator, iterator._iterator_resource)
-    except RuntimeError:  # there are too many threads
+    except (AttributeError, RuntimeError):  # it is of a class of the user's, or there are too many threads
         return weakref.ref(iterator)
 
 

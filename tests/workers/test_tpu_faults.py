@@ -99,7 +99,7 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores, distrib
 JOINING = """
 import socket
 from replica_engine.workers import member
-from replica_engine.pjrt import rendezvous, workers
+from replica_engine.pjrt import job_devices, rendezvous
 
 
 def dies(*_, **__):
@@ -122,7 +122,7 @@ def late(place, hold=rendezvous.hold):
 
 
 if me == int(os.environ["VICTIM"]):
-    setattr(workers, os.environ["IN"], dies)
+    setattr(job_devices, os.environ["IN"], dies)
 elif os.environ["LATE"]:
     rendezvous.hold = late
 try:

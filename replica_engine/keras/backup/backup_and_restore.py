@@ -28,7 +28,6 @@ from replica_engine.keras.lent_model import build_for, is_replicated
 from replica_engine.strategies.argument_checks import names_keywords
 from replica_engine.upstream.keras import keras_models as keras_model
 from replica_engine.upstream.keras import keras_training
-from replica_engine.upstream.keras import keras_training as keras_trainer
 
 _logger = logging.getLogger("replica_engine")
 _thread = threading.local()
@@ -80,7 +79,7 @@ class Training:
         self._callbacks = container.callbacks
         self._epochs = container.params["epochs"]
         self._folder, self._save_freq, self._delete = folder, save_freq, delete
-        self.strategy = self._model.strategy if is_replicated(self._model) else keras_trainer.strategy_of(self._model)
+        self.strategy = self._model.strategy if is_replicated(self._model) else keras_training.strategy_of(self._model)
         team = chief_files.team_of_strategy(self.strategy)
         self._exchange = None if team is None else team.exchange
         self._worker = 0 if team is None else team.worker
@@ -166,7 +165,7 @@ class Training:
         if self._validation.source is None:
             return None
         place = self._validation.save(None, 0)
-        return place | {"has_current": place["has_current"] and keras_trainer.strategy_of(self._model) is not None}
+        return place | {"has_current": place["has_current"] and keras_training.strategy_of(self._model) is not None}
 
     def _train(self, own: Steps, source: Any) -> Iterator[Step]:
         self._place.follow(source)
@@ -197,7 +196,7 @@ class Training:
     def epoch_ends(self, own: Callable[..., object], epoch: int, logs: Logs = None) -> None:
         """Called in the place of the callbacks' `on_epoch_end`, which is `own`."""
         if logs is not None and self._logs is not None and not logs.keys() & self._logs.keys():
-            logs.update(keras_trainer.plain_logs(self._logs))  # the backup came after the last batch of the epoch
+            logs.update(keras_training.plain_logs(self._logs))  # the backup came after the last batch of the epoch
         own(epoch, logs)
         self._epoch, self._batch = epoch + 1, 0
         self._save_if(isinstance(self._save_freq, str) or self._since >= self._save_freq)
@@ -246,7 +245,7 @@ class Training:
             "size": self._size,
             "epoch": self._epoch,
             "batch": self._batch,
-            "logs": None if self._logs is None else keras_trainer.plain_logs(self._logs),
+            "logs": None if self._logs is None else keras_training.plain_logs(self._logs),
             "stopped": bool(self._model.stop_training),
             "variables": self._variables.describe(),
             "built": self._variables.trained(),

@@ -23,7 +23,6 @@ from replica_engine.errors import InputsError
 from replica_engine.upstream import distribute
 from replica_engine.upstream.hook import FIRST_SCOPE, REPLICATED, Hook, StandIn
 from replica_engine.upstream.keras import keras_training
-from replica_engine.upstream.keras import keras_training as names
 
 if TYPE_CHECKING:
     import keras
@@ -41,7 +40,7 @@ _ELSEWHERE = "passes on to Keras outside the replicas of this library's strategi
 _FIRST_VARIABLE = "the first variable that a strategy makes once Keras is imported"
 _TRAINERS, _OPTIMIZERS = (
     f"{keras_training.MODULE}.{keras_training.TRAINER}",
-    f"{names._BASE_OPTIMIZER}.{names.OPTIMIZER}",
+    f"{keras_training._BASE_OPTIMIZER}.{keras_training.OPTIMIZER}",
 )
 _LOSSES, _AVERAGES = "keras.src.losses.loss", "tensorflow.python.ops.nn_impl_distribute"
 _ONE_REPLICA = "in a shard, one device has one replica and the whole batch"
@@ -80,12 +79,12 @@ COMBINE = _of_scope(
 )
 APPLY = _of_variables(
     _OPTIMIZERS,
-    names.APPLY,
+    keras_training.APPLY,
     why="gradients are summed before they are clipped; accumulated ones only in the last step of a group",
 )
 ADD_VARIABLE = _of_variables(
     _OPTIMIZERS,
-    names.ADD_VARIABLE,
+    keras_training.ADD_VARIABLE,
     why="each replica has its own accumulators of gradients, which are saved as their sum",
     until="passes on to Keras for all other variables",
 )
@@ -271,9 +270,11 @@ def extend_optimizers(
     ) -> None:
         context = tf.distribute.get_replica_context()
         if context is not None and is_ours(context.strategy):
-            if names.is_of_no_strategy(optimizer):
+            if keras_training.is_of_no_strategy(optimizer):
                 check_foreign(optimizer, trainable_variables)
-            elif optimizer.gradient_accumulation_steps or (names.clips(optimizer) and context.num_replicas_in_sync > 1):
+            elif optimizer.gradient_accumulation_steps or (
+                keras_training.clips(optimizer) and context.num_replicas_in_sync > 1
+            ):
                 apply(optimizer, grads, trainable_variables)
                 return
         own(optimizer, grads, trainable_variables)
@@ -285,7 +286,7 @@ def extend_optimizers(
         name: str | None = None,
         initializer: object = "zeros",
     ) -> object:
-        of_each = name == names.ACCUMULATOR and is_ours(optimizer._distribution_strategy)
+        of_each = name == keras_training.ACCUMULATOR and is_ours(optimizer._distribution_strategy)
         with tf.variable_creator_scope(_for_each_replica) if of_each else contextlib.nullcontext():
             try:
                 return own(optimizer, reference_variable, name=name, initializer=initializer)

@@ -32,8 +32,7 @@ from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES as _custom_
 from keras.src.trainers.compile_utils import CompileLoss as _CompileLoss
 
 from replica_engine.upstream import versions
-from replica_engine.upstream.keras import keras_training as keras_accumulation
-from replica_engine.upstream.keras import keras_training as keras_trainer
+from replica_engine.upstream.keras import keras_training
 from replica_engine.upstream.thread_state import unobserved
 
 versions.check_keras()
@@ -215,7 +214,7 @@ def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     return (
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or optimizer.gradient_accumulation_steps is not None  # of an optimizer that was made outside of the scope
-        or keras_accumulation.clips(optimizer)
+        or keras_training.clips(optimizer)
         or getattr(optimizer, "loss_scale_factor", None) is not None
     )
 
@@ -223,7 +222,7 @@ def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
 def accumulators_of(model: keras.Model) -> list[keras.Variable]:
     """The variables in which the optimizers of a model accumulate gradients."""
     optimizers = [each for optimizer in optimizers_of(model) for each in with_inner_optimizers(optimizer)]
-    return [variable for optimizer in optimizers for variable in keras_accumulation.accumulators(optimizer)]
+    return [variable for optimizer in optimizers for variable in keras_training.accumulators(optimizer)]
 
 
 def variables_of(model: keras.Model) -> Iterator[keras.Variable]:
@@ -252,7 +251,7 @@ def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
 def is_built(model: keras.Model) -> bool:
     """Whether all variables that a training step needs exist."""
     parts = [getattr(model, "_compile_metrics", None), getattr(model, "_compile_loss", None)]
-    if keras_trainer.has_keras_step(model, "train_step"):  # other steps build the optimizers that they use
+    if keras_training.has_keras_step(model, "train_step"):  # other steps build the optimizers that they use
         parts.append(model.optimizer)
     return all(part is None or part.built for part in parts)
 
@@ -338,7 +337,7 @@ def gives_rows(model: keras.Model) -> bool:
     kinds = [kind for kind in (keras.Sequential, _Functional) if isinstance(model, kind)]
     if not any(type(model).call is kind.call for kind in kinds):
         return False  # it computes its outputs in another way
-    if not keras_trainer.has_keras_step(model, "predict_step"):
+    if not keras_training.has_keras_step(model, "predict_step"):
         return False
     outputs = [each.shape for each in keras.tree.flatten(model.outputs)]
     return all(len(shape) > 0 and shape[0] is None for shape in outputs)
