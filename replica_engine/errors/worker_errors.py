@@ -266,8 +266,8 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
 class WorkersMissingError(ReplicaEngineError, TimeoutError):
     """Workers did not come within a limit: to the job, to a point where all meet, or with a value.
 
-    Raised by `hosts.join`, by what waits for all workers, and by a wait for a value. Look at the output of the workers
-    that the message names, or raise the limit that it names.
+    Raised by `workers.join`, by what waits for all workers, and by a wait for a value. Look at the output of the
+    workers that the message names, or raise the limit that it names.
 
     Attributes:
         workers: their indices.

@@ -88,7 +88,7 @@ def group_of_job(
 
     Raises:
         DeviceError: the platform is unknown, or there are fewer devices, or the workers cannot share them evenly.
-        ClusterConfigError, WorkersMissingError, WorkerVersionError, WorkerLostError: see `hosts.join`.
+        ClusterConfigError, WorkersMissingError, WorkerVersionError, WorkerLostError: see `workers.join`.
     """
     own = None
     if count is not None:

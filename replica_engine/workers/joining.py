@@ -164,7 +164,7 @@ def check_joins_once(cluster: Cluster) -> None:
         raise ClusterConfigError.about(
             "process_id",
             f"This process has joined the job at {cluster.coordinator} already, as worker {cluster.process_id}. A "
-            "process joins its job once: use either MultiWorkerMirroredStrategy or TPUStrategy in it, or hosts.join "
+            "process joins its job once: use either MultiWorkerMirroredStrategy or TPUStrategy in it, or workers.join "
             "without them. Several strategies of one kind share what the first one has joined.",
         )
 
