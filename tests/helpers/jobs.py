@@ -32,10 +32,10 @@ LONGER = 300.0
 
 HEAD = """
 import os, signal, sys, threading
-from replica_engine import errors, hosts
-TRAIN = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
-EVAL = hosts.Program("91c4e0d2aa", "eval_step", "train.py:80")
-member = hosts.join(versions={versions!r}, replicas={replicas})
+from replica_engine import errors, workers
+TRAIN = workers.Program("2d03aa77bb", "train_step", "train.py:40")
+EVAL = workers.Program("91c4e0d2aa", "eval_step", "train.py:80")
+member = workers.join(versions={versions!r}, replicas={replicas})
 """
 
 TRAIN = workers.Program("2d03aa77bb", "train_step", "train.py:40")

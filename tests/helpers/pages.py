@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 MADE_ELSEWHERE = ("docs/errors/", "docs/changelog.md", "docs/contributing.md")
 
 # What joins a job, and cannot leave it again before the process ends.
-WORKER = re.compile(r"MultiWorkerMirroredStrategy\(\)$|hosts\.join\(", re.MULTILINE)
+WORKER = re.compile(r"MultiWorkerMirroredStrategy\(\)$|workers\.join\(", re.MULTILINE)
 
 _FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?(?![\w])")

@@ -11,7 +11,7 @@ import pytest
 
 from helpers import tiers
 
-WEIGHTS = {"hosts": 1.3, "keras": 2.4, "checkpoints": 1.8, "clients": 3.0, "sharding": 3.0, "tpu": 0.9}
+WEIGHTS = {"workers": 1.3, "keras": 2.4, "checkpoints": 1.8, "clients": 3.0, "sharding": 3.0, "tpu": 0.9}
 """Seconds that a test of a folder takes, by and large; elsewhere `USUAL`."""
 
 USUAL = 0.6

@@ -24,7 +24,7 @@ HEAD = """
 import json, os, signal, socket, sys
 import tensorflow as tf
 import replica_engine
-from replica_engine import errors, hosts
+from replica_engine import errors, workers
 from replica_engine.workers import member
 
 me = int(os.environ["REPLICA_ENGINE_PROCESS_ID"])
@@ -42,7 +42,7 @@ def sums():
 
 STARTS = """
 # A second job, of this process and the test, says which strategy to make next, and in which job.
-control = hosts.join(environ={**os.environ, "REPLICA_ENGINE_COORDINATOR": os.environ["CONTROL"]})
+control = workers.join(environ={**os.environ, "REPLICA_ENGINE_COORDINATOR": os.environ["CONTROL"]})
 number = 0
 while kind_and_address := control.get(f"try {number}"):
     kind, os.environ["REPLICA_ENGINE_COORDINATOR"] = kind_and_address

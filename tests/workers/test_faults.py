@@ -217,7 +217,7 @@ def test_another_order(victim):
 
 def test_another_program_is_found_before_it_is_compiled():
     with job() as made:
-        made.start(1, "member.compile(hosts.Program('ffff', 'train_step', 'train.py:40'))")
+        made.start(1, "member.compile(workers.Program('ffff', 'train_step', 'train.py:40'))")
         with pytest.raises(ProgramDisagreementError, match=r"worker 1: compilation of .*, program ffff"):
             made.join(0).compile(TRAIN)
 

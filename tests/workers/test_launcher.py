@@ -15,9 +15,9 @@ from replica_engine.workers import launcher
 
 JOINS = """
 import os, signal, subprocess, sys
-from replica_engine import workers as hosts
-member = hosts.join()
-TRAIN = hosts.Program("2d03aa77bb", "train_step", "train.py:40")
+from replica_engine import workers
+member = workers.join()
+TRAIN = workers.Program("2d03aa77bb", "train_step", "train.py:40")
 """
 
 
@@ -197,7 +197,7 @@ def test_what_an_early_end_is_called_and_that_a_restart_does_not_help(script):
 
 
 def test_a_failure_that_is_nobodys_own(script):
-    path = script(f"{JOINS}member.compile(hosts.Program(str(member.worker) * 8, 'f'))")
+    path = script(f"{JOINS}member.compile(workers.Program(str(member.worker) * 8, 'f'))")
     result = launch("--workers", "2", path)
     assert result.returncode == 1
     assert "failed first" not in result.stderr

@@ -36,8 +36,8 @@ def test_steps_of_others_clear_an_earlier_failure():
 
 SHRINKS_AND_GROWS = """
 import os, signal
-from replica_engine import workers as hosts
-member = hosts.join()
+from replica_engine import workers
+member = workers.join()
 slot, start = os.environ["REPLICA_ENGINE_SLOT"], int(os.environ["REPLICA_ENGINE_RESTART"])
 print("start", start, "slot", slot, "of", member.size, flush=True)
 if slot == "1" and start < 2: os.kill(os.getpid(), signal.SIGKILL)
