@@ -141,6 +141,11 @@ def _on_all_replicas(flag: Any) -> Any:
     return tf.equal(context.all_reduce("SUM", tf.cast(tf.logical_not(flag), tf.int32)), 0)
 
 
+def imported() -> tuple[bool, bool]:
+    """Whether Keras, and this library's part for it, are imported: hooks wait for their modules."""
+    return "keras" in sys.modules, "replica_engine.keras" in sys.modules
+
+
 def explain() -> None:
     """Makes `compile` work outside the scope, and Keras' methods train, evaluate and predict on the replicas.
 
@@ -151,7 +156,7 @@ def explain() -> None:
     Strategies that do not run on a backend of this library keep what Keras does. Does nothing until Keras is imported,
     or a second time.
     """
-    if "replica_engine.keras" in sys.modules and "keras" in sys.modules:  # for models that the program loads
+    if all(imported()):  # for models that the program loads
         importlib.import_module("replica_engine.keras.replica_optimizer")
     keras_hooks.extend_build(explained, has_backend, _takes_whole)
     keras_hooks.make_functions(_function_of, _takes_whole)

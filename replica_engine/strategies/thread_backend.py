@@ -7,6 +7,7 @@ the eager updates of variables.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -150,6 +151,9 @@ class OnBackend(tf.distribute.Strategy):
     _runs_again: type | None = None
     """The extended class whose backend may know a run; a class of the user's may run functions in another way."""
 
+    _installed_with: tuple[bool, bool] | None = None
+    """Which of Keras' modules were imported when the hooks were last installed."""
+
     @overload
     def run(
         self, fn: Callable[..., None], args: Arguments = ..., kwargs: Keywords = ..., options: Any = ...
@@ -208,7 +212,7 @@ class OnBackend(tf.distribute.Strategy):
                 return super().run(fn, args, kwargs, options)
             before = distribute.scopes()
             try:
-                with distribute.in_scope(self):  # once here, instead of again in each call on the way
+                with self._scope_of_run():  # once here, instead of again in each call on the way
                     return extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
             except BaseException:
                 distribute.set_scopes(before)
@@ -234,11 +238,30 @@ class OnBackend(tf.distribute.Strategy):
         """
         check_outside_replicas("scope")
         keras_scopes.check_distribution(self)
+        self._install_hooks()
+        return super().scope()
+
+    def _scope_of_run(self) -> contextlib.AbstractContextManager[object]:
+        """The scope, for an eager run outside replicas; none if it is entered already.
+
+        A run makes no model, so it looks for the hooks only once, and again when Keras has been imported since.
+        """
+        if distribute.is_in_scope(self):
+            return contextlib.nullcontext()
+        if type(self).scope is not OnBackend.scope:  # a user's class does more there
+            return self.scope()
+        keras_scopes.check_distribution(self)
+        if self._installed_with != keras_scopes.imported():
+            self._install_hooks()
+        return super().scope()
+
+    def _install_hooks(self) -> None:
+        """Installs what models, checkpoints and files of this strategy X."""
+        self._installed_with = keras_scopes.imported()
         keras_scopes.explain()
         save.install()
         keras_hooks.combine_logs(OnBackend)
         self.leave_files_to_chief()
-        return super().scope()
 
     def leave_files_to_chief(self, *models: Any) -> None:
         """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.

@@ -262,8 +262,12 @@ def hold_weakly(context: tf.distribute.ReplicaContext) -> None:
 
 def in_scope(strategy: tf.distribute.Strategy) -> contextlib.AbstractContextManager[object]:
     """Enters `strategy.scope()`, unless it is entered already."""
-    is_entered = _distribute_lib._get_per_thread_mode().cross_replica_context is strategy
-    return contextlib.nullcontext() if is_entered else strategy.scope()
+    return contextlib.nullcontext() if is_in_scope(strategy) else strategy.scope()
+
+
+def is_in_scope(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this thread is in the scope of a strategy, and in no replica."""
+    return _distribute_lib._get_per_thread_mode().cross_replica_context is strategy
 
 
 def scopes() -> tuple[object, ...]:

@@ -60,6 +60,7 @@ class Hook:
         self.owner, self.name, self.order = owner, name, order
         self.why, self.since, self.until = why, since, until
         self.call: Callable[..., Any] | None = None
+        self._value: Any = None  # what `put` has put there
         with _lock:
             self._place = _places.setdefault((owner, name), _Place(owner, name))
             _declared.append(self)
@@ -88,13 +89,13 @@ class Hook:
         Args:
             make: takes the present value, or None, and returns the new one; the same one if it is there already.
         """
+        owner = self._place.owner()
+        if owner is None or (self.call is not None and getattr(owner, self.name, None) is self._value):
+            return
         with _lock:
-            owner = self._place.owner()
-            if owner is None:
-                return
             before = getattr(owner, self.name, None)
             value = make(before)
-            self.call = make
+            self.call, self._value = make, value
             if value is not before:
                 setattr(owner, self.name, value)
 
