@@ -185,7 +185,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.FEW_REPEATS,
-        command.Option("models", "small,mlp", "small", "which", command.some_of(*MODELS)),
+        command.Option("models", "small,mlp", "small", "which", command.choose_some(*MODELS)),
         command.Option("replicas", "2,4", "2", "how many", command.numbers),
         command.Option("groups", "20", "1", "groups of four batches that are timed together", command.positive),
     )

@@ -126,11 +126,11 @@ def ours(name: str, policy: str, topology: str) -> Figures:
     with strategy.scope():
         model, optimizer = case.build(), case.optimizer()
         optimizer.build(model.trainable_variables)
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    compute_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
+            loss = compute_loss(y, model(x, training=True))
         gradients = map(tf.convert_to_tensor, tape.gradient(loss, model.trainable_variables))
         gradients = tf.distribute.get_replica_context().all_reduce("MEAN", list(gradients))
         optimizer.apply(gradients, model.trainable_variables)
@@ -152,17 +152,17 @@ def theirs(name: str, policy: str, topology: str) -> Figures:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from replica_engine.pjrt.jaxlib import absent_tpus
-    from replica_engine.pjrt.plan import plan_of, slice_named
+    from replica_engine.pjrt.plan import make_plan, slice_named
 
     keras.config.set_dtype_policy(policy)
     case = MODELS[name]
     model, optimizer = case.build(), case.optimizer()
     optimizer.build(model.trainable_variables)
-    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    compute_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def loss(trained: Any, other: Any, x: Any, y: Any) -> Any:
         outputs, other = model.stateless_call(trained, other, x, training=True)
-        return loss_of(y, outputs), other
+        return compute_loss(y, outputs), other
 
     def step(trained: Any, other: Any, state: Any, x: Any, y: Any) -> Any:
         (value, other), gradients = jax.value_and_grad(loss, has_aux=True)(trained, other, x, y)
@@ -192,7 +192,7 @@ def theirs(name: str, policy: str, topology: str) -> Figures:
     )
     compiled = lowered.compile().runtime_executable()
     memory = slice_named(topology).chip.memory
-    return _figures(plan_of(compiled, name, CHIPS, topology, memory, 0.0))
+    return _figures(make_plan(compiled, name, CHIPS, topology, memory, 0.0))
 
 
 def _figures(plan: Any) -> Figures:
@@ -230,7 +230,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("models", ",".join(MODELS), "lstm", "models", command.some_of(*MODELS)),
-        command.Option("policies", ",".join(POLICIES), "float32", "dtype policies", command.some_of(*POLICIES)),
+        command.Option("models", ",".join(MODELS), "lstm", "models", command.choose_some(*MODELS)),
+        command.Option("policies", ",".join(POLICIES), "float32", "dtype policies", command.choose_some(*POLICIES)),
         command.Option("topology", "v5e:2x4", "v5e:2x4", "the slice", str),
     )

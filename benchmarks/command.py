@@ -46,7 +46,7 @@ def switch(text: str) -> bool:
     return text == "1"
 
 
-def some_of(*known: str) -> Callable[[str], list[str]]:
+def choose_some(*known: str) -> Callable[[str], list[str]]:
     """Makes a reader of some of the known words, separated by commas."""
 
     def parse(text: str) -> list[str]:

@@ -230,7 +230,7 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("models", "linear,mlp", "linear", "models to train", command.some_of("linear", "mlp")),
+        command.Option("models", "linear,mlp", "linear", "models to train", command.choose_some("linear", "mlp")),
         command.Option(
             "steps", "1,10,100,1000", "1,10", f"steps in a launch, of a model at most {MOST}", command.numbers
         ),

@@ -64,11 +64,11 @@ def ours(name: str, policy: str, batch: int, steps: int, platform: str) -> Took:
 
     strategy = TPUStrategy(xla.PjrtClusterResolver(platform), num_cores=1)
     with strategy.scope():
-        model, optimizer, loss_of = _made(name, policy)
+        model, optimizer, compute_loss = _made(name, policy)
 
     def train(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = loss_of(y, model(x, training=True))
+            loss = compute_loss(y, model(x, training=True))
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         return loss
 
@@ -107,11 +107,11 @@ def _made(name: str, policy: str) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     optimizer = keras.optimizers.SGD(1e-3, momentum=0.9) if name == "resnet" else keras.optimizers.Adam(1e-4)
     optimizer.build(model.trainable_variables)
 
-    def loss_of(labels: Any, logits: Any) -> Any:
+    def compute_loss(labels: Any, logits: Any) -> Any:
         logits = keras.ops.cast(logits, "float32")
         return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
 
-    return model, optimizer, loss_of
+    return model, optimizer, compute_loss
 
 
 def _batch(name: str, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -164,8 +164,8 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.Option("repeats", "2", "1", "processes of each contender"),
-        command.Option("models", ",".join(MODELS), "lstm", "models", command.some_of(*MODELS)),
-        command.Option("policies", ",".join(POLICIES), "float32", "dtype policies", command.some_of(*POLICIES)),
+        command.Option("models", ",".join(MODELS), "lstm", "models", command.choose_some(*MODELS)),
+        command.Option("policies", ",".join(POLICIES), "float32", "dtype policies", command.choose_some(*POLICIES)),
         command.Option("batch", "64", "2", "the number of examples"),
         command.Option("steps", "40", "2", "steps for each figure of a step"),
         command.Option("platform", "gpu", "gpu", "where to run: gpu, or cpu to try it", str),

@@ -287,7 +287,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.Option("replicas", "1,2,4", "2", "numbers of replicas", command.numbers),
-        command.Option("payloads", ",".join(PAYLOADS), "scalar", "payloads", command.some_of(*PAYLOADS)),
+        command.Option("payloads", ",".join(PAYLOADS), "scalar", "payloads", command.choose_some(*PAYLOADS)),
         command.Option("calls", "100", "10", "calls in a launch with many calls"),
         command.Option("launches", "10", "2", "launches per repeat of a program with one call"),
     )

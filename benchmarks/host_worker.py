@@ -71,7 +71,7 @@ class Threads(OnTensorFlow):
 
         import replica_engine
 
-        _cluster_of(index, addresses)
+        _set_cluster(index, addresses)
         one = tf.config.LogicalDeviceConfiguration()
         tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [one] * replicas)
         super().__init__(replica_engine.MultiWorkerMirroredStrategy)
@@ -100,7 +100,7 @@ class Compiled(OnTensorFlow):
     def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
         import replica_engine
 
-        _cluster_of(index, addresses)
+        _set_cluster(index, addresses)
         cpus = replica_engine.xla.PjrtClusterResolver("cpu")
         super().__init__(lambda: replica_engine.TPUStrategy(cpus, num_cores=workers * replicas), in_function=False)
 
@@ -124,7 +124,7 @@ class TfDistribute(OnTensorFlow):
     def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
         import tensorflow as tf
 
-        _cluster_of(index, addresses)
+        _set_cluster(index, addresses)
         super().__init__(tf.distribute.MultiWorkerMirroredStrategy)
         if replicas != 1:
             raise ValueError("it has one replica for each worker without GPUs")
@@ -271,7 +271,7 @@ def _connected(host: str, port: int) -> socket.socket:
             threading.Event().wait(0.05)
 
 
-def _cluster_of(index: int, addresses: list[str]) -> None:
+def _set_cluster(index: int, addresses: list[str]) -> None:
     """Puts the cluster into the environment; the last address is the coordinator's."""
     task = {"cluster": {"worker": addresses[:-1]}, "task": {"type": "worker", "index": index}}
     os.environ["TF_CONFIG"] = json.dumps(task)

@@ -189,9 +189,11 @@ if __name__ == "__main__":
         command.Option("workers", "2,4", "2", "how many processes", command.numbers),
         command.Option("replicas", "1,2", "1", "how many replicas in each", command.numbers),
         command.Option("sizes", "1000,1000000,100000000", "1000,100000", "bytes of an all-reduce", command.numbers),
-        command.Option("contenders", ",".join(PEERS), ",".join(PEERS), "compared with which", command.some_of(*PEERS)),
         command.Option(
-            "models", "mlp,transformer", "mlp", "which to train", command.some_of("mlp", "small", "transformer")
+            "contenders", ",".join(PEERS), ",".join(PEERS), "compared with which", command.choose_some(*PEERS)
+        ),
+        command.Option(
+            "models", "mlp,transformer", "mlp", "which to train", command.choose_some("mlp", "small", "transformer")
         ),
         command.Option("times", "20", "2", "how many are timed together at most"),
         command.Option("bytes", "100000000", "100000", "how many bytes are timed together at least"),

@@ -253,6 +253,6 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.FEW_REPEATS,
-        command.Option("models", ",".join(MODELS), "dense", "models to train", command.some_of(*MODELS)),
+        command.Option("models", ",".join(MODELS), "dense", "models to train", command.choose_some(*MODELS)),
         command.Option("replicas", "2,4", "2", "numbers of replicas", command.numbers),
     )

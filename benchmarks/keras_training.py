@@ -125,12 +125,12 @@ def _replicated(who: str, name: str, replicas: int, batch: int) -> Callable[[], 
 
     strategy = _strategy(who, replicas)
     with strategy.scope():
-        model, optimizer, loss_of = _built(name)
+        model, optimizer, compute_loss = _built(name)
 
     def replica_step(x: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
             # The optimizer sums over replicas.
-            loss = loss_of(labels, model(x, training=True)) / replicas
+            loss = compute_loss(labels, model(x, training=True)) / replicas
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
@@ -168,12 +168,12 @@ def _jit_compiled(who: str, name: str, replicas: int, batch: int) -> Callable[[]
     """A step of TensorFlow on one device."""
     import tensorflow as tf
 
-    model, optimizer, loss_of = _built(name)
+    model, optimizer, compute_loss = _built(name)
 
     @tf.function(jit_compile=True)
     def run(x: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = loss_of(labels, model(x, training=True))
+            loss = compute_loss(labels, model(x, training=True))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
@@ -195,14 +195,14 @@ def _jax(who: str, name: str, replicas: int, batch: int) -> Callable[[], float]:
 
 
 def jax_step(
-    model: Any, optimizer: Any, loss_of: Callable[[Any, Any], Any], data: Any, weights_on: Any, data_on: Any
+    model: Any, optimizer: Any, compute_loss: Callable[[Any, Any], Any], data: Any, weights_on: Any, data_on: Any
 ) -> Callable[[], Any]:
     """A training step of Keras on JAX.
 
     Args:
         model: the model.
         optimizer: its optimizer, built.
-        loss_of: the mean loss of labels and logits.
+        compute_loss: the mean loss of labels and logits.
         data: a batch and its labels.
         weights_on: the device or the sharding of weights and slots.
         data_on: the device or the sharding of the data.
@@ -215,7 +215,7 @@ def jax_step(
 
     def loss_and_state(trained: Any, others: Any, x: Any, labels: Any) -> Any:
         logits, others = model.stateless_call(trained, others, x, training=True)
-        return loss_of(labels, logits), others
+        return compute_loss(labels, logits), others
 
     def replica_step(state: Any, x: Any, labels: Any) -> Any:
         trained, others, slots = state
@@ -246,10 +246,10 @@ def _built(name: str) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
     optimizer = keras.optimizers.SGD(MODELS[name].rate)
     optimizer.build(model.trainable_variables)
 
-    def loss_of(labels: Any, logits: Any) -> Any:
+    def compute_loss(labels: Any, logits: Any) -> Any:
         return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
 
-    return model, optimizer, loss_of
+    return model, optimizer, compute_loss
 
 
 def _with_stages(step: Callable[[], float], stages: dict[str, float]) -> float:

@@ -194,7 +194,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.Option("repeats", "2", "1", "processes of each contender"),
-        command.Option("models", ",".join(MODELS), "lstm", "models to train", command.some_of(*MODELS)),
+        command.Option("models", ",".join(MODELS), "lstm", "models to train", command.choose_some(*MODELS)),
         command.Option("replicas", "1,2,4", "2", "numbers of replicas, divisors of 16", command.numbers),
         command.Option("steps", "5", "1", "steps for each figure of a step"),
     )

@@ -53,7 +53,7 @@ def _group(report: Report, group: str, beginning: str) -> str:
     told = [_about(group)]
     if group in report.failures:
         told.append(f"**Failed:** {report.failures[group]}")
-    lines = [line[1:] for row in report.of(group) if row.name.startswith(beginning) for line in cells(row)]
+    lines = [line[1:] for row in report.list_rows(group) if row.name.startswith(beginning) for line in cells(row)]
     if lines:
         told.append(aligned([list(COLUMNS[1:]), *lines]))
     return "\n\n".join(told)

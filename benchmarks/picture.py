@@ -58,7 +58,7 @@ def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
     its first peer. The table has all other peers. The thin line spans the smallest to the largest ratio of a repeat.
     """
     pyplot = _pyplot()
-    groups = {group: list(_shown(report.of(group))) for group in report.groups}
+    groups = {group: list(_shown(report.list_rows(group))) for group in report.groups}
     groups = {group: bars for group, bars in groups.items() if bars}
     heights = [HEAD + BAR * len(bars) for bars in groups.values()] or [HEAD]
     figure, axes = pyplot.subplots(

@@ -68,7 +68,7 @@ class Report:
     rows: list[Row] = dataclasses.field(default_factory=list)
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def of(self, group: str) -> list[Row]:
+    def list_rows(self, group: str) -> list[Row]:
         """The rows of a group."""
         return [row for row in self.rows if row.group == group]
 

@@ -186,7 +186,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.Option("repeats", "3", "1", "processes of each contender"),
-        command.Option("ways", ",".join(TITLES), "fsdp", "ways to divide", command.some_of(*TITLES)),
+        command.Option("ways", ",".join(TITLES), "fsdp", "ways to divide", command.choose_some(*TITLES)),
         command.Option("devices", "4", "2", "number of devices"),
         command.Option("steps", "10", "1", "steps for each figure of a step"),
     )

@@ -44,7 +44,7 @@ def rows(report: Report) -> list[tuple[Chosen, Row, Comparison]]:
     """The chosen rows that the report has."""
     found = []
     for chosen in CHOSEN:
-        for row in report.of(chosen.group):
+        for row in report.list_rows(chosen.group):
             if (row.name, row.replicas, row.contender) == (chosen.name, chosen.replicas, chosen.contender):
                 found += [(chosen, row, each) for each in row.comparisons if each.peer == chosen.peer]
     return found

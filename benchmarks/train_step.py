@@ -74,7 +74,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.FEW_REPEATS,
-        command.Option("models", ",".join(MODELS), "mlp,small", "models to train", command.some_of(*MODELS)),
+        command.Option("models", ",".join(MODELS), "mlp,small", "models to train", command.choose_some(*MODELS)),
         command.Option("replicas", "2,4,8", "2", "numbers of replicas", command.numbers),
         command.Option(
             "steps", "10", "2", "steps before losses are compared, and the smallest number of steps per figure"

@@ -68,7 +68,7 @@ class Backend(abc.ABC):
         """The last sync points of each replica, in the order of time."""
 
     @abc.abstractmethod
-    def host_side_of(self, variable: tf.Variable) -> HostSide | None:
+    def find_host_side(self, variable: tf.Variable) -> HostSide | None:
         """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""
 
 
@@ -85,7 +85,7 @@ class HostSide(Protocol):
         """Makes the variable a plain one again, with the newest value; does nothing if it is one."""
 
 
-def backend_of(strategy: tf.distribute.Strategy | None) -> Backend | None:
+def find_backend(strategy: tf.distribute.Strategy | None) -> Backend | None:
     """The backend of a strategy; None for a strategy that does not run on a backend of this library, and for None."""
     backend = getattr(getattr(strategy, "extended", None), "backend", None)
     return backend if isinstance(backend, Backend) else None
@@ -93,10 +93,10 @@ def backend_of(strategy: tf.distribute.Strategy | None) -> Backend | None:
 
 def has_backend(strategy: tf.distribute.Strategy) -> bool:
     """Whether a strategy runs on a backend of this library."""
-    return backend_of(strategy) is not None
+    return find_backend(strategy) is not None
 
 
 def compiles(strategy: tf.distribute.Strategy) -> bool:
     """Whether one trace stands for all replicas of a strategy."""
-    backend = backend_of(strategy)
+    backend = find_backend(strategy)
     return backend is not None and backend.compiles

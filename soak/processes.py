@@ -161,7 +161,9 @@ def not_left(strategy: str) -> tuple[list[str], str]:
     return [], "left" if not ended.wrong() else "not left, a known limit: killed after 30 s"
 
 
-def _of(where: str, what: str, name: str, *arguments: object, code: int = 0, longest: float = LONGEST) -> Scenario:
+def _make_scenario(
+    where: str, what: str, name: str, *arguments: object, code: int = 0, longest: float = LONGEST
+) -> Scenario:
     return STRATEGIES[where], what, lambda: one(name, where, *arguments, code=code, longest=longest)
 
 
@@ -194,16 +196,18 @@ def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
             ("a strategy in a cycle is finalised at exit", "del", 0),
         ):
             for _ in range(moments if way == "daemon" else 1):
-                yield _of(name, what, "exits", way, code=code)
-        yield _of(name, "a fork before TensorFlow starts", "forks", "before")
-        yield _of(name, "a fork after runs: the child's run is a ForkedError", "forks", "after")
-        yield _of(name, "a replica asks for 4 TB", "memory", "huge")
-        yield _of(name, "a replica meets the process' limit of memory", "memory", "limit")
+                yield _make_scenario(name, what, "exits", way, code=code)
+        yield _make_scenario(name, "a fork before TensorFlow starts", "forks", "before")
+        yield _make_scenario(name, "a fork after runs: the child's run is a ForkedError", "forks", "after")
+        yield _make_scenario(name, "a replica asks for 4 TB", "memory", "huge")
+        yield _make_scenario(name, "a replica meets the process' limit of memory", "memory", "limit")
     for name in STRATEGIES:
         for k in range(max(1, moments // 2)):
             for who, flags in (("Ctrl-C", ()), ("an exception of another thread", ("--of-a-thread",))):
                 what = f"{who}, caught, {rounds} times in one process"
-                yield _of(name, what, "interrupts", "--rounds", rounds, "--seed", seed + k, *flags, longest=LONGEST)
+                yield _make_scenario(
+                    name, what, "interrupts", "--rounds", rounds, "--seed", seed + k, *flags, longest=LONGEST
+                )
     for name in ("threads", "concurrent"):
         for what, text in (
             ("op", "a replica stuck in a C++ op"),
@@ -211,12 +215,12 @@ def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
             ("merge", "a merge function that sleeps"),
             ("other thread", "a replica stuck in a C++ op, of a run of another thread"),
         ):
-            yield _of(name, f"{text}: timeout=", "stuck", what, "--timeout", 0.5)
+            yield _make_scenario(name, f"{text}: timeout=", "stuck", what, "--timeout", 0.5)
             if what != "other thread":
-                yield _of(name, f"{text}: Ctrl-C", "stuck", what, "--interrupt")
+                yield _make_scenario(name, f"{text}: Ctrl-C", "stuck", what, "--interrupt")
     yield STRATEGIES["threads"], "a merge function stuck in a C++ op: timeout=", lambda: not_left("threads")
-    yield _of("compiled", "a host call that sleeps: timeout=", "stuck", "host", "--timeout", 0.5)
-    yield _of("compiled", "a host call that sleeps: Ctrl-C", "stuck", "host", "--interrupt")
+    yield _make_scenario("compiled", "a host call that sleeps: timeout=", "stuck", "host", "--timeout", 0.5)
+    yield _make_scenario("compiled", "a host call that sleeps: Ctrl-C", "stuck", "host", "--interrupt")
 
 
 def run(all_of_them: Sequence[Scenario]) -> Iterator[Outcome]:

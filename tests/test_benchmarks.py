@@ -146,7 +146,9 @@ def test_the_pages_show_the_published_figures():
     published = Report.read(FIGURES)
     shown = {path: path.read_text(encoding="utf-8") for path in PAGES}
     places = [place for text in shown.values() for place in page.ROWS.findall(text)]
-    on_pages = [row for _, group, beginning in places for row in published.of(group) if row.name.startswith(beginning)]
+    on_pages = [
+        row for _, group, beginning in places for row in published.list_rows(group) if row.name.startswith(beginning)
+    ]
     assert sorted(map(str, on_pages)) == sorted(map(str, published.rows)), "each row stands on one page"
     assert {group for _, group, _ in places} == set(GROUPS)
     for path, text in shown.items():
@@ -257,7 +259,7 @@ def test_options_have_a_quick_default():
 def test_bad_options_are_told_before_anything_is_measured(line, words, capsys):
     options = [
         command.Option("replicas", "2", "2", "how many", command.numbers),
-        command.Option("models", "mlp", "mlp", "which", command.some_of("mlp", "conv")),
+        command.Option("models", "mlp", "mlp", "which", command.choose_some("mlp", "conv")),
         command.Option("all_shapes", "0", "0", "whether", command.switch),
     ]
     with pytest.raises(SystemExit) as ended:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers.interrupted import ctrl_c_at_line
 
-from replica_engine.pjrt.device_group import ProgramOrder, Turn
+from replica_engine.pjrt.device_group import ProgramOrder, ProgramTurn
 from replica_engine.process import interrupts
 from replica_engine.watch.watchdog import Wait
 from replica_engine.xla.body import LaunchLimits
@@ -123,7 +123,12 @@ def test_ctrl_c_while_a_turn_is_taken_leaves_the_devices_free(
 
     names = ["enter", "enter_now", "enter_within", "_acquire", "beat", "__enter__"]
     codes = [getattr(ProgramOrder, name).__code__ for name in names if hasattr(ProgramOrder, name)]
-    codes += [Turn.__enter__.__code__, Launch._take_turn.__code__, Wait.__enter__.__code__, Wait.__exit__.__code__]
+    codes += [
+        ProgramTurn.__enter__.__code__,
+        Launch._take_turn.__code__,
+        Wait.__enter__.__code__,
+        Wait.__exit__.__code__,
+    ]
     tried = 0
     for code in codes:
         number = 1

@@ -52,7 +52,7 @@ def test_the_version_of_keras_is_that_of_its_files(monkeypatch):
     assert versions.keras() == keras.__version__
     versions.keras.cache_clear()
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "3.0.0")
-    assert versions.of_worker()["keras"] == keras.__version__
+    assert versions.list_worker_versions()["keras"] == keras.__version__
 
 
 @pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)

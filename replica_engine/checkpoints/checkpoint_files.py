@@ -39,7 +39,7 @@ from replica_engine.upstream import checkpoint_hooks, eager
 from replica_engine.watch.watchdog import Wait
 
 if TYPE_CHECKING:  # replicas on threads have no jax
-    from replica_engine.pjrt.stablehlo.partition_local import Part
+    from replica_engine.pjrt.stablehlo.partition_local import ValuePart
     from replica_engine.xla.state.device_value import DeviceValue
 
 
@@ -52,7 +52,7 @@ _NUMBER = re.compile(r"\.data-\d{5}-of-(\d{5})$")
 _HEADER = re.compile(rb"\0\0.\x08([\x80-\xff]*[\0-\x7f])", re.DOTALL)  # sizes of the first key and value; the value
 
 
-class Row(NamedTuple):
+class SavedValue(NamedTuple):
     """A value of a checkpoint.
 
     Attributes:
@@ -74,13 +74,13 @@ def begin(path: str) -> None:
     tf.io.gfile.makedirs(folder)
 
 
-def write(rows: Sequence[Row], prefix: str) -> None:
+def write(rows: Sequence[SavedValue], prefix: str) -> None:
     """Writes values to a bundle of their own, not yet at a final name."""
     names, parts, values = zip(*rows, strict=True)
     tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=parts, tensors=values)
 
 
-def split(bundles: list[list[Row]], path: str, others: int = 0) -> list[list[Row]]:
+def split(bundles: list[list[SavedValue]], path: str, others: int = 0) -> list[list[SavedValue]]:
     """Divides rows into so many bundles that the checkpoint at the final prefix has not their number of files.
 
     Args:
@@ -88,7 +88,7 @@ def split(bundles: list[list[Row]], path: str, others: int = 0) -> list[list[Row
         path: the final prefix.
         others: the number of bundles that other workers write.
     """
-    taken, bundles = _number_of(path), list(bundles)
+    taken, bundles = _read_file_count(path), list(bundles)
     if len(bundles) + others == taken:
         longest = max(bundles, key=len)
         if len(longest) > 1:  # it is 1 only in a checkpoint without any variable
@@ -123,7 +123,7 @@ def discard(path: str) -> None:
         tf.io.gfile.rmtree(path + TEMPORARY)
 
 
-def _number_of(path: str) -> int | None:
+def _read_file_count(path: str) -> int | None:
     """How many data files the index at a prefix names; None without one that can be read.
 
     An index is a table, whose first entry has the key "" and the value BundleHeaderProto: b"\\x08" and the number.
@@ -167,7 +167,7 @@ class Snapshot:
     """
 
     def __init__(self, together: bool, asynchronous: bool):
-        self.bundles: list[list[Row]] = []
+        self.bundles: list[list[SavedValue]] = []
         self.together = together
         self._copies = asynchronous
         self._blocks: list[np.ndarray] = []
@@ -410,7 +410,7 @@ def _nothing() -> None:
     """Stands for a part that another worker saves, or that is read."""
 
 
-def _words(value: DeviceValue, part: Part) -> str:
+def _words(value: DeviceValue, part: ValuePart) -> str:
     """A part as TensorFlow names it: "8 2 0,4:-" are the first four rows of eight."""
     shape = value.shape or ()
     places = (

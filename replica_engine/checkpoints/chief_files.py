@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.backend import backend_of, has_backend
+from replica_engine.backend import find_backend, has_backend
 from replica_engine.errors import ReplicaValueError
 from replica_engine.upstream import distribute
 from replica_engine.upstream.keras import keras_training
@@ -22,7 +22,7 @@ def concerns(saved: object) -> bool:
     if any(getattr(type(part), "_saves_at_once", False) for part in tracked):
         return True
     strategies = (each.distribute_strategy for each in _distributed(tracked))
-    return any(map(has_backend, strategies)) or team_of(saved) is not None
+    return any(map(has_backend, strategies)) or find_team(saved) is not None
 
 
 def check_values(saved: object) -> None:
@@ -54,14 +54,14 @@ def belong(team: Saving, *models: object) -> None:
     _belonging.update(dict.fromkeys(models, team))
 
 
-def team_of(saved: object) -> Saving | None:
+def find_team(saved: object) -> Saving | None:
     """The workers that save a model, a checkpoint, or anything trackable together; None if it is a single one."""
-    own = _of_object(saved)
+    own = _find_own_team(saved)
     if own is not None or not isinstance(saved, tf.__internal__.tracking.Trackable):
         return own
     tracked = parts(saved)
-    found = next((part for part in map(_of_object, tracked) if part is not None), None)
-    return found or _of_parts(tracked)
+    found = next((part for part in map(_find_own_team, tracked) if part is not None), None)
+    return found or _find_model_team(tracked)
 
 
 def parts(root: object) -> list[object]:
@@ -71,7 +71,7 @@ def parts(root: object) -> list[object]:
     return list(tf.train.TrackableView(root).descendants())
 
 
-def _of_parts(saved: list[object]) -> Saving | None:
+def _find_model_team(saved: list[object]) -> Saving | None:
     """The team, if any of these objects is part of a model in `_belonging`: a layer, a variable, the optimizer."""
     identities = {id(part) for part in saved}
     for model, team in list(_belonging.items()):
@@ -85,18 +85,18 @@ def _of_parts(saved: list[object]) -> Saving | None:
     return None
 
 
-def _of_object(each: object) -> Saving | None:
+def _find_own_team(each: object) -> Saving | None:
     if isinstance(each, distribute.DistributedVariable):
-        return team_of_strategy(each.distribute_strategy)
+        return find_strategy_team(each.distribute_strategy)
     with contextlib.suppress(TypeError):  # not hashable
         if each in _belonging:
             return _belonging[each]
-    return team_of_strategy(keras_training.strategy_of(each))
+    return find_strategy_team(keras_training.find_strategy(each))
 
 
-def team_of_strategy(strategy: tf.distribute.Strategy | None) -> Saving | None:
+def find_strategy_team(strategy: tf.distribute.Strategy | None) -> Saving | None:
     """The workers on which a strategy runs, as those that save together; None if it is a single one."""
-    backend = backend_of(strategy)
+    backend = find_backend(strategy)
     return None if backend is None else backend.saving
 
 

@@ -47,17 +47,17 @@ class _Alone:
         return [value]
 
 
-Turn: TypeAlias = workers.Turn | _Alone
+AnyTurn: TypeAlias = workers.SaveTurn | _Alone
 """What this worker does in one save."""
 
 
 def install() -> None:
     """Makes checkpoints that have variables of a strategy of this library come here; once per process."""
-    checkpoint_hooks.take_over(Saves())
+    checkpoint_hooks.take_over(CompleteSaver())
 
 
-class Saves:
-    """Implements `upstream.checkpoint_hooks.Saves`."""
+class CompleteSaver:
+    """Implements `upstream.checkpoint_hooks.CheckpointSaver`."""
 
     concerns = staticmethod(chief_files.concerns)
     absolute = staticmethod(setup.absolute)
@@ -84,7 +84,7 @@ class Saves:
     def save(
         self, saved: object, path: str, take: Callable[[], object], finish: Callable[[bool], None], asynchronous: bool
     ) -> None:
-        """Saves a checkpoint; see `upstream.checkpoint_hooks.Saves`.
+        """Saves a checkpoint; see `upstream.checkpoint_hooks.CheckpointSaver`.
 
         Raises:
             CheckpointError: it could not be written, or the asynchronous save before it could not.
@@ -93,14 +93,14 @@ class Saves:
         chief_files.check_values(saved)
         given, path = _given.get() or path, setup.absolute(path)
         with checkpoint_files.alone():
-            team = chief_files.team_of(saved)
+            team = chief_files.find_team(saved)
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path, given) as turn:
                 with checkpoint_files.taking(turn.together, asynchronous) as taken:
                     try:
                         _begin(path, turn)
                         take()
                     except BaseException as error:
-                        _tell_of(error, turn)
+                        _tell_error(error, turn)
                         if turn.writes:  # without the others, who may wait for this worker in an exchange
                             checkpoint_files.discard(path)
                         raise
@@ -117,7 +117,7 @@ class Saves:
             return None
 
         def receive(bundles: list[list[tuple[str, str, tf.Tensor]]]) -> None:
-            taken.bundles = [[checkpoint_files.Row(*row) for row in rows] for rows in bundles]
+            taken.bundles = [[checkpoint_files.SavedValue(*row) for row in rows] for rows in bundles]
 
         return receive
 
@@ -138,7 +138,7 @@ def as_given(path: str) -> AbstractContextManager[str]:
 
 
 @contextmanager
-def explained(path: str, asynchronous: bool) -> Iterator[None]:
+def raises_checkpoint_errors(path: str, asynchronous: bool) -> Iterator[None]:
     """Turns what the file system says into a CheckpointError."""
     try:
         yield
@@ -148,12 +148,12 @@ def explained(path: str, asynchronous: bool) -> Iterator[None]:
         raise CheckpointError.not_written(path, _reason(error), asynchronous) from error
 
 
-def _begin(path: str, turn: Turn) -> None:
+def _begin(path: str, turn: AnyTurn) -> None:
     """Makes room for what is written. If one worker cannot, none goes on: a training's state is exchanged by all."""
     own = None
     if turn.writes:
         try:
-            with explained(path, False):
+            with raises_checkpoint_errors(path, False):
                 checkpoint_files.begin(path)
         except CheckpointError as error:
             own = error
@@ -165,14 +165,14 @@ def _begin(path: str, turn: Turn) -> None:
 
 
 def _write(
-    taken: checkpoint_files.Snapshot, path: str, finish: Callable[[bool], None], turn: Turn, asynchronous: bool
+    taken: checkpoint_files.Snapshot, path: str, finish: Callable[[bool], None], turn: AnyTurn, asynchronous: bool
 ) -> None:
     try:
-        with explained(path, asynchronous):
+        with raises_checkpoint_errors(path, asynchronous):
             (_write_all if turn.writes else _write_parts)(taken, path, turn)
         finish(turn.writes)
     except BaseException as error:
-        _tell_of(error, turn)
+        _tell_error(error, turn)
         if turn.writes:
             _discard(path, turn)
         raise
@@ -180,7 +180,7 @@ def _write(
         taken.release()
 
 
-def _write_all(taken: checkpoint_files.Snapshot, path: str, turn: Turn) -> None:
+def _write_all(taken: checkpoint_files.Snapshot, path: str, turn: AnyTurn) -> None:
     """What the chief does, and a worker with a path of its own."""
     if not taken.bundles:  # objects with savers of their own have written all there is
         checkpoint_files.discard(path)
@@ -190,12 +190,12 @@ def _write_all(taken: checkpoint_files.Snapshot, path: str, turn: Turn) -> None:
         for prefix, rows in zip(prefixes, own, strict=True):
             checkpoint_files.write(rows, prefix)
         for worker in range(1, turn.size):
-            prefixes += _part_of(worker, path, turn)
+            prefixes += _receive_part(worker, path, turn)
         checkpoint_files.commit(prefixes, path)
     turn.tell("done", None)
 
 
-def _write_parts(taken: checkpoint_files.Snapshot, path: str, turn: Turn) -> None:
+def _write_parts(taken: checkpoint_files.Snapshot, path: str, turn: AnyTurn) -> None:
     """What a worker does whose path is the chief's."""
     if turn.together:
         rows = [row for rows in taken.bundles for row in rows if row.part]  # the chief has the whole values
@@ -205,7 +205,7 @@ def _write_parts(taken: checkpoint_files.Snapshot, path: str, turn: Turn) -> Non
     _check(turn.hear("done"))
 
 
-def _part_of(worker: int, path: str, turn: Turn) -> list[str]:
+def _receive_part(worker: int, path: str, turn: AnyTurn) -> list[str]:
     """The prefixes of what another worker has written."""
     told, prefix = turn.hear(f"part {worker}"), _prefix(path, worker, 0)
     _check(told)
@@ -228,14 +228,14 @@ def _prefix(path: str, worker: int, index: int) -> str:
     return os.path.join(path + checkpoint_files.TEMPORARY, f"part-{worker}-{index}")
 
 
-def _tell_of(error: BaseException, turn: Turn) -> None:
+def _tell_error(error: BaseException, turn: AnyTurn) -> None:
     """Tells the other workers of an error: they wait for what this one does. A failure of the job they hear anyway."""
     if isinstance(error, (WorkerLostError, ProgramDisagreementError)):
         return
     turn.tell("done" if turn.writes else f"part {turn.worker}", str(error) or type(error).__name__)
 
 
-def _discard(path: str, turn: Turn) -> None:
+def _discard(path: str, turn: AnyTurn) -> None:
     """Deletes what was written, when no worker writes any more: it would find no folder, or make it again."""
     try:
         with suppress(ReplicaEngineError):  # a worker is lost

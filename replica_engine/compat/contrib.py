@@ -316,7 +316,7 @@ class TPUStrategy(_TPUStrategy):
             return self.extended.reduce_to(tf.distribute.ReduceOp[how], value, _HOST)
         if in_body() is None:
             return self.unwrap(value)[0]
-        return _of_first_tower(value)
+        return _broadcast_first_tower(value)
 
     def _check_destinations(self, destinations: object) -> None:
         """Raises for a device that results cannot be on. In a body, every device has all results."""
@@ -371,7 +371,7 @@ class MultiStepContext(_MultiStepContext):
                 )
             super().set_last_step_output(name, output)
         elif how == "ONLY_FIRST_TOWER":
-            self._pass_out(name, output, lambda _, leaf: _of_first_tower(leaf))
+            self._pass_out(name, output, lambda _, leaf: _broadcast_first_tower(leaf))
         else:
             super().set_last_step_output(name, output, how)
 
@@ -498,7 +498,7 @@ def _aggregation(given: Aggregation | None) -> str:
     return name
 
 
-def _of_first_tower(value: object) -> tf.Tensor:
+def _broadcast_first_tower(value: object) -> tf.Tensor:
     """In a body: returns the first tower's value on all towers."""
     return xla.all_gather(tf.convert_to_tensor(value)[tf.newaxis])[0]
 

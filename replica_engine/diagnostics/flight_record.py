@@ -181,7 +181,7 @@ def brought(args: Any, kwargs: object) -> tuple[Brought, ...]:
     is_flat = not kwargs and type(args) in (tuple, list) and LEAVES.issuperset(map(type, args))
     for value in args if is_flat else flatten((args, kwargs), what="the arguments of a merge call")[0]:
         if type(value) is eager.EagerTensor:
-            found.append(Brought(value.dtype, eager.shape_of(value), False))
+            found.append(Brought(value.dtype, eager.read_shape(value), False))
         elif isinstance(value, (tf.Tensor, np.ndarray)):
             found.append(Brought(value.dtype, value.shape, False))
         elif isinstance(value, tf.IndexedSlices):
@@ -323,7 +323,7 @@ def as_data(values: Iterable[Brought]) -> tuple[tuple[str, ...], tuple[tuple[int
         dtypes.append(value.dtype.name)
         shapes.append(sizes)
         if sizes is not None and None not in sizes and not value.sparse:
-            total += math.prod(sizes) * _bytes_of(value.dtype)
+            total += math.prod(sizes) * _element_bytes(value.dtype)
     return tuple(dtypes), tuple(shapes), total
 
 
@@ -354,7 +354,7 @@ def texts(values: Iterable[Brought]) -> list[str]:
     return [f"{dtype}{_shape_text(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True)]
 
 
-def _bytes_of(dtype: tf.DType | np.dtype) -> int:
+def _element_bytes(dtype: tf.DType | np.dtype) -> int:
     """The size of one element, in bytes; 0 for strings, whose sizes vary."""
     return (dtype.size or 0) if isinstance(dtype, tf.DType) else dtype.itemsize
 
@@ -387,7 +387,7 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
     """
     if isinstance(error, ReplicaTimeoutError):
         note_workers(error, workers())
-    folder = setup.of_environment(os.environ.get(VARIABLE, ""))
+    folder = setup.resolve_environment_path(os.environ.get(VARIABLE, ""))
     if run is None and not folder:
         return
     lines, path = [], None

@@ -2,7 +2,7 @@
 
 - A program that uses the value of several replicas as if it were one tensor gets an error that says what to write
   (`install`).
-- What TensorFlow's exceptions about strategies say in its own terms, `explained` says in the user's.
+- What TensorFlow's exceptions about strategies say in its own terms, `translate_error` says in the user's.
 - Programs that run, and probably do not do what their author wants, get a warning (`check_inputs`, `check_lines`,
   `check_additions`, `check_optimizer`).
 
@@ -176,7 +176,7 @@ _NEXT = "next(iterator) should be called from outside of replica_fn"
 _IN_REPLICA = "Method requires being in cross-replica context"
 
 
-def explained(error: Exception) -> Exception:
+def translate_error(error: Exception) -> Exception:
     """The error of the library that says what a known error of TensorFlow means; otherwise the error itself.
 
     Nothing is checked in advance: a program that works is never refused, and pays nothing. When a run has failed with
@@ -206,7 +206,7 @@ def check_outside_replicas(method: str) -> None:
         raise ScopeError.in_replica(method, here())
 
 
-def of_plain_variable(variable: tf.Variable) -> ScopeError:
+def make_plain_variable_error(variable: tf.Variable) -> ScopeError:
     """The error of a plain variable that is updated here, and of its optimizer, if that is of no strategy either."""
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         owner: Any = frame.f_locals.get("self")
@@ -274,7 +274,7 @@ def _foreign(error: Exception) -> ScopeError | None:
     owners = [frame.f_locals.get("self") for frame in frames]
     for owner in owners:  # the outermost first: an optimizer, rather than the variables that it updates
         if _is_optimizer(owner):
-            return _of_optimizer(owner, _updated(frames))
+            return _make_optimizer_error(owner, _updated(frames))
     for owner in owners:
         if isinstance(owner, distribute.DistributedVariable):
             return ScopeError.other_strategy("variable", _name(owner))
@@ -286,7 +286,7 @@ def _is_optimizer(owner: object) -> bool:
     return kind is not None and isinstance(owner, kind)
 
 
-def _of_optimizer(optimizer: Any, variable: tf.Variable) -> ScopeError:
+def _make_optimizer_error(optimizer: Any, variable: tf.Variable) -> ScopeError:
     """The error of an optimizer that makes its state for a variable, or for one that is not known: None."""
     name, kind = optimizer.name, type(optimizer).__name__
     is_plain = isinstance(variable, tf.Variable) and not isinstance(variable, distribute.DistributedVariable)
@@ -373,7 +373,7 @@ class Named:
 _named: weakref.WeakKeyDictionary[tf.distribute.Strategy, dict[str, Named]] = weakref.WeakKeyDictionary()
 
 
-def _named_of(strategy: tf.distribute.Strategy, kind: str) -> Named:
+def _find_named(strategy: tf.distribute.Strategy, kind: str) -> Named:
     return _named.setdefault(strategy, {}).setdefault(kind, Named())
 
 
@@ -447,7 +447,7 @@ def check_additions(strategy: tf.distribute.Strategy, graph: tf.Graph, first: in
         name = variable.name.removesuffix(":0")
         if len(ops) > 1 and "seed" not in name:  # a generator of random numbers may be shared
             text = functools.partial(warn_shared_variable, name, user_line(ops[1]))
-            _named_of(strategy, "written").warn(variable, text)
+            _find_named(strategy, "written").warn(variable, text)
 
 
 def _additions(
@@ -463,7 +463,7 @@ def _additions(
             replica = found[1] if found else around
             if op.type in graph_walk.ADDING:
                 yield op, replica
-            for graph in graph_walk.functions_of(op):
+            for graph in graph_walk.list_inner_graphs(op):
                 if (id(graph), replica) not in seen:
                     seen.add((id(graph), replica))
                     yield from _additions(graph.get_operations(), replica, seen)
@@ -482,4 +482,4 @@ def check_optimizer(optimizer: Any, variables: Sequence[object]) -> None:
         return
     if any(isinstance(getattr(each, "value", each), distribute.DistributedVariable) for each in variables):
         name, kind = optimizer.name, type(optimizer).__name__
-        _named_of(strategy, "optimizer").warn(optimizer, lambda: warn_foreign_optimizer(name, kind, size, here()))
+        _find_named(strategy, "optimizer").warn(optimizer, lambda: warn_foreign_optimizer(name, kind, size, here()))

@@ -143,7 +143,7 @@ def name_lines(error: tf.errors.OpError, fn: tf.types.experimental.PolymorphicFu
     nodes = [each for each in dict.fromkeys(_NODE.findall(text)) if f"Detected at node {each} " not in text]
     if not nodes and _UNKNOWN not in text:
         return
-    graphs = [graph for name, graph in function_graphs.graphs_of(fn) if f"[Op:{name}]" in text]
+    graphs = [graph for name, graph in function_graphs.list_traced_graphs(fn) if f"[Op:{name}]" in text]
 
     def place(node: str) -> str:
         lines = {user_line(op) for op in graph_walk.everywhere(*graphs) if op.name == node} - {""}

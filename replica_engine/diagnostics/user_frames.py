@@ -191,7 +191,7 @@ watchdog.hide(is_internal)
 # Functions: where they are written, and which of them are the same.
 
 
-def place_of(fn: Callable[..., object]) -> str:
+def function_place(fn: Callable[..., object]) -> str:
     """The file, without its folder, and the first line of a function: "train.py:40"; "" if it has none."""
     code = getattr(_plain(getattr(fn, "made_of", fn)), "__code__", None)
     if code is None:
@@ -335,6 +335,6 @@ def _is_whole(path: str) -> bool:
     return os.path.isabs(path) and os.path.exists(path)
 
 
-def is_scope_of(scope: str, name: str) -> bool:
+def is_layer_scope(scope: str, name: str) -> bool:
     """Whether a name scope belongs to a layer; TensorFlow adds a number to a scope that is entered again."""
     return scope == name or (scope.startswith(f"{name}_") and scope[len(name) + 1 :].isdigit())

@@ -15,7 +15,7 @@ from replica_engine.engine.thread_pool import ReplicaThread
 from replica_engine.errors import ReplicaRow, ReplicaUnwound
 from replica_engine.watch import timeline
 from replica_engine.watch.timeline import Track, profiled
-from replica_engine.watch.watchdog import stack_of
+from replica_engine.watch.watchdog import format_thread_stack
 
 
 class Observer:
@@ -304,7 +304,7 @@ class Replica:
         if state in OVER or state is State.IDLE:
             return row
         runs = state in (State.RUNNING, State.UNWINDING)
-        stack = stack_of(self.thread.ident) if runs else ""
+        stack = format_thread_stack(self.thread.ident) if runs else ""
         return replace(row, seconds=max(0.0, time.perf_counter() - self.since), stack=stack)
 
     def __str__(self) -> str:

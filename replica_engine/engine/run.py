@@ -66,7 +66,7 @@ from replica_engine.errors.replica_table import IN_MERGE, slow_replicas, table
 from replica_engine.errors.thread_errors import note_abandoned, note_failure
 from replica_engine.process.interrupts import MISSED, break_off, take_back
 from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait, stack_of
+from replica_engine.watch.watchdog import Wait, format_thread_stack
 
 UNWIND_GRACE = 30.0  # seconds that the other replicas have to unwind after a failure
 HEAD_START = 0.5  # seconds that replica 0 has to begin to build
@@ -343,7 +343,7 @@ class Run:
         if not self._merging or first is None:
             return rows, errors.CoordinatorRow(thread.name, "waiting for the replicas", self._watch.waited)
         state = f"{IN_MERGE}{first}"
-        return rows, errors.CoordinatorRow(thread.name, state, self._watch.waited, stack_of(thread.ident))
+        return rows, errors.CoordinatorRow(thread.name, state, self._watch.waited, format_thread_stack(thread.ident))
 
     def _check_meeting(self) -> None:
         """Raises MergeCallMismatchError unless all replicas, which have paused or finished, met at one sync point."""

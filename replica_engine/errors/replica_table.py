@@ -66,7 +66,7 @@ class ReplicaRow:
     def __str__(self) -> str:
         where = f", last: {self.where}" if self.where else ""
         step = "" if self.iteration is None else f" in iteration {self.iteration}"
-        points = count_of(self.merge_calls, self.points)
+        points = plural(self.merge_calls, self.points)
         return f"{self.name}: {self.state}{_for(self.seconds)}{step}; {points}{where}"
 
 
@@ -186,7 +186,7 @@ def slow_program(
         )
     doing = "waiting for its turn" if coordinator.state == FOR_ITS_TURN else "running"
     return (
-        f"The compiled program of `{name}` has been {doing} on {count_of(len(rows), 'replica')} for {seconds:.3g} s:\n"
+        f"The compiled program of `{name}` has been {doing} on {plural(len(rows), 'replica')} for {seconds:.3g} s:\n"
         f"{table(rows, coordinator, stacks=True)}\n"
         f"{_together(meetings, 'Ctrl-C ends the wait.')}"
     )
@@ -271,7 +271,7 @@ def _raises_later(limit: float | None) -> str:
     return f"after {limit:g} s (timeout=) the wait raises an error"
 
 
-def count_of(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """A number with its noun: "1 merge call", "2 merge calls"."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, in_words, is_alike, warning
-from replica_engine.errors.replica_table import ReplicaRow, count_of
+from replica_engine.errors.replica_table import ReplicaRow, plural
 
 
 class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
@@ -138,7 +138,7 @@ def note_failure(error: BaseException, row: ReplicaRow, others: Iterable[tuple[R
     others = list(others)
     # Compare now: once `error` has notes, no exception is equal to it.
     alike = [other for other, raised in others if is_alike(raised, error)]
-    calls = count_of(row.merge_calls, row.points)
+    calls = plural(row.merge_calls, row.points)
     where = f" (the last: {row.where})" if row.where else ""
     add_note(error, f"replica {row.replica} of {row.size}, {row.device}, after {calls}{where}")
     note_failed_alike(error, [other.replica for other in alike])
@@ -385,7 +385,7 @@ class ReplicaMismatchError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
-    def of_conditions(cls, what: str, where: str, values: Sequence[tuple[str, str]]) -> ReplicaMismatchError:
+    def other_conditions(cls, what: str, where: str, values: Sequence[tuple[str, str]]) -> ReplicaMismatchError:
         """The replicas do not agree which way to go in an operator with merge calls; one row for each replica."""
         rows = "\n".join(f"  {replica}: {value}" for replica, value in values)
         return cls(

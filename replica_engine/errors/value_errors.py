@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction, warning
-from replica_engine.errors.replica_table import count_of
+from replica_engine.errors.replica_table import plural
 
 _NUMBERS = (bool, int, float, complex)
 
@@ -33,7 +33,7 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
     def several(cls, asked: str, size: int, in_replica: bool) -> ReplicaValueError:
         """The result of `run` is used as if it were one number or one tensor; `asked` is the user's code in short."""
         asker = f"`{asked}`" if "x" in asked else asked
-        instead = _ONE_TRUTH if asked == "if x" and not in_replica else _one_of(in_replica)
+        instead = _ONE_TRUTH if asked == "if x" and not in_replica else _advise_one_value(in_replica)
         return cls(f"{asker} needs one value, but x holds one for each of {size} replicas. {instead}")
 
     @classmethod
@@ -127,13 +127,15 @@ class NoValueError(ReplicaEngineError, AttributeError):
     @classmethod
     def several(cls, name: str, in_replica: bool) -> NoValueError:
         """The result of `run` is asked for an attribute that only one tensor has."""
-        return cls(f"x.{name} is of one tensor, but x holds one value for each replica. {_one_of(in_replica)}")
+        return cls(
+            f"x.{name} is of one tensor, but x holds one value for each replica. {_advise_one_value(in_replica)}"
+        )
 
 
 _ONE_TRUTH = "Write any(strategy.experimental_local_results(x)), or all(...)."
 
 
-def _one_of(in_replica: bool) -> str:
+def _advise_one_value(in_replica: bool) -> str:
     """What to write where the value of several replicas is used as if it were one."""
     if in_replica:
         return "A replica gets its own value as an argument: strategy.run(fn, args=(x,))."
@@ -258,7 +260,7 @@ class BackupError(ReplicaEngineError, ValueError):
     """
 
     @classmethod
-    def of_fewer_batches(cls, batch: int, found: int, had: int | None) -> BackupError:
+    def fewer_batches(cls, batch: int, found: int, had: int | None) -> BackupError:
         """The epoch has ended before the place of the backup."""
         before = "" if had is None else f", and had {had}"
         return cls(
@@ -277,7 +279,7 @@ def warn_other_batches(batch: int, had: int, now: int, is_smaller: bool | None) 
         now: how many it has now.
         is_smaller: whether batches are smaller now; None if `had` and `now` count the batches of an epoch.
     """
-    what = f"an epoch has {now} batches" if is_smaller is None else f"a batch has {count_of(now, 'sample')}"
+    what = f"an epoch has {now} batches" if is_smaller is None else f"a batch has {plural(now, 'sample')}"
     lost = {
         True: "samples that were trained are trained again",
         False: "samples are left out that were not trained",
@@ -295,7 +297,7 @@ def warn_uneven_rest(model: str, rows: int, size: int) -> str:
     """The warning that replicas get unequal shares of a batch, of a model with a step of its own in a scope."""
     return warning(
         "warn_uneven_rest",
-        f"A batch of {count_of(rows, 'sample')} gives {size} replicas unequal shares. The train_step or compute_loss "
+        f"A batch of {plural(rows, 'sample')} gives {size} replicas unequal shares. The train_step or compute_loss "
         f"of {model!r} follows the rule of tf.distribute in a scope: each replica computes its part of a sum. That is "
         "right if the step divides by the batch of all replicas. If it takes means over its samples, they count "
         "unequally. Leave out a rest: dataset.batch(n, drop_remainder=True). Or let replicate_model(model) divide "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, shown, warning
-from replica_engine.errors.replica_table import count_of
+from replica_engine.errors.replica_table import plural
 
 TOKEN = "REPLICA_ENGINE_TOKEN"
 """The variable with the secret of a job; messages name it."""
@@ -130,7 +130,7 @@ class ClusterConfigError(ReplicaEngineError, ValueError):
         """A worker counts another number of workers than the coordinator."""
         return cls.about(
             "num_processes",
-            f"worker {worker} was told that the job has {count_of(size, 'worker')}, and its coordinator was told "
+            f"worker {worker} was told that the job has {plural(size, 'worker')}, and its coordinator was told "
             f"{expected}. Start all workers with the same description of the cluster.",
         )
 
@@ -296,7 +296,7 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
             else ""
         )
         error = cls(
-            f"{len(missing)} of {count_of(size, 'worker')} did not join within {seconds:g} s: {workers(missing)}. Look "
+            f"{len(missing)} of {plural(size, 'worker')} did not join within {seconds:g} s: {workers(missing)}. Look "
             "at their output: they may have failed before they joined, or they may wait for a machine. Set "
             f"REPLICA_ENGINE_JOIN_TIMEOUT to more seconds if they need them.{cause}{strangers and ' '}{strangers}"
         )
@@ -337,18 +337,18 @@ class WorkerVersionError(ReplicaEngineError, RuntimeError):
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
 
     @classmethod
-    def of_package(cls, package: str, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+    def other_package(cls, package: str, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
         """The workers have different versions of a package."""
         return _different(cls, f"versions of {package}", groups, f"Install one version of {package} on all workers.")
 
     @classmethod
-    def of_devices(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+    def other_devices(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
         """The replicas of some workers run on GPUs, and those of others on CPUs."""
         hide = "Give each worker GPUs, or hide them: CUDA_VISIBLE_DEVICES=-1."
         return _different(cls, "kinds of devices", groups, hide)
 
     @classmethod
-    def of_replicas(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+    def other_replicas(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
         """The workers have different numbers of replicas."""
         return _different(cls, "numbers of replicas", groups, "Give each worker the same number of devices.")
 
@@ -373,7 +373,7 @@ class ProgramDisagreementError(ReplicaEngineError, RuntimeError):
         rows = tuple((tuple(indices), what) for indices, what in groups)
         table = "\n".join(f"  {workers(indices)}: {what}" for indices, what in rows)
         error = cls(
-            f"After {count_of(position, 'equal event')} (compilations, launches, waits for each other) the workers "
+            f"After {plural(position, 'equal event')} (compilations, launches, waits for each other) the workers "
             f"differ:\n{table}\nAll workers must launch the same programs in the same order, or sums get mixed up. "
             "Look for a branch on the worker's index or on a time, for a constant that differs, and for a dataset that "
             "is longer on one worker."
@@ -423,7 +423,7 @@ def in_short(rows: Sequence[WorkerRow]) -> list[str]:
         which = workers((row.worker for row in ones), _MOST_LINES)
         lines.append(f"{len(ones):,} of {len(rows):,}, {which}: {last or 'nothing launched yet'}; {heard}")
     if left := sum(len(ones) for _, ones in ordered[_MOST_LINES:]):
-        lines.append(f"{count_of(left, 'worker')} at {len(ordered) - _MOST_LINES} more places")
+        lines.append(f"{plural(left, 'worker')} at {len(ordered) - _MOST_LINES} more places")
     return lines
 
 

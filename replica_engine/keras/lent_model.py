@@ -59,7 +59,7 @@ _thread = threading.local()
 def replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Model:
     """Makes a second object of the same model, which runs on the replicas of `strategy`."""
     model_class: Any = type(model)
-    twin: keras.Model = object.__new__(_class_of(model_class))
+    twin: keras.Model = object.__new__(_make_lent_class(model_class))
     object.__setattr__(twin, "__dict__", model.__dict__)
     object.__setattr__(twin, _SLOT, LentModel(model, twin, strategy))
     return twin
@@ -70,7 +70,7 @@ def is_replicated(model: keras.Model) -> bool:
     return hasattr(type(model), _SLOT)
 
 
-def original_of(model: keras.Model) -> keras.Model:
+def find_original(model: keras.Model) -> keras.Model:
     """The original of a model that `replicated` made; any other model itself."""
     original: keras.Model = getattr(model, _SLOT).original if is_replicated(model) else model
     return original
@@ -85,7 +85,7 @@ def build_for(model: keras.Model, batch: object) -> None:
 
 
 @functools.cache
-def _class_of(kind: Any) -> type[keras.Model]:
+def _make_lent_class(kind: Any) -> type[keras.Model]:
     members: dict[str, object] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}
     members.update({name: _running(kind, name) for name in _RUN})
     members.update({f"make_{name}_function": _make_nothing for name in ("train", "test", "predict")})
@@ -105,7 +105,7 @@ def _described(self: keras.Model) -> str:
     strategy = getattr(self, _SLOT).strategy
     weights = sum(math.prod(weight.shape) for weight in self.trainable_weights)
     rows = [
-        ("model", f"{self.name} ({type(original_of(self)).__name__})"),
+        ("model", f"{self.name} ({type(find_original(self)).__name__})"),
         ("replicas", strategy.num_replicas_in_sync),
         ("strategy", type(strategy).__name__),
         ("trainable weights", f"{weights:,}"),
@@ -364,7 +364,7 @@ class LentModel:
                 self._suspend()
                 with afterwards(self._resume, "giving the model to the replicas"):
                     keras_model.build(self._model, batch)
-        state, counted = keras_model.state_of(self._model), keras_model.counts(self._model)
+        state, counted = keras_model.read_traced_state(self._model), keras_model.counts(self._model)
         if self._known != state or self._counted != counted:
             self.changed()
             check_trainable(self._model)

@@ -24,14 +24,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from replica_engine.backend import backend_of
+from replica_engine.backend import find_backend
 from replica_engine.process.interrupts import afterwards
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs
 from replica_engine.upstream.keras import keras_models as keras_model
 from replica_engine.upstream.keras import keras_variables
 from replica_engine.upstream.thread_state import unobserved
-from replica_engine.values.replica_weights import seed_of
+from replica_engine.values.replica_weights import make_replica_seed
 
 _SHARED = "_replica_engine_shared"  # on a handle: the `_Shared` of its variable, and whether it is the plain one
 _WORTH_A_GRAPH = 8  # calls that take about as long as one trace
@@ -99,7 +99,7 @@ class ReplicatedVariables:
             self._gather()
         finally:
             _put_all_plain(self._shared.values())
-        made = [_make_plain(variable) for variable in keras_model.variables_of(self._model)]
+        made = [_make_plain(variable) for variable in keras_model.list_variables(self._model)]
         return any(made)
 
     def give_up(self) -> bool:
@@ -142,13 +142,13 @@ class ReplicatedVariables:
         """Looks through the model for its variables, and keeps what is known of those that it had before."""
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
-        accumulators = {id(variable) for variable in keras_model.accumulators_of(self._model)}
+        accumulators = {id(variable) for variable in keras_model.list_accumulators(self._model)}
         weights = keras_model.weights_kept_for(self._model)
         with contextlib.ExitStack() as undo:
-            for variable in keras_model.variables_of(self._model):
+            for variable in keras_model.list_variables(self._model):
                 shared = self._shared.get(id(variable))
                 value = keras_model.underlying(variable)
-                if shared is None or not shared.is_of(value):
+                if shared is None or not shared.is_either(value):
                     if in_step and isinstance(value, distribute.DistributedVariable):
                         continue
                     _make_plain(variable)
@@ -191,15 +191,15 @@ class _Shared:
         self._ids = [distribute.replica_id_in_sync_group(strategy, index) for index in range(len(self._components))]
         self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
         self.is_of_metric = self.on_read and not is_accumulator
-        backend = backend_of(strategy)
-        self.host_side = backend.host_side_of(self.plain) if self._is_component and backend is not None else None
+        backend = find_backend(strategy)
+        self.host_side = backend.find_host_side(self.plain) if self._is_component and backend is not None else None
 
         self._this = weakref.ref(self)
         for component in self._components:
             if component is not self.plain:
                 setattr(eager.raw_handle(component), _SHARED, (self._this, False))
 
-    def is_of(self, value: object) -> bool:
+    def is_either(self, value: object) -> bool:
         """Whether `value` is one of these two variables."""
         return value is self.plain or value is self._distributed
 
@@ -209,7 +209,7 @@ class _Shared:
 
     def is_under(self) -> bool:
         """Whether the Keras variable holds one of these two variables now."""
-        return self.is_of(keras_model.underlying(self._variable))
+        return self.is_either(keras_model.underlying(self._variable))
 
     def is_one_seed(self) -> bool:
         """Whether this is a seed with one value on all replicas: a callback has set it, perhaps from a checkpoint."""
@@ -374,7 +374,7 @@ def _make_plain(variable: keras.Variable) -> bool:
 
 def _seed(value: tf.Tensor, replica: int) -> tf.Tensor:
     """The state of a seed generator on one replica, by its id among the replicas of all workers."""
-    own = seed_of(replica, tf.cast(value[:1], tf.int64))
+    own = make_replica_seed(replica, tf.cast(value[:1], tf.int64))
     return tf.concat([tf.cast(own, value.dtype), value[1:]], 0)
 
 
@@ -411,7 +411,7 @@ def _around(
 @contextlib.contextmanager
 def kept_if(raised: type[BaseException], model: keras.Model) -> Iterator[None]:
     """Gives all variables of a model their values again if the block raises an exception of this class."""
-    parts = [part for each in keras_model.variables_of(model) for part in _components(keras_model.underlying(each))]
+    parts = [part for each in keras_model.list_variables(model) for part in _components(keras_model.underlying(each))]
     with unobserved():
         values = [tf.identity(part.read_value()) for part in parts]
     try:

@@ -192,7 +192,7 @@ def apply_across_replicas(
             "alone."
         )
     op = tf.distribute.ReduceOp[reduction.upper()]
-    merge = _Merge(optimizer, apply, None if variables is None else list(variables), op)
+    merge = _ApplyMerge(optimizer, apply, None if variables is None else list(variables), op)
     grads = _with_largest(grads, variables or keras_model.trained_by(optimizer))
     if any(map(keras_training.accumulates, keras_model.with_inner_optimizers(optimizer))):
         if not optimizer.built:
@@ -212,11 +212,11 @@ def build_across_replicas(optimizer: keras.optimizers.Optimizer, variables: Weig
     """Makes an optimizer's variables if there are none, in replica context; elsewhere it does so itself."""
     context = tf.distribute.get_replica_context() if tf.distribute.has_strategy() else None
     if context is not None and not optimizer.built:
-        merge = _Merge(optimizer, optimizer.apply, list(variables), tf.distribute.ReduceOp.SUM)
+        merge = _ApplyMerge(optimizer, optimizer.apply, list(variables), tf.distribute.ReduceOp.SUM)
         context.merge_call(merge.build)
 
 
-def of_whole_batch(grads: Sequence[Gradient]) -> list[Gradient]:
+def move_rows_to_first(grads: Sequence[Gradient]) -> list[Gradient]:
     """Moves the rows of tables to the first replica, for a batch that every replica has computed.
 
     Only the loss of the first replica counts. But a synchronized batch normalization sends its gradient to all
@@ -267,7 +267,7 @@ def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distrib
 
 
 @dataclasses.dataclass(eq=False)
-class _Merge:
+class _ApplyMerge:
     """The merge function: one object per replica; all run the same code, so the engine sees one merge function."""
 
     optimizer: keras.optimizers.Optimizer

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine.backend import backend_of
+from replica_engine.backend import find_backend
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.errors.base import brief, positive_int, shown
@@ -92,7 +92,7 @@ def replicate_model(
         _logger.info("%s", chosen)
         if replicas is None:  # nobody said how many, so the reader is to see it
             print(chosen)
-    backend = backend_of(strategy)
+    backend = find_backend(strategy)
     if backend is None:
         raise ReplicateError(
             "strategy must be a MirroredStrategy, MultiWorkerMirroredStrategy or TPUStrategy of replica_engine, or "
@@ -127,7 +127,7 @@ def _check(model: Any) -> None:
         raise ReplicateError(
             f"The model {model.name!r} is replicated already. Replicate the original one, with other replicas."
         )
-    if keras_training.strategy_of(model) is not None:
+    if keras_training.find_strategy(model) is not None:
         raise ReplicateError(
             f"The model {model.name!r} was built under strategy.scope(), so it already runs on the replicas of "
             "that strategy. Build it outside of the scope to replicate it."
@@ -168,7 +168,7 @@ def _choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Str
     gpus, cpus = (tf.config.list_logical_devices(kind) for kind in ("GPU", "CPU"))
     mirrored, kind = (gpus, "GPU") if gpus else (cpus, "CPU")
     can_mirror = len(mirrored) >= (replicas or 1)
-    layers = keras_model.layers_of(model)
+    layers = keras_model.list_layers(model)
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
     fused = [layer.name for layer in layers if isinstance(layer, _FAST_IN_XLA)]

@@ -59,7 +59,7 @@ class ScopedModel:
             with self._strategy.scope():
                 keras_model.build(self._model, batch)
         model = self._model
-        state = keras_model.state_of(model), keras_model.counts(model), len(model.metrics)
+        state = keras_model.read_traced_state(model), keras_model.counts(model), len(model.metrics)
         if self._known != state:
             check_trainable(self._model)
             self.function.forget()
@@ -88,6 +88,6 @@ class ScopedModel:
                 held_off_once().around(active[0].take_away)
 
 
-def function_of(model: keras.Model, name: str) -> StepFunction:
+def make_step_function(model: keras.Model, name: str) -> StepFunction:
     """What Keras calls to run a step of a model."""
-    return ScopedModel(model, keras_training.strategy_of(model).extended.backend, name).function
+    return ScopedModel(model, keras_training.find_strategy(model).extended.backend, name).function

@@ -182,7 +182,7 @@ def summed(loss: tf.Tensor, share: Shard) -> tf.Tensor:
         return loss
     calls = _calls.get()
     value = loss / share.weight(loss.dtype)
-    if share.is_own or len(calls) != 2 or not keras_model.is_loss_of(*calls):
+    if share.is_own or len(calls) != 2 or not keras_model.is_loss_inside(*calls):
         if not tf.is_symbolic_tensor(value):
             raise NotASum("a loss with reduction='sum' is called", _WRITE_MEAN, here())
         share.sums = True

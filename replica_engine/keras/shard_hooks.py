@@ -57,7 +57,7 @@ from replica_engine.keras.replica_optimizer import (
     Weights,
     apply_across_replicas,
     build_across_replicas,
-    of_whole_batch,
+    move_rows_to_first,
 )
 from replica_engine.keras.shard import Shard, current_shard, noted_shard
 from replica_engine.process.interrupts import held_off_once
@@ -102,7 +102,7 @@ def _in_shard(of_shard: Callable[..., object], own: Callable[..., object], *args
 
 def has_no_sum(model: keras.Model) -> bool:
     """Whether a metric of the model was found whose values do not add up over parts of a batch."""
-    return bool(_found) and any(id(metric) in _found for metric in keras_model.metrics_of(model))
+    return bool(_found) and any(id(metric) in _found for metric in keras_model.list_metrics(model))
 
 
 class Lender(Protocol):
@@ -170,7 +170,7 @@ class Hooks:
             yield self.model, "compile", lambda model: _then(model.compile, lender.changed)
             for name in _READING:
                 yield self.model, name, functools.partial(_reading, name=name, lender=lender)
-        for optimizer in keras_model.optimizers_of(self.model):
+        for optimizer in keras_model.list_optimizers(self.model):
             yield optimizer, "apply", functools.partial(_apply, has_weighted=self._has_weighted)
             yield optimizer, "scale_loss", functools.partial(_scale_loss, has_weighted=self._has_weighted)
             for each in keras_model.with_inner_optimizers(optimizer):
@@ -178,7 +178,7 @@ class Hooks:
                     yield each, "build", functools.partial(_build, lender=lender)
                 yield each, keras_model.STRATEGY, lambda _: self.strategy
         of_outputs = keras_model.output_losses(self.model)
-        for metric in keras_model.metrics_of(self.model):
+        for metric in keras_model.list_metrics(self.model):
             yield metric, "result", _result
             if any(metric is each for each in of_outputs) and not self.model.run_eagerly:
                 yield metric, "update_state", _update
@@ -247,7 +247,7 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> 
                 for grad, variable in zip(grads, known, strict=False)
             ]
         if share.whole:
-            grads = of_whole_batch(grads)
+            grads = move_rows_to_first(grads)
         if share.deferred is not None:
             share.deferred.append((apply_reduced, list(grads), trainable_variables or keras_model.trained_by(updated)))
         else:
@@ -269,9 +269,9 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted
         is_number = not tf.is_tensor(loss)
         loss = tf.convert_to_tensor(loss, dtype=keras.config.floatx() if is_number else None)
         shard.check_sum(loss, share)
-        return shard.like_sum(of_shard(loss, own(loss), share), loss, share)
+        return shard.like_sum(scale_share(loss, own(loss), share), loss, share)
 
-    def of_shard(loss: tf.Tensor, scaled: tf.Tensor, share: Shard) -> tf.Tensor:
+    def scale_share(loss: tf.Tensor, scaled: tf.Tensor, share: Shard) -> tf.Tensor:
         # The gradient of a vector is the gradient of its sum: such a loss is a sum over samples, not a mean.
         is_sum = len(loss.shape) > 0
         if has_weighted(optimizer):
@@ -359,12 +359,12 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
     return update_state
 
 
-def _warn_of_no_sum(metric: keras.metrics.Metric, update: keras_sums.Call, share: Shard) -> None:
+def _warn_of_no_sum(metric: keras.metrics.Metric, update: keras_sums.UpdateCall, share: Shard) -> None:
     """Looks at the first update of a metric."""
     if share.replicas == 1 or keras_sums.is_looking() or id(metric) in _looked:
         return
     _looked[id(metric)] = metric
-    found = keras_sums.updates_of(metric, update, here)
+    found = keras_sums.list_updates(metric, update, here)
     if (wrong := next((each for each in found if each.kind == keras_sums.OTHER), None)) is not None:
         text = warn_metric_not_a_sum(metric.name, type(metric).__name__, wrong.variable, wrong.place, share.replicas)
         warn_once(tf.distribute.get_strategy(), ("metric", metric.name, wrong.place), text)

@@ -22,10 +22,10 @@ import tensorflow as tf
 
 from replica_engine.backend import Backend
 from replica_engine.diagnostics.misuse import warn_once
-from replica_engine.diagnostics.user_frames import is_scope_of
+from replica_engine.diagnostics.user_frames import is_layer_scope
 from replica_engine.errors import BatchError, CollectiveError, LoweringError, OptimizerError, ReplicaEngineError
 from replica_engine.errors.base import add_note, warning
-from replica_engine.errors.replica_table import count_of
+from replica_engine.errors.replica_table import plural
 from replica_engine.errors.value_errors import warn_uneven_rest, warn_whole_steps
 from replica_engine.keras import shard_step
 from replica_engine.keras.batches import Batch, WholeBatches
@@ -37,7 +37,7 @@ from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream.graphs import mark_ops
 from replica_engine.upstream.keras import keras_models as keras_model
 from replica_engine.upstream.keras import keras_training
-from replica_engine.upstream.keras.metric_updates import own_metrics_of
+from replica_engine.upstream.keras.metric_updates import list_own_metrics
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
 from replica_engine.watch import timeline
@@ -269,7 +269,7 @@ class StepFunction:
         if self._compiles:
             return total % self._size > 0 and (self._step.is_own or not self._has_branches)
         # An eager step cannot be given up when one of its metrics turns out not to be a sum.
-        return self._is_eager and bool(own_metrics_of(self._model))
+        return self._is_eager and bool(list_own_metrics(self._model))
 
     def _check_rest(self, batch: Batch) -> None:
         """Warns, on threads, of a rest that does not divide by the replicas; a program has one shape on all of them.
@@ -281,7 +281,7 @@ class StepFunction:
         if self._has_trained and not self._compiles and not batch.is_whole:
             warn_once(self._model, "rest", warn_uneven_rest(self._model.name, total, size))
             return
-        what = f"A batch of {count_of(total, 'sample')} "
+        what = f"A batch of {plural(total, 'sample')} "
         if batch.is_whole:
             what += "has arrays of different numbers of samples, so that the replicas cannot share it equally."
         elif batch.is_uneven and total % size == 0 and batch.dealt is not None:
@@ -345,7 +345,7 @@ class StepFunction:
         Outputs without a row per sample are not used. In a graph they only need to be computable.
         """
         strategy, first = self._backend.strategy, select(0, outputs)
-        if (are_of_rows := samples.are_of(first, rows)) is False:
+        if (are_of_rows := samples.have_row_count(first, rows)) is False:
             return first, False
         own = len(strategy.extended.worker_devices)
         if own < self._size:  # the other workers have the rest
@@ -536,8 +536,8 @@ def _not_dense(leaf: Any) -> list[tuple[str, str]]:
 
 def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | None:
     """The layer that contains the op; otherwise the first layer that declares that XLA cannot compile it; or None."""
-    layers = keras_model.layers_of(model, include_self=False)
+    layers = keras_model.list_layers(model, include_self=False)
     scopes = error.op_name.split("/")
-    inside = [layer for layer in layers if any(is_scope_of(scope, layer.name) for scope in scopes)]
+    inside = [layer for layer in layers if any(is_layer_scope(scope, layer.name) for scope in scopes)]
     unsupported = [layer for layer in layers if not layer.supports_jit]
     return inside[-1] if inside else unsupported[0] if unsupported else None

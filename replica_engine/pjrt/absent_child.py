@@ -27,7 +27,7 @@ from replica_engine.pjrt.jaxlib import (
     ir,
     program_context,
 )
-from replica_engine.pjrt.plan import plan_of
+from replica_engine.pjrt.plan import make_plan
 
 # Without a GPU to try tiles on, XLA takes one, which does not suit all products. Then cuBLAS may have them.
 _NO_TILES = "Couldn't find output tile sizes"
@@ -70,7 +70,7 @@ def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
             raise
         made = compiled([("xla_gpu_enable_triton_gemm", False)])
     seconds = time.perf_counter() - began
-    plan = plan_of(made, request["name"], replicas, request["devices"], request["memory"], seconds, parts)
+    plan = make_plan(made, request["name"], replicas, request["devices"], request["memory"], seconds, parts)
     return {"plan": dataclasses.asdict(plan)}
 
 

@@ -76,12 +76,12 @@ def _may_have_tpus() -> bool:
     )
 
 
-def of_all_workers(platform: str) -> tuple[jax.Device, ...]:
+def list_job_devices(platform: str) -> tuple[jax.Device, ...]:
     """Like `local`, in a job: the devices of all workers."""
     return _found(lambda: jax.devices(platform))
 
 
-def none_of(platform: str, present: list[str]) -> DeviceError:
+def make_missing_error(platform: str, present: list[str]) -> DeviceError:
     """The error for a platform that was asked for and has no devices; `present` are those that have."""
     reason = _reason(platform)
     if reason:

@@ -40,7 +40,7 @@ from replica_engine.pjrt.jaxlib import (
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import interrupts
 from replica_engine.process.interrupts import MISSED, wait_for_ever
-from replica_engine.process.threads import Apart
+from replica_engine.process.threads import LeftCall
 from replica_engine.watch.watchdog import Wait
 from replica_engine.workers import Member, Program
 
@@ -202,11 +202,11 @@ class ProgramOrder:
 
     __exit__: Any = property(operator.attrgetter("_lock.__exit__"))
 
-    def turn(self, enter: Callable[[list[bool]], None]) -> Turn:
+    def turn(self, enter: Callable[[list[bool]], None]) -> ProgramTurn:
         """Inside, holds the lock, which `enter` takes; see the method `enter`."""
-        return Turn(self._lock, enter)
+        return ProgramTurn(self._lock, enter)
 
-    def within(self, seconds: float, late: Callable[[], Exception]) -> Turn:
+    def within(self, seconds: float, late: Callable[[], Exception]) -> ProgramTurn:
         """Inside, holds the lock; see `enter_within`."""
         return self.turn(functools.partial(self.enter_within, seconds, late))
 
@@ -215,7 +215,7 @@ class ProgramOrder:
         return max(began, self._sign) + seconds - time.monotonic()
 
 
-class Turn:
+class ProgramTurn:
     """A turn of a program; see `ProgramOrder.turn`."""
 
     def __init__(self, lock: Any, enter: Callable[[list[bool]], None]):
@@ -252,7 +252,7 @@ def _are_ready(arrays: Sequence[Array]) -> bool:
     return all(array.is_ready() for array in arrays)
 
 
-aval_of = functools.lru_cache(maxsize=1024)(ShapedArray)  # jax takes 4 us to make one
+make_aval = functools.lru_cache(maxsize=1024)(ShapedArray)  # jax takes 4 us to make one
 
 
 def on_host(shard: Any) -> np.ndarray:
@@ -370,11 +370,11 @@ class DeviceGroup:
             axes: how each is divided over the devices of its replica.
         """
         first = values[0]
-        aval = aval_of(first.shape, first.dtype)
+        aval = make_aval(first.shape, first.dtype)
         if len(values) == 1:
             return self._put(aval, self.sharding, list(values) * self.size, list(self.devices))
         if first.ndim:  # as a sharded array: for a replicated one jax would use the first value for all
-            whole = aval_of((first.shape[0] * self.replicas, *first.shape[1:]), first.dtype)
+            whole = make_aval((first.shape[0] * self.replicas, *first.shape[1:]), first.dtype)
             return self._put(whole, self._split, list(values), list(self.devices))
         parts = [
             self._put(aval, single, [value], [device])
@@ -421,7 +421,7 @@ class DeviceGroup:
         """The number of devices of each replica."""
         return 1 if self.mesh is None else self.mesh.size
 
-    def sharding_of(self, axes: Axes) -> Any:
+    def make_sharding(self, axes: Axes) -> Any:
         """The sharding of an array of values with these axes."""
         return self.sharding
 
@@ -508,7 +508,7 @@ class DeviceGroup:
         """Waits up to `seconds` for the program launched last. Returns whether it ended."""
         return _comes_within(seconds, self._is_ready)
 
-    def leave_to(self, thread: Apart[Any]) -> None:
+    def leave_to(self, thread: LeftCall[Any]) -> None:
         """Leaves the next launch to another thread. Until then, the program runs as long as that thread is alive."""
         self.running, self.interrupted = thread, True
 
@@ -516,7 +516,7 @@ class DeviceGroup:
     def is_left_to_a_thread(self) -> bool:
         """Whether another thread was left to launch the program, and has not ended; see `leave_to`."""
         running = self.running  # read once, see `_is_ready`
-        return isinstance(running, Apart) and not running.is_ready()
+        return isinstance(running, LeftCall) and not running.is_ready()
 
     def has_ended(self, replica: int) -> bool:
         """Whether the program launched last has ended on a replica's device, as far as can be seen."""

@@ -14,7 +14,7 @@ from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt import accelerators, job_devices, plan
 from replica_engine.pjrt.device_group import DeviceGroup, let_go
 from replica_engine.pjrt.jaxlib import make_cpu_client
-from replica_engine.pjrt.partitioned_group import group_of
+from replica_engine.pjrt.partitioned_group import make_device_group
 from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
 from replica_engine.process import cores
 
@@ -56,7 +56,9 @@ def device_group(platform: str | None = None, count: int | None = None, mesh: Re
             return group
     devices = _accelerators(platform)
     if not devices:
-        raise accelerators.none_of(platform, [name for name in PLATFORMS if name == "cpu" or _accelerators(name)])
+        raise accelerators.make_missing_error(
+            platform, [name for name in PLATFORMS if name == "cpu" or _accelerators(name)]
+        )
     if count is not None and count > len(devices):
         present = len(devices)
         raise DeviceError(
@@ -175,10 +177,10 @@ def _cpu_group(count: int, mesh: ReplicaMesh | None) -> DeviceGroup:
     alone, and has at least one thread for each device, which replicas that wait for each other need.
     """
     client: Any = make_cpu_client(num_devices=count)
-    return group_of("cpu", tuple(client.devices()), mesh)
+    return make_device_group("cpu", tuple(client.devices()), mesh)
 
 
-_group = functools.cache(group_of)
+_group = functools.cache(make_device_group)
 
 
 @functools.cache

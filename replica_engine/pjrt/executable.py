@@ -45,7 +45,7 @@ from replica_engine.pjrt.jaxlib import (
     ir,
     result_handler,
 )
-from replica_engine.pjrt.plan import Memory, Plan, exchanges_in_branches, hlo_text, memory_of, plan_of
+from replica_engine.pjrt.plan import Memory, Plan, exchanges_in_branches, hlo_text, make_plan, read_memory
 from replica_engine.pjrt.stablehlo import markers, mlir
 from replica_engine.pjrt.stablehlo.markers import VERSION as MARKERS_VERSION
 from replica_engine.pjrt.stablehlo.markers import WORK, add_work, expand_markers
@@ -192,7 +192,7 @@ class Executable:
             self._executable = client.deserialize_executable(compiled, on, options, called)
         self.seconds = time.perf_counter() - began
         divided = [
-            (devices.stored(shape, each), dtype, devices.sharding_of(each))
+            (devices.stored(shape, each), dtype, devices.make_sharding(each))
             for (shape, dtype), each in zip(results, each_axes, strict=True)
         ]
         if works_more:
@@ -218,7 +218,7 @@ class Executable:
         """
         devices = self._devices
         platform = devices.platform.upper()
-        return plan_of(self._executable, name, devices.replicas, platform, chip, self.seconds, devices.devices_each)
+        return make_plan(self._executable, name, devices.replicas, platform, chip, self.seconds, devices.devices_each)
 
     def exchanges_in_branches(self) -> bool:
         """Whether devices of several replicas wait for each other inside a branch or loop."""
@@ -226,7 +226,7 @@ class Executable:
 
     def memory(self, chip: int | None) -> Memory:
         """The memory of `plan`, for devices with so many bytes of memory each, or None."""
-        return memory_of(self._executable, chip)
+        return read_memory(self._executable, chip)
 
     def launch(self, arrays: list[Array], stores: Stores = NO_STORES) -> list[Array]:
         """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.
@@ -402,7 +402,7 @@ class Flight:
         Returns:
             What `fly` returned; None if `woken` was set before.
         """
-        thread = threads.Apart(fly, f"launch of {self._name}", woken.set)
+        thread = threads.LeftCall(fly, f"launch of {self._name}", woken.set)
         self._devices.leave_to(thread)
         self._devices.running_name = self._name
         try:

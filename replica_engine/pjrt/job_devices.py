@@ -35,7 +35,7 @@ from replica_engine.pjrt.jaxlib import (
     make_cpu_client,
     make_gloo_tcp_collectives,
 )
-from replica_engine.pjrt.partitioned_group import group_of
+from replica_engine.pjrt.partitioned_group import make_device_group
 from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
 from replica_engine.process import cores, threads
 from replica_engine.process.interrupts import wait_for_ever
@@ -65,9 +65,9 @@ class _Workers:
         self._groups: dict[tuple[int, ReplicaMesh | None], DeviceGroup] = {}
         self._host = own_host(cluster.coordinator, member.reached)
         place = self._place()
-        with explained(member, (OSError,)):  # refused if worker 0 is lost
+        with raises_job_failure(member, (OSError,)):  # refused if worker 0 is lost
             rendezvous.hold(place)
-        with explained(member):
+        with raises_job_failure(member):
             self.platform, devices = _unless_it_fails(member, lambda: self._find(place, platform, count))
         self.devices = [
             tuple(sorted((each for each in devices if each.process_index == worker), key=lambda device: device.id))
@@ -78,7 +78,7 @@ class _Workers:
         for worker, own in enumerate(self.devices):
             counts.setdefault(len(own), []).append(worker)
         if len(counts) > 1:  # known only now for GPUs and TPUs
-            raise WorkerVersionError.of_replicas([(each, str(number)) for number, each in sorted(counts.items())])
+            raise WorkerVersionError.other_replicas([(each, str(number)) for number, each in sorted(counts.items())])
         self._agreement = Agreement(self.platform, tuple(own[0] for own in self.devices), member)
 
     def group(self, count: int, mesh: ReplicaMesh | None) -> DeviceGroup:
@@ -87,7 +87,7 @@ class _Workers:
         if group is None:
             everywhere = tuple(device for devices in self.devices for device in devices[:count])
             own = self.devices[self.cluster.process_id][:count]
-            group = self._groups[count, mesh] = group_of(self.platform, own, mesh, everywhere, self.member)
+            group = self._groups[count, mesh] = make_device_group(self.platform, own, mesh, everywhere, self.member)
             group.agreement = group.flat.agreement = self._agreement
         return group
 
@@ -135,10 +135,10 @@ class _Workers:
         global_state.process_id = self.cluster.process_id
         global_state.num_processes = self.cluster.num_processes
         for name in ("tpu", "gpu") if platform is None else (platform,):
-            if found := accelerators.of_all_workers(name):
+            if found := accelerators.list_job_devices(name):
                 return found
             if platform is not None:
-                raise accelerators.none_of(name, ["cpu"])
+                raise accelerators.make_missing_error(name, ["cpu"])
         for name in ("tpu", "gpu"):
             accelerators.warn_of_fallback(name, "cpu")
         return ()
@@ -220,7 +220,7 @@ def _unless_it_fails(member: Member, find: Callable[[], T]) -> T:
         Exception: what the function raised.
     """
     over, what = threading.Event(), "the devices of the job"
-    thread = threads.Apart(find, what, over.set)
+    thread = threads.LeftCall(find, what, over.set)
     with member.watched(what):
         thread.start()
         wait_for_ever(lambda seconds: over.wait(seconds) or member.failed.is_set())
@@ -230,7 +230,7 @@ def _unless_it_fails(member: Member, find: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def explained(member: Member, errors: tuple[type[BaseException], ...] = RUNTIME_ERRORS) -> Iterator[None]:
+def raises_job_failure(member: Member, errors: tuple[type[BaseException], ...] = RUNTIME_ERRORS) -> Iterator[None]:
     """Inside, an error of the runtime becomes the failure of the job that is its cause, if there is one.
 
     Raises:

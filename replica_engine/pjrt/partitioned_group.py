@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from replica_engine.pjrt.device_group import Array, DeviceGroup, aval_of, on_host
+from replica_engine.pjrt.device_group import Array, DeviceGroup, make_aval, on_host
 from replica_engine.pjrt.jaxlib import ArrayImpl, Mesh, NamedSharding, PartitionSpec
-from replica_engine.pjrt.stablehlo.partition_local import REPLICAS, WHOLE, Axes, Part, ReplicaMesh
+from replica_engine.pjrt.stablehlo.partition_local import REPLICAS, WHOLE, Axes, ReplicaMesh, ValuePart
 from replica_engine.workers import Member
 
 
@@ -61,7 +61,7 @@ class PartitionedGroup(DeviceGroup):
         """Same as in every group: XLA knows of one replica, which has all devices as partitions."""
         return np.array([device.id for device in self.everywhere]).reshape(1, -1)
 
-    def sharding_of(self, axes: Axes) -> NamedSharding:
+    def make_sharding(self, axes: Axes) -> NamedSharding:
         """The sharding of a value with these axes."""
         found = self._shardings.get(axes)
         if found is None:
@@ -81,7 +81,7 @@ class PartitionedGroup(DeviceGroup):
     def put(self, values: Sequence[np.ndarray], axes: Axes = WHOLE) -> Array:
         """An array with one value for each replica, divided over its devices; a single value is for all replicas."""
         shape = self.stored(values[0].shape, axes)
-        sharding = self.sharding_of(axes)
+        sharding = self.make_sharding(axes)
         padded = [_padded(value, shape[1:] if self.rows else shape) for value in values]
         devices, parts = [], []
         for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -90,45 +90,45 @@ class PartitionedGroup(DeviceGroup):
             part = padded[row][index[int(self.rows) :]]
             devices.append(device)
             parts.append(np.asarray(part[np.newaxis] if self.rows else part, order="C"))
-        return self._put(aval_of(shape, values[0].dtype), sharding, parts, devices)
+        return self._put(make_aval(shape, values[0].dtype), sharding, parts, devices)
 
-    def parts_here(self, shape: tuple[int, ...], axes: Axes) -> list[Part]:
+    def parts_here(self, shape: tuple[int, ...], axes: Axes) -> list[ValuePart]:
         """The parts of a value that this process has, each once, whichever replica has them.
 
         Args:
             shape: the shape of the value.
             axes: how it is divided.
         """
-        stored, sharding = self.stored(shape, axes), self.sharding_of(axes)
+        stored, sharding = self.stored(shape, axes), self.make_sharding(axes)
         here = {device: shard for shard, device in enumerate(sharding.addressable_devices_indices_map(stored))}
         first: dict[tuple[tuple[int, int], ...], bool] = {}
-        found: dict[tuple[tuple[int, int], ...], Part] = {}
+        found: dict[tuple[tuple[int, int], ...], ValuePart] = {}
         for device, index in sharding.devices_indices_map(stored).items():  # in the order of the replicas
             place = _place(index[int(self.rows) :], shape)
             is_first = first.setdefault(place, device in here)
             if device in here and place not in found and all(length for _, length in place):
-                found[place] = Part(place, here[device], is_first)
+                found[place] = ValuePart(place, here[device], is_first)
         return [found[place] for place in sorted(found)]
 
-    def fetch_part(self, array: Array, part: Part) -> np.ndarray:
+    def fetch_part(self, array: Array, part: ValuePart) -> np.ndarray:
         """A part of a value, as `fetch` does it: on CPU devices it is a view."""
         shard = on_host(array._arrays[part.shard])
         return (shard[0] if self.rows else shard)[tuple(slice(length) for _, length in part.place)]
 
     def on_each_device(self, array: Array) -> Array:
         """What each device has, as an array of `flat`."""
-        aval = aval_of(array.sharding.shard_shape(array.shape), array.dtype)
+        aval = make_aval(array.sharding.shard_shape(array.shape), array.dtype)
         return ArrayImpl(aval, self.flat.sharding, list(array._arrays), committed=True, _skip_checks=True)
 
     def begins(self, shape: tuple[int, ...], axes: Axes) -> list[tuple[int, ...]]:
         """Where in a value the part of each device of this process' replica begins; past its end if it has none."""
-        places = self.sharding_of(axes).devices_indices_map(self.stored(shape, axes))
+        places = self.make_sharding(axes).devices_indices_map(self.stored(shape, axes))
         own = self.everywhere[self.first * self.mesh.size :][: self.mesh.size]
         return [tuple(each.start or 0 for each in places[device][int(self.rows) :]) for device in own]
 
-    def put_parts(self, parts: Mapping[Part, np.ndarray], shape: tuple[int, ...], axes: Axes) -> Array:
+    def put_parts(self, parts: Mapping[ValuePart, np.ndarray], shape: tuple[int, ...], axes: Axes) -> Array:
         """An array of which all replicas have one value; the parts are all of `parts_here`."""
-        stored, sharding = self.stored(shape, axes), self.sharding_of(axes)
+        stored, sharding = self.stored(shape, axes), self.make_sharding(axes)
         given = {part.place: value for part, value in parts.items()}
         dtype, size = next(iter(given.values())).dtype, self.on_each(shape, axes)
         devices, values = [], []
@@ -138,7 +138,7 @@ class PartitionedGroup(DeviceGroup):
             value = _padded(given[place], size) if place in given else np.zeros(size, dtype)
             devices.append(device)
             values.append(np.asarray(value[np.newaxis] if self.rows else value, order="C"))
-        return self._put(aval_of(stored, dtype), sharding, values, devices)
+        return self._put(make_aval(stored, dtype), sharding, values, devices)
 
     def _parts_ready(self, shards: Sequence[Array], replica: int) -> bool:
         size = self.mesh.size
@@ -182,7 +182,7 @@ class PartitionedGroup(DeviceGroup):
         return [self.fetch(array, replica, shape) for replica in range(self.size)]
 
 
-def group_of(
+def make_device_group(
     platform: str,
     devices: tuple,
     mesh: ReplicaMesh | None,

@@ -186,14 +186,14 @@ def _meant(name: str) -> str | None:
     if kind in CHIPS and not size:
         return f"{', '.join(shown[:-1])} or {shown[-1]}"
     if kind in CHIPS and size.isdecimal():
-        return next((each for each in shown if _chips_of(each) == int(size)), None)
+        return next((each for each in shown if _count_chips(each) == int(size)), None)
     if kind in CHIPS and re.fullmatch(r"\d+(x\d+)+", size):
-        return min(shown, key=lambda each: abs(_chips_of(each) - _chips_of(f"{kind}:{size}")))
+        return min(shown, key=lambda each: abs(_count_chips(each) - _count_chips(f"{kind}:{size}")))
     near = difflib.get_close_matches(name, shown, n=1)
     return near[0] if near else None
 
 
-def _chips_of(name: str) -> int:
+def _count_chips(name: str) -> int:
     return math.prod(map(int, name.partition(":")[2].split("x")))
 
 
@@ -406,7 +406,7 @@ class DeviceMemory:
         return "\n".join(lines)
 
 
-def plan_of(
+def make_plan(
     executable: Any, name: str, replicas: int, devices: str, chip: int | None, seconds: float, parts: int = 1
 ) -> Plan:
     """The plan of a compiled program.
@@ -420,7 +420,7 @@ def plan_of(
         seconds: how long compiling took.
         parts: the number of devices of each replica.
     """
-    sizes, costs = memory_of(executable, chip), _costs(executable)
+    sizes, costs = read_memory(executable, chip), _costs(executable)
     text = hlo_text(executable)
     if _CUDNN in text:  # XLA counts nothing for a convolution there
         costs = None
@@ -432,7 +432,7 @@ def plan_of(
 _CUDNN = 'custom_call_target="__cudnn$'
 
 
-def memory_of(executable: Any, chip: int | None) -> Memory:
+def read_memory(executable: Any, chip: int | None) -> Memory:
     """What a compiled program needs on each device, which has so many bytes of memory, or None if that is not known."""
     memory = executable.get_compiled_memory_stats()
     return Memory(

@@ -54,7 +54,7 @@ def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, 
         sent = np.zeros(words, np.uint32)
         if devices.is_chiefs:  # the others' zeros are the least numbers, so the largest are the chief's
             sent.view(np.uint8)[: piece.size] = piece
-        chiefs = _of_chief(devices, sent, limits)
+        chiefs = _take_from_chief(devices, sent, limits)
         received[begin : begin + piece.size] = chiefs.view(np.uint8)[: piece.size]
     return received.view(value.dtype).reshape(value.shape)
 
@@ -83,7 +83,7 @@ def least(devices: DeviceGroup, number: int, limits: Limits = (None, None)) -> i
 _LEAST = Program(hashlib.sha256(b"a minimum over workers").hexdigest()[:16], "a minimum over workers")
 
 
-def _of_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits) -> np.ndarray:
+def _take_from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits) -> np.ndarray:
     """The chief's value of an array of words."""
     what, flat = "the chief's value", devices.flat
 
@@ -216,7 +216,7 @@ def _gather(
     """The program that gives each device, from all devices of its replica, a piece of what each has."""
     key = devices, part, str(dtype), width
     if key not in _programs:
-        size, element = devices.devices_each, element_of(dtype)
+        size, element = devices.devices_each, element_name(dtype)
         sizes = [*part[:along], width, *part[along + 1 :]]
 
         def kind(*sizes: int) -> str:
@@ -245,7 +245,7 @@ def _gather(
     return _programs[key]
 
 
-def element_of(dtype: np.dtype) -> str:
+def element_name(dtype: np.dtype) -> str:
     """The name of a dtype in StableHLO."""
     name = str(dtype)
     if name == "bool":
@@ -271,7 +271,7 @@ def _largest(devices: DeviceGroup, value: np.ndarray, name: str, limits: Limits)
     """The compiled program; the limits, which count for its first launch, are those of the call that compiles it."""
     key = devices, value.size
     if key not in _programs:
-        element = element_of(value.dtype)
+        element = element_name(value.dtype)
         kind, one, replicas = f"tensor<{value.size}x{element}>", f"tensor<{element}>", devices.replicas
         text = f"""module @replica_body {{
           func.func public @main(%x: {kind}) -> {kind} {{

@@ -21,7 +21,7 @@ from replica_engine.pjrt.agreement import gather_program, groups
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.executable import Executable, Flight
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
-from replica_engine.pjrt.worker_exchange import element_of, from_chief
+from replica_engine.pjrt.worker_exchange import element_name, from_chief
 from replica_engine.workers import Program
 
 PACKED = 1 << 20
@@ -33,7 +33,7 @@ _SIZES = 16  # bytes of the two sizes in a gather
 _SMALLEST = 2048  # bytes of a gather; sizes are powers of two, so that few programs serve all
 
 
-class Call(NamedTuple):
+class WorkersCall(NamedTuple):
     """A call that all workers make together.
 
     Attributes:
@@ -69,7 +69,7 @@ class WorkerSums:
         """Whether a launch has not ended, or was not made, for which the other workers may come."""
         return self._is_missing or (self._devices.interrupted and not self._devices.ends_within(0.0))
 
-    def sums(self, arrays: Sequence[np.ndarray], call: Call) -> list[np.ndarray]:
+    def sums(self, arrays: Sequence[np.ndarray], call: WorkersCall) -> list[np.ndarray]:
         """The sums over the workers of arrays, which are all of one dtype."""
         if sum(each.nbytes for each in arrays) > _MOST:
             return self._run("all_reduce", arrays, call)
@@ -86,12 +86,12 @@ class WorkerSums:
             begin += each.nbytes
         return totals
 
-    def gather(self, array: np.ndarray, axis: int, call: Call) -> np.ndarray:
+    def gather(self, array: np.ndarray, axis: int, call: WorkersCall) -> np.ndarray:
         """The arrays of all workers, joined along an axis, along which their sizes may differ. Any dtype travels."""
         parts = self._parts(np.moveaxis(array, axis, 0), call)
         return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
 
-    def of_chief(self, array: np.ndarray, call: Call) -> np.ndarray:
+    def broadcast_from_chief(self, array: np.ndarray, call: WorkersCall) -> np.ndarray:
         """The chief's array, bit by bit, on every worker."""
         if array.dtype == object:
             return self._parts(array.reshape(-1), call)[0].reshape(array.shape)
@@ -105,7 +105,7 @@ class WorkerSums:
         (total,) = self._run("all_reduce", [words], call, array.shape, array.dtype.str)
         return total.view(np.uint8)[: data.size].view(array.dtype).reshape(array.shape)
 
-    def _parts(self, array: np.ndarray, call: Call) -> list[np.ndarray]:
+    def _parts(self, array: np.ndarray, call: WorkersCall) -> list[np.ndarray]:
         """The array of each worker; the arrays may differ in the size of their first dimension."""
         if array.dtype == object:  # strings
             texts = array.reshape(-1).tolist()
@@ -128,12 +128,12 @@ class WorkerSums:
             for row, (length, size) in zip(rows, sizes, strict=True)
         ]
 
-    def _small(self, key: tuple[object, ...], data: bytes, call: Call) -> list[bytes]:
+    def _small(self, key: tuple[object, ...], data: bytes, call: WorkersCall) -> list[bytes]:
         """What each worker brings: as many bytes as travel with the digest, beginning with its data."""
         _, by_all = self._launch(("small",), lambda: gather_program(self._devices, _WORDS), [], data, call, key)
         return [row[_HEAD:].tobytes() for row in by_all]
 
-    def _run(self, operation: str, arrays: Sequence[np.ndarray], call: Call, *more: object) -> list[np.ndarray]:
+    def _run(self, operation: str, arrays: Sequence[np.ndarray], call: WorkersCall, *more: object) -> list[np.ndarray]:
         key = operation, *((each.shape, each.dtype.str) for each in arrays)
         return self._launch(key, lambda: _compiled(self._devices, operation, arrays), arrays, b"", call, (*key, *more))[
             0
@@ -145,7 +145,7 @@ class WorkerSums:
         compiled: Callable[[], Executable],
         arrays: Sequence[np.ndarray],
         data: bytes,
-        call: Call,
+        call: WorkersCall,
         key: tuple[object, ...],
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Launches a program and waits for its end, which a failure of the job ends too.
@@ -192,7 +192,7 @@ class WorkerSums:
             self._compare(theirs[:, :_HEAD], said[:, :_HEAD], call, key)
             return [devices.fetch(each, 0) for each in results], theirs
 
-    def _compare(self, theirs: np.ndarray, ours: np.ndarray, call: Call, key: tuple[object, ...]) -> None:
+    def _compare(self, theirs: np.ndarray, ours: np.ndarray, call: WorkersCall, key: tuple[object, ...]) -> None:
         """Raises the failure of the job if the workers have launched different calls.
 
         Mostly their logs tell it already. Shapes are in no log.
@@ -232,7 +232,7 @@ def _kind(shape: Sequence[int], element: str) -> str:
 def _compiled(devices: DeviceGroup, operation: str, arrays: Sequence[np.ndarray]) -> Executable:
     """The program that sums or gathers arrays of these shapes, where all workers launch the same."""
     dtype, shapes = arrays[0].dtype, [each.shape for each in arrays]
-    element, workers = element_of(dtype), devices.replicas
+    element, workers = element_name(dtype), devices.replicas
     body = _sums if operation == "all_reduce" else _gathers
     lines, outputs = body(shapes, dtype, element, workers)
     given = ", ".join(f"%x{index}: {_kind(shape, element)}" for index, shape in enumerate(shapes))

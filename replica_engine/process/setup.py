@@ -167,7 +167,7 @@ def absolute(path: str) -> str:
     return path
 
 
-def of_environment(path: str) -> str:
+def resolve_environment_path(path: str) -> str:
     """A path that stands in an environment variable: it is relative to the folder in which the process has begun."""
     return path if not path or "://" in path else os.path.join(_BEGAN_IN, path)
 

@@ -64,7 +64,7 @@ NAME = "replica_engine: maker of threads"
 _HAS_OWN_IDENT = sys.version_info >= (3, 12)
 
 
-class _Job:
+class _ThreadToStart:
     """A thread to start."""
 
     def __init__(self, thread: threading.Thread):
@@ -79,11 +79,11 @@ class _Maker:
     """The thread that makes threads; it starts with the first job."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_ThreadToStart] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def put(self, job: _Job) -> None:
+    def put(self, job: _ThreadToStart) -> None:
         with self._starting:
             if self._thread is None or not self._thread.is_alive():
                 thread = threading.Thread(target=self._run, name=NAME, daemon=True)
@@ -96,7 +96,7 @@ class _Maker:
             self._make(self._jobs.get())
 
     @staticmethod
-    def _make(job: _Job) -> None:
+    def _make(job: _ThreadToStart) -> None:
         try:
             if job.is_wanted:
                 job.thread.start()
@@ -108,7 +108,7 @@ class _Maker:
 _maker = _Maker()
 
 
-class Apart(threading.Thread, Generic[T]):
+class LeftCall(threading.Thread, Generic[T]):
     """A thread that makes one call, while the thread that needs its result waits and can leave it at any point.
 
     Args:
@@ -161,7 +161,7 @@ def start(thread: threading.Thread) -> None:
     if _HAS_OWN_IDENT:
         thread.start()
         return
-    job = _Job(thread)
+    job = _ThreadToStart(thread)
     try:
         _maker.put(job)
         while not job.done.acquire(timeout=MISSED):  # see `wait_for_ever`

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.diagnostics.misuse import of_plain_variable
+from replica_engine.diagnostics.misuse import make_plain_variable_error
 from replica_engine.errors import CollectiveError, DeviceError, ReplicaEngineError, ReplicaValueError
 from replica_engine.errors.base import add_note, brief, shown
 from replica_engine.threads.replica_run import short_name
@@ -197,7 +197,7 @@ def refuse(strategy: type, arguments: Mapping[str, object]) -> None:
     """
     for name in arguments:
         if name not in _OF_TPU_STRATEGY:
-            names = keywords_of(inspect.signature(strategy))
+            names = list_keywords(inspect.signature(strategy))
             if name in NUMBERS_OF_REPLICAS and "devices" in names:
                 raise TypeError(
                     f"{strategy.__name__} got an unexpected keyword argument {name!r}. Each device has a replica: "
@@ -248,7 +248,7 @@ def names_keywords(
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        names = keywords_of(inspect.signature(fn))
+        names = list_keywords(inspect.signature(fn))
 
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -264,11 +264,11 @@ def names_keywords(
     return decorate
 
 
-def keywords_of(signature: inspect.Signature) -> list[str]:
+def list_keywords(signature: inspect.Signature) -> list[str]:
     """The names of the arguments that a function, or a strategy's constructor, takes by name.
 
     Example:
-        >>> keywords_of(inspect.signature(lambda x, /, y, *z, w: None))
+        >>> list_keywords(inspect.signature(lambda x, /, y, *z, w: None))
         ['y', 'w']
     """
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -285,7 +285,7 @@ def check_updated(variable: object, args: object) -> None:
     if not isinstance(args, (list, tuple)):
         raise ReplicaValueError.no_positional(args)
     if isinstance(variable, tf.Variable) and not isinstance(variable, distribute.DistributedVariable):
-        raise of_plain_variable(variable)
+        raise make_plain_variable_error(variable)
 
 
 def check_seconds(**values: float | None) -> None:
@@ -364,7 +364,7 @@ def not_reduced(error: Exception, value: object, axis: Axis = None) -> Exception
         value: what was to be reduced.
         axis: the axis or axes, or None.
     """
-    better = None if isinstance(error, ReplicaEngineError) else _explained(error, value, axis)
+    better = None if isinstance(error, ReplicaEngineError) else _find_better_error(error, value, axis)
     if better is None:
         return error
     better.__suppress_context__ = True
@@ -388,7 +388,7 @@ def not_gathered(error: Exception, value: object, axis: object) -> Exception:
     return error
 
 
-def _explained(error: Exception, value: Any, axis: Axis) -> ReplicaValueError | None:
+def _find_better_error(error: Exception, value: Any, axis: Axis) -> ReplicaValueError | None:
     text = str(error)
     is_structure = axis is None or isinstance(value, distribute.DistributedValues)  # else a list stands for a tensor
     for leaf in tf.nest.flatten(value) if is_structure else [value]:
@@ -399,7 +399,7 @@ def _explained(error: Exception, value: Any, axis: Axis) -> ReplicaValueError | 
                 continue  # the sum of zeros is zero
             return ReplicaValueError.sum_of_one(leaf, isinstance(leaf, tf.Variable))
         kinds = [kind for kind in map(_kind, leaf.values if several else (leaf,)) if kind is not None]
-        better = _of_kinds(kinds, axis)
+        better = _explain_kinds(kinds, axis)
         if better is not None:
             return better
     return None
@@ -416,7 +416,7 @@ def _kind(value: object) -> tuple[tf.DType, tf.TensorShape] | None:
         return None
 
 
-def _of_kinds(kinds: list[tuple[tf.DType, tf.TensorShape]], axis: Axis) -> ReplicaValueError | None:
+def _explain_kinds(kinds: list[tuple[tf.DType, tf.TensorShape]], axis: Axis) -> ReplicaValueError | None:
     """The error that explains why values of these dtypes and shapes, those of one leaf, cannot be reduced."""
     for dtype, shape in kinds:
         if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
@@ -497,7 +497,7 @@ def _instead(signature: inspect.Signature, args: Sequence[Any], named: Mapping[s
     if len(args) > 1 and _takes(signature, (args,), named):
         return "Write args=(batch,) for args=batch: the comma makes a batch one argument."
     call = _call(signature, args, named)
-    return f"{_of_names(signature, named)}Write {call}{'' if call == 'args=()' else ', with a value for each'}."
+    return f"{_list_unknown(signature, named)}Write {call}{'' if call == 'args=()' else ', with a value for each'}."
 
 
 def _call(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str, Any]) -> str:
@@ -511,7 +511,7 @@ def _call(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str,
         if each.kind is each.VAR_POSITIONAL:
             by_position += [f"*{each.name}"] if len(args) > index else []
         elif each.kind is each.VAR_KEYWORD:
-            by_name += [name for name in named if name not in keywords_of(signature)]
+            by_name += [name for name in named if name not in list_keywords(signature)]
         elif each.kind is each.KEYWORD_ONLY:
             by_name += [each.name] if each.name in named or each.default is each.empty else []
         elif index < len(args) or (each.kind is each.POSITIONAL_ONLY and each.default is each.empty):
@@ -530,12 +530,12 @@ def _call(signature: inspect.Signature, args: Sequence[Any], named: Mapping[str,
     return f"args=({listed}), {keywords}" if by_position else keywords
 
 
-def _of_names(signature: inspect.Signature, named: Mapping[str, Any]) -> str:
+def _list_unknown(signature: inspect.Signature, named: Mapping[str, Any]) -> str:
     """Says which of the keywords the function does not take, with the nearest that it does."""
     parameters = signature.parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return ""
-    free = keywords_of(signature)
+    free = list_keywords(signature)
     said = ""
     for name in (name for name in named if name not in free):
         near = difflib.get_close_matches(name, [each for each in free if each not in named], n=1)

@@ -74,7 +74,7 @@ class CompiledBackend(Backend):
         super().__init__(strategy)
         use_own_values()
         if devices.member is not None:
-            worker_values.explain_failures(devices.member)  # before the first op, which may fail
+            worker_values.raise_job_failures(devices.member)  # before the first op, which may fail
         self.device_group, self.same_random = devices, same_random
         self.limits, self.distribution = limits, distribution
         self.saving = worker_values.saving_on(devices, limits)
@@ -96,7 +96,7 @@ class CompiledBackend(Backend):
     ) -> Any:
         """Same as in every backend, also with a table of programs of the caller (see `own_programs`)."""
         check_not_forked()
-        source, size = FunctionSpec.of(fn), self.device_group.size
+        source, size = FunctionSpec.from_callable(fn), self.device_group.size
         # In eager mode no code below needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self.strategy.scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
@@ -125,7 +125,7 @@ class CompiledBackend(Backend):
 
     def result_specs(self, programs: ProgramTable, fn: Callable[..., Any], args: Sequence[Any]) -> list[tf.TensorSpec]:
         """The specs of the tensors that `run` would return on a replica; the function is traced and does not run."""
-        source, size = FunctionSpec.of(fn), self.device_group.size
+        source, size = FunctionSpec.from_callable(fn), self.device_group.size
         with self.strategy.scope():
             arguments, shapes = source.arguments(spread(args, size, "args"), {}, size)
             return list(programs.trace(source, arguments, shapes).traced.outputs)
@@ -142,7 +142,7 @@ class CompiledBackend(Backend):
         """Same as `TPUStrategy.plan`."""
         size = self.device_group.size
         args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
-        return plan_call(self._programs, FunctionSpec.of(fn), args, kwargs, topology)
+        return plan_call(self._programs, FunctionSpec.from_callable(fn), args, kwargs, topology)
 
     def memory(self) -> DeviceMemory:
         """Same as `TPUStrategy.memory`."""
@@ -168,9 +168,9 @@ class CompiledBackend(Backend):
         """The last sync points of each replica, in the order of time."""
         return self._programs.body.records()
 
-    def host_side_of(self, variable: tf.Variable) -> HostSide | None:
+    def find_host_side(self, variable: tf.Variable) -> HostSide | None:
         """The host's side of a variable whose value lives on devices; None if the variable itself holds the value."""
-        return device_variables.host_side_of(variable)
+        return device_variables.find_host_side(variable)
 
     @contextlib.contextmanager
     def _in_replica_context(self) -> Iterator[None]:

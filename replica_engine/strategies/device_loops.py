@@ -17,7 +17,7 @@ from replica_engine.strategies import worker_values
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream.data_pulls import Pulls
 from replica_engine.upstream.graphs import operators
-from replica_engine.upstream.host_datasets import pulls_of
+from replica_engine.upstream.host_datasets import find_pulls
 from replica_engine.xla.body_context import BodyReplicaContext
 from replica_engine.xla.calls.program_table import ProgramTable
 from replica_engine.xla.calls.run_steps import run_loop
@@ -81,7 +81,7 @@ def run_steps(
             "run_steps was called in a tf.function, but it runs in eager mode and is already a compiled loop. Call "
             "it outside the tf.function; run_steps does not need one."
         )
-    source = FunctionSpec.of(fn)
+    source = FunctionSpec.from_callable(fn)
 
     def step(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         context = context_class()
@@ -112,7 +112,7 @@ def run_steps(
                 settings.programs or programs, source, mode, step, first, batches, iterations, prefetch, pulls
             )
         except Exception as error:
-            _explain(error, source.fn, first, context_class)
+            _note_step_form(error, source.fn, first, context_class)
             raise
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
@@ -149,7 +149,7 @@ def _opened(iterator: Any) -> tuple[Callable[[], object], Pulls | None]:
     """What gives the next element of an iterator, which may have only `get_next`; and what takes many, or None."""
     if hasattr(iterator, "__iter__"):
         found = iter(iterator)
-        return found.__next__, pulls_of(found)
+        return found.__next__, find_pulls(found)
     if hasattr(iterator, "get_next"):
         return iterator.get_next, None
     raise InputsError(f"run_steps takes an iterator, for example iter(dataset); got {brief(iterator)}.")
@@ -192,7 +192,7 @@ def _name(fn: Callable[..., object]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _explain(error: Exception, fn: Callable[..., object], first: tuple, context_class: type) -> None:
+def _note_step_form(error: Exception, fn: Callable[..., object], first: tuple, context_class: type) -> None:
     """Adds a note to an exception of a step that seems to have taken its context for the batch, or a part of it."""
     parameter = next(iter(inspect.signature(fn).parameters), "")
     if context_class.__name__ in in_words(error) and "context" not in parameter and "ctx" not in parameter:

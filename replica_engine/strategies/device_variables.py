@@ -33,7 +33,7 @@ from replica_engine.xla.calls.program_table import ProgramTable
 from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.state import host_memory, host_variable
-from replica_engine.xla.state.device_value import DeviceValue, Spread, axes_of
+from replica_engine.xla.state.device_value import DeviceValue, Spread, find_axes
 from replica_engine.xla.state.host_variable import HostVariable
 from replica_engine.xla.state.random_numbers import Pieces, in_pieces
 
@@ -109,7 +109,7 @@ class _OnDevices:
         device_value = make_device_value(values, strategy.extended.device_group, original.spread, original.axes)
         device_value.limits, device_value.kept_equal = original.limits, original.kept_equal
         table = strategy.extended.backend.variable_table
-        table.note(device_value, table.path_of(original))
+        table.note(device_value, table.find_path(original))
         if len(device_value.handles) == 1 and (own := original.on_replicas()) is not None:
             device_value.set_values(own)
         memo[id(self)] = copied
@@ -200,8 +200,8 @@ class _HostSide:
             HostVariable.release(self._variable)
 
 
-def host_side_of(variable: object) -> HostSide | None:
-    """Implements `backend.Backend.host_side_of`."""
+def find_host_side(variable: object) -> HostSide | None:
+    """Implements `backend.Backend.find_host_side`."""
     found = HostVariable.device_value(variable)
     return None if found is None else _HostSide(variable, *found)
 
@@ -295,9 +295,9 @@ def _axes(distribution: Distribution, devices: DeviceGroup, name: str, shape: tu
         return WHOLE
     made, reference, _ = keras_variables.being_made()
     layout, is_weight = getattr(made, "_layout", None), reference is None and getattr(made, "trainable", False)
-    like = None if reference is None else axes_of(keras_variables.handle_of(reference), distribution.mesh)
+    like = None if reference is None else find_axes(keras_variables.find_first_handle(reference), distribution.mesh)
     is_state = made is not None and not made.trainable
-    axes = distribution.axes_of(Made(_path(name), shape, dtype.size, layout, like, is_weight, is_state))
+    axes = distribution.choose_axes(Made(_path(name), shape, dtype.size, layout, like, is_weight, is_state))
     part = dtype.size * math.prod(devices.on_each(shape, axes))
     memory = chip_memory(devices)
     if memory is not None and part > memory:

@@ -34,7 +34,7 @@ from replica_engine.xla.constraints import constrain
 from replica_engine.xla.state.device_value import DeviceValue
 
 
-class Row(NamedTuple):
+class LayoutRow(NamedTuple):
     """One variable.
 
     Attributes:
@@ -63,7 +63,7 @@ class Layouts(NamedTuple):
     """
 
     mesh: tuple[tuple[str, int], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[LayoutRow, ...]
 
     def __str__(self) -> str:
         lines = [_HEAD, *self._cells()]
@@ -101,7 +101,7 @@ class VariableTable:
         with self._lock:
             self._paths[value] = path
 
-    def path_of(self, value: DeviceValue) -> str:
+    def find_path(self, value: DeviceValue) -> str:
         """The path that a value was noted with."""
         with self._lock:
             return self._paths[value]
@@ -122,11 +122,11 @@ class VariableTable:
 _HEAD = ("variable", "shape", "dtype", "axes", "bytes on a device")
 
 
-def _row(path: str, value: DeviceValue) -> Row:
+def _row(path: str, value: DeviceValue) -> LayoutRow:
     shape = value.shape
     axes = value.axes if shape is None else (*value.axes, *[None] * (len(shape) - len(value.axes)))
     whole = 0 if shape is None or not value.bytes else value.dtype.size * math.prod(shape)
-    return Row(path, shape, value.dtype.name, axes, value.bytes, whole)
+    return LayoutRow(path, shape, value.dtype.name, axes, value.bytes, whole)
 
 
 def _bytes(part: int, whole: int) -> str:
@@ -192,7 +192,7 @@ class Distribution:
         self.cores = cores
         self.given = given
         self._rule = rule
-        self._layout_map = keras_variables.layout_map_of(given)
+        self._layout_map = keras_variables.find_layout_map(given)
         self._paths: dict[str, None] = {}
         self._outputs: dict[str, None] = {}
         self._matched: set[int] = set()
@@ -209,7 +209,7 @@ class Distribution:
         how, mesh = f"divided as {axes}" if axes else "whole", _described(self.mesh)
         return f"{how} on each replica ({self.name}, mesh {mesh}, batch along {self.mesh.batch!r}{outputs})"
 
-    def axes_of(self, made: Made) -> Axes:
+    def choose_axes(self, made: Made) -> Axes:
         """The axes of a variable.
 
         Raises:
@@ -221,7 +221,7 @@ class Distribution:
         self._has_weights |= made.is_weight
         layout = made.layout
         if layout is None and self._layout_map is not None and made.reference is None:
-            layout = self._layout_of(made.path)
+            layout = self._find_layout(made.path)
         axes = self._rule(made) if layout is None else layout.axes
         while axes and axes[-1] is None:
             axes = axes[:-1]
@@ -242,7 +242,7 @@ class Distribution:
             taken.add(name)
         return axes
 
-    def _layout_of(self, path: str) -> Any:
+    def _find_layout(self, path: str) -> Any:
         assert self._layout_map is not None
         try:
             layout = self._layout_map[path]
@@ -282,7 +282,7 @@ class Distribution:
 
     def _layout_of_output(self, path: str) -> Any:
         self._outputs[path] = None
-        return self._layout_of(path)
+        return self._find_layout(path)
 
     def check_layouts(self, built: bool = True) -> None:
         """Checks that each layout of the LayoutMap has matched a variable, the first time that a model has some.
@@ -378,7 +378,7 @@ def read(
             f"{', '.join(map(repr, device_mesh.axis_names))}. It is the axis over which the batch of a replica is "
             "divided."
         )
-    for key in keras_variables.layout_map_of(distribution) or ():
+    for key in keras_variables.find_layout_map(distribution) or ():
         try:
             re.compile(key)
         except re.error as error:

@@ -13,7 +13,7 @@ cannot meet inside a branch, so they meet before it: in each step a merge call, 
 condition for all replicas. In a compiled program the condition is part of the program, with the collectives in one of
 its branches.
 
-For models, `explain` changes what Keras calls, and `check_distribution` checks Keras' distributions.
+For models, `install_keras_hooks` changes what Keras calls, and `check_distribution` checks Keras' distributions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine.backend import has_backend
-from replica_engine.diagnostics.misuse import check_optimizer, explained
+from replica_engine.diagnostics.misuse import check_optimizer, translate_error
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.engine import current_replica
 from replica_engine.errors import DistributionError
@@ -43,7 +43,7 @@ def extend_keras() -> None:
 
     Does nothing until Keras is imported, or a second time.
     """
-    keras_hooks.extend_optimizers(_apply, _on_all_replicas, has_backend, check_optimizer, explained)
+    keras_hooks.extend_optimizers(_apply, _on_all_replicas, has_backend, check_optimizer, translate_error)
 
 
 @operators.artifact
@@ -146,7 +146,7 @@ def imported() -> tuple[bool, bool]:
     return "keras" in sys.modules, "replica_engine.keras" in sys.modules
 
 
-def explain() -> None:
+def install_keras_hooks() -> None:
     """Makes `compile` work outside the scope, and Keras' methods train, evaluate and predict on the replicas.
 
     On threads each replica has its own losses of layers, and its own attributes that a step sets. Synchronized
@@ -158,8 +158,8 @@ def explain() -> None:
     """
     if all(imported()):  # for models that the program loads
         importlib.import_module("replica_engine.keras.replica_optimizer")
-    keras_hooks.extend_build(explained, has_backend, _takes_whole)
-    keras_hooks.make_functions(_function_of, _takes_whole)
+    keras_hooks.extend_build(translate_error, has_backend, _takes_whole)
+    keras_hooks.make_functions(_make_step_function, _takes_whole)
     keras_hooks.compile_in_scope(has_backend)
     hide_frames(FOLDERS)
     keras_hooks.synchronize_masked(has_backend)
@@ -167,11 +167,11 @@ def explain() -> None:
     keras_hooks.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
 
-def _function_of(model: Any, name: str) -> Callable[..., Any] | None:
+def _make_step_function(model: Any, name: str) -> Callable[..., Any] | None:
     """What Keras calls to run a step of a model in its scope; None if Keras' own function does."""
     if not _divides(model, name):
         return None
-    made = importlib.import_module("replica_engine.keras.scoped_model").function_of(model, name)
+    made = importlib.import_module("replica_engine.keras.scoped_model").make_step_function(model, name)
     return made.predict if name == "predict_step" else made
 
 
@@ -181,7 +181,7 @@ def _divides(model: Any, name: str = "test_step") -> bool:
     Not if the model makes functions itself. Keras joins the predictions of several workers. It also runs an only
     replica, which has nothing to divide, but for compiled steps: many of them are one launch.
     """
-    strategy = keras_training.strategy_of(model)
+    strategy = keras_training.find_strategy(model)
     if strategy is None or not has_backend(strategy) or keras_training.makes_functions(model):
         return False
     backend, predicts = strategy.extended.backend, name == "predict_step"
@@ -196,7 +196,7 @@ def _takes_whole(model: Any, batch: Any) -> bool:
     Not to several workers, or to threads on GPUs, to which TensorFlow copies the next batch during a step; nor if the
     leaves of a batch have other numbers of samples, and are dealt apart.
     """
-    strategy = keras_training.strategy_of(model)
+    strategy = keras_training.find_strategy(model)
     backend = strategy.extended.backend
     on_gpus = not backend.compiles and any("GPU" in device.upper() for device in strategy.extended.worker_devices)
     if on_gpus or backend.saving is not None or not _divides(model):

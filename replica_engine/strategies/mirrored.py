@@ -23,7 +23,7 @@ from replica_engine.strategies.argument_checks import (
     resolve_devices,
 )
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
-from replica_engine.strategies.thread_backend import OnReplicaThreads, Updates
+from replica_engine.strategies.thread_backend import EagerUpdates, OnReplicaThreads
 from replica_engine.threads.all_reduce import CpuReduction
 from replica_engine.threads.replica_run import short_name
 from replica_engine.upstream import distribute
@@ -49,7 +49,7 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
 
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
         """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
-        self._updates = Updates()
+        self._updates = EagerUpdates()
         self._on_one_device = QuietReduction()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)

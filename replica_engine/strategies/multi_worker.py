@@ -40,7 +40,7 @@ from replica_engine.strategies.argument_checks import check_seconds, refuse
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
 from replica_engine.strategies.thread_backend import OnReplicaThreads
 from replica_engine.threads.all_reduce import CpuReduction, OverWorkers, WorkerReduction
-from replica_engine.threads.merge_checks import Launches, check_mode, of_batches, of_variable
+from replica_engine.threads.merge_checks import Launches, check_mode, make_dataset_program, make_variable_program
 from replica_engine.threads.replica_run import ReplicaOptions
 from replica_engine.upstream import distribute, thread_state, versions, worker_collectives
 from replica_engine.upstream.host_datasets import rows_of_batches
@@ -105,7 +105,7 @@ class StrategyJob:
 
     def begin(self) -> None:
         """Lets a failure of the job end all collectives from now on; called when TensorFlow's server runs, if any."""
-        worker_collectives.explain_failures(self._explain)
+        worker_collectives.translate_failures(self._find_failure)
         worker_collectives.on_left(self._tell_given_up)
         self.member.shorten = shortened  # TensorFlow's frames around a collective that has ended
         self.member.tell_whether_in_step(worker_collectives.running)
@@ -121,7 +121,7 @@ class StrategyJob:
         if os.getpid() == self._process:
             self.member.tell_given_up(error, self.sums is not None and self.sums.is_running)
 
-    def _explain(self, code: int, message: str) -> ReplicaEngineError | None:
+    def _find_failure(self, code: int, message: str) -> ReplicaEngineError | None:
         """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""
         if os.getpid() != self._process:
             return None
@@ -188,7 +188,7 @@ def join(
                 "On GPUs make the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
                 "replica_engine.logical_devices(n) may come before it.",
             )
-        own = {DEVICES: kind, **versions.of_worker(), **({} if over_server else _jax().versions_of_jax())}
+        own = {DEVICES: kind, **versions.list_worker_versions(), **({} if over_server else _jax().versions_of_jax())}
         member = workers.join(cluster, versions=own, replicas=replicas)
         try:
             addresses, held = _addresses(cluster, member) if over_server else (_unreached(cluster), None)
@@ -447,13 +447,13 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         ):
             value = tf.convert_to_tensor(tensor, destinations.dtype)
             with self._doing("assign", "the first replica's value", destinations):
-                tensor = self.over_workers.of_chief(value)
+                tensor = self.over_workers.broadcast_from_chief(value)
         return super()._broadcast_to(tensor, destinations)
 
     def _compare_batches(self, dataset: Any) -> None:
         """Tells the other workers how many rows the batches of a dataset have, if it tells."""
         if self.launches is not None and (rows := rows_of_batches(dataset)) is not None:
-            self.launches.note(of_batches(rows))
+            self.launches.note(make_dataset_program(rows))
 
     def _get_variable_creator_initial_value(self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any) -> Any:
         """The hook that makes the initial value of a component: the chief's, on all workers."""
@@ -469,7 +469,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         def compared() -> Any:
             value = given() if callable(given) else given
             if tf.executing_eagerly():
-                launches.launch(of_variable(name, value))
+                launches.launch(make_variable_program(name, value))
             return value
 
         def chiefs() -> Any:
@@ -477,7 +477,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
             with tf.device(device):
                 value = given() if callable(given) else given
                 value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype=kwargs.get("dtype"))
-            return over_workers.of_chief(value, of_variable(name, value))
+            return over_workers.broadcast_from_chief(value, make_variable_program(name, value))
 
         if over_workers is not None:
             return chiefs

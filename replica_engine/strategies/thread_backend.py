@@ -1,8 +1,8 @@
 """The backend of replicas on threads: the methods that users call, and updates of variables.
 
 `OnBackend` is the strategy half of every strategy of this library. It checks arguments, says errors in the user's
-terms, and passes on to the extended half (`extended`) and to its backend (`replica_engine.backend`). `Updates` makes
-the eager updates of variables.
+terms, and passes on to the extended half (`extended`) and to its backend (`replica_engine.backend`). `EagerUpdates`
+makes the eager updates of variables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorflow as tf
 from replica_engine.backend import Arguments, Backend, Keywords
 from replica_engine.checkpoints import chief_files, save
 from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.diagnostics.misuse import check_inputs, check_outside_replicas, explained
+from replica_engine.diagnostics.misuse import check_inputs, check_outside_replicas, translate_error
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.engine import current_replica
@@ -59,7 +59,7 @@ def _note(variable: Any) -> None:
         _thread.written.append(variable)
 
 
-class Updates:
+class EagerUpdates:
     """The eager updates of one strategy: all components or none, whatever exception comes in between.
 
     `extended.update` calls a function on one component after the other. An exception may break that off: one of the
@@ -101,7 +101,7 @@ class Updates:
             finished.append(None)
             return result
 
-        held, before, outer = held_off_once(), thread_state.of_update(), _thread.written
+        held, before, outer = held_off_once(), thread_state.read_update_state(), _thread.written
         written = [variable]
         try:
             held.__enter__()
@@ -115,7 +115,7 @@ class Updates:
             held.__exit__(None, None, None)
             return result
         except BaseException as error:
-            thread_state.set_of_update(before)
+            thread_state.restore_update_state(before)
             try:
                 if len(finished) < len(variable._values) and not eager.differ_by_replica((args, kwargs)):
                     self._broken.append((written, 0 if finished else 1))
@@ -219,7 +219,7 @@ class OnBackend(tf.distribute.Strategy):
                 raise
         except Exception as error:
             note_arguments(error, fn, args, kwargs)
-            raise shortened(explained(error))
+            raise shortened(translate_error(error))
         except KeyboardInterrupt as interrupt:
             raise shortened(as_raised(interrupt))
 
@@ -258,7 +258,7 @@ class OnBackend(tf.distribute.Strategy):
     def _install_hooks(self) -> None:
         """Installs what models, checkpoints and files of this strategy X."""
         self._installed_with = keras_scopes.imported()
-        keras_scopes.explain()
+        keras_scopes.install_keras_hooks()
         save.install()
         keras_hooks.combine_logs(OnBackend)
         self.leave_files_to_chief()
@@ -270,8 +270,8 @@ class OnBackend(tf.distribute.Strategy):
         """
         together = self.extended.backend.saving
         if together is not None:
-            keras_training.let_the_chief_write(chief_files.team_of)
-            checkpoint_hooks.let_the_chief_write(chief_files.team_of)
+            keras_training.let_the_chief_write(chief_files.find_team)
+            checkpoint_hooks.let_the_chief_write(chief_files.find_team)
             chief_files.belong(together, *models)
 
     def combined(self, own: Callable[..., Any], values: Any, reduction: str) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.diagnostics.misuse import explained
+from replica_engine.diagnostics.misuse import translate_error
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.errors import DeviceError, InputsError
 from replica_engine.errors.base import positive_int, shown
@@ -237,7 +237,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
         try:
             return self.extended.backend.run_steps(fn, iterator, settings)
         except Exception as error:
-            raise shortened(explained(error))
+            raise shortened(translate_error(error))
         except KeyboardInterrupt as interrupt:
             raise shortened(as_raised(interrupt))
 
@@ -301,7 +301,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
             args, kwargs = with_values((args, dict(kwargs or {})), "plan")
             return self.extended.backend.plan(fn, args, kwargs, topology)
         except Exception as error:
-            raise shortened(explained(error))
+            raise shortened(translate_error(error))
 
     def memory(self) -> DeviceMemory:
         """The memory that this strategy's variables and its last program need on each device.

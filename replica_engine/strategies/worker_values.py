@@ -18,7 +18,7 @@ import tensorflow as tf
 from replica_engine import xla
 from replica_engine.pjrt import worker_exchange
 from replica_engine.pjrt.device_group import DeviceGroup
-from replica_engine.threads.merge_checks import of_variable
+from replica_engine.threads.merge_checks import make_variable_program
 from replica_engine.upstream import eager, worker_collectives
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.values.structure import as_tensor
@@ -43,14 +43,14 @@ def saving_on(devices: DeviceGroup, limits: LaunchLimits) -> Saving | None:
     return Saving(member, meet)
 
 
-def explain_failures(member: Member) -> None:
+def raise_job_failures(member: Member) -> None:
     """Makes an op or a `tf.function` that fails because the job has failed raise the job's error, and not TensorFlow's.
 
     A program in a `tf.function`, such as a step of Keras' `fit`, is an op that calls Python. TensorFlow makes an
     UnknownError with a long text of an exception of that code.
     """
     process = os.getpid()
-    worker_collectives.explain_failures(lambda code, message: member.failure if os.getpid() == process else None)
+    worker_collectives.translate_failures(lambda code, message: member.failure if os.getpid() == process else None)
 
 
 def agree_to_make(name: str, value: Any, devices: DeviceGroup, limits: LaunchLimits, how: str | None) -> None:
@@ -64,7 +64,7 @@ def agree_to_make(name: str, value: Any, devices: DeviceGroup, limits: LaunchLim
         ProgramDisagreementError, WorkersMissingError or ReplicaTimeoutError: as for `start_from_chief`.
     """
     assert devices.member is not None, "there are several workers"
-    devices.member.compile(of_variable(name, value, how), *limits)
+    devices.member.compile(make_variable_program(name, value, how), *limits)
 
 
 def take_seed_of_chief(initializer: Any, devices: DeviceGroup, limits: LaunchLimits) -> None:
@@ -117,7 +117,7 @@ def reducer(reduction: Any, where: str) -> Callable[[Any], Any]:
         if isinstance(reduction, tuple):
             return gather_leaf(value, reduction[1])
         if reduction == FIRST:
-            return _of_first(as_tensor(value, "The value of a variable"))
+            return _broadcast_first(as_tensor(value, "The value of a variable"))
         return reduce_leaf(reduction, value)
 
     body: Any = reduce_over_workers
@@ -127,12 +127,12 @@ def reducer(reduction: Any, where: str) -> Callable[[Any], Any]:
     return reduce_over_workers
 
 
-def _of_first(value: tf.Tensor) -> tf.Tensor:
+def _broadcast_first(value: tf.Tensor) -> tf.Tensor:
     """The first replica's value, bit by bit; a sum of numbers would lose the sign of zero, and bools have none."""
     if value.dtype.is_complex:
-        return tf.complex(_of_first(tf.math.real(value)), _of_first(tf.math.imag(value)))
+        return tf.complex(_broadcast_first(tf.math.real(value)), _broadcast_first(tf.math.imag(value)))
     if value.dtype.is_bool:
-        return tf.cast(_of_first(tf.cast(value, tf.uint8)), tf.bool)
+        return tf.cast(_broadcast_first(tf.cast(value, tf.uint8)), tf.bool)
     bits = tf.bitcast(value, _BITS[value.dtype.size])
     return tf.bitcast(xla.cross_replica_sum(tf.where(xla.replica_id() == 0, bits, tf.zeros_like(bits))), value.dtype)
 

@@ -28,7 +28,7 @@ from replica_engine.backend import compiles
 from replica_engine.errors import BackendMissingError, DeviceError, LoweringError, ParityArgumentError
 from replica_engine.errors.base import brief, positive_int, shown
 from replica_engine.keras import replicate_model
-from replica_engine.keras.lent_model import original_of
+from replica_engine.keras.lent_model import find_original
 from replica_engine.keras.replication import compiled_strategy, is_divided
 from replica_engine.process.setup import logical_devices
 from replica_engine.strategies import MirroredStrategy
@@ -37,7 +37,7 @@ from replica_engine.upstream import distribute, thread_state
 from replica_engine.upstream.graphs import function_graphs
 from replica_engine.upstream.keras import keras_models as keras_model
 from replica_engine.upstream.keras import keras_variables as keras_state
-from replica_engine.upstream.keras.keras_training import has_keras_step, strategy_of
+from replica_engine.upstream.keras.keras_training import find_strategy, has_keras_step
 from replica_engine.values import samples
 
 
@@ -130,10 +130,10 @@ def check_parity(
     left_out, compared = dict[str, str](), list[Difference]()
     with distribute.outside_scopes():
         candidates = _strategies(strategies, replicas, distribution, left_out)
-        model, batches = original_of(model), _batches(x, y, sample_weight, replicas, steps, batch_size)
+        model, batches = find_original(model), _batches(x, y, sample_weight, replicas, steps, batch_size)
         _build(model, batches[0])
         if rtol is None:
-            rtol = max(RTOL.get(each.compute_dtype, 0.0) for each in keras_model.layers_of(model)) or RTOL["float32"]
+            rtol = max(RTOL.get(each.compute_dtype, 0.0) for each in keras_model.list_layers(model)) or RTOL["float32"]
         check = _Check(model, batches, replicas)
         expected = check.numbers(None)
         for name, strategy in candidates.items():
@@ -173,7 +173,7 @@ class _Check:
         model, (rows, last), found = self._model, self._batches[-1], []
         if type(model).call is not keras.Model.call:  # and not only a train_step that runs other models
             with self._part(strategy) as run:
-                for layer in keras_model.layers_of(model):
+                for layer in keras_model.list_layers(model):
                     vars(layer)["call"] = self._reporting(layer)
                 vars(model)["predict_step"] = self._outputs_of_layers
                 outputs = run.predict(self._even, verbose=0)
@@ -211,8 +211,8 @@ class _Check:
             strategy: the strategy; None for one device.
         """
         model = self._model
-        attributes = [(vars(each), dict(vars(each))) for each in keras_model.layers_of(model)]
-        variables = [*keras_model.variables_of(model), *keras_model.own_variables(model)]
+        attributes = [(vars(each), dict(vars(each))) for each in keras_model.list_layers(model)]
+        variables = [*keras_model.list_variables(model), *keras_model.own_variables(model)]
         values = [variable.numpy() for variable in variables]
         try:
             keras_model.exchange_functions(model, None)
@@ -338,7 +338,7 @@ def _dataset(batch: Any) -> tf.data.Dataset:
 
 
 def _build(model: keras.Model, batch: Any) -> None:
-    if strategy_of(model) is None and keras_model.unbuilt_layers(model):
+    if find_strategy(model) is None and keras_model.unbuilt_layers(model):
         if isinstance(model, keras.Sequential) and isinstance(batch[0], tf.Tensor):
             model.build((None, *batch[0].shape[1:]))  # a call would fix the batch size
         else:

@@ -135,7 +135,7 @@ def _reduced_if_small(reduce_op: Any, value: Any, destinations: Any) -> Any:
     devices = _destinations(value, destinations)
     if not devices or not _is_small(value.values):
         return None
-    arrays = [eager.array_of(tensor) for tensor in value.values]
+    arrays = [eager.view_as_array(tensor) for tensor in value.values]
     if reduce_op == tf.distribute.ReduceOp.MEAN and arrays[0].dtype.kind != "f":
         return None
     with np.errstate(all="ignore"):  # the user sees infinities without warnings, as always
@@ -159,10 +159,10 @@ def _is_small(tensors: Sequence[Any]) -> bool:
     """Whether tensors are eager, small, equal in dtype and shape, in host memory, and not watched by a tape."""
     if not all(eager.is_eager(tensor) and "device:CPU:" in tensor.device for tensor in tensors):
         return False
-    dtype, shape = tensors[0].dtype, eager.shape_of(tensors[0])
+    dtype, shape = tensors[0].dtype, eager.read_shape(tensors[0])
     if dtype not in _DTYPES or math.prod(shape) * dtype.size > MOST_BYTES:
         return False
-    alike = all(tensor.dtype is dtype and eager.shape_of(tensor) == shape for tensor in tensors[1:])
+    alike = all(tensor.dtype is dtype and eager.read_shape(tensor) == shape for tensor in tensors[1:])
     return alike and not eager.is_watched(tensors)
 
 
@@ -228,11 +228,13 @@ class OverWorkers:
         (joined,) = self._run(described, gather, [value], [shape])
         return joined
 
-    def of_chief(self, value: tf.Tensor, program: Program | None = None) -> tf.Tensor:
+    def broadcast_from_chief(self, value: tf.Tensor, program: Program | None = None) -> tf.Tensor:
         """The chief's tensor, bit by bit; a program may say what it is for."""
-        described = self._launches.described("broadcast", value) if program is None else self._launches.of(program)
-        of_chief = lambda given, call: [self._sums.of_chief(given, call)]  # noqa: E731
-        (chiefs,) = self._run(described, of_chief, [value], [value.shape])
+        described = (
+            self._launches.described("broadcast", value) if program is None else self._launches.with_launch(program)
+        )
+        broadcast_from_chief = lambda given, call: [self._sums.broadcast_from_chief(given, call)]  # noqa: E731
+        (chiefs,) = self._run(described, broadcast_from_chief, [value], [value.shape])
         return chiefs
 
     def _run(
@@ -243,13 +245,15 @@ class OverWorkers:
         shapes: Sequence[tf.TensorShape],
     ) -> list[tf.Tensor]:
         """The results of a function of arrays and of the call that all workers make; of eager tensors, at once."""
-        from replica_engine.pjrt.worker_sums import Call
+        from replica_engine.pjrt.worker_sums import WorkersCall
 
         program, launched = described
         with worker_collectives.made(), tf.device(self._device):
             number = worker_collectives.number(launched)
             if tf.executing_eagerly():
-                results = run(*[_array(eager.array_of(value)) for value in values], Call(program, int(number)))
+                results = run(
+                    *[_array(eager.view_as_array(value)) for value in values], WorkersCall(program, int(number))
+                )
                 return [tf.convert_to_tensor(result) for result in results]
             return _in_graph(program, number, run, values, shapes)
 
@@ -261,10 +265,10 @@ def _in_graph(
     values: Sequence[tf.Tensor],
     shapes: Sequence[tf.TensorShape],
 ) -> list[tf.Tensor]:
-    from replica_engine.pjrt.worker_sums import Call
+    from replica_engine.pjrt.worker_sums import WorkersCall
 
     def at_run(number: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-        return run(*map(_array, arrays), Call(program, int(number)))
+        return run(*map(_array, arrays), WorkersCall(program, int(number)))
 
     function_graphs.leave_uncompiled()  # XLA cannot compile an op that calls Python
     token = _token()

@@ -65,7 +65,7 @@ class FunctionRecord:
         return FunctionRecord, ()  # A copy of the function starts without traces.
 
 
-def record_of(fn: Any) -> FunctionRecord:
+def find_function_record(fn: Any) -> FunctionRecord:
     """The record of a `tf.function`."""
     return fn.__dict__.setdefault(_RECORD, FunctionRecord())
 
@@ -120,11 +120,11 @@ class InheritedState:
             tf.name_scope(_name_scope(self._name_scope, replica)),
             thread_state.enter_variable_scope(self._variable_scope, reuse=replica > 0),
         ):
-            inside = thread_state.of_update()
+            inside = thread_state.read_update_state()
             try:
                 yield
             finally:  # a body may have entered what it did not leave
-                thread_state.set_of_update(inside)
+                thread_state.restore_update_state(inside)
 
 
 @functools.cache

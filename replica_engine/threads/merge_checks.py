@@ -348,7 +348,7 @@ class Launches:
 
         return program, launched
 
-    def of(self, program: workers.Program) -> tuple[workers.Program, Callable[[], int]]:
+    def with_launch(self, program: workers.Program) -> tuple[workers.Program, Callable[[], int]]:
         """The same of a collective that is described already."""
         return program, lambda: self._launch(program)
 
@@ -409,7 +409,7 @@ class Launches:
         self._member.meet(name, self._timeout if limited else None, self._warn_after)
 
 
-def of_batches(rows: int) -> workers.Program:
+def make_dataset_program(rows: int) -> workers.Program:
     """The distribution of a dataset, as workers compare it: they would train on unequal shares without an error."""
     what = f"a dataset in batches of {rows} rows"
     return workers.Program(_digest(what), what, calling_line()[0])
@@ -425,7 +425,7 @@ def check_mode() -> None:
         )
 
 
-def of_variable(name: str, value: Any, how: str | None = None) -> workers.Program:
+def make_variable_program(name: str, value: Any, how: str | None = None) -> workers.Program:
     """The making of a variable, as workers compare it.
 
     Args:

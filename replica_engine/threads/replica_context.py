@@ -21,7 +21,7 @@ from replica_engine.diagnostics.user_frames import identity, sync_point, user_lo
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError, ReplicaValueError
 from replica_engine.errors.thread_errors import elsewhere
-from replica_engine.threads.control_flow.joint_operator import Attempts, Part, note_constants
+from replica_engine.threads.control_flow.joint_operator import Attempts, ReplicaEntry, note_constants
 from replica_engine.threads.control_flow.joint_ops import recorded
 from replica_engine.threads.inherited_state import Creator, InheritedState
 from replica_engine.threads.merge_checks import check_divides, check_reducible
@@ -73,7 +73,7 @@ def _registered(operation: tf.distribute.ReduceOp, signature: tuple) -> str:
         """The gradient of an op that passes on the reduced values, followed by the tensors that were reduced."""
         wanted = upstream[:count]
         context = tf.distribute.get_replica_context()
-        if op is None or context is None or context.strategy is not _strategy_of(op):
+        if op is None or context is None or context.strategy is not _find_op_strategy(op):
             return [*wanted] + [None] * count
         found = iter(context.all_reduce(operation, [each for each in wanted if each is not None]))
         return [None] * count + [None if each is None else next(found) for each in wanted]
@@ -81,7 +81,7 @@ def _registered(operation: tf.distribute.ReduceOp, signature: tuple) -> str:
     return name
 
 
-def _strategy_of(op: tf.Operation) -> tf.distribute.Strategy | None:
+def _find_op_strategy(op: tf.Operation) -> tf.distribute.Strategy | None:
     reference = getattr(op.graph, _STRATEGIES, {}).get(op.name)
     return None if reference is None else reference()
 
@@ -274,7 +274,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if not is_trial:
             self._check_graph()
         taped = operators.has_tape()
-        part = Part(self, payload, taped)
+        part = ReplicaEntry(self, payload, taped)
         place = user_location(self.replica)
         eager = tf.executing_eagerly()
         point = SyncPoint(kind, *place, (kind, place, id(of)), kind, traced=not eager)

@@ -33,8 +33,8 @@ from replica_engine.process import shutdown
 from replica_engine.process.setup import check_not_forked
 from replica_engine.threads import shared_variables
 from replica_engine.threads.control_flow import entering as joint_hooks
-from replica_engine.threads.control_flow.joint_operator import Attempts, JointOperator, Part
-from replica_engine.threads.inherited_state import InheritedState, record_of
+from replica_engine.threads.control_flow.joint_operator import Attempts, JointOperator, ReplicaEntry
+from replica_engine.threads.inherited_state import InheritedState, find_function_record
 from replica_engine.threads.merge_checks import assertions, check_alike, check_variables_and_gradients
 from replica_engine.threads.replica_context import MergeRequest, ReplicaContext
 from replica_engine.threads.shared_variables import Draws, Seeds, SharedVariables
@@ -75,7 +75,7 @@ class Merge:
         """Runs the merge function of the requests; returns what it has for each replica."""
         first, points, replicas = requests[0], self.run.sync_point(), self.run.replicas
         point = points[0]
-        if isinstance(first.args, Part):
+        if isinstance(first.args, ReplicaEntry):
             return _build(requests, self.run)
         check_alike(points, replicas)
         check_lines(self._strategy, points)
@@ -178,7 +178,7 @@ class ThreadBackend(Backend):
         worker = _options(self.strategy).worker
         return records(self.pool.record.rings, self.pool.devices, worker, executions)
 
-    def host_side_of(self, variable: tf.Variable) -> None:
+    def find_host_side(self, variable: tf.Variable) -> None:
         """Always None: with replica threads, a variable holds its value itself."""
 
 
@@ -451,10 +451,12 @@ def keep_attributes() -> None:
     own_attributes.for_each_replica(_place)
 
 
-def _place() -> own_attributes.Place | None:
+def _place() -> own_attributes.ReplicaPlace | None:
     """Where this thread is, if it runs a replica."""
     replica = current_replica()
-    return None if replica is None else own_attributes.Place(replica.run.record, replica.run.number, replica.index)
+    return (
+        None if replica is None else own_attributes.ReplicaPlace(replica.run.record, replica.run.number, replica.index)
+    )
 
 
 def _lift(backend: ThreadBackend, fn: Any) -> Callable[..., Any]:
@@ -473,7 +475,7 @@ def _lift(backend: ThreadBackend, fn: Any) -> Callable[..., Any]:
     """
     strategy = backend.strategy
     with _lift_lock:
-        lifted = record_of(fn).lifted
+        lifted = find_function_record(fn).lifted
         if strategy not in lifted:
             lifted[strategy] = function_graphs.clone(fn, _around(backend, fn.python_function))
         return lifted[strategy]

@@ -16,10 +16,10 @@ from replica_engine.diagnostics.user_frames import user_location
 from replica_engine.engine import Replica, State
 from replica_engine.errors import ReplicaUnwound, VariableMismatchError
 from replica_engine.threads.control_flow import joint_operator
-from replica_engine.threads.control_flow.joint_operator import notes_of
+from replica_engine.threads.control_flow.joint_operator import find_notes
 from replica_engine.upstream import thread_state
 from replica_engine.upstream.graphs import function_graphs, operators
-from replica_engine.values.replica_weights import seed_of
+from replica_engine.values.replica_weights import make_replica_seed
 
 _OWN = object()
 """The place of random ops in a branch or a loop that a replica builds alone."""
@@ -56,7 +56,7 @@ class Draws:
         if tf.executing_eagerly():
             return "eagerly" if function_graphs.seeding() == self._seeded else None
         graph = thread_state.default_graph()
-        if graph is self._graph or notes_of(graph) is not None:
+        if graph is self._graph or find_notes(graph) is not None:
             return graph
         while operators.is_branch_or_loop(graph):
             graph = graph.outer_graph
@@ -98,7 +98,7 @@ class Seeds:
             number = self._counts.get(place, 0)
             self._counts[place] = number + 1
             seed = self._draws.seed(place, number, draw)
-        return None if seed is None else int(seed_of(self._replica, seed))
+        return None if seed is None else int(make_replica_seed(self._replica, seed))
 
 
 def install() -> None:

@@ -153,7 +153,7 @@ class Meeting:
         effects = mark_ops.effects_in(self._graph, self._first_op, self._last_op)
         for arrived, own in zip(self.marked.arrived, self._results, strict=True):
             after = [*_leaves(own), *(op for op in effects if op.device == arrived.device)]
-            known = bool(mark_ops.of_graph(self._graph, after))
+            known = bool(mark_ops.select_from_graph(self._graph, after))
             self.marked.left.append(mark_ops.time(arrived.device, [arrived.op, *after]) if known else None)
         self._points.append(self.marked)
 

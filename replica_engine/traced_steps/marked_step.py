@@ -43,7 +43,7 @@ class MarkedPoint:
         return ", ".join(dict.fromkeys(map(str, self.points)))
 
 
-class Place(NamedTuple):
+class StepPlace(NamedTuple):
     """Where a replica is.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place(NamedTuple):
     next: Mark | None = None
 
 
-class Updates(NamedTuple):
+class StepUpdates(NamedTuple):
     """The merges of a step that write variables, in words with their lines: those made, under way, and to come.
 
     `own` are the ops by which replicas write variables without a merge.
@@ -102,18 +102,18 @@ class MarkedStep:
         """The graph in which the run was traced; None once it is gone."""
         return None if self._graph is None else self._graph()
 
-    def places(self, since: float) -> list[Place]:
+    def places(self, since: float) -> list[StepPlace]:
         """Where each replica is now, in a call that began at `since`, in seconds since the epoch."""
         begun = [mark.read() for mark in self._begun]
         if not any(each >= since for each in begun):
-            return [Place(State.IDLE, 0.0, next=mark) for mark in self._begun]
+            return [StepPlace(State.IDLE, 0.0, next=mark) for mark in self._begun]
         reached = [[mark.read() for mark in point.arrived] for point in self.points]
         places = []
         for replica, start in enumerate(begun):
             if start < since:
-                places.append(Place(State.IDLE, 0.0, next=self._begun[replica]))
+                places.append(StepPlace(State.IDLE, 0.0, next=self._begun[replica]))
                 continue
-            place, number, latest = Place(State.RUNNING, start), 0, start
+            place, number, latest = StepPlace(State.RUNNING, start), 0, start
             for point, times in zip(self.points, reached, strict=True):
                 if times[replica] < latest:  # not reached in this step, or before another one
                     number += len(point.points) if times[replica] >= start else 0
@@ -121,9 +121,9 @@ class MarkedStep:
                 number, latest = number + len(point.points), times[replica]
                 gone = _gone(point.left[replica], times, begun)
                 if gone >= latest:
-                    place = Place(State.RUNNING, gone, number, point.points[-1])
+                    place = StepPlace(State.RUNNING, gone, number, point.points[-1])
                 else:
-                    place = Place(State.PAUSED, latest, number - len(point.points) + 1, point.points[0])
+                    place = StepPlace(State.PAUSED, latest, number - len(point.points) + 1, point.points[0])
             ended = self._ended[replica].read() if self._ended else 0.0
             if ended >= max(start, place.since):
                 place = place._replace(state=State.FINISHED, since=ended, points=number)
@@ -172,12 +172,12 @@ class MarkedStep:
                 found += [each.op for each in own if each.read() >= start]
         return found
 
-    def updates(self, since: float) -> Updates:
+    def updates(self, since: float) -> StepUpdates:
         """Which merges have written variables in the current step of a call that began at `since`."""
         begun = [mark.read() for mark in self._begun]
         graph = self.graph
         own = [] if graph is None else [graph.get_operation_by_name(name) for name in self._own_writes]
-        updates = Updates([], [], [], own)
+        updates = StepUpdates([], [], [], own)
         for point in self.points:
             if not point.writes:
                 continue
@@ -193,7 +193,7 @@ class MarkedStep:
             kind.append(str(point))
         return updates
 
-    def device_of(self, op: tf.Operation) -> int | None:
+    def find_op_replica(self, op: tf.Operation) -> int | None:
         """The replica on whose device an op is; None if it is on no replica's, or all are on one."""
         if len(set(self._devices)) < 2:
             return 0 if len(self._devices) == 1 else None
@@ -205,7 +205,7 @@ class MarkedStep:
         """How often each replica has begun so far, in a loop; an empty list outside."""
         return [int(mark.read()) for mark in self._counts]
 
-    def rows(self, places: Sequence[Place], counted: Sequence[int]) -> list[ReplicaRow]:
+    def rows(self, places: Sequence[StepPlace], counted: Sequence[int]) -> list[ReplicaRow]:
         """The rows of a table.
 
         Args:

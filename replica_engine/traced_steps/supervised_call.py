@@ -41,14 +41,21 @@ from replica_engine.errors.replica_table import FINISHED, IN_FUNCTION, NOT_START
 from replica_engine.errors.thread_errors import note_abandoned, note_workers
 from replica_engine.process import interrupts, threads
 from replica_engine.process.interrupts import wait_for_ever
-from replica_engine.traced_steps.marked_step import MarkedStep, Place
+from replica_engine.traced_steps.marked_step import MarkedStep, StepPlace
 from replica_engine.upstream import distribute, thread_state, worker_collectives
 from replica_engine.upstream.eager import is_replaced_interrupt
 from replica_engine.upstream.graphs import function_calls, function_graphs, graph_walk, operators
 from replica_engine.upstream.graphs.function_graphs import raised_in_op
 from replica_engine.upstream.hook import hide_frames
 from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait, describe_replicas, forget_replicas, has_workers, stack_of, workers
+from replica_engine.watch.watchdog import (
+    Wait,
+    describe_replicas,
+    forget_replicas,
+    format_thread_stack,
+    has_workers,
+    workers,
+)
 
 
 def install() -> None:
@@ -148,7 +155,7 @@ class Whereabouts:
             graph: the graph of the function; None if it is gone.
         """
         seconds = time.time() - self._began
-        coordinator = CoordinatorRow(self._thread.name, IN_FUNCTION, seconds, stack_of(self._thread.ident))
+        coordinator = CoordinatorRow(self._thread.name, IN_FUNCTION, seconds, format_thread_stack(self._thread.ident))
         rows: list[ReplicaRow] = []
         for marks, counted in self._runs:
             places = marks.places(self._began)
@@ -168,16 +175,16 @@ class Whereabouts:
         return "; ".join(map(str, rows))
 
     def _with_ops(
-        self, graph: tf.Graph, marks: MarkedStep, places: Sequence[Place], rows: list[ReplicaRow]
+        self, graph: tf.Graph, marks: MarkedStep, places: Sequence[StepPlace], rows: list[ReplicaRow]
     ) -> list[ReplicaRow]:
         """Adds to each row the Python function that runs for the replica, or the ops in which it may wait."""
         python = graph_walk.python_ops(graph)
         for token, idents in graph_walk.threads_in(python).items():
             op = python[token]
-            replica = marks.device_of(op)
+            replica = marks.find_op_replica(op)
             if replica is not None and not rows[replica].stack:
                 waits = (f"the Python function at {user_line(op) or op.name}",)
-                rows[replica] = dataclasses.replace(rows[replica], stack=stack_of(idents[0]), waits=waits)
+                rows[replica] = dataclasses.replace(rows[replica], stack=format_thread_stack(idents[0]), waits=waits)
         passed = marks.passed(self._began)
         for replica, (row, place) in enumerate(zip(rows, places, strict=True)):
             if row.stack or place.next is None or place.state is State.PAUSED:
@@ -296,10 +303,10 @@ _LOOK = 0.003  # seconds between two looks at a step that is about to be cancell
 
 def supervise(graph: Any, runs: Sequence[TracedRun]) -> function_calls.Supervise:
     """What begins the calls of a function; see `function_calls.choose`."""
-    return functools.partial(_Call, _Function(graph, runs))
+    return functools.partial(_SupervisedCall, _SupervisedFunction(graph, runs))
 
 
-class _Function:
+class _SupervisedFunction:
     """A function in which replicas run."""
 
     def __init__(self, graph: Any, runs: Sequence[TracedRun]):
@@ -321,10 +328,10 @@ class _Function:
         return draws or graph_walk.calls_python(self.graph())
 
 
-class _Call:
+class _SupervisedCall:
     """One call of the function."""
 
-    def __init__(self, function: _Function, manager: Any):
+    def __init__(self, function: _SupervisedFunction, manager: Any):
         self._function = function
         self._places = Whereabouts(function.runs, function.launches, function.loops, function.marked)
         self._manager = manager

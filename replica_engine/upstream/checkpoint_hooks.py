@@ -125,7 +125,7 @@ class Worker(Protocol):
         """A context manager around saving: all workers meet before and after it. Inside is whether this one writes."""
 
 
-class Saves(Protocol):
+class CheckpointSaver(Protocol):
     """What takes over."""
 
     def concerns(self, saved: object) -> bool:
@@ -160,7 +160,7 @@ class Saves(Protocol):
         """Waits for the end of asynchronous saves, and may raise their error."""
 
 
-def take_over(saves: Saves) -> None:
+def take_over(saves: CheckpointSaver) -> None:
     """Gives the checkpoints that concern `saves` to it; once per process."""
     WRITE.around(functools.partial(_written, saves))
     HELPER.around(functools.partial(_helped, saves))
@@ -204,17 +204,21 @@ class _Files(StandIn):
             self._own.delete_file(_in_folder(path))
 
 
-def let_the_chief_write(worker_of: Callable[[object], Worker | None]) -> None:
+def let_the_chief_write(find_worker: Callable[[object], Worker | None]) -> None:
     """Keeps all workers but the chief from writing SavedModels to the chief's path; once per process.
 
     Args:
-        worker_of: takes what is to be saved, and returns this worker; None if it is not trained on several workers.
+        find_worker: takes what is to be saved, and returns this worker; None if it is not trained on several workers.
     """
-    NODES.around(functools.partial(_exported, worker_of))
+    NODES.around(functools.partial(_exported, find_worker))
 
 
 def _written(
-    saves: Saves, original: Own, self: tf.train.Checkpoint, file_prefix: str | os.PathLike[str], options: Options = None
+    saves: CheckpointSaver,
+    original: Own,
+    self: tf.train.Checkpoint,
+    file_prefix: str | os.PathLike[str],
+    options: Options = None,
 ) -> object:
     if not tf.executing_eagerly() or not saves.concerns(self):
         return original(self, file_prefix, options)
@@ -251,7 +255,7 @@ class _Helper:
     no variables of a strategy. These methods turn to the helper.
     """
 
-    def __init__(self, saves: Saves, checkpoint: tf.train.Checkpoint):
+    def __init__(self, saves: CheckpointSaver, checkpoint: tf.train.Checkpoint):
         self._saves, self._checkpoint = saves, weakref.ref(checkpoint)
 
     def save(self, file_prefix: object, options: Options) -> object:
@@ -274,7 +278,7 @@ class _Helper:
         return checkpoint
 
 
-def _helped(saves: Saves, original: Own, self: tf.train.Checkpoint) -> object:
+def _helped(saves: CheckpointSaver, original: Own, self: tf.train.Checkpoint) -> object:
     known = self._async_checkpointer_impl
     is_ours = isinstance(known, _Helper)
     if saves.concerns(self) is not is_ours:
@@ -284,7 +288,7 @@ def _helped(saves: Saves, original: Own, self: tf.train.Checkpoint) -> object:
     return self._async_checkpointer_impl or original(self)
 
 
-def _read(saves: Saves, original: Own, self: object, save_path: object, options: object = None) -> object:
+def _read(saves: CheckpointSaver, original: Own, self: object, save_path: object, options: object = None) -> object:
     saves.wait(raises=False)  # the objects may have no variables yet: they get their values when they are made
     if not isinstance(save_path, (str, os.PathLike)):
         return original(self, save_path, options)
@@ -293,7 +297,7 @@ def _read(saves: Saves, original: Own, self: object, save_path: object, options:
         return original(self, path, options)
 
 
-def _given(saves: Saves, original: Own, self: Any, file_prefix: object, options: Options = None) -> object:
+def _given(saves: CheckpointSaver, original: Own, self: Any, file_prefix: object, options: Options = None) -> object:
     receive = saves.receiver()
     if receive is None or not tf.executing_eagerly() or self._registered_savers:  # those write files themselves
         return original(self, file_prefix, options)
@@ -321,14 +325,14 @@ def _synchronous(options: Options) -> tf.train.CheckpointOptions:
 
 
 def _exported(
-    worker_of: Callable[[object], Worker | None],
+    find_worker: Callable[[object], Worker | None],
     original: Own,
     obj: object,
     export_dir: Path,
     *args: object,
     **kwargs: object,
 ) -> object:
-    return saved_by("a SavedModel", worker_of(obj), export_dir, lambda path: original(obj, path, *args, **kwargs))
+    return saved_by("a SavedModel", find_worker(obj), export_dir, lambda path: original(obj, path, *args, **kwargs))
 
 
 def saved_by(what: str, worker: Worker | None, path: Path, save: Callable[[Path], T]) -> T:

@@ -70,7 +70,7 @@ class Pulls:
         self._lock = lock
 
     @classmethod
-    def of(
+    def from_iterator(
         cls, iterator: tf.data.Iterator, each: int = 1, lock: contextlib.AbstractContextManager[object] | None = None
     ) -> Pulls | None:
         """The `Pulls` of an iterator, the same object at each call; None for an iterator that it cannot serve."""
@@ -80,7 +80,7 @@ class Pulls:
             return None  # in asynchronous mode an op would not raise the end of the iterator
         found = _pulls.get(iterator)
         if found is None:
-            if bytes_of(iterator.element_spec) is not None:
+            if count_element_bytes(iterator.element_spec) is not None:
                 found = _pulls[iterator] = cls(iterator, each, lock or threading.Lock())
         else:
             with found._lock:
@@ -200,7 +200,7 @@ def _taking(types: tuple, shapes: tuple, count: int) -> tf.types.experimental.Co
         return tf.function(take, autograph=False).get_concrete_function(resource, resource)
 
 
-def bytes_of(spec: object) -> int | None:
+def count_element_bytes(spec: object) -> int | None:
     """The bytes of an element, by its specs; None if they are not known, or it is not of dense tensors of numbers."""
     specs = tf.nest.flatten(spec)
     if not specs or not all(map(_is_plain, specs)):

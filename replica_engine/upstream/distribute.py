@@ -92,7 +92,7 @@ SEVERAL = Hook(
 _BEFORE_TENSORFLOWS = 90  # TensorFlow's own conversion of the class has priority 100
 
 
-class _Numbers:
+class _NumberMethods:
     """Lets float(), int() and NumPy take distributed variables, as in float(model.optimizer.learning_rate).
 
     NumPy finds `__array__` of the tensor behind an `ON_READ` variable otherwise, which gives no array for a scalar.
@@ -116,8 +116,8 @@ class _Numbers:
 
 
 def install_numbers() -> None:
-    """Gives distributed variables the methods of `_Numbers`; only once per process."""
-    NUMBERS.put(lambda bases: bases if _Numbers in bases else (*bases, _Numbers))
+    """Gives distributed variables the methods of `_NumberMethods`; only once per process."""
+    NUMBERS.put(lambda bases: bases if _NumberMethods in bases else (*bases, _NumberMethods))
 
 
 def note_writes(variable: tf.Variable, note: Callable[[tf.Variable], None]) -> tf.Variable:

@@ -69,12 +69,12 @@ def tensor(array: np.ndarray) -> tf.Tensor:
     return EagerTensor(_copy(array), _host(), None)
 
 
-def of_memory(array: np.ndarray) -> tf.Tensor:
+def tensor_from_memory(array: np.ndarray) -> tf.Tensor:
     """Makes a tensor on the host that shares the memory of an array, which is aligned, and which nobody writes."""
     return EagerTensor(array, _host(), None)
 
 
-def of_capsule(capsule: object) -> tf.Tensor:
+def tensor_from_capsule(capsule: object) -> tf.Tensor:
     """Makes a tensor on the host that is a view of the memory of a DLPack capsule.
 
     Raises:
@@ -93,7 +93,7 @@ def is_eager(value: object) -> bool:
     return isinstance(value, EagerTensor)
 
 
-def array_of(tensor: tf.Tensor) -> np.ndarray:
+def view_as_array(tensor: tf.Tensor) -> np.ndarray:
     """The memory of an eager tensor on a CPU, which must not be written to; a NumPy scalar for a scalar."""
     return tensor._numpy_internal()
 
@@ -103,7 +103,7 @@ def described(tensor: tf.Tensor) -> tuple[int, tuple[int, ...]]:
     return tensor._datatype_enum(), tensor._shape_tuple()
 
 
-def shape_of(tensor: tf.Tensor) -> tuple[int, ...]:
+def read_shape(tensor: tf.Tensor) -> tuple[int, ...]:
     """The shape of an eager tensor."""
     return tensor._shape_tuple()
 
@@ -201,7 +201,7 @@ def make_equal(variable: MirroredVariable, source: int) -> None:
             component.assign(value)
 
 
-def container_of(handle: tf.Tensor) -> tf.Variable | None:
+def find_container(handle: tf.Tensor) -> tf.Variable | None:
     """The distributed variable that a handle's variable is a component of; None if TensorFlow has noted none."""
     container = getattr(handle, "_distributed_container", None)
     return None if container is None else container()

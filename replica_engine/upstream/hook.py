@@ -41,7 +41,7 @@ _HANDLED = "fn"  # the variable of a handler that has the function
 _HANDLERS = ("tensorflow.python.util.traceback_utils", "keras.src.utils.traceback_utils")
 _lock = threading.RLock()
 _declared: list[Hook] = []
-_places: dict[tuple[str, str], _Place] = {}
+_places: dict[tuple[str, str], _HookedAttribute] = {}
 
 
 class Hook:
@@ -62,7 +62,7 @@ class Hook:
         self.call: Callable[..., Any] | None = None
         self._value: Any = None  # what `put` has put there
         with _lock:
-            self._place = _places.setdefault((owner, name), _Place(owner, name))
+            self._place = _places.setdefault((owner, name), _HookedAttribute(owner, name))
             _declared.append(self)
 
     def around(self, call: Callable[..., Any]) -> None:
@@ -121,7 +121,7 @@ def hooks() -> tuple[Hook, ...]:
     return tuple(_declared)
 
 
-class _Place:
+class _HookedAttribute:
     """An attribute, the function that stands there, and the hooks that it calls."""
 
     def __init__(self, owner: str, name: str):
@@ -142,7 +142,7 @@ class _Place:
     def present(self) -> Any:
         """What is called at the attribute, inside a handler of errors."""
         function = getattr(self.owner(), self._name, None)
-        cell = _cell_of(function)
+        cell = _find_cell(function)
         return function if cell is None else cell.cell_contents
 
     def is_in_place(self) -> bool:
@@ -166,7 +166,7 @@ class _Place:
 
     def _stand_at(self, there: Any) -> None:
         """Finds the cell of the handler at the attribute; without a handler, puts a function there that has one."""
-        cell = _cell_of(there)
+        cell = _find_cell(there)
         self.original = there if cell is None else cell.cell_contents
         if cell is None:
             cell = types.CellType(there)
@@ -195,7 +195,7 @@ def _imported(name: str) -> Any:
     return found
 
 
-def _cell_of(function: Any) -> types.CellType | None:
+def _find_cell(function: Any) -> types.CellType | None:
     """What has the function that a handler of errors calls; None for a function without a handler."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or cells is None or _HANDLED not in code.co_freevars:

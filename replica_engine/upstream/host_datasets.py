@@ -45,7 +45,7 @@ from tensorflow.python.distribute.input_lib import (
 from replica_engine.errors import InputsError
 from replica_engine.process import threads
 from replica_engine.process.interrupts import held_off_once
-from replica_engine.upstream.data_pulls import Pulls, bytes_of, may_call_python
+from replica_engine.upstream.data_pulls import Pulls, count_element_bytes, may_call_python
 from replica_engine.upstream.graphs.function_graphs import python_op
 
 T = TypeVar("T")
@@ -143,17 +143,17 @@ def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
     return rows if rows > 0 else None
 
 
-def pulls_of(iterator: object) -> Pulls | None:
+def find_pulls(iterator: object) -> Pulls | None:
     """The `Pulls` that take batches of an eager iterator as arrays; None if its batches are not those of its dataset.
 
     A batch of a distributed iterator has one element for each replica, any other batch has one for all.
     """
     if not isinstance(iterator, _HostIterator):
-        return Pulls.of(iterator)
+        return Pulls.from_iterator(iterator)
     (turns,) = iterator._iterators
     if turns.agree is not None or iterator._enable_get_next_as_optional:
         return None
-    return Pulls.of(turns.iterator, len(turns.devices), turns.round)
+    return Pulls.from_iterator(turns.iterator, len(turns.devices), turns.round)
 
 
 def is_on_host(iterator: object) -> bool:
@@ -194,7 +194,7 @@ class _Iterable:
 
         # TensorFlow asks Python for shapes here. If the handler of a signal raises then, it writes beyond an array.
         own = held_off_once().around(made) if tf.executing_eagerly() else made()
-        iterator = _iterator_of(self, own)
+        iterator = _wrap_iterator(self, own)
         if tf.executing_eagerly():
             (turns,) = iterator._iterators
             turns.end = _ends.after(turns, turns.iterator)
@@ -220,7 +220,7 @@ class _Iterable:
         return spec
 
 
-def _iterator_of(
+def _wrap_iterator(
     dataset: tf.distribute.DistributedDataset | _HostIteratorSpec, iterator: tf.data.Iterator
 ) -> _HostIterator:
     """The distributed iterator that takes from a plain one; `dataset` may also be the type of such an iterator."""
@@ -246,7 +246,7 @@ def _ahead(dataset: tf.data.Dataset, options: Options, replicas: int) -> tf.data
     two threads would wake each other for every element.
     """
     buffer = 1 if options is None else options.experimental_per_replica_buffer_size
-    size = bytes_of(dataset.element_spec) if options is None else None
+    size = count_element_bytes(dataset.element_spec) if options is None else None
     if size is not None and size * replicas <= _SMALL // 2 and not may_call_python(dataset):
         buffer = max(1, min(_MOST_AHEAD, _SMALL // max(1, size)) // replicas)
     settings = tf.data.Options()
@@ -357,7 +357,7 @@ class _Turns:
         self._worker = worker
         self.devices = devices
         self.round = threading.Lock()
-        self._is_plain = bytes_of(iterator.element_spec) is not None
+        self._is_plain = count_element_bytes(iterator.element_spec) is not None
 
     def get_next_as_list(self, name: str | None = None) -> list[object]:
         """The next elements of all replicas; raises OutOfRangeError if one gets none."""
@@ -488,7 +488,7 @@ class _HostIteratorSpec(DistributedIteratorSpec):
 
     def _from_components(self, components: Sequence[tf.data.Iterator]) -> _HostIterator:
         (iterator,) = components
-        return _iterator_of(self, iterator)
+        return _wrap_iterator(self, iterator)
 
 
 class _Spec:

@@ -71,7 +71,7 @@ _lock = threading.Lock()  # held while an attribute is prepared for a run
 _objects: dict[int, _Object] = {}  # by identity, since an object may define equality
 
 
-class Place(NamedTuple):
+class ReplicaPlace(NamedTuple):
     """Where a thread is that runs a replica.
 
     Attributes:
@@ -85,7 +85,7 @@ class Place(NamedTuple):
     replica: int
 
 
-Where = Callable[[], Place | None]
+Where = Callable[[], ReplicaPlace | None]
 """Tells where the calling thread is; None if it runs no replica."""
 
 
@@ -128,7 +128,7 @@ class _Attribute:
         self.first = sys.maxsize
         self.holds = False
 
-    def begin(self, place: Place, before: object) -> None:
+    def begin(self, place: ReplicaPlace, before: object) -> None:
         """Begins with a run, unless another replica has."""
         if self.run == _run(place):
             return
@@ -211,7 +211,7 @@ def _setting(own: Callable[[object, str, object], None], place: Where) -> Callab
     return __setattr__
 
 
-def _belongs_to_replica(owner: object, name: str, value: object, here: Place, place: Where) -> bool:
+def _belongs_to_replica(owner: object, name: str, value: object, here: ReplicaPlace, place: Where) -> bool:
     """Sets an attribute for a replica; returns whether the class has nothing left to do.
 
     The class has something left to do with lists and dictionaries, which it wraps, so that variables that come into
@@ -287,7 +287,7 @@ def _prepared(kind: type, name: str, place: Where) -> bool:
     return True
 
 
-def _read(owner: object, name: str, place: Place) -> object:
+def _read(owner: object, name: str, place: ReplicaPlace) -> object:
     """The value that a replica reads; `_MISSING` if there is none."""
     everyones = vars(owner).get(name, _MISSING)
     attribute = _known(owner, name)
@@ -320,7 +320,7 @@ def _store(owner: object, name: str, attribute: _Attribute, index: int, value: o
         vars(owner)[name] = value
 
 
-def _run(place: Place) -> tuple[int, int]:
+def _run(place: ReplicaPlace) -> tuple[int, int]:
     return id(place.strategy), place.run
 
 

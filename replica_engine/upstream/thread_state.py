@@ -211,7 +211,7 @@ def locals_of_thread() -> tuple:
     )
 
 
-def of_thread() -> tuple:
+def read_thread_state() -> tuple:
     """This thread's default graph, mode, device, name scope and locals, in the form that `is_as` compares."""
     eager, context = tf.executing_eagerly(), _context.context()
     device_and_scope = (context.device_name, context.scope_name) if eager else None
@@ -232,13 +232,13 @@ def unobserved() -> Iterator[None]:
         own.op_callbacks = before
 
 
-def of_update() -> tuple[object, ...]:
-    """This thread's eager device, name scope, and the component that an update on it writes; for `set_of_update`."""
+def read_update_state() -> tuple[object, ...]:
+    """This thread's eager device, name scope, and the component that an update writes; for `restore_update_state`."""
     context = _context.context()
     return context.device_name, context.device_spec, context.scope_name, _distribute.get_update_replica_id()
 
 
-def set_of_update(state: tuple[object, ...]) -> None:
+def restore_update_state(state: tuple[object, ...]) -> None:
     """Leaves the devices, name scopes and updates that were entered since, if an exception kept TensorFlow from it."""
     context = _context.context()
     name, spec, context.scope_name, _distribute._update_replica_id.current = state
@@ -246,9 +246,9 @@ def set_of_update(state: tuple[object, ...]) -> None:
 
 
 def is_as(before: tuple) -> bool:
-    """Whether this thread is in the state that `of_thread` returned."""
+    """Whether this thread is in the state that `read_thread_state` returned."""
     *some, thread_locals = before
-    *others, now = of_thread()
+    *others, now = read_thread_state()
     return some == others and _are_same(thread_locals, now)
 
 

@@ -95,7 +95,7 @@ def check_keras() -> None:
     check("Keras", sys.modules["keras"].__version__, KERAS)
 
 
-def of_worker() -> dict[str, str]:
+def list_worker_versions() -> dict[str, str]:
     """The versions of packages that must be equal on all workers of a job: numbers and saved files depend on them."""
     return {"tensorflow": tf.__version__, "keras": keras() or "not there", "numpy": np.__version__}
 
@@ -105,12 +105,12 @@ def imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        if (known := explained(error)) is None:
+        if (known := find_version_error(error)) is None:
             raise
         raise known from error
 
 
-def explained(error: ImportError) -> TensorFlowVersionError | None:
+def find_version_error(error: ImportError) -> TensorFlowVersionError | None:
     """The error for a private name of TensorFlow or Keras that cannot be imported; None for all other errors."""
     package = (error.name or "").partition(".")[0]
     if package == "tensorflow":

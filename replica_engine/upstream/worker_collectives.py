@@ -215,17 +215,17 @@ _begun: set[int] = set()  # idents of threads: others, which read data for examp
 _on_left: list[Callable[[BaseException], None]] = []
 
 
-def explain_failures(explain: Callable[[int, str], BaseException | None]) -> None:
+def translate_failures(translate: Callable[[int, str], BaseException | None]) -> None:
     """Replaces TensorFlow's exception where an op or a function has failed; only once per process.
 
     Args:
-        explain: takes the code and the text of an error of TensorFlow; returns the exception to raise, or None.
+        translate: takes the code and the text of an error of TensorFlow; returns the exception to raise, or None.
     """
 
-    def explained(of_status: Callable[[object], BaseException], status: _core._NotOkStatusException) -> BaseException:
-        return explain(status.code, status.message) or of_status(status)
+    def translated(of_status: Callable[[object], BaseException], status: _core._NotOkStatusException) -> BaseException:
+        return translate(status.code, status.message) or of_status(status)
 
-    STATUS.around(explained)
+    STATUS.around(translated)
     EXECUTE.put(lambda own: own if isinstance(own, _WithStatuses) else _WithStatuses(own))
 
 

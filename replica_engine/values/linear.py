@@ -153,11 +153,11 @@ class Ways:
                 return [given[op.name]]
             outside = graph_walk.captured(op.outputs[0])
             return [APART if outside is None else self.to(outside)]
-        if graphs := graph_walk.functions_of(op):
-            return self._of_functions(op, graphs, inputs)
+        if graphs := graph_walk.list_inner_graphs(op):
+            return self._judge_functions(op, graphs, inputs)
         worst = max(inputs, default=APART)
         if op.type in graph_walk.READS and self._followed == GRADIENTS:
-            return [max(worst, self._of_variable(op.inputs[0]))] * count
+            return [max(worst, self._judge_variable(op.inputs[0]))] * count
         if op.type in _OF_SHAPES:
             # Ones like the samples are as many as these, and their sum is the number of samples. Those like a gradient
             # are as many as the weights.
@@ -168,7 +168,7 @@ class Ways:
             worst = self._bends(op)
         return [worst] * count
 
-    def _of_variable(self, handle: tf.Tensor) -> int:
+    def _judge_variable(self, handle: tf.Tensor) -> int:
         """The same for the value of a variable, by what has been written to it."""
         handles = [handle]
         while handle.op.type == "Placeholder" and tf.is_symbolic_tensor(handle := graph_walk.captured(handle)):
@@ -191,7 +191,7 @@ class Ways:
             elif op.type in _ENTERED:
                 outer = op.inputs if op.type in graph_walk.CALLS else op.inputs[1:]
                 place = next(place for place, each in enumerate(outer) if each is handle)
-                for graph in graph_walk.functions_of(op):
+                for graph in graph_walk.list_inner_graphs(op):
                     # A function that was differentiated may have got more inputs since an op called it.
                     kinds = zip(graph.inputs, self._to(outer, known, given), strict=False)
                     inner = {each.op.name: kind for each, kind in kinds}
@@ -235,7 +235,7 @@ class Ways:
         times = [number / self._rows, 1 / (number * self._rows)]
         return any(abs(each) > 0.5 and abs(each - round(each)) < 1e-4 for each in times)
 
-    def _of_functions(self, op: tf.Operation, graphs: list[tf.Graph], inputs: list[int]) -> list[int]:
+    def _judge_functions(self, op: tf.Operation, graphs: list[tf.Graph], inputs: list[int]) -> list[int]:
         """The same for the outputs of a branch, loop or call, by the graphs of its functions."""
         if op.type in graph_walk.CALLS:
             return self._through(graphs[0], inputs)

@@ -146,7 +146,7 @@ def _regroup(values: Sequence[Any], what: str, name: str) -> Any:
     rows = [leaves]
     for replica, value in enumerate(values[1:], start=1):
         try:
-            rows.append(spec.leaves_of(value))
+            rows.append(spec.match_leaves(value))
         except OtherStructure as other:
             kinds = other.wanted or _leaf(leaves[other.leaf]), other.given or _leaf(other.value)
             raise StructureMismatchError.between(what, other.path, (0, replica), kinds) from None

@@ -17,7 +17,7 @@ from replica_engine.values import linear
 _STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio
 
 
-def seed_of(replica: int, seed: int | tf.Tensor, bits: int = 32) -> int | tf.Tensor:
+def make_replica_seed(replica: int, seed: int | tf.Tensor, bits: int = 32) -> int | tf.Tensor:
     """The seed of one replica, which follows from the seed that the user sets.
 
     Replicas with the same seed would drop the same units and add the same noise, each for its own samples. So replica 0
@@ -36,7 +36,7 @@ def states(state: np.ndarray, size: int, bits: int = 32) -> list[np.ndarray]:
     """The state of a random number generator for each of `size` replicas. A state begins with the seed."""
     found = [state.copy() for _ in range(size)]
     for replica, own in enumerate(found):
-        own.flat[0] = np.uint64(seed_of(replica, int(state.flat[0]), bits)).astype(state.dtype)
+        own.flat[0] = np.uint64(make_replica_seed(replica, int(state.flat[0]), bits)).astype(state.dtype)
     return found
 
 

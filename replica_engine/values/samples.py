@@ -134,7 +134,7 @@ def on_device(batch: T) -> T:
     return tf.nest.map_structure(lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch)
 
 
-def are_of(outputs: object, count: Rows) -> bool | tf.Tensor:
+def have_row_count(outputs: object, count: Rows) -> bool | tf.Tensor:
     """Whether all outputs have `count` rows; a tensor if a graph is built and does not yet know.
 
     Where a graph does not know the count, an output of a known length is not one row per sample, whatever its length.

@@ -211,17 +211,17 @@ class _Parts:
         whole, rest = rows // size, rows % size
         known = isinstance(rows, int)
         # The first part comes before the loop: it may create variables, and it shows what the function returns.
-        totals = self._of(0, min(size, rows) if known else tf.minimum(size, rows))
+        totals = self._compute_rows(0, min(size, rows) if known else tf.minimum(size, rows))
         if tf.executing_eagerly():
             for index in range(1, whole):
-                totals = _sums(totals, self._of(index * size, size))
+                totals = _sums(totals, self._compute_rows(index * size, size))
         elif not known or whole > 1:
             totals = self._loop(totals, whole)
         if not known:
             totals = self._with_rest(totals, whole * size, rest)
         elif whole and rest:
             with tf.control_dependencies(_tensors(totals)):  # memory for one part at a time
-                totals = _sums(totals, self._of(whole * size, rest))
+                totals = _sums(totals, self._compute_rows(whole * size, rest))
         return tf.nest.pack_sequence_as(self._structure, totals)
 
     def _loop(self, totals: Sums, whole: samples.Rows) -> Sums:
@@ -243,7 +243,7 @@ class _Parts:
 
     def _added(self, totals: Sums, start: samples.Rows, size: samples.Rows) -> list[tf.Tensor]:
         """The sums with one more part, in a loop or branch of the graph: as many tensors as there were."""
-        more = self._of(start, size)
+        more = self._compute_rows(start, size)
         if any(total is None and each is not None for total, each in zip(totals, more, strict=True)):
             raise ReplicaValueError(
                 "A result of the function for `accumulate` is None for the first part of the batch, and a tensor "
@@ -252,9 +252,9 @@ class _Parts:
             )
         return _tensors(_sums(totals, more))
 
-    def _of(self, start: samples.Rows, size: samples.Rows) -> Sums:
+    def _compute_rows(self, start: samples.Rows, size: samples.Rows) -> Sums:
         """The flat results for the rows from `start` on, weighted by how many they are."""
-        found = self._fn(*tf.nest.map_structure(lambda leaf: _rows_of(leaf, start, size), self._batch))
+        found = self._fn(*tf.nest.map_structure(lambda leaf: _cut_rows(leaf, start, size), self._batch))
         if self._structure is None:
             self._structure = found
         else:
@@ -301,7 +301,7 @@ def _filled(totals: Sums, tensors: Sequence[tf.Tensor]) -> Sums:
     return [None if each is None else next(left) for each in totals]
 
 
-def _rows_of(leaf: object, start: samples.Rows, size: samples.Rows) -> object:
+def _cut_rows(leaf: object, start: samples.Rows, size: samples.Rows) -> object:
     """Some rows of a leaf, cut so that XLA knows the shape of a part where it knows the shape of the whole."""
     if not samples.has_rows(leaf):
         return leaf

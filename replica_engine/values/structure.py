@@ -142,7 +142,7 @@ class Spec:
             return builds[0]
         return lambda values: self.rebuild([build(values) for build in builds])
 
-    def leaves_of(self, value: Any) -> list[Any]:
+    def match_leaves(self, value: Any) -> list[Any]:
         """The leaves of another value of this structure; mappings may have their keys in another order.
 
         Raises:
@@ -175,7 +175,7 @@ def components(value: object, name: str) -> list[tf.Tensor]:
         raise ReplicaValueError.no_tensor(name, value, str(error)) from None
 
 
-def of_components(value: object, builds: Sequence[Build]) -> Build:
+def build_composite(value: object, builds: Sequence[Build]) -> Build:
     """Like `Spec.builder`, for a composite tensor, or its type spec, with `builds` for its components."""
     return lambda values: tf.nest.pack_sequence_as(value, [build(values) for build in builds], expand_composites=True)
 

@@ -92,7 +92,7 @@ def origin(tensor: tf.Tensor, of_variables: bool = False) -> Origin | None:
                 pending.append(outside)
             elif outside.dtype != tf.resource:
                 of_process = True
-            elif not of_variables or isinstance(eager.container_of(outside), distribute.SyncOnReadVariable):
+            elif not of_variables or isinstance(eager.find_container(outside), distribute.SyncOnReadVariable):
                 return None
         elif _is_length(op):
             of_lengths = True
@@ -211,7 +211,7 @@ def reduces_rows(own: Callable[..., list[object]]) -> Callable[..., list[object]
         replicas, own_replicas = self._container_strategy().num_replicas_in_sync, len(self.worker_devices)
         is_alone = own_replicas == 1 < replicas  # in its process: its rows are not those of several replicas
         kinds = (distribute.PerReplica, tf.IndexedSlices) if is_alone else distribute.PerReplica
-        plans = [_Plan(value, to, replicas) if are_rows(value, kinds) else None for value, to in pairs]
+        plans = [_TablePlan(value, to, replicas) if are_rows(value, kinds) else None for value, to in pairs]
         nested = [[pair] if plan is None else plan.pairs for plan, pair in zip(plans, pairs, strict=True)]
         reduced = iter(own(self, reduce_op, list(itertools.chain(*nested)), options))
         return [next(reduced) if plan is None else plan.result([next(reduced) for _ in plan.pairs]) for plan in plans]
@@ -229,7 +229,7 @@ def are_rows(value: object, kinds: type | tuple[type, ...] = distribute.PerRepli
     )
 
 
-class _Plan:
+class _TablePlan:
     """How one gradient of a table is reduced over replica threads.
 
     Attributes:

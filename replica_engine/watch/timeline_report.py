@@ -339,7 +339,7 @@ def summary(timeline: Timeline) -> list[str]:
     """A line for each group of tracks: its number of steps, and the replica that works longest in them."""
     lines = []
     for group in dict.fromkeys(track.group for track in timeline.tracks):
-        number = len(steps_of(timeline, group))
+        number = len(list_steps(timeline, group))
         counted = f"{number} {'step' if number == 1 else 'steps'} in " if number else ""
         line = f"{group}, {counted}{_shown(timeline.seconds)}"
         if len(timeline.replicas(group)) > 1:
@@ -350,7 +350,7 @@ def summary(timeline: Timeline) -> list[str]:
     return lines
 
 
-def steps_of(timeline: Timeline, group: str) -> list[tuple[float, float]]:
+def list_steps(timeline: Timeline, group: str) -> list[tuple[float, float]]:
     """The steps of a group of tracks, as (begin, end) in seconds of the recording, in order."""
     tracks = [track for track in timeline.tracks if track.group == group]
     if is_compiled(timeline, group):
@@ -370,12 +370,12 @@ def numbered(timeline: Timeline) -> list[tuple[float, float]]:
     """The steps that have numbers in a picture, from 1: those of the first group with replicas."""
     groups = [track.group for track in timeline.tracks if track.is_replica]
     groups += [track.group for track in timeline.tracks]
-    return steps_of(timeline, groups[0]) if groups else []
+    return list_steps(timeline, groups[0]) if groups else []
 
 
 def compared(timeline: Timeline, group: str) -> list[tuple[float, float]]:
     """The steps to compare: all but the first, which traces."""
-    return steps_of(timeline, group)[1:]
+    return list_steps(timeline, group)[1:]
 
 
 def is_compiled(timeline: Timeline, group: str) -> bool:
@@ -405,7 +405,7 @@ def straggler(timeline: Timeline, group: str) -> Straggler | None:
 
 def _slowest(timeline: Timeline, group: str) -> Straggler | str:
     """The straggler, or in words why none is named."""
-    if not steps_of(timeline, group):
+    if not list_steps(timeline, group):
         return f"not known, {NO_STEP}"
     steps = compared(timeline, group)
     if len(steps) < FEWEST:

@@ -54,11 +54,11 @@ def in_users_code(thread: int) -> bool:
     if frame is None:
         return True
     filename = frame.f_code.co_filename
-    del frame  # see `stack_of`
+    del frame  # see `format_thread_stack`
     return not _is_internal(filename) or (filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename)
 
 
-def stack_of(thread: int | None) -> str:
+def format_thread_stack(thread: int | None) -> str:
     """The stack of a thread as text, with the innermost frame last; "" if the thread does not exist.
 
     The text has the frames of the user's files and the innermost frame, also if that is internal.

@@ -211,7 +211,7 @@ def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socke
 # are a part of what a launcher sets whose place is read. A variable of one process alone is no sign.
 
 
-def of_others(environ: Mapping[str, str]) -> str | None:
+def find_sign_of_others(environ: Mapping[str, str]) -> str | None:
     """The name of a variable that says that there are other processes; None if none does."""
     return next((name for name, is_sign in _SIGNS.items() if is_sign(environ.get(name, "").strip())), None)
 
@@ -555,7 +555,7 @@ def _present(environ: Mapping[str, str], field: str, given: str, wanted: str) ->
 
 def _warn_of_others(environ: Mapping[str, str]) -> None:
     """Warns once where there are signs of a job of several processes, of which this one is not told its place."""
-    if _warned or (sign := of_others(environ)) is None:
+    if _warned or (sign := find_sign_of_others(environ)) is None:
         return
     _warned.append(sign)
     LOGGER.warning(runs_alone(sign, environ[sign]))

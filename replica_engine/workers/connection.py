@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 from replica_engine.workers import messages
 from replica_engine.workers.cluster import split_address
-from replica_engine.workers.messages import BadMessageError, Failure, Lines, Message
+from replica_engine.workers.messages import BadMessageError, Failure, Message, MessageReader
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -66,7 +66,7 @@ class Channel:
         welcome: what is known from the welcome.
     """
 
-    def __init__(self, sock: socket.socket, lines: Lines, welcome: Welcome):
+    def __init__(self, sock: socket.socket, lines: MessageReader, welcome: Welcome):
         self.worker, self.size, self.heartbeat = welcome.worker, welcome.size, welcome.heartbeat
         self.failed = threading.Event()
         self.refused = False
@@ -259,7 +259,9 @@ class Channel:
             raise BadMessageError(f"{kind}: {error}") from None
 
     def _no_coordinator(self, seconds: float | None) -> Failure:
-        return Failure.of(WorkerLostError.no_coordinator, self._row, self._address, self._launched_by_us, seconds)
+        return Failure.from_wording(
+            WorkerLostError.no_coordinator, self._row, self._address, self._launched_by_us, seconds
+        )
 
     @property
     def _row(self) -> WorkerRow:
@@ -310,7 +312,7 @@ class Connection:
     def __init__(
         self,
         sock: socket.socket,
-        lines: Lines,
+        lines: MessageReader,
         *,
         name: str,
         heartbeat: float,

@@ -50,7 +50,7 @@ _QUIET = 3.0  # seconds of silence from which on a member, which beats each seco
 
 
 @dataclass
-class _Member:
+class _JoinedMember:
     """What is known of a member that has joined."""
 
     host: str
@@ -69,7 +69,7 @@ class _Member:
 
 
 @dataclass
-class _Wait:
+class _UnansweredWait:
     """A member that waits for an answer.
 
     Attributes:
@@ -144,14 +144,14 @@ class Job:
         self._local = local
         self._strangers = ""
         self._untold = ""  # of strangers, as no member was there
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, _JoinedMember] = {}
         self._statuses: dict[int, int] = {}
         self._ending: dict[int, float] = {}  # members that seem to have ended, and until when to wait for the rest
         self._log = LaunchLog(size)
         self._programs: dict[bytes, tuple[str, str]] = {}  # by entry: its verb, and its program or place
         self._values: dict[str, object] = {}
         self._exchanges: dict[str, dict[int, object]] = {}  # by name: the values that have come, by worker
-        self._waits: dict[tuple[int, int], _Wait] = {}
+        self._waits: dict[tuple[int, int], _UnansweredWait] = {}
         self._where: tuple[float, list[str]] = (now, [])
         self._given_up: dict[int, dict[int, _GivenUp]] = {}  # by position in the log: who gave up a step there
         self._in_vain: dict[int, tuple[int, float]] = {}  # who is in such a step: its position, and since when
@@ -175,10 +175,10 @@ class Job:
             size: the number of workers that it was told.
         """
         if size != self._size or not 0 <= worker < self._size:
-            return Failure.of(ClusterConfigError.other_size, worker, size, self._size)
+            return Failure.from_wording(ClusterConfigError.other_size, worker, size, self._size)
         if worker in self._members and self.failure is None:
             there = self._members[worker]
-            return Failure.of(ClusterConfigError.taken, worker, there.host, there.pid)
+            return Failure.from_wording(ClusterConfigError.taken, worker, there.host, there.pid)
         return self.failure
 
     def joined(self, worker: int, about: dict[str, Any], now: float) -> None:
@@ -195,7 +195,7 @@ class Job:
         """
         versions = {str(name): str(version) for name, version in about["versions"].items()}
         host, pid, replicas, came_to = (about[name] for name in ("host", "pid", "replicas", "came_to"))
-        self._members[worker] = _Member(str(host), int(pid), versions, int(replicas), now, str(came_to))
+        self._members[worker] = _JoinedMember(str(host), int(pid), versions, int(replicas), now, str(came_to))
         self._compare_members(worker)
         self._miss_ended(now)
         self._warn_of_strangers()
@@ -255,11 +255,11 @@ class Job:
         if not self.complete and now - self._began > self.limits.join:
             missing = [worker for worker in range(self._size) if worker not in self._members]
             about = missing, self._size, self.limits.join, self._local, self._strangers
-            self._fail(Failure.of(WorkersMissingError.not_joined, *about))
+            self._fail(Failure.from_wording(WorkersMissingError.not_joined, *about))
         for worker, member in self._members.items():
             if now - member.heard > self.limits.heartbeat and not member.left and not member.closed:
                 row = self._row(worker, now)
-                self._fail(Failure.of(WorkerLostError.silent, row, self.limits.heartbeat))
+                self._fail(Failure.from_wording(WorkerLostError.silent, row, self.limits.heartbeat))
         for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.began + wait.timeout]:
             self._give_up(ticket, now)
         self._end_steps_in_vain(now)
@@ -287,7 +287,9 @@ class Job:
             for worker, step in self._given_up[position].items():
                 if now - since >= step.patience:
                     waiting = [other for other, (there, _) in sorted(self._in_vain.items()) if there == position]
-                    self._fail(Failure.of(WorkerLostError.gave_up, self._row(worker, now), waiting, step.exception))
+                    self._fail(
+                        Failure.from_wording(WorkerLostError.gave_up, self._row(worker, now), waiting, step.exception)
+                    )
 
     def _reached(self) -> str:
         """The host under which the other workers reach the machine of worker 0 and of the coordinator."""
@@ -330,16 +332,16 @@ class Job:
         first, new = next(iter(self._members.values())), self._members[worker]
         if DEVICES in first.versions and first.versions[DEVICES] != new.versions.get(DEVICES, first.versions[DEVICES]):
             groups = self._grouped(lambda member: member.versions.get(DEVICES, "not known"))
-            self._fail(Failure.of(WorkerVersionError.of_devices, groups))
+            self._fail(Failure.from_wording(WorkerVersionError.other_devices, groups))
         for package in (first.versions.keys() | new.versions.keys()) - {DEVICES}:
             if first.versions.get(package) != new.versions.get(package):
                 groups = self._grouped(lambda member: member.versions.get(package, "not there"))  # noqa: B023
-                self._fail(Failure.of(WorkerVersionError.of_package, package, groups))
+                self._fail(Failure.from_wording(WorkerVersionError.other_package, package, groups))
         if first.replicas != new.replicas:
             groups = self._grouped(lambda member: str(member.replicas))
-            self._fail(Failure.of(WorkerVersionError.of_replicas, groups))
+            self._fail(Failure.from_wording(WorkerVersionError.other_replicas, groups))
 
-    def _grouped(self, key: Callable[[_Member], str]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    def _grouped(self, key: Callable[[_JoinedMember], str]) -> tuple[tuple[tuple[int, ...], str], ...]:
         """The members that are here, grouped by what `key` says of them."""
         groups: dict[str, list[int]] = {}
         for worker, member in sorted(self._members.items()):
@@ -371,25 +373,27 @@ class Job:
 
     def _exit_failure(self, worker: int, now: float) -> Failure:
         row, status = self._row(worker, now), self._statuses.get(worker)
-        return Failure.of(WorkerLostError.vanished, row) if status is None else Failure.of_exit(row, status)
+        return Failure.from_wording(WorkerLostError.vanished, row) if status is None else Failure.from_exit(row, status)
 
     # Messages
 
-    def _on_beat(self, worker: int, member: _Member, progress: list[Any], in_step: bool = False) -> None:
+    def _on_beat(self, worker: int, member: _JoinedMember, progress: list[Any], in_step: bool = False) -> None:
         member.in_step = bool(in_step)
         self._progress(member, progress)
         self._tell(worker, ["beat"])
 
-    def _progress(self, member: _Member, progress: list[Any]) -> None:
+    def _progress(self, member: _JoinedMember, progress: list[Any]) -> None:
         if progress:
             step, sync_point = progress
             member.step = None if step is None else int(step)
             member.sync_point = str(sync_point)
 
-    def _on_program(self, worker: int, member: _Member, code: str, kind: str, words: str) -> None:
+    def _on_program(self, worker: int, member: _JoinedMember, code: str, kind: str, words: str) -> None:
         self._programs.setdefault(bytes.fromhex(code), (str(kind), str(words)))
 
-    def _on_log(self, worker: int, member: _Member, text: str, launches: int, progress: list[Any], *wait: Any) -> None:
+    def _on_log(
+        self, worker: int, member: _JoinedMember, text: str, launches: int, progress: list[Any], *wait: Any
+    ) -> None:
         entries = unpacked(text)
         difference = self._log.extend(worker, entries)
         member.launches = int(launches)
@@ -408,20 +412,20 @@ class Job:
             if timeout is not None:
                 kind, words = self._programs.get(entries[-ENTRY:], ("", "the end of the program"))
                 point = f"the {kind} {words}" if kind == COMPILE else words
-                self._waits[ticket] = _Wait(position, point, float(timeout), member.heard)
+                self._waits[ticket] = _UnansweredWait(position, point, float(timeout), member.heard)
         for ticket in self._log.released():
             self._answer(ticket, None)
 
     def _disagree(self, position: int, entries: dict[bytes, tuple[int, ...]]) -> None:
         if END not in entries:
             groups = tuple(sorted((indices, self._in_words(code)) for code, indices in entries.items()))
-            self._fail(Failure.of(ProgramDisagreementError.differ, position, groups))
+            self._fail(Failure.from_wording(ProgramDisagreementError.differ, position, groups))
             return
         (early,) = (indices[0] for code, indices in entries.items() if code == END)
         (other,) = (indices[0] for code, indices in entries.items() if code != END)
         (doing,) = (self._in_words(code) for code in entries if code != END)
         row = self._row(early, self._members[early].heard)
-        self._fail(Failure.of(WorkerLostError.left, row, other, doing))
+        self._fail(Failure.from_wording(WorkerLostError.left, row, other, doing))
 
     def _in_words(self, code: bytes) -> str:
         if code == END:
@@ -429,7 +433,7 @@ class Job:
         kind, words = self._programs.get(code, (LAUNCH, f"program {code.hex()}"))
         return f"{kind} {words}"
 
-    def _on_put(self, worker: int, member: _Member, key: str, value: object) -> None:
+    def _on_put(self, worker: int, member: _JoinedMember, key: str, value: object) -> None:
         waiting = [ticket for ticket, wait in self._waits.items() if wait.what == key]
         if self._has_room(str(key)):
             self._values[str(key)] = value
@@ -439,27 +443,29 @@ class Job:
             for ticket in waiting:
                 self._refuse(ticket, str(key))
 
-    def _on_drop(self, worker: int, member: _Member, *prefixes: str) -> None:
+    def _on_drop(self, worker: int, member: _JoinedMember, *prefixes: str) -> None:
         beginnings = tuple(map(str, prefixes))
         for key in [key for key in self._values if key.startswith(beginnings)]:
             del self._values[key]
 
-    def _on_get(self, worker: int, member: _Member, number: int, key: str, timeout: float | None) -> None:
+    def _on_get(self, worker: int, member: _JoinedMember, number: int, key: str, timeout: float | None) -> None:
         ticket = worker, int(number)
         if key in self._values:
             self._answer(ticket, self._values[key])
         elif not self._has_room(str(key)):
             self._refuse(ticket, str(key))
         else:
-            self._waits[ticket] = _Wait(str(key), "", float("inf" if timeout is None else timeout), member.heard)
+            self._waits[ticket] = _UnansweredWait(
+                str(key), "", float("inf" if timeout is None else timeout), member.heard
+            )
             if timeout is not None and timeout <= 0:  # now, and not at the next tick: the chief may ask for each worker
                 self._give_up(ticket, member.heard)
 
-    def _on_rows(self, worker: int, member: _Member, number: int, first: int) -> None:
+    def _on_rows(self, worker: int, member: _JoinedMember, number: int, first: int) -> None:
         some = range(max(int(first), 0), self._size)[:_ROWS]
         self._answer((worker, int(number)), [dataclasses.asdict(self._row(each, member.heard)) for each in some])
 
-    def _on_where(self, worker: int, member: _Member, number: int) -> None:
+    def _on_where(self, worker: int, member: _JoinedMember, number: int) -> None:
         """Where all are, in words. When a run stands still, all members ask for it at about the same time."""
         asked, lines = self._where
         if not lines or member.heard - asked >= self._size / _ROWS:
@@ -467,7 +473,7 @@ class Job:
             self._where = member.heard, lines
         self._answer((worker, int(number)), lines)
 
-    def _on_exchange(self, worker: int, member: _Member, name: str, value: object) -> None:
+    def _on_exchange(self, worker: int, member: _JoinedMember, name: str, value: object) -> None:
         values = self._exchanges.setdefault(str(name), {})
         values[worker] = value
         if len(values) == self._size:
@@ -477,38 +483,40 @@ class Job:
         elif len(self._exchanges) > _MOST_EXCHANGES:
             raise ValueError("too many exchanges")
 
-    def _on_parted(self, worker: int, member: _Member, other: int, reason: str) -> None:
+    def _on_parted(self, worker: int, member: _JoinedMember, other: int, reason: str) -> None:
         """A member does not reach another one: perhaps nobody does, and it is silent here too."""
         there = self._members[int(other)]
         if member is there or member.left or there.left or there.closed:
             return  # TensorFlow may give a member the text of the other one, which names this member
         row = self._row(int(other), member.heard)
         if row.silent > _QUIET:
-            self._fail(Failure.of(WorkerLostError.silent, row, round(row.silent, 1)))
+            self._fail(Failure.from_wording(WorkerLostError.silent, row, round(row.silent, 1)))
         else:
-            self._fail(Failure.of(WorkerLostError.parted, self._row(worker, member.heard), row, str(reason)))
+            self._fail(Failure.from_wording(WorkerLostError.parted, self._row(worker, member.heard), row, str(reason)))
 
-    def _on_failed(self, worker: int, member: _Member, exception: str, progress: list[Any]) -> None:
+    def _on_failed(self, worker: int, member: _JoinedMember, exception: str, progress: list[Any]) -> None:
         self._progress(member, progress)
-        self._fail(Failure.of(WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
+        self._fail(Failure.from_wording(WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
 
     def _on_gave_up(
-        self, worker: int, member: _Member, exception: str, interrupted: bool, is_launched: bool = False
+        self, worker: int, member: _JoinedMember, exception: str, interrupted: bool, is_launched: bool = False
     ) -> None:
         member.in_step = False
         if is_launched:
             others = [each for each, of in sorted(self._members.items()) if of.in_step and not (of.left or of.closed)]
-            self._fail(Failure.of(WorkerLostError.gave_up, self._row(worker, member.heard), others, str(exception)))
+            self._fail(
+                Failure.from_wording(WorkerLostError.gave_up, self._row(worker, member.heard), others, str(exception))
+            )
             return
         patience = min(INTERRUPTED, self.limits.heartbeat / 2) if interrupted else self.limits.heartbeat
         there = self._given_up.setdefault(self._log.position(worker), {})
         there[worker] = _GivenUp(str(exception), patience)
 
-    def _on_withdrew(self, worker: int, member: _Member, launches: int) -> None:
+    def _on_withdrew(self, worker: int, member: _JoinedMember, launches: int) -> None:
         member.launches = int(launches)
         self._log.withdraw(worker)
 
-    def _on_bye(self, worker: int, member: _Member) -> None:
+    def _on_bye(self, worker: int, member: _JoinedMember) -> None:
         member.left = True
         self._ending.pop(worker, None)
 
@@ -521,16 +529,16 @@ class Job:
         return key in self._values or len(self._values) < _MOST_VALUES
 
     def _refuse(self, ticket: tuple[int, int], key: str) -> None:
-        self._answer(ticket, Failure.of(WorkersMissingError.no_room, key, _MOST_VALUES).as_json(), "late")
+        self._answer(ticket, Failure.from_wording(WorkersMissingError.no_room, key, _MOST_VALUES).as_json(), "late")
 
     def _give_up(self, ticket: tuple[int, int], now: float) -> None:
         wait = self._waits[ticket]
         if isinstance(wait.what, int):
             late = self._log.give_up(wait.what, ticket)
             lines = in_short([self._row(each, now) for each in late])
-            failure = Failure.of(WorkersMissingError.not_met, wait.point, late, lines, wait.timeout)
+            failure = Failure.from_wording(WorkersMissingError.not_met, wait.point, late, lines, wait.timeout)
         else:
-            failure = Failure.of(WorkersMissingError.no_value, wait.what, wait.timeout)
+            failure = Failure.from_wording(WorkersMissingError.no_value, wait.what, wait.timeout)
         self._answer(ticket, failure.as_json(), "late")
 
 

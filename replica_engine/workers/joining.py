@@ -21,8 +21,8 @@ from replica_engine.workers import server
 from replica_engine.workers.cluster import Cluster, find_cluster, is_loopback, split_address
 from replica_engine.workers.connection import Welcome
 from replica_engine.workers.job import Limits
-from replica_engine.workers.member import Member, member_of
-from replica_engine.workers.messages import BadMessageError, Lines, Message
+from replica_engine.workers.member import Member, find_member
+from replica_engine.workers.messages import BadMessageError, Message, MessageReader
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -70,7 +70,7 @@ def join(
     environ = os.environ if environ is None else environ
     cluster = find_cluster(environ) if cluster is None else cluster
     check_joins_once(cluster)
-    limits = limits_of(environ)
+    limits = read_limits(environ)
     token = environ.get(TOKEN, "")
     if not token:
         raise ClusterConfigError.about(
@@ -160,7 +160,7 @@ def _is_number(host: str) -> bool:
 
 def check_joins_once(cluster: Cluster) -> None:
     """Raises ClusterConfigError if this process is that worker of that job already."""
-    if cluster.coordinator and member_of(cluster.coordinator, cluster.process_id) is not None:
+    if cluster.coordinator and find_member(cluster.coordinator, cluster.process_id) is not None:
         raise ClusterConfigError.about(
             "process_id",
             f"This process has joined the job at {cluster.coordinator} already, as worker {cluster.process_id}. A "
@@ -169,13 +169,15 @@ def check_joins_once(cluster: Cluster) -> None:
         )
 
 
-def limits_of(environ: Mapping[str, str]) -> Limits:
+def read_limits(environ: Mapping[str, str]) -> Limits:
     """How long to wait, from REPLICA_ENGINE_JOIN_TIMEOUT and REPLICA_ENGINE_HEARTBEAT_TIMEOUT."""
     limits = Limits()
     return Limits(_seconds(environ, JOIN_TIMEOUT, limits.join), _seconds(environ, HEARTBEAT_TIMEOUT, limits.heartbeat))
 
 
-def welcome(connection: socket.socket, token: str, hello: Message, address: str) -> tuple[float, Lines, list[Message]]:
+def welcome(
+    connection: socket.socket, token: str, hello: Message, address: str
+) -> tuple[float, MessageReader, list[Message]]:
     """Proves to the coordinator that this process knows the token, and that the coordinator does.
 
     Args:
@@ -191,7 +193,7 @@ def welcome(connection: socket.socket, token: str, hello: Message, address: str)
         ClusterConfigError: the token is another.
         OSError: the connection broke, or nothing came in time.
     """
-    lines, messages = Lines(), list[Message]()
+    lines, messages = MessageReader(), list[Message]()
 
     def next_message() -> Message:
         while not messages:

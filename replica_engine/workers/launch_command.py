@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from replica_engine.errors import ClusterConfigError
-from replica_engine.workers.joining import limits_of
+from replica_engine.workers.joining import read_limits
 
 DESCRIPTION = """\
 Starts N processes of a script on this machine, as the workers of one job, and watches them.
@@ -91,7 +91,7 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     from replica_engine.workers.launcher import SIGNAL_GRACE, LaunchPlan, launch
 
     try:
-        limits = limits_of(os.environ)
+        limits = read_limits(os.environ)
     except ClusterConfigError as error:
         parser.error(str(error))
     limits = Limits(flags.join_timeout or limits.join, flags.heartbeat_timeout or limits.heartbeat)

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import IO, TextIO
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
-from replica_engine.errors.replica_table import count_of
+from replica_engine.errors.replica_table import plural
 from replica_engine.errors.worker_errors import LAUNCHED, TOKEN
 from replica_engine.workers.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from replica_engine.workers.job import Limits
@@ -148,7 +148,7 @@ def launch(plan: LaunchPlan) -> int:
     return status
 
 
-class _Worker:
+class _WorkerProcess:
     """A process, and what it prints."""
 
     def __init__(self, index: int, process: subprocess.Popen[bytes]):
@@ -171,7 +171,7 @@ class _Worker:
 class _Stream:
     """Passes the lines of one of a worker's outputs on, each with the worker's name before it."""
 
-    def __init__(self, worker: _Worker, source: IO[bytes], target: Output):
+    def __init__(self, worker: _WorkerProcess, source: IO[bytes], target: Output):
         self.worker = worker
         self.source = source
         self._target = target
@@ -223,8 +223,8 @@ class _Attempt:
         self._is_last = is_last
         self._woken = woken
         self._out, self._err = out, err
-        self._workers: list[_Worker] = []
-        self._first: _Worker | None = None  # the first that exited with a status other than 0
+        self._workers: list[_WorkerProcess] = []
+        self._first: _WorkerProcess | None = None  # the first that exited with a status other than 0
         self._deadlines: list[tuple[float, int]] = []  # when to send which signal to those that are left
         self.signalled: int | None = None
         self.stopped = self.preempted = False
@@ -270,7 +270,7 @@ class _Attempt:
                 start_new_session=True,
                 env={**os.environ, **environment},
             )
-            worker = _Worker(index, process)
+            worker = _WorkerProcess(index, process)
             self._workers.append(worker)
             assert process.stdout is not None
             assert process.stderr is not None
@@ -376,7 +376,7 @@ class _Attempt:
             return 128 + signalled
         else:  # it was no member, or had said goodbye
             row = WorkerRow(first.index, len(self._workers), socket.gethostname(), first.process.pid)
-            failure = Failure.of_exit(row, first.process.returncode)
+            failure = Failure.from_exit(row, first.process.returncode)
         error = failure.error()
         status = 1  # of a failure that is nobody's own, or of a worker that this launcher had to end
         if first is not None:
@@ -536,7 +536,7 @@ class Output:
     def end(self) -> None:
         """Tells how much was lost."""
         if self._lost:
-            lines = count_of(self._lost, "line")
+            lines = plural(self._lost, "line")
             self._tell(f"{lines} could not be written to {self._name}: {self._reason}")
 
     def _written(self, data: memoryview) -> int:

@@ -40,7 +40,7 @@ from replica_engine.watch.watchdog import Wait, describe_workers, forget_workers
 from replica_engine.workers.cluster import held_address
 from replica_engine.workers.connection import Channel, Links, Welcome
 from replica_engine.workers.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
-from replica_engine.workers.messages import Lines, Message, print_place
+from replica_engine.workers.messages import Message, MessageReader, print_place
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -72,7 +72,9 @@ class Member(Channel):
         shorten: leaves only the frames of the user in the traceback of an error of this library that ends the process.
     """
 
-    def __init__(self, connection: socket.socket, lines: Lines, welcome: Welcome, early: Sequence[Message] = ()):
+    def __init__(
+        self, connection: socket.socket, lines: MessageReader, welcome: Welcome, early: Sequence[Message] = ()
+    ):
         super().__init__(connection, lines, welcome)
         self._on_silence: list[Callable[[], None]] = []
         self._links: Links | None = None
@@ -486,7 +488,7 @@ class Member(Channel):
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
 
 
-def member_of(address: str, worker: int) -> Member | None:
+def find_member(address: str, worker: int) -> Member | None:
     """The connection that this process has to a coordinator as this worker; None if there is none."""
     return next((each for each in list(_members) if (each._address, each.worker) == (address, worker)), None)
 
@@ -530,4 +532,4 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-__all__ = ["BATCH", "Member", "member_of"]
+__all__ = ["BATCH", "Member", "find_member"]

@@ -33,7 +33,7 @@ from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 _WORDINGS = {
     "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "parted", "gave_up"),
     "WorkersMissingError": ("not_joined", "not_met", "no_value", "no_room"),
-    "WorkerVersionError": ("of_package", "of_devices", "of_replicas"),
+    "WorkerVersionError": ("other_package", "other_devices", "other_replicas"),
     "ProgramDisagreementError": ("differ",),
     "ClusterConfigError": ("other_size", "taken"),
 }
@@ -55,16 +55,16 @@ class Failure:
     arguments: tuple[object, ...]
 
     @classmethod
-    def of(cls, wording: Callable[..., ReplicaEngineError], *arguments: object) -> Failure:
+    def from_wording(cls, wording: Callable[..., ReplicaEngineError], *arguments: object) -> Failure:
         """The failure that a wording describes."""
         return cls(wording.__qualname__, arguments)
 
     @classmethod
-    def of_exit(cls, row: WorkerRow, status: int) -> Failure:
+    def from_exit(cls, row: WorkerRow, status: int) -> Failure:
         """The failure of a worker whose process has ended; the status is negative if it was a signal."""
         if status < 0:
-            return cls.of(WorkerLostError.killed, row, -status)
-        return cls.of(WorkerLostError.exited, row, status)
+            return cls.from_wording(WorkerLostError.killed, row, -status)
+        return cls.from_wording(WorkerLostError.exited, row, status)
 
     @classmethod
     def from_json(cls, value: Any) -> Failure:
@@ -161,7 +161,7 @@ def encode(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-class Lines:
+class MessageReader:
     """Takes what arrives apart into messages.
 
     Attributes:

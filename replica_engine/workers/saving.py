@@ -59,7 +59,7 @@ class Saving:
             yield turn.writes
 
     @contextlib.contextmanager
-    def taking_turns(self, what: str, path: Any, given: str | None = None, by_all: bool = True) -> Iterator[Turn]:
+    def taking_turns(self, what: str, path: Any, given: str | None = None, by_all: bool = True) -> Iterator[SaveTurn]:
         """Like `saving`, for what all workers may write together: it yields what this one does.
 
         Args:
@@ -69,7 +69,7 @@ class Saving:
             by_all: whether all may write together, rather than the chief and those with a path of their own.
         """
         if _inside.get():  # Keras backs a model up by saving its weights, and the path is chosen already
-            yield Turn(self, "", writes=True, together=False)
+            yield SaveTurn(self, "", writes=True, together=False)
             return
         ours, key = _place(path, given), f"{SAVING} {what}: path {next(_numbers)} "
         if self.is_chief or by_all:
@@ -84,7 +84,7 @@ class Saving:
         together = by_all and all(_is_same(chiefs, self._member.get(f"{key}{each}")) for each in range(1, self.size))
         token = _inside.set(True)
         try:
-            yield Turn(self, f"told {key}", writes, together)
+            yield SaveTurn(self, f"told {key}", writes, together)
         finally:
             _inside.reset(token)
         self._meet(f"the end of saving {what}", False)  # not after a failure: the others get an error that names it
@@ -108,7 +108,7 @@ class Saving:
         return self._member.exchange(what, value)
 
 
-class Turn:
+class SaveTurn:
     """What this worker does in one save.
 
     Args:

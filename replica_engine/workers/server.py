@@ -33,12 +33,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from replica_engine.errors import ClusterConfigError
-from replica_engine.errors.replica_table import count_of
+from replica_engine.errors.replica_table import plural
 from replica_engine.errors.worker_errors import tries_again
 from replica_engine.workers import child_process, messages
 from replica_engine.workers.cluster import is_loopback, join_address, plain_host, split_address
 from replica_engine.workers.job import Job, Limits
-from replica_engine.workers.messages import BadMessageError, Failure, Lines, Message
+from replica_engine.workers.messages import BadMessageError, Failure, Message, MessageReader
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -204,7 +204,7 @@ class Strangers(Generic[T]):
             return ""
         self._told, count, self._refused = now, self._refused, 0
         return (
-            f"{count_of(count, 'connection')} to the coordinator at {self._address} came from others than this job's "
+            f"{plural(count, 'connection')} to the coordinator at {self._address} came from others than this job's "
             f"workers and {'was' if count == 1 else 'were'} closed, the last from {self._last}. Workers still get in. "
             "Close the port to other programs, or use a network of its own for the job."
         )
@@ -234,7 +234,7 @@ class _Connection:
         self.host, _ = split_address(peer)
         self.came_to = plain_host(sock.getsockname()[0])
         self.nonce = messages.nonce()
-        self.lines = Lines(messages.LONGEST_STRANGER)
+        self.lines = MessageReader(messages.LONGEST_STRANGER)
         self.worker: int | None = None
         self.unwritten: deque[bytes] = deque()
         self.waiting = 0  # bytes

@@ -27,7 +27,7 @@ from replica_engine.upstream.eager import EagerTensor
 from replica_engine.upstream.graphs import graph_walk
 from replica_engine.values import structure
 from replica_engine.values.regroup import regroup
-from replica_engine.values.structure import Build, ById, as_tensor, components, flatten, of_components
+from replica_engine.values.structure import Build, ById, as_tensor, build_composite, components, flatten
 
 # Names of a body's arguments, for errors about tensors that come from them.
 _PLACE = re.compile(r"(args|kwargs)\[(?:(\d+)|'(\w+)')\](.*)", re.DOTALL)
@@ -55,7 +55,7 @@ def named(
         yield
 
 
-def of(placeholder: tf.Tensor) -> str:
+def describe_placeholder(placeholder: tf.Tensor) -> str:
     """A placeholder in words: "the argument `x` of `step`"."""
     for tensor, described in _named():
         if tensor is placeholder:
@@ -71,7 +71,7 @@ def behind(tensor: tf.Tensor, wanted: Callable[[tf.Tensor], bool]) -> list[str]:
     for each in _tensors_behind(tensor):
         if each.op.type == "Placeholder" and wanted(each):
             outside = graph_walk.captured(each)
-            found[of(each) if outside is None else _of_outside(outside)] = None
+            found[describe_placeholder(each) if outside is None else _describe_outside(outside)] = None
     return sorted(found)
 
 
@@ -109,9 +109,9 @@ def _outside(placeholder: tf.Tensor) -> tf.Tensor | None:
     return None if is_input else graph_walk.captured(placeholder)
 
 
-def _of_outside(tensor: tf.Tensor) -> str:
+def _describe_outside(tensor: tf.Tensor) -> str:
     if tensor.op.type == "Placeholder" and graph_walk.captured(tensor) is None:
-        return of(tensor)
+        return describe_placeholder(tensor)
     return f"the tensor `{tensor.name}` of `{tensor.graph.name}`"
 
 
@@ -212,7 +212,7 @@ class Arguments:
         self.rebuild: Build = lambda tensors: (build_args(tensors), build_kwargs(tensors))
 
     @classmethod
-    def of_inputs(cls, inputs: object, size: int | None = None, numbers: bool = False) -> Arguments:
+    def from_inputs(cls, inputs: object, size: int | None = None, numbers: bool = False) -> Arguments:
         """Takes one list of arguments for each replica; None for no arguments.
 
         Args:
@@ -347,7 +347,7 @@ class Arguments:
         common = specs[0].most_specific_common_supertype(specs[1:])  # for ragged tensors with different numbers of rows
         if common is None:
             raise ReplicaMismatchError.not_tensors(name, first)
-        return structure.of_components(common, builders), tuple(specs)
+        return structure.build_composite(common, builders), tuple(specs)
 
     def _add(self, name: str, values: list[tf.Tensor]) -> Build:
         self.slots.append(Slot(name, values))
@@ -437,7 +437,7 @@ class Outputs:
             return self._add(as_tensor(value, _RESULT))
         if isinstance(value, tf.__internal__.CompositeTensor):
             self.is_plain = False
-            return of_components(value, [self._add(as_tensor(part, _RESULT)) for part in components(value, _RESULT)])
+            return build_composite(value, [self._add(as_tensor(part, _RESULT)) for part in components(value, _RESULT)])
         if self._numbers and isinstance(value, (bool, int, float, complex, str, bytes)):
             with tf.init_scope():
                 value = as_tensor(value, _RESULT)

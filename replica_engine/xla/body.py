@@ -66,7 +66,7 @@ def _binomial(
     size = 1 if algorithm == tf.random.Algorithm.THREEFRY.value else 2  # of the counter; a key and padding follow
     counter, key = (tf.bitcast(part, tf.uint64) for part in (state[:size], state[size : size + 1]))
     integers = functools.partial(tf.raw_ops.StatelessRandomUniformFullIntV2, shape=[1], alg=algorithm)
-    if eager.container_of(resource) is not None:  # a generator of the scope, whose state replicas share
+    if eager.find_container(resource) is not None:  # a generator of the scope, whose state replicas share
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.uint64)
         key = integers(key=key, counter=tf.stack([replica, 0]), dtype=tf.uint64)
     seed = tf.concat([integers(key=key, counter=counter, dtype=tf.int64), [0]], 0)

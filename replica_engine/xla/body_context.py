@@ -81,12 +81,12 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             value: a tensor, `tf.IndexedSlices` or nested structure of them.
             options: ignored; XLA decides how to reduce.
         """
-        return _of_leaves(value, lambda leaf: reduce_leaf(reduce_op, leaf))
+        return _exchange_leaves(value, lambda leaf: reduce_leaf(reduce_op, leaf))
 
     @operators.artifact
     def all_gather(self, value: object, axis: int, options: object = None) -> Any:
         """Like `tf.distribute.ReplicaContext.all_gather`; shapes must be equal on all replicas."""
-        return _of_leaves(value, lambda leaf: gather_leaf(leaf, axis))
+        return _exchange_leaves(value, lambda leaf: gather_leaf(leaf, axis))
 
     @operators.artifact
     def reduce_scatter(self, value: object, axis: int = 0) -> Any:
@@ -96,7 +96,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             value: a tensor or nested structure of tensors, of equal shapes on all replicas.
             axis: the dimension to divide; its size must be a multiple of the number of replicas.
         """
-        return _of_leaves(value, lambda leaf: reduce_scatter(leaf, axis))
+        return _exchange_leaves(value, lambda leaf: reduce_scatter(leaf, axis))
 
     @operators.artifact
     def all_to_all(self, value: object, split_axis: int, concat_axis: int) -> Any:
@@ -107,7 +107,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             split_axis: the dimension to split; its size must be a multiple of the number of replicas.
             concat_axis: the dimension to concatenate along.
         """
-        return _of_leaves(value, lambda leaf: all_to_all(leaf, split_axis, concat_axis))
+        return _exchange_leaves(value, lambda leaf: all_to_all(leaf, split_axis, concat_axis))
 
     def experimental_logical_device(self, logical_device_id: int) -> contextlib.AbstractContextManager[None]:
         """As in the context of `tf.distribute.TPUStrategy`: names a device of the replica; XLA chooses them."""
@@ -146,7 +146,7 @@ def _check_in_run() -> None:
         raise NotInReplicaError.used_after_run()
 
 
-def _of_leaves(value: object, exchange: Callable[[Any], object]) -> Any:
+def _exchange_leaves(value: object, exchange: Callable[[Any], object]) -> Any:
     """A structure of values, each of which the replicas exchange."""
     _check_in_run()
     return replica_weights.reduced(value, functools.partial(tf.nest.map_structure, exchange))

@@ -77,7 +77,7 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         """
         if self.cluster.num_processes == 1:
             return device_group(self._asked, count, mesh)
-        return group_of_job(self.cluster, self._asked, count, versions.of_worker(), mesh)
+        return group_of_job(self.cluster, self._asked, count, versions.list_worker_versions(), mesh)
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
         """The cluster: empty, since no server of TensorFlow runs in it."""

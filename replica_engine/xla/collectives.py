@@ -38,7 +38,7 @@ from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
 from replica_engine.values.structure import as_axis, as_tensor
 from replica_engine.xla import arguments
-from replica_engine.xla.arguments import Arguments, of
+from replica_engine.xla.arguments import Arguments, describe_placeholder
 from replica_engine.xla.body import current, in_body, note_collective
 from replica_engine.xla.soft_placement import host_op_kinds
 
@@ -74,7 +74,7 @@ class SharedSums:
             origin = _origin(tensor, graph)
             index = next((index for index, each in enumerate(placeholders) if each is origin), None)
             if index is not None:
-                self.slots[index] = of(placeholders[index]), where
+                self.slots[index] = describe_placeholder(placeholders[index]), where
             elif origin is not None:
                 raise ReplicaValueError.sum_of_one(graph_walk.captured(origin), False, where)
         self._added = []
@@ -123,7 +123,7 @@ def _origin(tensor: tf.Tensor, body: tf.Graph) -> tf.Tensor | None:
 def _passed(argument: tf.Tensor, graph: tf.Graph) -> tf.Tensor | None:
     """What a nested function is called with for an argument; None if a loop changes it, or if no call is found."""
     for op in filter(graph_walk.runs_functions, graph_walk.everywhere(graph)):
-        inner = graph_walk.functions_of(op)
+        inner = graph_walk.list_inner_graphs(op)
         if len(inner) == 1 and inner[0] is argument.graph:
             return op.inputs[next(index for index, each in enumerate(inner[0].inputs) if each is argument)]
     return None
@@ -314,7 +314,7 @@ def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
     if all(len(row) == 1 for row in rows):  # XLA on CPU would copy the value
         return tf.identity(x)
     if x.dtype.is_complex:
-        return _of_parts(_reduced_numbers(_parts(x), rows, op))
+        return _join_complex(_reduced_numbers(_parts(x), rows, op))
     return _reduced_numbers(x, rows, op)
 
 
@@ -337,7 +337,7 @@ def _parts(x: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.math.real(x), tf.math.imag(x)])
 
 
-def _of_parts(parts: tf.Tensor) -> tf.Tensor:
+def _join_complex(parts: tf.Tensor) -> tf.Tensor:
     real, imag = tf.unstack(parts, num=2)
     return tf.complex(real, imag)
 
@@ -397,7 +397,7 @@ def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
         return _gather_of_unknown_size(x, axis, rows)
     x, shape = tf.identity(x), x.shape.as_list()
     shape[axis] *= len(rows[0])
-    result = _of_some("all_gather", x, shape, axis=axis, groups=rows)
+    result = _mark_unless_empty("all_gather", x, shape, axis=axis, groups=rows)
     return _differentiable(result, x, lambda dy: _scatter(dy, axis, rows))
 
 
@@ -416,11 +416,11 @@ def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     x, shape, body = tf.identity(x), x.shape.as_list(), in_body()
     shape[axis] //= len(rows[0])
     if x.dtype.is_complex:
-        result = _of_parts(_scatter(_parts(x), axis + 1, rows))
+        result = _join_complex(_scatter(_parts(x), axis + 1, rows))
     elif body is not None and body.own < body.size and 0 not in shape:
         result = _scatter_by_exchange(x, axis, shape, rows)
     else:
-        result = _of_some("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
+        result = _mark_unless_empty("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")
     return _differentiable(result, x, lambda dy: _gather(dy, axis, rows))
 
 
@@ -450,7 +450,7 @@ def _differentiable(result: tf.Tensor, x: tf.Tensor, gradient: Callable[[tf.Tens
     return function_graphs.differentiable([result], [x], gradient)[0]
 
 
-def _of_some(name: str, x: tf.Tensor, shape: list[int], **parameters: object) -> tf.Tensor:
+def _mark_unless_empty(name: str, x: tf.Tensor, shape: list[int], **parameters: object) -> tf.Tensor:
     """A marker; or an empty tensor if the result has no elements, since XLA refuses to gather nothing."""
     return tf.zeros(shape, x.dtype) if 0 in shape else _marker(name, x, shape, **parameters)
 
@@ -541,7 +541,7 @@ def _stacked(x: tf.Tensor, rows: Sequence[Sequence[int]]) -> tf.Tensor:
     places = tf.range(len(rows[0])) == _position(rows)
     mask = tf.reshape(places, [-1, *([1] * words.shape.rank)])
     mine = tf.where(mask, words[tf.newaxis], tf.zeros([], tf.int32))
-    return _of_words(xla_ops.all_reduce(mine, rows, "Add"), x.dtype)
+    return _join_words(xla_ops.all_reduce(mine, rows, "Add"), x.dtype)
 
 
 def _position(rows: Sequence[Sequence[int]]) -> tf.Tensor:
@@ -557,7 +557,7 @@ def _as_words(x: tf.Tensor) -> tf.Tensor:
     return tf.cast(x, tf.int32) if x.dtype.size < 4 else tf.bitcast(x, tf.int32)
 
 
-def _of_words(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _join_words(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if dtype in _NARROW:
         return tf.bitcast(tf.cast(words, tf.uint16), dtype)
     return tf.cast(words, dtype) if dtype.size < 4 else tf.bitcast(words, dtype)

@@ -70,7 +70,7 @@ def _resize_bilinear_grad(kind: str, inputs: Sequence[tf.Tensor], attribute: Att
     return [tf.cast(narrow, tf.float64)]
 
 
-def _of_result(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
+def _correct_root_gradient(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """The gradient of a root or of a reciprocal, of the result and the upstream gradient."""
     result, upstream = inputs
     name = "ReciprocalGrad" if kind == "InvGrad" else kind
@@ -78,7 +78,7 @@ def _of_result(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> 
     return [tf.where(upstream == 0, tf.zeros_like(gradient), gradient)]
 
 
-def _of_activation(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
+def _correct_activation_gradient(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """The gradient of an activation, of the upstream gradient and the result."""
     upstream, result = inputs
     return [_ACTIVATIONS[kind](upstream, result)]
@@ -139,7 +139,7 @@ def _fused_batch_norm(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribu
     return [y, *results, own_mean, own_variance, *unused]
 
 
-def _of_extreme(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
+def _correct_extreme_index(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribute) -> list[tf.Tensor]:
     """The index of the largest or smallest element along a dimension: the first one, 0 if all are NaN."""
     x, dimension = inputs
     find, none = (tf.raw_ops.ArgMax, -math.inf) if kind == "ArgMax" else (tf.raw_ops.ArgMin, math.inf)
@@ -180,8 +180,8 @@ def _without_nan(x: tf.Tensor, value: float) -> tf.Tensor:
 
 
 _RANKED: dict[str, Callable[..., list[tf.Tensor]]] = {
-    "ArgMax": _of_extreme,
-    "ArgMin": _of_extreme,
+    "ArgMax": _correct_extreme_index,
+    "ArgMin": _correct_extreme_index,
     "TopK": _top_k,
     "TopKV2": _top_k,
     "UpperBound": _place,
@@ -194,8 +194,8 @@ _CORRECTED: dict[str, Callable[..., list[tf.Tensor] | None]] = {
     "InTopK": _in_top_k,
     "InTopKV2": _in_top_k,
     "ResizeBilinearGrad": _resize_bilinear_grad,
-    **dict.fromkeys(("SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"), _of_result),
-    **dict.fromkeys(_ACTIVATIONS, _of_activation),
+    **dict.fromkeys(("SqrtGrad", "RsqrtGrad", "ReciprocalGrad", "InvGrad"), _correct_root_gradient),
+    **dict.fromkeys(_ACTIVATIONS, _correct_activation_gradient),
     **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _fused_batch_norm),
 }
 

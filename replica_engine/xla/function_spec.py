@@ -49,7 +49,7 @@ class FunctionSpec:
     step: FunctionSpec | None = None
 
     @classmethod
-    def of(cls, fn: Callable[..., Any]) -> FunctionSpec:
+    def from_callable(cls, fn: Callable[..., Any]) -> FunctionSpec:
         """The spec of any callable. A `tf.function` is unwrapped, and its options are kept.
 
         Raises:

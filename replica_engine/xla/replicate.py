@@ -69,7 +69,7 @@ def _value(value: object, caller: str) -> object:
         return tf.zeros(value.shape, value.dtype)
     # Nobody looks at the zeros. Pages that nobody looks at take no memory, so the spec may be larger than this machine.
     pages = mmap.mmap(-1, bytes_, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    return eager.of_memory(np.frombuffer(pages, dtype).reshape(value.shape))
+    return eager.tensor_from_memory(np.frombuffer(pages, dtype).reshape(value.shape))
 
 
 Inputs = Sequence[Sequence[Any]]
@@ -117,7 +117,7 @@ def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas
     check_not_forked()
     arguments, programs = _prepare(inputs, num_replicas)
     try:
-        return call(programs, FunctionSpec.of(fn), arguments, arguments.shapes)
+        return call(programs, FunctionSpec.from_callable(fn), arguments, arguments.shapes)
     except Exception as error:
         raise shortened(error)
 
@@ -145,7 +145,7 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
         4000
     """
     arguments, programs = _prepare(with_values(inputs, "lower"), num_replicas)
-    return programs.trace(FunctionSpec.of(fn), arguments, arguments.shapes).traced.lower()
+    return programs.trace(FunctionSpec.from_callable(fn), arguments, arguments.shapes).traced.lower()
 
 
 def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, ProgramTable]:
@@ -160,10 +160,10 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Progra
         if size is None:
             raise DeviceError.bad_count(given)
     if inputs is not None:
-        arguments = Arguments.of_inputs(inputs, size)
+        arguments = Arguments.from_inputs(inputs, size)
         return arguments, _programs(device_group(count=arguments.size))
     devices = device_group(count=size)
-    return Arguments.of_inputs(None, devices.size), _programs(devices)
+    return Arguments.from_inputs(None, devices.size), _programs(devices)
 
 
 def _programs(devices: DeviceGroup) -> ProgramTable:

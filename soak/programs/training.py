@@ -90,10 +90,10 @@ def train(strategy: Any, directory: str, to: int, full_disk: bool = False, kill:
     copies = [np.asarray(value) for value in strategy.experimental_local_results(weight)]
     check(all(copy.tobytes() == copies[0].tobytes() for copy in copies), "the replicas' weights differ")
     check(int(steps.numpy()) == to, f"{int(steps.numpy())} steps were made, on {SIZE} replicas")
-    return f"from {began}: {hash_of(copies[0])} {hash_of(momentum.numpy())}"
+    return f"from {began}: {make_hash(copies[0])} {make_hash(momentum.numpy())}"
 
 
-def hash_of(array: np.ndarray) -> str:
+def make_hash(array: np.ndarray) -> str:
     """A hash of the bytes of arrays."""
     return hashlib.sha256(array.tobytes()).hexdigest()[:16]
 

@@ -23,7 +23,7 @@ TEST_BATCH = 5
 
 
 @functools.cache
-def strategy_of(name: str, replicas: int) -> Any:
+def make_shared_strategy(name: str, replicas: int) -> Any:
     """One strategy for all specs of a kind."""
     if name == COMPILED:
         return replica_engine.TPUStrategy(num_cores=replicas)
@@ -80,7 +80,7 @@ class _Training:
         self._compiled = compiled
         self._is_plain = one_device  # what trains now is plain Keras
         self.numbers: Numbers = {}
-        self._strategy = None if one_device else strategy_of(spec.strategy, spec.replicas)
+        self._strategy = None if one_device else make_shared_strategy(spec.strategy, spec.replicas)
         with self._scope():
             self.model = model.built(spec)
         self._compile(self.model)

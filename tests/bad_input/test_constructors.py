@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.bad_inputs import PYTHON
-from helpers.bad_values import examples, garbage, of
+from helpers.bad_values import examples, garbage, values_from
 from helpers.outcomes import attempt
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 from hypothesis import given
@@ -18,7 +18,7 @@ NUMBERS = st.sampled_from([None, 0, -1, 1, 2, True, 1.5, 2.0, "2", 10**9, 2**80,
 
 
 @examples(40)
-@given(devices=garbage() | st.lists(NAMES, max_size=3) | st.lists(NAMES | of(PYTHON), max_size=2) | NAMES)
+@given(devices=garbage() | st.lists(NAMES, max_size=3) | st.lists(NAMES | values_from(PYTHON), max_size=2) | NAMES)
 def test_mirrored_strategies_of_devices(devices):
     strategy, error = attempt(MirroredStrategy, devices)
     if error is None:

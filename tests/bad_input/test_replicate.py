@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 from helpers.bad_inputs import ENDLESS, OTHER_NUMBERS
-from helpers.bad_values import examples, garbage, of, structures
+from helpers.bad_values import examples, garbage, structures, values_from
 from helpers.outcomes import assert_same, attempt, leaves, part
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,7 +117,7 @@ def test_what_is_no_function_is_refused(fn):
 
 
 @examples(20)
-@given(devices=of({"none": lambda: None}) | garbage())
+@given(devices=values_from({"none": lambda: None}) | garbage())
 def test_compiling_for_no_devices(devices):
     lowered = xla.lower(identity, [[1.0], [2.0]])
     attempt(lowered.compile, devices)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.bad_inputs import ARRAYS, COMPOSITES, ENDLESS, PYTHON, TENSORS
-from helpers.bad_values import examples, garbage, of
+from helpers.bad_values import examples, garbage, values_from
 from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,13 +100,13 @@ def test_arrays(models, x, y, method):
 
 
 @examples(5)
-@given(x=of(PYTHON, ARRAYS, TENSORS, COMPOSITES, ENDLESS), method=st.sampled_from(METHODS))
+@given(x=values_from(PYTHON, ARRAYS, TENSORS, COMPOSITES, ENDLESS), method=st.sampled_from(METHODS))
 def test_no_inputs(models, x, method):
     compare(models, method, x, Y)
 
 
 @examples(5)
-@given(y=of(PYTHON, ARRAYS, TENSORS, COMPOSITES, ENDLESS), method=st.sampled_from(METHODS[:2]))
+@given(y=values_from(PYTHON, ARRAYS, TENSORS, COMPOSITES, ENDLESS), method=st.sampled_from(METHODS[:2]))
 def test_no_targets(models, y, method):
     compare(models, method, X, y)
 

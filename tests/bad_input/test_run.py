@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.bad_inputs import DISTRIBUTED, ENDLESS, OTHER_NUMBERS, PYTHON, Refusal
-from helpers.bad_values import examples, garbage, of, structures
+from helpers.bad_values import examples, garbage, structures, values_from
 from helpers.outcomes import assert_same, attempt, leaves, part
 from hypothesis import given
 
@@ -87,7 +87,7 @@ def test_results(both, value):
 
 
 @examples(15)
-@given(fn=(of(PYTHON) | garbage()).filter(lambda fn: not callable(fn)))
+@given(fn=(values_from(PYTHON) | garbage()).filter(lambda fn: not callable(fn)))
 def test_no_function(both, fn):
     attempt(both.strategy.run, fn)
     both.check()

@@ -16,7 +16,7 @@ from helpers.bad_inputs import (
     Refusal,
     endless,
 )
-from helpers.bad_values import arrays, examples, garbage, of, structures
+from helpers.bad_values import arrays, examples, garbage, structures, values_from
 from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from replica_engine.errors import ReplicaEngineError
 
 GOOD = np.float32([1.0, 2.0])
-BATCHES = structures() | arrays() | of(TENSORS, COMPOSITES, DISTRIBUTED)
+BATCHES = structures() | arrays() | values_from(TENSORS, COMPOSITES, DISTRIBUTED)
 
 
 class Broken:
@@ -66,7 +66,7 @@ class Shrinking:
         raise StopIteration
 
 
-def steps_of(witness, batches, iterations=3, **options):
+def run_counted_steps(witness, batches, iterations=3, **options):
     """Runs steps that count themselves; sees to it that as many count as the result, or the error, says."""
 
     def step(context, *args):
@@ -84,7 +84,7 @@ def steps_of(witness, batches, iterations=3, **options):
 @examples(20)
 @given(batch=BATCHES)
 def test_batches_of_anything(compiled, batch):
-    context, error = steps_of(compiled, [batch] * 3)
+    context, error = run_counted_steps(compiled, [batch] * 3)
     if error is None:
         assert context.steps == 3
 
@@ -93,7 +93,7 @@ def test_batches_of_anything(compiled, batch):
 @given(first=arrays(), later=BATCHES, good=st.integers(0, 2))
 def test_batches_that_change(compiled, first, later, good):
     alike = isinstance(later, np.ndarray) and (later.dtype, later.shape) == (first.dtype, first.shape)
-    _, error = steps_of(compiled, [first] * good + [later] + [first] * 2, good + 2)
+    _, error = run_counted_steps(compiled, [first] * good + [later] + [first] * 2, good + 2)
     if good and not alike and not tf.is_tensor(later) and not isinstance(later, (np.ndarray, np.generic)):
         assert error is not None
         assert error.context.steps == good
@@ -102,14 +102,14 @@ def test_batches_that_change(compiled, first, later, good):
 @examples(15)
 @given(left=structures(), right=structures())
 def test_other_structures_later(compiled, left, right):
-    steps_of(compiled, [left, left, right])
+    run_counted_steps(compiled, [left, left, right])
 
 
 @examples(10)
 @given(length=st.integers(0, 3), iterations=st.integers(1, 4), error=st.sampled_from([Refusal("enough"), None]))
 def test_iterators_that_end(compiled, length, iterations, error):
     batches = [GOOD] * length if error is None else Broken([GOOD] * length, error)
-    _, raised = steps_of(compiled, batches, iterations)
+    _, raised = run_counted_steps(compiled, batches, iterations)
     if iterations <= length:
         assert raised is None
     else:
@@ -118,18 +118,18 @@ def test_iterators_that_end(compiled, length, iterations, error):
 
 
 @examples(15)
-@given(batches=garbage() | of(OTHER_NUMBERS))
+@given(batches=garbage() | values_from(OTHER_NUMBERS))
 def test_no_iterator(compiled, batches):
-    steps_of(compiled, batches)
+    run_counted_steps(compiled, batches)
 
 
 @examples(15)
-@given(value=garbage(), fn=(of(PYTHON) | garbage()).filter(lambda fn: not callable(fn)))
+@given(value=garbage(), fn=(values_from(PYTHON) | garbage()).filter(lambda fn: not callable(fn)))
 def test_no_numbers_and_no_functions(compiled, value, fn):
     if value is not None:
-        steps_of(compiled, [GOOD] * 3, value)
-    steps_of(compiled, [GOOD] * 3, prefetch=value)
-    steps_of(compiled, [GOOD] * 3, initial_loop_values=value)
+        run_counted_steps(compiled, [GOOD] * 3, value)
+    run_counted_steps(compiled, [GOOD] * 3, prefetch=value)
+    run_counted_steps(compiled, [GOOD] * 3, initial_loop_values=value)
     attempt(compiled.strategy.run_steps, fn, [GOOD] * 3, 3)
     compiled.check()
 
@@ -176,7 +176,7 @@ def test_an_output_that_is_a_value_of_several_replicas(compiled):
 
 
 @examples(10)
-@given(op=of(PYTHON, ARRAYS, TENSORS), name=of(PYTHON, ARRAYS))
+@given(op=values_from(PYTHON, ARRAYS, TENSORS), name=values_from(PYTHON, ARRAYS))
 def test_no_names_and_no_reductions(compiled, op, name):
     x = tf.constant(1.0)
     attempt(compiled.strategy.run_steps, lambda context, _: context.set_last_step_output("x", x, op), [GOOD], 1)
@@ -185,37 +185,37 @@ def test_no_names_and_no_reductions(compiled, op, name):
 
 
 def test_an_iterator_without_an_iterator(compiled):
-    _, error = steps_of(compiled, NotIterable())
+    _, error = run_counted_steps(compiled, NotIterable())
     assert isinstance(error, Refusal)
 
 
 def test_an_iterator_that_goes_on_after_its_end(compiled):
-    _, error = steps_of(compiled, Shrinking())
+    _, error = run_counted_steps(compiled, Shrinking())
     assert error.context.steps == 1
 
 
 @pytest.mark.parametrize("later", [tf.constant("text"), tf.constant(["text"]), np.array(["text"])], ids=repr)
 def test_strings_after_numbers(compiled, later):
-    _, error = steps_of(compiled, [GOOD, later])
+    _, error = run_counted_steps(compiled, [GOOD, later])
     assert isinstance(error, ReplicaEngineError)
     assert "Batch 1" in str(error)
     assert error.context.steps == 1
 
 
 def test_an_endless_iterator_and_more_batches_ahead_than_steps(compiled):
-    context, _ = steps_of(compiled, itertools.repeat(GOOD), 3, prefetch=1000)
+    context, _ = run_counted_steps(compiled, itertools.repeat(GOOD), 3, prefetch=1000)
     assert context.steps == 3
 
 
 def test_more_steps_than_there_are_numbers(compiled):
-    _, error = steps_of(compiled, [GOOD] * 3, 2**70)
+    _, error = run_counted_steps(compiled, [GOOD] * 3, 2**70)
     assert isinstance(error, tf.errors.OutOfRangeError)
 
 
 @pytest.mark.parametrize("make", ENDLESS.values(), ids=ENDLESS)
 @pytest.mark.parametrize("good", [0, 1])
 def test_batches_without_an_end_are_refused(compiled, make, good):
-    _, error = steps_of(compiled, [GOOD] * good + [make()])
+    _, error = run_counted_steps(compiled, [GOOD] * good + [make()])
     assert isinstance(error, ReplicaEngineError)
     assert "contains itself" in str(error) or "the structure differs" in str(error)
 

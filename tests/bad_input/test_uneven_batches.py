@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.bad_inputs import ENDLESS, OTHER_NUMBERS
-from helpers.bad_values import arrays, examples, garbage, of, structures
+from helpers.bad_values import arrays, examples, garbage, structures, values_from
 from helpers.outcomes import attempt
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ def test_batches_of_anything(both, batch):
 
 
 @examples(30)
-@given(outputs=structures() | of(OTHER_NUMBERS))
+@given(outputs=structures() | values_from(OTHER_NUMBERS))
 def test_outputs_of_anything(both, outputs):
     attempt(replica_engine.join_outputs, both.strategy, outputs)
     attempt(replica_engine.join_outputs, both.strategy, outputs, 1)

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
-from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, strategy_of
+from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, make_shared_strategy
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 DTYPES = (*FLOATS, "int32", "int64", "complex64")
@@ -144,7 +144,7 @@ def drawn(draw: random.Random, index: int) -> Exchange:
 
 def run(exchange: Exchange, start: Start) -> Numbers:
     """The results of each step on each replica, and what came of them."""
-    strategy = strategy_of(exchange.strategy, exchange.replicas)
+    strategy = make_shared_strategy(exchange.strategy, exchange.replicas)
     with strategy.scope():
         variables = {
             name: tf.Variable(

@@ -10,7 +10,7 @@ import tensorflow as tf
 from helpers import random_programs
 from helpers.random_programs import OnReplica
 
-from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, strategy_of
+from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, make_shared_strategy
 
 
 class Nested(NamedTuple):
@@ -37,7 +37,7 @@ def drawn(draw: random.Random, index: int) -> Nested:
 
 def run(nested: Nested, start: Start) -> Numbers:
     """The values of each replica after each of three runs, and the variables."""
-    strategy = strategy_of(nested.strategy, nested.replicas)
+    strategy = make_shared_strategy(nested.strategy, nested.replicas)
     with strategy.scope():
         variable = tf.Variable(start.normal(3) / 2)
         total = tf.Variable(np.float64(0.0), trainable=False, aggregation=tf.VariableAggregation.SUM)

@@ -15,7 +15,7 @@ import replica_engine
 from replica_engine import xla
 from replica_engine.keras import BackupAndRestore, replicate_model
 from tests.baseline.record import IN_FULL
-from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, strategy_of
+from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, make_shared_strategy
 
 Mistake = Callable[[Any, Any], Any]
 """Called with the strategy and a value of each replica, of two rows and three columns."""
@@ -184,7 +184,7 @@ def drawn(draw: random.Random, index: int) -> Mistaken:
 
 def run(mistaken: Mistaken, start: Start) -> Numbers:
     """What each mistake raises, and the values of the step after it."""
-    strategy = strategy_of(mistaken.strategy, mistaken.replicas)
+    strategy = make_shared_strategy(mistaken.strategy, mistaken.replicas)
     with strategy.scope():
         weight = tf.Variable(start.normal(3))
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine import xla
-from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, strategy_of
+from tests.baseline.start import COMPILED, THREADS, Numbers, Start, local, make_shared_strategy
 
 SPEC = tf.TensorSpec([2, 3], tf.float64)
 
@@ -121,7 +121,7 @@ def drawn(draw: random.Random, index: int) -> Calling:
 
 def run(calling: Calling, start: Start) -> Numbers:
     """The results of each step, a weight that the replicas' mean moves, and what the host noted."""
-    strategy = strategy_of(calling.strategy, calling.replicas)
+    strategy = make_shared_strategy(calling.strategy, calling.replicas)
     noted: list[float] = []
     _table()  # before a step is traced
     with strategy.scope():

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine.keras import CrossReplicaOptimizer
-from tests.baseline.start import COMPILED, THREADS, Numbers, Start, in_floats, local, strategy_of
+from tests.baseline.start import COMPILED, THREADS, Numbers, Start, in_floats, local, make_shared_strategy
 
 FORMS = ("eager", "run in function", "function in run")
 MODELS = ("weights", "layers", "table", "convolution", "masked", "normalized")
@@ -82,7 +82,7 @@ def drawn(draw: random.Random, index: int) -> Loop:
 def run(loop: Loop, start: Start) -> Numbers:
     """Trains three steps, and says the losses, the outputs of the last step, all variables and the metrics."""
     with in_floats(loop.dtype):
-        return _run(loop, start, strategy_of(loop.strategy, loop.replicas))
+        return _run(loop, start, make_shared_strategy(loop.strategy, loop.replicas))
 
 
 def _run(loop: Loop, start: Start, strategy: Any) -> Numbers:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine.keras import replicate_model
-from tests.baseline.start import COMPILED, THREADS, Numbers, Start, in_floats, strategy_of
+from tests.baseline.start import COMPILED, THREADS, Numbers, Start, in_floats, make_shared_strategy
 
 SIZES = (
     (THREADS, 1),
@@ -78,7 +78,7 @@ class _Half:
         if kind == "parts":
             strategy = replica_engine.TPUStrategy(num_cores=count, distribution="fsdp")
         elif kind != "replicated":
-            strategy = strategy_of(kind, count)
+            strategy = make_shared_strategy(kind, count)
         with strategy.scope() if strategy else contextlib.nullcontext():
             self.model = keras.Sequential(
                 [keras.Input((5,)), keras.layers.Dense(33, "tanh", name="up"), keras.layers.Dense(2, name="last")],

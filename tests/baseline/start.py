@@ -13,10 +13,10 @@ from soak.trainings import run
 from soak.trainings.callbacks import Numbers
 from soak.trainings.spec import COMPILED, THREADS
 
-__all__ = ["COMPILED", "THREADS", "Numbers", "Start", "in_floats", "local", "strategy_of"]
+__all__ = ["COMPILED", "THREADS", "Numbers", "Start", "in_floats", "local", "make_shared_strategy"]
 
-strategy_of = run.strategy_of
-"""`strategy_of(name, replicas)`: one strategy of a kind, since each has threads or devices of its own."""
+make_shared_strategy = run.make_shared_strategy
+"""`make_shared_strategy(name, replicas)`: one strategy of a kind, since each has threads or devices of its own."""
 
 
 class Start:

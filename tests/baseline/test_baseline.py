@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from soak.trainings.run import strategy_of
+from soak.trainings.run import make_shared_strategy
 from tests.baseline import kept
 from tests.baseline.programs import FAMILIES, programs
 
@@ -17,7 +17,7 @@ COUNT = sum(FAMILIES.values())
 def own_strategies():
     """The strategies that programs share end with the test."""
     yield
-    strategy_of.cache_clear()
+    make_shared_strategy.cache_clear()
     gc.collect()
 
 

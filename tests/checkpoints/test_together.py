@@ -47,8 +47,8 @@ def save_together(paths, asynchronous=False, own=False):
 
     def worker(number):
         taken = checkpoint_files.Snapshot(together=True, asynchronous=asynchronous)
-        rows = [checkpoint_files.Row("w", f"8 {4 * number},4", tf.constant(np.arange(8.0)[4 * number :][:4]))]
-        taken.bundles = [[*rows, *([checkpoint_files.Row("step", "", tf.constant(number))])]]
+        rows = [checkpoint_files.SavedValue("w", f"8 {4 * number},4", tf.constant(np.arange(8.0)[4 * number :][:4]))]
+        taken.bundles = [[*rows, *([checkpoint_files.SavedValue("step", "", tf.constant(number))])]]
         turn = Turn(job, number)
         turn.writes |= own
         try:
@@ -68,7 +68,7 @@ def save_together(paths, asynchronous=False, own=False):
 @pytest.fixture
 def path(tmp_path):
     """A prefix at which a complete checkpoint is already."""
-    checkpoint_files.write([checkpoint_files.Row("w", "", tf.zeros([8], tf.float64))], str(tmp_path / "ckpt"))
+    checkpoint_files.write([checkpoint_files.SavedValue("w", "", tf.zeros([8], tf.float64))], str(tmp_path / "ckpt"))
     return str(tmp_path / "ckpt")
 
 

@@ -11,7 +11,7 @@ import pytest
 import sonnet as snt
 import tensorflow as tf
 from helpers.comparing import assert_close
-from helpers.sonnet_modules import MODULES, batch_of, on_one_device, on_replicas
+from helpers.sonnet_modules import MODULES, make_batch, on_one_device, on_replicas
 from helpers.sonnet_replicators import REPLICAS, REPLICATORS
 
 # Statistics that a call updates, a gather, a loop, and one of several layers.
@@ -30,13 +30,13 @@ def replicator(request):
 def test_a_module_computes_what_one_device_does(replicator, name):
     expected, weights = of_one_device(name)
     descriptor = MODULES[name]
-    assert_close(on_replicas(replicator, descriptor, batch_of(descriptor), weights), expected)
+    assert_close(on_replicas(replicator, descriptor, make_batch(descriptor), weights), expected)
 
 
 @functools.cache
 def of_one_device(name):
     descriptor = MODULES[name]
-    return on_one_device(descriptor, batch_of(descriptor))
+    return on_one_device(descriptor, make_batch(descriptor))
 
 
 def test_random_weights_that_replicas_create_are_the_same_on_all(replicator):

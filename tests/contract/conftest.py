@@ -3,13 +3,13 @@
 import pytest
 import tensorflow as tf
 
-from replica_engine.backend import backend_of
+from replica_engine.backend import find_backend
 
 
 @pytest.fixture
 def backend(strategy):
     """What runs the replicas of the strategy: code above the strategies knows this contract and no class behind it."""
-    return backend_of(strategy)
+    return find_backend(strategy)
 
 
 @pytest.fixture

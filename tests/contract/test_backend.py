@@ -5,7 +5,7 @@ import tensorflow as tf
 from helpers.devices import DEVICES
 
 from replica_engine import MirroredStrategy
-from replica_engine.backend import Backend, backend_of, compiles
+from replica_engine.backend import Backend, compiles, find_backend
 
 
 @pytest.mark.replicas(2)
@@ -111,9 +111,9 @@ def test_a_variable_that_follows_the_devices_says_how(strategy, backend):
     with strategy.scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
     plain = variable._values[0]
-    side = backend.host_side_of(plain)
+    side = backend.find_host_side(plain)
     assert (side is not None) == backend.compiles
-    assert backend.host_side_of(tf.Variable(1.0)) is None
+    assert backend.find_host_side(tf.Variable(1.0)) is None
     if side is not None:
         strategy.run(lambda: variable.assign_add(tf.constant(1.0)))
         side.release()
@@ -132,5 +132,5 @@ def test_of_many_devices_the_first_ones_and_the_last_are_printed():
 
 def test_a_strategy_of_tensorflow_has_no_backend_of_this_library():
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-    assert backend_of(strategy) is None
+    assert find_backend(strategy) is None
     assert not compiles(strategy)

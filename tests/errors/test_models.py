@@ -194,7 +194,7 @@ def test_a_metric_that_is_a_maximum():
     model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
 
 
-@shows(BackupError, "of_another_model")
+@shows(BackupError, "another_model")
 def test_a_backup_of_another_model(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for units in (2, 3):
@@ -227,7 +227,7 @@ def train_with_backup(folder, batch_size=4, is_lost=False, is_frozen=False):
         model.fit(x, y, batch_size=batch_size, verbose=0, shuffle=False, callbacks=callbacks)
 
 
-@shows(BackupError.of_fewer_batches)
+@shows(BackupError.fewer_batches)
 def test_a_backup_behind_the_end_of_the_epoch(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     train_with_backup("backup", batch_size=4, is_lost=True)
@@ -241,7 +241,7 @@ def test_a_backup_of_larger_batches(monkeypatch, tmp_path):
     train_with_backup("backup", batch_size=2)
 
 
-@shows(BackupError, "of_other_trained")
+@shows(BackupError, "other_trained")
 def test_a_backup_of_a_frozen_layer(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     train_with_backup("backup", is_frozen=True, is_lost=True)

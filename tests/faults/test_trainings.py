@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 from soak.trainings import draw, judge, shrink, suite
-from soak.trainings.run import strategy_of, trained
+from soak.trainings.run import make_shared_strategy, trained
 from soak.trainings.spec import COMPILED, REPLICATE, SCOPE, THREADS, Head, Part, Spec
 
 ERROR = Part("MeanAbsoluteError")
@@ -148,7 +148,7 @@ def test_numbers_that_differ_in_some_runs_are_found_and_made_small(capsys):
 def own_strategies():
     """The strategies that the soak keeps for all trainings end with the test."""
     yield
-    strategy_of.cache_clear()
+    make_shared_strategy.cache_clear()
     gc.collect()
 
 

@@ -39,7 +39,7 @@ def examples(number):
     )
 
 
-def of(*tables):
+def values_from(*tables):
     """A value of one of these tables."""
     makers = [make for table in tables for make in table.values()]
     return st.sampled_from(makers).map(lambda make: make())
@@ -54,7 +54,12 @@ def arrays():
 
 def leaves():
     """Any value that is not a container."""
-    return arrays() | of(PYTHON, ARRAYS) | of(TENSORS, COMPOSITES, VARIABLES, OBJECTS) | of(DISTRIBUTED, OTHER_NUMBERS)
+    return (
+        arrays()
+        | values_from(PYTHON, ARRAYS)
+        | values_from(TENSORS, COMPOSITES, VARIABLES, OBJECTS)
+        | values_from(DISTRIBUTED, OTHER_NUMBERS)
+    )
 
 
 def containers(inner):
@@ -81,4 +86,4 @@ def structures():
 
 def garbage():
     """Anything but a number, a function or an iterator of batches: for parameters that take one of these."""
-    return of(PYTHON, ARRAYS, TENSORS, COMPOSITES, OBJECTS, DISTRIBUTED, ENDLESS)
+    return values_from(PYTHON, ARRAYS, TENSORS, COMPOSITES, OBJECTS, DISTRIBUTED, ENDLESS)

@@ -84,7 +84,7 @@ def shows(shown: Any, variant: str = "") -> Callable[[Callable[..., None]], Call
             words a warning or a note, or the name of a warning.
         variant: tells golden files of the same class or text apart.
     """
-    name = name_of(shown)
+    name = golden_name(shown)
 
     def decorate(program: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(program)
@@ -150,7 +150,7 @@ def _check_in_functions(program: Callable[..., None], text: str, ended: str, **f
     assert [line for line in logged if line not in shown[0]] == [], f"In a tf.function the program logs more:\n{again}"
 
 
-def name_of(shown: Any) -> str:
+def golden_name(shown: Any) -> str:
     """The name of a golden file: "SomeError", "SomeError.wording" or "some_warning"."""
     owner = getattr(shown, "__self__", None)
     return f"{owner.__name__}.{shown.__name__}" if isinstance(owner, type) else getattr(shown, "__name__", shown)

@@ -92,7 +92,7 @@ class Noting:
         return each[0] if all(one == each[0] for one in each) else each
 
 
-def total_of(replicas):
+def make_total(replicas):
     """A variable, and a step that adds its input to it."""
     total = replicas.variable(0.0, SUM)
 

@@ -43,7 +43,7 @@ MODULES = {
 RANDOM, WHOLE_BATCH = "Dropout", "CrossReplicaBatchNorm"
 
 
-def batch_of(module):
+def make_batch(module):
     """Inputs for all replicas: as many rows as the module's own test takes, for each of them."""
     shape = (REPLICAS * module.shape[0], *module.shape[1:])
     rng = np.random.default_rng(5)

@@ -59,7 +59,7 @@ PROGRAM = """
         def set_state(self, state):
             self.drawn = state["drawn"]
 
-    def strategy_of(kind):
+    def make_strategy(kind):
         compiled = kind.startswith("tpu")
         return replica_engine.TPUStrategy(num_cores=2) if compiled else replica_engine.MirroredStrategy(devices)
 
@@ -84,7 +84,7 @@ PROGRAM = """
         os.makedirs(files := f"{folder}/{kind}", exist_ok=True)
         keras.utils.set_random_seed(1)
         data = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
-        in_scope = strategy_of(kind).scope() if "scope" in kind else contextlib.nullcontext()
+        in_scope = make_strategy(kind).scope() if "scope" in kind else contextlib.nullcontext()
         with in_scope:
             parts = [layers.Dense(6, "relu"), layers.BatchNormalization(momentum=0.5), layers.Dropout(0.5)]
             model = keras.Sequential([keras.Input((4,)), *parts, layers.Dense(2)])
@@ -95,7 +95,7 @@ PROGRAM = """
             )
             model.compile(optimizer, "mse", metrics=["mae"])
         model.noise = tf.random.Generator.from_seed(3)
-        trained = model if "scope" in kind or "alone" in kind else replicate_model(model, strategy=strategy_of(kind))
+        trained = model if "scope" in kind or "alone" in kind else replicate_model(model, strategy=make_strategy(kind))
         given = [
             Killed(),  # comes first: what happens at the batch where it strikes is lost
             BackupAndRestore(f"{files}/backup", save_freq=2, keep=2),

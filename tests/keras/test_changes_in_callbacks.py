@@ -35,7 +35,7 @@ def regression(optimizer=None, **options):
     return model
 
 
-def state_of(model):
+def read_state(model):
     return [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
 
 
@@ -99,7 +99,7 @@ def restore(model):
     donor = regression()
     donor.fit(BATCHES, **QUIET)
     build(model)
-    for variable, value in zip([*model.variables, *model.optimizer.variables], state_of(donor), strict=True):
+    for variable, value in zip([*model.variables, *model.optimizer.variables], read_state(donor), strict=True):
         variable.assign(value)
 
 
@@ -143,8 +143,8 @@ class At(keras.callbacks.Callback):
 
 def everything(model, original, callback):
     """Of a fit with the callback, and of one of the original after it, which has its own variables again."""
-    history, state = model.fit(BATCHES, epochs=2, callbacks=[callback], **DATA).history, state_of(model)
-    return [history, original.fit(BATCHES, **QUIET).history], [state, state_of(original)]
+    history, state = model.fit(BATCHES, epochs=2, callbacks=[callback], **DATA).history, read_state(model)
+    return [history, original.fit(BATCHES, **QUIET).history], [state, read_state(original)]
 
 
 def check(alike, strategy, do, hook, by_original):
@@ -247,7 +247,7 @@ def test_in_a_scope_it_trains_as_outside(two_replicas, alike):
         assert tf.distribute.get_strategy() is two_replicas
         inside = tf.Variable(1.0)
     alike(found, alone.fit(BATCHES, epochs=2, **DATA).history)
-    alike(state_of(model), state_of(alone))
+    alike(read_state(model), read_state(alone))
     assert not hasattr(created[0], "values")
     assert len(inside.values) == 2
 

@@ -413,7 +413,7 @@ def test_every_metric_of_keras_is_known_as_a_sum(name):
     assert metric_updates.has_own_update(metric)
     assert not metric_updates.has_own_update(kind(**arguments))
     update = functools.partial(metric.update_state, *map(tf.constant, values))
-    kinds = {each.kind for each in metric_updates.updates_of(metric, update, str)}
+    kinds = {each.kind for each in metric_updates.list_updates(metric, update, str)}
     assert kinds == {metric_updates.SUM}
 
 

@@ -25,10 +25,10 @@ SETUP = """
     x = random.normal(size=(24, 4)).astype("float32")
     y = random.normal(size=(24, 2)).astype("float32")
 
-    def strategy_of(kind):
+    def make_strategy(kind):
         return replica_engine.TPUStrategy(num_cores=2) if kind == "tpu" else replica_engine.MirroredStrategy(devices)
 
-    def state_of(model):
+    def read_state(model):
         return [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
 
     def batches_of(count):
@@ -135,7 +135,7 @@ CALLBACKS = (
 
     kinds = dict.fromkeys(name.split("/")[0] for name in names)
     cases_of = dict.fromkeys(name.split("/")[1] for name in names)
-    strategies = {kind: strategy_of(kind) for kind in kinds}
+    strategies = {kind: make_strategy(kind) for kind in kinds}
     batches, validation = batches_of(16), batches_of(8)
     found = {}
     for name in [*(f"alone/{case}" for case in cases_of), *names]:
@@ -151,7 +151,7 @@ CALLBACKS = (
         epochs = 2 if process == "first" else 3
         history = model.fit(batches, epochs=epochs, validation_data=validation, verbose=0, callbacks=given).history
         found.update({f"{name}/{key}": value for key, value in history.items()})
-        found.update({f"{name}/state {index}": value for index, value in enumerate(state_of(original))})
+        found.update({f"{name}/state {index}": value for index, value in enumerate(read_state(original))})
     np.savez(f"{folder}/found.npz", **found)
 """
 )

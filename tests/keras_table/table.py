@@ -53,7 +53,7 @@ class Line(NamedTuple):
 def beside_one_device(device: Numbers, found: Numbers) -> Cell:
     """What replicas compute, beside one device; dtypes and warnings may differ."""
     if RAISED in found or RAISED in device:
-        return Cell(f"is not made: {_class_of(found.get(RAISED, device.get(RAISED)))}", False)
+        return Cell(f"is not made: {_error_class(found.get(RAISED, device.get(RAISED)))}", False)
     raised = {name: text for name, text in _raised(found).items() if text != _raised(device).get(name)}
     apart: dict[str, float] = {}
     arrays = [f"{name} raised {text}" for name, text in raised.items()]
@@ -65,7 +65,7 @@ def beside_one_device(device: Numbers, found: Numbers) -> Cell:
         apart[kind] = max(apart.get(kind, 0.0), distance)
         if distance > ONE_DEVICE_TOLERANCE:
             arrays.append(f"{name}: {values}")
-    parts = [f"{name} raises {_class_of(text)}" for name, text in raised.items()]
+    parts = [f"{name} raises {_error_class(text)}" for name, text in raised.items()]
     # What a method that raised was to make is not there: no size of a difference says anything then.
     shown = [kind for kind in apart if kind in ("losses", "metrics") or "fit" not in raised]
     parts += [f"{kind} {_size(apart[kind])}" for kind in shown if apart[kind] > ONE_DEVICE_TOLERANCE]
@@ -86,7 +86,7 @@ def beside_before(before: Numbers, now: Numbers, repeats: bool) -> Cell:
         kind, _, rest = name.partition("/")
         arrays.append(f"{name}: {shown}")
         if kind == "raised":
-            parts[name] = f"{rest} raises {' -> '.join(_class_of(of.get(name)) for of in (before, now))}"
+            parts[name] = f"{rest} raises {' -> '.join(_error_class(of.get(name)) for of in (before, now))}"
         elif kind in ("warnings", RAISED):
             parts[name] = f"{kind}: {' -> '.join(str(of.get(name, '')) or NOTHING for of in (before, now))}"
         elif name in before and name in now:
@@ -132,11 +132,11 @@ def _differences(one: Numbers, other: Numbers) -> Iterator[tuple[str, float, str
     for name in one | other:
         if name not in one or name not in other:
             yield name, np.inf, f"{'is gone' if name in one else 'is new'}: {(one | other)[name]!r:.200}"
-        elif (found := difference(_of_one_nan(one[name]), _of_one_nan(other[name]))) is not None:
+        elif (found := difference(_with_one_nan(one[name]), _with_one_nan(other[name]))) is not None:
             yield name, *found
 
 
-def _of_one_nan(array: np.ndarray) -> np.ndarray:
+def _with_one_nan(array: np.ndarray) -> np.ndarray:
     """The array with NaNs of the same bits: a file does not keep their signs."""
     return np.where(np.isnan(array), np.array(np.nan, array.dtype), array) if array.dtype.kind == "f" else array
 
@@ -151,7 +151,7 @@ def _raised(numbers: Numbers) -> dict[str, str]:
     return {name.partition("/")[2]: str(text) for name, text in numbers.items() if name.startswith("raised/")}
 
 
-def _class_of(text: object) -> str:
+def _error_class(text: object) -> str:
     return NOTHING if text is None else str(text).partition(":")[0]
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from threads.test_regroup import Attributes, Batch, Frozen, InNest, Pair
 
 from replica_engine.errors import ReplicaValueError
-from replica_engine.values.replica_weights import seed_of, states
+from replica_engine.values.replica_weights import make_replica_seed, states
 from replica_engine.values.structure import OtherStructure, flatten
 
 
@@ -47,7 +47,7 @@ def test_a_structure_comes_apart_and_goes_together(value, paths):
     assert spec.paths == paths
     assert len(leaves) == len(paths)
     assert spec.rebuild(leaves) == value
-    assert spec.leaves_of(value) == leaves
+    assert spec.match_leaves(value) == leaves
     again = spec.rebuild([f"leaf {index}" for index in range(len(leaves))])
     assert flatten(again)[0] == [f"leaf {index}" for index in range(len(leaves))]
     if isinstance(value, dict):
@@ -69,7 +69,7 @@ def test_keys_that_are_equal_but_not_the_same_keep_their_types():
 
 def test_leaves_of_another_mapping_come_in_the_order_of_the_first():
     _, spec = flatten({"b": 0, "a": [0, 0]})
-    assert spec.leaves_of({"a": [1, 2], "b": 3}) == [3, 1, 2]
+    assert spec.match_leaves({"a": [1, 2], "b": 3}) == [3, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_leaves_of_another_mapping_come_in_the_order_of_the_first():
 def test_the_first_difference_is_named(value, path, wanted, given):
     _, spec = flatten({"a": [1, 2], "b": 3}, "v")
     with pytest.raises(OtherStructure) as raised:
-        spec.leaves_of(value)
+        spec.match_leaves(value)
     assert (raised.value.path, raised.value.wanted, raised.value.given) == (path, wanted, given)
 
 
@@ -113,7 +113,7 @@ def test_replica_0_has_the_seed_of_the_user_and_the_others_have_seeds_of_their_o
         assert {each.dtype for each in of_replicas} == {np.dtype(dtype)}
         assert {int(each[1]) for each in of_replicas} == {5}
         assert len({int(each[0]) for each in of_replicas}) == 64
-    assert [seed_of(replica, 7) for replica in range(3)] == [7, 0x9E3779C0, 0x3C6EF379]
+    assert [make_replica_seed(replica, 7) for replica in range(3)] == [7, 0x9E3779C0, 0x3C6EF379]
 
 
 def test_levels_that_are_made_once_are_not_confused():

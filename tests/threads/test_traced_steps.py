@@ -548,13 +548,15 @@ def test_no_wait_stays_behind_when_ctrl_c_comes_as_a_step_is_left():
     step(one)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        codes = [watchdog.Wait.__exit__.__code__, supervised_call._Call.__call__.__code__]
+        codes = [watchdog.Wait.__exit__.__code__, supervised_call._SupervisedCall.__call__.__code__]
         for code in codes:
             number = 1
             while ctrl_c_at_line(number, code, lambda: step(one)):
                 waits = [wait._describe for wait in list(watchdog._watchdog._watches.values())]
                 owners = [getattr(each, "__self__", None) for each in waits]
-                assert not any(isinstance(each, supervised_call._Call) for each in owners), f"{code.co_name}, {number}"
+                assert not any(isinstance(each, supervised_call._SupervisedCall) for each in owners), (
+                    f"{code.co_name}, {number}"
+                )
                 number += 1
             assert number > 3
     finally:

@@ -23,7 +23,7 @@ from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import threads
 from replica_engine.watch import watchdog
 from replica_engine.xla.stages.launch import Launch
-from replica_engine.xla.state.device_value import home_of
+from replica_engine.xla.state.device_value import find_device_value
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_the_exit_waits_a_while_for_a_launch_that_was_given_up(monkeypatch):
     monkeypatch.setattr(DeviceGroup, "ends_within", lambda devices, seconds: waited.append(seconds) or seconds > 0)
     monkeypatch.setattr(device_group, "_left", {})
     devices = replica_engine.TPUStrategy(num_cores=1).extended.device_group
-    thread = threads.Apart(left.wait, "a launch", lambda: None)
+    thread = threads.LeftCall(left.wait, "a launch", lambda: None)
     thread.start()
     try:
         devices.leave_to(thread)
@@ -359,7 +359,7 @@ def test_ctrl_c_comes_before_a_new_value_and_the_name_of_its_writer_or_after_bot
     strategy = replica_engine.TPUStrategy(num_cores=2)
     with strategy.scope():
         total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
-    home = home_of(total.handle)
+    home = find_device_value(total.handle)
 
     def one():
         total.assign(1.0)

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.loop_steps import SUM, at_once, hosted, numbers, total_of
+from helpers.loop_steps import SUM, at_once, hosted, make_total, numbers
 
 from replica_engine import xla
 
@@ -33,7 +33,7 @@ def test_steps_run_in_one_launch_and_are_compiled_once(two, launched):
 
 def test_steps_per_run_is_how_many_steps_if_it_is_not_said(replicas):
     some = replicas(2, steps_per_run=3)
-    total, step = total_of(some)
+    total, step = make_total(some)
     batches = iter(numbers(10))
     extended = some.strategy.extended
     assert some.strategy.run_steps(step, batches).steps == 3
@@ -75,7 +75,7 @@ def test_loops_of_two_strategies_on_two_threads_do_not_mix(replicas):
     strategies = [replicas(2), replicas(3)]
     loops = []
     for some in strategies:
-        total, step = total_of(some)
+        total, step = make_total(some)
 
         def loop(some=some, step=step):
             batches = iter(numbers(50))
@@ -88,7 +88,7 @@ def test_loops_of_two_strategies_on_two_threads_do_not_mix(replicas):
 
 
 def test_loops_of_one_strategy_on_three_threads_lose_no_step(two):
-    total, step = total_of(two)
+    total, step = make_total(two)
     before = xla.counts()
 
     def loop():
@@ -108,7 +108,7 @@ def test_loops_of_one_strategy_on_three_threads_lose_no_step(two):
 def test_a_strategy_whose_loops_have_run_is_freed(replicas):
     def once():
         some = replicas(2)
-        total, step = total_of(some)
+        total, step = make_total(some)
 
         def host(x):
             if x > 2.0:

@@ -2,7 +2,7 @@
 
 import pytest
 import tensorflow as tf
-from helpers.loop_steps import SUM, CustomError, numbers, replica_context, total_of
+from helpers.loop_steps import SUM, CustomError, make_total, numbers, replica_context
 
 from replica_engine.errors import LoweringError
 
@@ -76,7 +76,7 @@ def test_a_step_of_extended_is_in_cross_replica_context_as_tensorflow_documents(
 
 @pytest.mark.parametrize("error", [CustomError(7, reason="own"), StopIteration("no more")], ids=repr)
 def test_what_a_step_raises_while_it_is_traced_is_raised(two, launched, error):
-    total, good = total_of(two)
+    total, good = make_total(two)
 
     def step(context, x):
         total.assign_add(x)

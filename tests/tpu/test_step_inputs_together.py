@@ -10,7 +10,7 @@ from helpers.loop_steps import floats
 
 from replica_engine.upstream import data_pulls
 from replica_engine.upstream.data_pulls import MANY, Pulls
-from replica_engine.upstream.host_datasets import pulls_of
+from replica_engine.upstream.host_datasets import find_pulls
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def calls(monkeypatch):
 
 
 def of(dataset):
-    pulls = Pulls.of(iter(dataset))
+    pulls = Pulls.from_iterator(iter(dataset))
     assert pulls is not None
     return pulls
 
@@ -71,7 +71,7 @@ def test_what_came_before_an_error_comes_first_and_an_iterator_goes_on_after_it(
 
 def test_no_more_are_taken_than_asked_for(calls):
     iterator = iter(floats(100))
-    pulls = Pulls.of(iterator)
+    pulls = Pulls.from_iterator(iterator)
     for most in (MANY, MANY - 1, MANY + 1):
         pulls.take(most)
     assert calls == [("_many", MANY), ("_one_by_one", 1), ("_many", MANY)]
@@ -121,14 +121,14 @@ def test_python_is_never_waited_for_with_elements_in_hand(make, calls):
 
 def test_elements_of_other_kinds_are_left_to_the_iterator():
     for dataset in (floats(4).batch(3), tf.data.Dataset.from_tensors("text"), floats(4).map(lambda i: (i, None))):
-        assert Pulls.of(iter(dataset)) is None
+        assert Pulls.from_iterator(iter(dataset)) is None
 
 
 def test_an_iterator_that_gives_something_else_is_asked_itself(two):
     partial = two.strategy.experimental_distribute_dataset(floats(8).batch(4))
-    assert pulls_of(iter(partial)) is None
-    assert pulls_of(iter(two.strategy.experimental_distribute_dataset(floats(8).batch(4, drop_remainder=True))))
-    assert pulls_of(iter([1.0])) is None
+    assert find_pulls(iter(partial)) is None
+    assert find_pulls(iter(two.strategy.experimental_distribute_dataset(floats(8).batch(4, drop_remainder=True))))
+    assert find_pulls(iter([1.0])) is None
 
 
 def test_iterators_share_queues_one_after_the_other(monkeypatch):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.loop_steps import looped, numbers, total_of
+from helpers.loop_steps import looped, make_total, numbers
 
 from replica_engine import xla
 from replica_engine.errors import InputsError, LoweringError
@@ -134,7 +134,7 @@ def test_a_context_has_the_number_of_steps_and_an_operation_for_old_programs(two
 
 
 def test_initial_values_give_way_to_what_steps_pass_out(two):
-    _, step = total_of(two)
+    _, step = make_total(two)
     initial = {"x": tf.constant(-1.0)}
     context = two.strategy.run_steps(step, numbers(2), 2, initial_loop_values=initial)
     assert two.each(context.last_step_outputs["x"]) == [1.0, 1.0]

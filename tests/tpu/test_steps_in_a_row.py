@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.loop_steps import FIRST, SUM, numbers, replica_context, total_of
+from helpers.loop_steps import FIRST, SUM, make_total, numbers, replica_context
 
 from replica_engine import xla
 from replica_engine.errors import VariableCreationError
@@ -170,7 +170,7 @@ def test_a_step_that_creates_variables_each_time_is_refused(two):
 
 
 def test_what_the_host_assigns_between_loops_counts(two):
-    total, step = total_of(two)
+    total, step = make_total(two)
     two.strategy.run_steps(step, numbers(3), 3)
     total.assign(100.0)
     two.strategy.run_steps(step, numbers(3), 3)

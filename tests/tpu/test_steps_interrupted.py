@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from helpers.loop_steps import hosted, numbers, total_of
+from helpers.loop_steps import hosted, make_total, numbers
 
 from replica_engine.pjrt.executable import Executable
 from replica_engine.process import threads
@@ -36,7 +36,7 @@ def interrupted(run):
 )
 def test_ctrl_c_while_a_loop_is_set_going_leaves_whole_steps_and_no_thread(two, ctrl_c, monkeypatch, owner, name):
     """Signals that come while a call runs are raised as it returns, and its result is gone."""
-    total, step = total_of(two)
+    total, step = make_total(two)
     two.strategy.run_steps(step, numbers(1, start=1), 1)
     original = getattr(owner, name)
 
@@ -60,7 +60,7 @@ def test_ctrl_c_while_a_loop_is_set_going_leaves_whole_steps_and_no_thread(two, 
 @pytest.mark.parametrize("after", [1, 100])
 def test_ctrl_c_ends_a_loop_between_steps(two, ctrl_c, after):
     own = two.variable(0.0)
-    total, step = total_of(two)
+    total, step = make_total(two)
 
     def both(context, x):
         step(context, x)
@@ -85,7 +85,7 @@ def test_ctrl_c_ends_a_loop_between_steps(two, ctrl_c, after):
 
 
 def test_ctrl_c_in_a_loop_with_host_calls_keeps_whole_steps(two, ctrl_c):
-    total, step = total_of(two)
+    total, step = make_total(two)
     calls = []
 
     def run():
@@ -109,7 +109,7 @@ def test_ctrl_c_in_a_loop_with_host_calls_keeps_whole_steps(two, ctrl_c):
 
 
 def test_ctrl_c_while_replicas_wait_for_an_iterator_that_is_stuck(two, ctrl_c):
-    total, step = total_of(two)
+    total, step = make_total(two)
     release, waited = threading.Event(), []
 
     def run():

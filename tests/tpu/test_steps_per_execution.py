@@ -50,7 +50,7 @@ def fit(model, data=None, **options):
     return model.fit(batches(X, Y) if data is None else data, verbose=0, shuffle=False, **options).history
 
 
-def steps_of(model):
+def count_steps(model):
     return int(model.optimizer.iterations.numpy())
 
 
@@ -143,7 +143,7 @@ def test_training_comes_to_the_same_in_fewer_launches(replicas, alone, one_by_on
     history = fit(model, epochs=2)
     assert launched() == 2 * math.ceil(6 / steps)
     assert one_by_one[2] == 2 * 6
-    assert steps_of(model) == 12
+    assert count_steps(model) == 12
     same((history, model), alone)
     np.testing.assert_allclose(history["loss"], one_by_one[0]["loss"], **LOSS)
     for found, expected in zip(model.get_weights(), one_by_one[1], strict=True):
@@ -253,7 +253,7 @@ def test_a_data_set_may_end_inside_an_execution(shared, launched):
     model, other = shared(3), shared(3, alone=True)
     data = dataset(*[8] * 5)  # whose length Keras does not know
     same((fit(model, data, epochs=2), model), (fit(other, data, epochs=2), other))
-    assert steps_of(model) == 10
+    assert count_steps(model) == 10
     assert launched() == 4
 
 
@@ -262,7 +262,7 @@ def test_batches_of_several_shapes_are_run_shape_by_shape(shared, launched):
     model, other = shared(4), shared(1, alone=True)
     data = dataset(8, 8, 4, 4, 8, 4)
     same((fit(model, data), model), (fit(other, data), other))
-    assert steps_of(model) == 6
+    assert count_steps(model) == 6
     assert launched() == 2 + 2  # (8, 8) and (4, 4), then 8 and 4
 
 
@@ -272,7 +272,7 @@ def test_a_data_set_goes_on_from_epoch_to_epoch(shared, launched):
     data = dataset(*[8] * 6).repeat()
     options = {"epochs": 3, "steps_per_epoch": 3}
     same((fit(model, data, **options), model), (fit(other, data, **options), other))
-    assert steps_of(model) == 12
+    assert count_steps(model) == 12
     assert launched() == 6
 
 
@@ -289,7 +289,7 @@ def test_a_last_batch_that_does_not_split_evenly_is_a_launch_of_its_own(shared, 
     """43 = 5 * 8 + 3."""
     model = shared(4)
     fit(model, batches(X[:43], Y[:43]).filter(lambda *_: True))  # nobody knows before that the rest comes
-    assert steps_of(model) == 6
+    assert count_steps(model) == 6
     assert launched() == 3
 
 
@@ -302,9 +302,9 @@ def test_an_error_of_the_data_is_raised_after_the_steps_before_it(shared):
     model = shared(3)
     with pytest.raises(tf.errors.UnknownError, match="KeyError: 'mine'"):
         fit(model, tf.data.Dataset.from_generator(batches, output_signature=signature))
-    assert steps_of(model) == 4
+    assert count_steps(model) == 4
     fit(model)
-    assert steps_of(model) == 10
+    assert count_steps(model) == 10
 
 
 # Evaluation and prediction.
@@ -331,7 +331,7 @@ def test_a_batch_by_itself_is_one_step(shared, launched):
     model, other = shared(3), shared(3, alone=True)
     for one, two in ((model.train_on_batch, other.train_on_batch), (model.test_on_batch, other.test_on_batch)):
         np.testing.assert_allclose(one(X[:8], Y[:8]), two(X[:8], Y[:8]), **LOSS)
-    assert steps_of(model) == 1
+    assert count_steps(model) == 1
     assert launched() == 2
 
 
@@ -349,7 +349,7 @@ class Notes(keras.callbacks.Callback):
         self.batches.append(("train begins", batch))
 
     def on_train_batch_end(self, batch, logs=None):
-        self.batches.append(("train ends", batch, steps_of(self.model)))
+        self.batches.append(("train ends", batch, count_steps(self.model)))
         self.losses.append(logs["loss"])
         self.kernels.append(self.model.layers[0].kernel.numpy())
 
@@ -383,7 +383,7 @@ def test_a_callback_stops_training_after_an_execution_and_the_next_one_starts_ag
     histories = []
     for each in (model, other):
         fit(each, callbacks=[Stops()])
-        assert steps_of(each) == 2
+        assert count_steps(each) == 2
         histories.append(fit(each))
     same((histories[0], model), (histories[1], other))
 
@@ -420,7 +420,7 @@ def test_a_fit_that_is_over_frees_its_iterator_and_then_the_model(two, scoped):
     fit(model, batches(X[:16], Y[:16]))
     gc.collect()
     assert not [one for one in gc.get_objects() if tf.distribute.DistributedIterator in type(one).__mro__]
-    assert steps_of(model) == 2
+    assert count_steps(model) == 2
     freed = weakref.ref(model)
     del model
     keras.backend.clear_session()

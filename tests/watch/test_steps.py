@@ -169,4 +169,4 @@ def test_a_run_inside_a_merge_is_part_of_the_step(tmp_path):
     inside = [Span(track, "run", "waiting", begin, end, None) for begin, end in ((0.4, 0.6), (0.0, 1.0), (2.0, 3.0))]
     write(str(tmp_path / "run.json"), inside, 0.0, 3.0, 0)
     timeline = timeline_report.read(str(tmp_path / "run.json"))
-    assert timeline_report.steps_of(timeline, "MirroredStrategy") == [(0.0, 1.0), (2.0, 3.0)]
+    assert timeline_report.list_steps(timeline, "MirroredStrategy") == [(0.0, 1.0), (2.0, 3.0)]

@@ -354,7 +354,7 @@ def test_who_cannot_prove_anything_is_told_nothing(caplog):
             sock, file = stranger(made.address)
             # It may end the connection before it has read all of a line.
             with contextlib.suppress(ConnectionError), sock, file:
-                kind, _ = messages.Lines().feed(file.readline())[0]
+                kind, _ = messages.MessageReader().feed(file.readline())[0]
                 assert kind == "challenge"
                 file.write(line)
                 file.flush()

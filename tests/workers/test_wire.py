@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from replica_engine.errors import WorkerLostError, WorkerRow
 from replica_engine.workers import messages as wire
-from replica_engine.workers.messages import BadMessageError, Failure, Lines
+from replica_engine.workers.messages import BadMessageError, Failure, MessageReader
 
 MESSAGES = st.lists(st.lists(st.text() | st.integers() | st.none(), max_size=3).map(lambda rest: ["kind", *rest]))
 
@@ -16,7 +16,7 @@ MESSAGES = st.lists(st.lists(st.text() | st.integers() | st.none(), max_size=3).
 @settings(deadline=None)
 @given(MESSAGES, st.data())
 def test_messages_arrive_however_they_are_cut(messages, data):
-    stream, lines, arrived = b"".join(map(wire.encode, messages)), Lines(), []
+    stream, lines, arrived = b"".join(map(wire.encode, messages)), MessageReader(), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         arrived += lines.feed(stream[:size])
@@ -29,18 +29,18 @@ def test_messages_arrive_however_they_are_cut(messages, data):
 def test_anything_is_messages_or_an_error(data):
     messages = []
     with contextlib.suppress(BadMessageError):
-        messages = Lines().feed(data)
+        messages = MessageReader().feed(data)
     assert all(isinstance(message[0], str) for message in messages)
 
 
 @pytest.mark.parametrize("line", [b"{}\n", b"[]\n", b"[1]\n", b"x\n", b"\xff\n", b"[" * 100_000 + b"\n", b"\n"])
 def test_what_is_no_message(line):
     with pytest.raises(BadMessageError):
-        Lines().feed(line)
+        MessageReader().feed(line)
 
 
 def test_a_line_without_an_end_is_not_kept_for_ever():
-    lines = Lines(longest=100)
+    lines = MessageReader(longest=100)
     assert lines.feed(b"x" * 100) == []
     with pytest.raises(BadMessageError, match="more than 100 bytes"):
         lines.feed(b"x")
@@ -59,7 +59,7 @@ def test_only_the_token_proves():
 
 def test_a_failure_is_the_same_error_everywhere():
     row = WorkerRow(1, 4, "node-b", 4711, 151, "`train_step`", 150, "all_reduce", 0.5)
-    failure = Failure.of(WorkerLostError.killed, row, 9)
+    failure = Failure.from_wording(WorkerLostError.killed, row, 9)
     arrived = Failure.from_json(failure.as_json())
     assert str(arrived.error()) == str(WorkerLostError.killed(row, 9))
     assert (arrived.worker, arrived.error().signal) == (1, 9)

@@ -360,7 +360,7 @@ with strategy.scope():
     w = tf.Variable(2.0)
 checkpoint = tf.train.Checkpoint(w=w)
 if me:  # so the chief waits for it
-    saving.Turn.tell = lambda turn, name, value: None
+    saving.SaveTurn.tell = lambda turn, name, value: None
 checkpoint.save(os.environ["FOLDER"] + "/ckpt", tf.train.CheckpointOptions(experimental_enable_async_checkpoint=True))
 if me:
     raise ValueError("my mistake")

@@ -55,7 +55,7 @@ class TestEveryDtype:
     def test_has_the_name_that_programs_of_workers_give_it(self):
         values = [array(name, 1) for name in EVERY]
         text = xla.lower(lambda *x: x, [values]).as_text()
-        kinds = [f"tensor<1x{worker_exchange.element_of(value.dtype)}>" for value in values]
+        kinds = [f"tensor<1x{worker_exchange.element_name(value.dtype)}>" for value in values]
         assert [kind for kind in kinds if kind not in text] == []
 
     def test_is_captured_and_compiled_in(self):

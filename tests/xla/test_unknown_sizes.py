@@ -14,7 +14,7 @@ INTEGERS = [tf.int8, tf.uint8, tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int6
 DTYPES = [tf.bool, *INTEGERS, tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128]
 
 
-def of_any_size(fn, size=2):
+def run_with_any_size(fn, size=2):
     """`fn` on replicas, in a function that is traced once for all sizes of its argument: replica i has (i + 1) * x."""
 
     def body(x):
@@ -33,7 +33,7 @@ def test_values_of_all_dtypes_are_gathered():
 
     for rows in (0, 3):
         x = np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2)
-        for found in of_any_size(gather)(x):
+        for found in run_with_any_size(gather)(x):
             for dtype in DTYPES:
                 expected = tf.cast(np.concatenate([x, 2.0 * x]), dtype)
                 np.testing.assert_array_equal(found[dtype.name].numpy(), expected.numpy())
@@ -44,7 +44,7 @@ def test_nothing_is_lost_of_unusual_numbers():
         odd = tf.constant([[float("nan"), -0.0]]) + 0.0 * x[:1] * float("inf") * 0.0
         return xla.all_gather(tf.where(tf.math.is_nan(odd) & (tf.range(2) == 1), -0.0, odd))
 
-    for found in of_any_size(gather)(tf.ones([1, 2])):
+    for found in run_with_any_size(gather)(tf.ones([1, 2])):
         assert np.isnan(found[:, 0]).all()
         assert np.signbit(found[:, 1]).all()
 
@@ -59,7 +59,7 @@ def test_groups_and_gradients():
 
     x = np.float32([[1.0, 2.0]])
     own = [(replica + 1) * x for replica in range(4)]
-    for replica, (gathered, gradient) in enumerate(of_any_size(fn, 4)(x)):
+    for replica, (gathered, gradient) in enumerate(run_with_any_size(fn, 4)(x)):
         group = (0, 2) if replica in (0, 2) else (3, 1)
         np.testing.assert_array_equal(gathered, np.concatenate([own[each] for each in group]))
         np.testing.assert_allclose(gradient, 2 * 2.0 * own[replica])  # of the objectives of both in the group
@@ -68,7 +68,7 @@ def test_groups_and_gradients():
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
 def test_reductions_of_what_xlas_own_op_does_not_take(op):
     expected = {"SUM": 3.0, "MEAN": 1.5, "MIN": 1.0, "MAX": 2.0}[op]
-    for result in of_any_size(lambda x: xla.all_reduce(tf.cast(x, tf.float64), op))(tf.ones([3, 2])):
+    for result in run_with_any_size(lambda x: xla.all_reduce(tf.cast(x, tf.float64), op))(tf.ones([3, 2])):
         assert result.numpy().tolist() == [[expected] * 2] * 3
 
 
@@ -96,7 +96,7 @@ def test_a_size_that_depends_on_data_is_refused_when_the_body_is_lowered():
     with pytest.raises(CollectiveError, match=r"all_reduce at .* in fn needs .* \(None,\), which depends on data"):
         xla.replicate(fn, [[tf.range(4.0)]] * 2)
     with pytest.raises(CollectiveError, match=r"all_gather at .* needs .* \(None,\), which depends on data"):
-        of_any_size(lambda x: tf.reduce_sum(xla.all_gather(tf.boolean_mask(x, x > 1.0))))(tf.ones([3, 2]))
+        run_with_any_size(lambda x: tf.reduce_sum(xla.all_gather(tf.boolean_mask(x, x > 1.0))))(tf.ones([3, 2]))
 
 
 RESHAPES = {
@@ -136,7 +136,7 @@ def test_a_fixed_number_of_values_has_no_size_that_depends_on_data(sizes):
     ):
         xla.replicate(fn, [[tf.range(4.0)]] * 2)
     with pytest.raises(LoweringError, match=r"a shape or an axis of Reshape depends on data at "):
-        of_any_size(lambda x: fn(tf.reshape(x, [6])))(tf.ones([3, 2]))
+        run_with_any_size(lambda x: fn(tf.reshape(x, [6])))(tf.ones([3, 2]))
 
 
 UNREADABLE = {

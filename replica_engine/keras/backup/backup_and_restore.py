@@ -21,8 +21,8 @@ from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief, positive_int, warning
 from replica_engine.keras.backup import backup_files, saved_state
 from replica_engine.keras.backup.backup_files import BackupFolder, in_words
-from replica_engine.keras.backup.data_place import Place, Step
-from replica_engine.keras.backup.preemption import Preemption, status_of
+from replica_engine.keras.backup.data_place import DataPlace, Step
+from replica_engine.keras.backup.preemption import Preemption, exit_status
 from replica_engine.keras.backup.saved_state import Variables
 from replica_engine.keras.lent_model import build_for, is_replicated
 from replica_engine.strategies.argument_checks import names_keywords
@@ -79,8 +79,10 @@ class Training:
         self._callbacks = container.callbacks
         self._epochs = container.params["epochs"]
         self._folder, self._save_freq, self._delete = folder, save_freq, delete
-        self.strategy = self._model.strategy if is_replicated(self._model) else keras_training.strategy_of(self._model)
-        team = chief_files.team_of_strategy(self.strategy)
+        self.strategy = (
+            self._model.strategy if is_replicated(self._model) else keras_training.find_strategy(self._model)
+        )
+        team = chief_files.find_strategy_team(self.strategy)
         self._exchange = None if team is None else team.exchange
         self._worker = 0 if team is None else team.worker
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0
@@ -89,7 +91,7 @@ class Training:
         workers = 1 if team is None else team.size
         self._size = [workers, 1 if self.strategy is None else self.strategy.num_replicas_in_sync]
         self._variables = Variables(self._model, workers)
-        self._place, self._validation = Place(self._say), Place(self._say)
+        self._place, self._validation = DataPlace(self._say), DataPlace(self._say)
         self._begins = False  # the next steps that Keras asks for are those of an epoch
         self._epoch = self._batch = self._since = 0
         self._logs: Logs = None
@@ -165,7 +167,7 @@ class Training:
         if self._validation.source is None:
             return None
         place = self._validation.save(None, 0)
-        return place | {"has_current": place["has_current"] and keras_training.strategy_of(self._model) is not None}
+        return place | {"has_current": place["has_current"] and keras_training.find_strategy(self._model) is not None}
 
     def _train(self, own: Steps, source: Any) -> Iterator[Step]:
         self._place.follow(source)
@@ -175,7 +177,7 @@ class Training:
             yield from self._place.counted(steps)
             return
         steps = self._place.go_to(steps, state["data"], self._file(state["worker"]), state["size"] == self._size)
-        build_for(self._model, keras_training.spec_of(source))
+        build_for(self._model, keras_training.read_batch_spec(source))
         if state["batch"]:
             self._restore(state, metrics=True)
             self._batch, self._logs = state["batch"], keras_training.logs_of_epoch(self._model, state["logs"])
@@ -222,16 +224,16 @@ class Training:
         self._preemption.answered()
         self._say(
             f"{number.name}: saved in {self._folder.path}, after {in_words(self._epoch, self._batch)}. The same "
-            f"program continues from there. Exit status {status_of(number)}."
+            f"program continues from there. Exit status {exit_status(number)}."
         )
-        raise SystemExit(status_of(number))
+        raise SystemExit(exit_status(number))
 
     def _save(self) -> None:
         self._since = 0
         if self._saved == (self._epoch, self._batch):
             return
         self._variables.wait()  # one at a time; raises the error of the last one
-        with save.explained(str(self._folder.path), False):  # a full disk, for example
+        with save.raises_checkpoint_errors(str(self._folder.path), False):  # a full disk, for example
             self._write()
         self._saved = self._epoch, self._batch
         self._tell_once()
@@ -250,7 +252,7 @@ class Training:
             "variables": self._variables.describe(),
             "built": self._variables.trained(),
             "trainable": self._variables.trainable(),
-            "replicas": self._variables.of_replicas(),
+            "replicas": self._variables.read_replica_values(),
             "random": saved_state.random_numbers(self.strategy),
             "callbacks": saved_state.captured(self._callbacks),
             "data": self._place.save(file, self._batch),
@@ -344,7 +346,7 @@ def fit(own: Callable[..., object], *args: object, **kwargs: object) -> object:
             _thread.fits, _thread.training = outer, training
 
 
-def steps_of(own: Steps, source: Any) -> Iterator[Step]:
+def follow_steps(own: Steps, source: Any) -> Iterator[Step]:
     """The steps of an epoch, which the training that runs on this thread follows, if there is one."""
     training: Training | None = getattr(_thread, "training", None)
     return own(source) if training is None else training.steps(own, source)
@@ -421,7 +423,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         }
         save.install()  # which reads folders whose names TensorFlow takes for patterns
         keras_training.BEGIN.around(_begin)
-        keras_training.STEPS.around(steps_of)
+        keras_training.STEPS.around(follow_steps)
         keras_training.FIT.around(fit)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, object] | None = None) -> None:

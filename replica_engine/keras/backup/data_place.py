@@ -36,7 +36,7 @@ _EVERY = 10.0  # seconds between two lines that say how far skipping is
 _NOT_SAVEABLE = (tf.errors.FailedPreconditionError, tf.errors.UnimplementedError, NotImplementedError)
 
 
-class Place:
+class DataPlace:
     """Follows a `fit` through its data.
 
     Args:
@@ -103,7 +103,7 @@ class Place:
             "whole": keras_training.reads_ahead(source),
             "steps_seen": source._steps_seen,
             "batches": source._num_batches,
-            "rows": keras_training.rows_of(source),
+            "rows": keras_training.count_batch_rows(source),
             "steps": source.steps_per_execution,
             "has_current": source._current_iterator is not None,
         }
@@ -203,7 +203,7 @@ class Place:
         if total is None:
             return batch
         if batch >= total + _steps(saved):  # the last execution of an epoch may count batches that are not there
-            raise BackupError.of_fewer_batches(batch, total, saved["batches"])
+            raise BackupError.fewer_batches(batch, total, saved["batches"])
         if source.steps_per_epoch is not None and batch - (batch - total) // per * per > -(-total // per) * per:
             raise BackupError(
                 f"The backup was written after batch {batch} of an epoch of {total} batches (steps_per_epoch), and "
@@ -216,7 +216,7 @@ class Place:
     def _warn_of_other_batches(self, saved: dict[str, Any], has_file: bool) -> None:
         """Warns if the place in batches is another place in the data than it was; the state of an iterator is none."""
         source, batch, had = self.source, saved["batch"], saved.get("rows")
-        rows, total = keras_training.rows_of(source), source.data_adapter.num_batches
+        rows, total = keras_training.count_batch_rows(source), source.data_adapter.num_batches
         if rows is not None and had is not None:
             if rows > had or (rows < had and not has_file):
                 _logger.warning(warn_other_batches(batch, had, rows, rows < had))
@@ -270,7 +270,7 @@ def skip(iterator: Any, batches: int, say: Callable[[str], None], uncertain: int
             next(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             if number < batches - uncertain:
-                raise BackupError.of_fewer_batches(batches, number, None) from None
+                raise BackupError.fewer_batches(batches, number, None) from None
             return
         if time.monotonic() - told > _EVERY:
             told = time.monotonic()

@@ -80,7 +80,7 @@ class Preemption:
         return None if came is None else signal.Signals(came)
 
     def answered(self) -> None:
-        """Says that the training has saved; to be followed by `SystemExit(status_of(signal))`."""
+        """Says that the training has saved; to be followed by `SystemExit(exit_status(signal))`."""
         self._came = None
         self.stop_listening()
 
@@ -93,7 +93,7 @@ class Preemption:
             self.stop_listening()  # which asks the handler that was here before
 
 
-def status_of(number: int) -> int:
+def exit_status(number: int) -> int:
     """The exit status of a process that has saved because of a signal: that of one that the signal has ended.
 
     It is not 0, so launchers start the job again: `replica-engine launch --max-restarts`, Kubernetes' `OnFailure`.

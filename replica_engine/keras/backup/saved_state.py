@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras import callbacks
 
-from replica_engine.backend import backend_of
+from replica_engine.backend import find_backend
 from replica_engine.errors import BackupError
 from replica_engine.keras.backup import backup_files
 from replica_engine.upstream import distribute
@@ -34,7 +34,7 @@ def random_numbers(strategy: object = None) -> dict[str, Any]:
     Args:
         strategy: a strategy whose replicas draw from a state of its own, or None.
     """
-    own = _of(strategy)
+    own = _find_own_random_numbers(strategy)
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -48,7 +48,7 @@ def restore_random_numbers(state: dict[str, Any], strategy: object = None) -> No
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     function_graphs.restore(state["tensorflow"])
-    own = _of(strategy)
+    own = _find_own_random_numbers(strategy)
     if own is not None and state["strategy"] is not None:
         own.restore(state["strategy"])
 
@@ -58,9 +58,9 @@ def has_seed() -> bool:
     return function_graphs.has_seed()
 
 
-def _of(strategy: object) -> Any:
+def _find_own_random_numbers(strategy: object) -> Any:
     """What the replicas of a strategy draw from, if that is not TensorFlow's own state."""
-    return getattr(backend_of(strategy), "random_numbers", None)
+    return getattr(find_backend(strategy), "random_numbers", None)
 
 
 OF_CHECKPOINT = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
@@ -218,7 +218,7 @@ class Variables:
         """The numbers of the model's variables that each optimizer was built for; None for one that is not built."""
         numbers = {id(variable): number for number, variable in enumerate(self._model.variables)}
         found: list[list[int] | None] = []
-        for one in keras_model.optimizers_of(self._model):
+        for one in keras_model.list_optimizers(self._model):
             own = [id(each) for each in keras_model.trained_by(one)] if one.built else []
             found.append([numbers[each] for each in own] if own and numbers.keys() >= set(own) else None)
         return found
@@ -264,7 +264,7 @@ class Variables:
         To be called in the scope of the strategy that the model belongs to.
         """
         variables = self._model.variables
-        for one, numbers in zip(keras_model.optimizers_of(self._model), trained, strict=False):
+        for one, numbers in zip(keras_model.list_optimizers(self._model), trained, strict=False):
             if numbers is not None and not one.built:
                 one.build([variables[number] for number in numbers])
 
@@ -320,13 +320,13 @@ class Variables:
         own = keras_state.global_seeds()
         return found if own is None else [*found, own.state]
 
-    def of_replicas(self) -> dict[str, list[np.ndarray]]:
+    def read_replica_values(self) -> dict[str, list[np.ndarray]]:
         """The value on each replica of this process, of each variable of which replicas have different ones.
 
         Those are moving statistics, metrics and seeds, and never weights. A checkpoint has one value of each.
         """
         found = {}
-        for name, variable in self._of_replicas():
+        for name, variable in self._list_unequal_variables():
             each_value = getattr(variable, "each_value", None)  # of one that is on the devices
             values = [each.numpy() for each in variable.values] if each_value is None else each_value()
             if (values and self._workers > 1) or any(value.tobytes() != values[0].tobytes() for value in values):
@@ -335,7 +335,7 @@ class Variables:
 
     def give_replicas(self, values: dict[str, list[np.ndarray]], metrics: bool = True) -> None:
         """Gives replicas their own values, of metrics too if wanted; there are as many as when they were saved."""
-        for name, variable in self._of_replicas():
+        for name, variable in self._list_unequal_variables():
             own = values.get(name, ())
             if not own or (name.startswith(METRICS) and not metrics):
                 continue
@@ -345,7 +345,7 @@ class Variables:
             for component, value in zip(variable.values, own, strict=True):
                 component.assign(value)
 
-    def _of_replicas(self) -> Iterator[tuple[str, Any]]:
+    def _list_unequal_variables(self) -> Iterator[tuple[str, Any]]:
         for name, group in self._groups().items():
             for number, (_, variable) in enumerate(group):
                 on_read = isinstance(variable, distribute.SyncOnReadVariable)
@@ -368,7 +368,7 @@ class Variables:
 
         groups = {
             "model": group(model.variables),
-            "optimizer": group([each for one in keras_model.optimizers_of(model) for each in one.variables]),
+            "optimizer": group([each for one in keras_model.list_optimizers(model) for each in one.variables]),
             METRICS: group(model.metrics_variables),
         }
         parts = tf.train.TrackableView(model).descendants()

@@ -17,7 +17,7 @@ from replica_engine.errors.value_errors import warn_other_batches
 from replica_engine.keras.backup import backup_files, saved_state
 from replica_engine.keras.backup.backup_files import in_words
 from replica_engine.keras.backup.data_place import skip
-from replica_engine.keras.backup.preemption import Preemption, status_of
+from replica_engine.keras.backup.preemption import Preemption, exit_status
 from replica_engine.keras.backup.saved_state import Variables
 from replica_engine.keras.lent_model import is_replicated
 
@@ -73,7 +73,7 @@ class TrainingState(tf.train.experimental.PythonState):
         self.epoch = self.batch = 0
         self.values: dict[str, Any] = {}
         self._strategy = strategy
-        self._saving = chief_files.team_of_strategy(strategy)
+        self._saving = chief_files.find_strategy_team(strategy)
         workers = 1 if self._saving is None else self._saving.size
         self._size = [workers, 1 if strategy is None else strategy.num_replicas_in_sync]
         self._variables = None if model is None else Variables(model, workers)
@@ -95,7 +95,7 @@ class TrainingState(tf.train.experimental.PythonState):
             Each batch; `batch` counts it. At the end, `epoch` counts the epoch, and `batch` is 0.
         """
         restored, self._restored = self._restored, None
-        before, now = self._batches, _batches_of(dataset)
+        before, now = self._batches, _count_batches(dataset)
         self._batches = now
         if restored is not None and self.batch and before is not None and now is not None and before != now:
             _logger.warning(warn_other_batches(self.batch, before, now, None))
@@ -129,7 +129,7 @@ class TrainingState(tf.train.experimental.PythonState):
     def exit(self) -> None:
         """Ends the process with a status on which launchers start it again: 128 plus the number of the signal."""
         number = self._stop or signal.SIGTERM
-        name, status = signal.Signals(number).name, status_of(number)
+        name, status = signal.Signals(number).name, exit_status(number)
         if self._saving is None or self._saving.is_chief:
             print(f"{name}, after {in_words(self.epoch, self.batch)}. Exit status {status}.", flush=True)
         self._preemption.answered()
@@ -150,7 +150,7 @@ class TrainingState(tf.train.experimental.PythonState):
             "values": self.values,
             "random": saved_state.random_numbers(self._strategy),
             "seeds": [] if self._variables is None else self._variables.seeds(),
-            "replicas": {} if self._variables is None else self._variables.of_replicas(),
+            "replicas": {} if self._variables is None else self._variables.read_replica_values(),
         }
         try:
             own = backup_files.dumps(state)
@@ -177,7 +177,7 @@ class TrainingState(tf.train.experimental.PythonState):
                 self._variables.give_replicas(state["replicas"])
 
 
-def _batches_of(dataset: Any) -> int | None:
+def _count_batches(dataset: Any) -> int | None:
     """How many batches an epoch has; None if that is not known."""
     found = getattr(dataset, "cardinality", None)
     count = found() if callable(found) else found

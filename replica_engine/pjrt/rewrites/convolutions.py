@@ -122,7 +122,7 @@ def rewritten(operation: hlo.ConvolutionOp) -> Value | None:
         is_depthwise = kernel[each.inputs] == 1 and kernel[each.outputs] == each.groups
         return _depthwise(each) if is_depthwise and slices <= MOST_SLICES else None
     if slices == 1:  # with strides, to cut out the pixels that count takes longer than the product saves
-        return _of_one_pixel(each) if max(each.strides, default=1) == 1 else None
+        return _multiply_pixels(each) if max(each.strides, default=1) == 1 else None
     if positions == 1:
         return _to_one_pixel(each)
     if slices > MOST_SLICES or not is_slow(each) or not _fits(each, slices * positions * _elements_a_position(each)):
@@ -166,7 +166,7 @@ def _patches(each: Convolution) -> Value:
     return each.product(mlir.join(slices, each.features), each.forward_kernel())
 
 
-def _of_one_pixel(each: Convolution) -> Value:
+def _multiply_pixels(each: Convolution) -> Value:
     """The kernel has one pixel, and no strides: a product. Zeros between pixels are put into the result, not before."""
     if max(each.input_dilation) == 1:
         return each.product(each.padded(), each.kernel)

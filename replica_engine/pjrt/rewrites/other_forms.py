@@ -29,7 +29,7 @@ def products_rewritten(operation: hlo.ReduceOp) -> Value | None:
     body = [each.operation.name for each in reduce.regions[0].blocks[0].operations]
     if body != ["stablehlo.add", "stablehlo.return"]:
         return None
-    found = _product_of(reduce.operands[0])
+    found = _find_product(reduce.operands[0])
     if found is None or not mlir.is_static_float(*found.operands, reduce.operands[0], reduce.results[0]):
         return None
     numbers = hlo.DotDimensionNumbers(found.attributes["dot_dimension_numbers"])
@@ -46,7 +46,7 @@ def products_rewritten(operation: hlo.ReduceOp) -> Value | None:
     return mlir.product(x, y, contract, ([left[index] for index in batch], [right[index] for index in batch]))
 
 
-def _product_of(value: Value) -> ir.Operation | None:
+def _find_product(value: Value) -> ir.Operation | None:
     """The product that a value is, perhaps under operations that change nothing; None if something else uses it."""
     while True:
         owner = made_by(value, _PRODUCT, _TRANSPOSE, "stablehlo.convert")

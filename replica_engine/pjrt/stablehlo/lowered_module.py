@@ -33,7 +33,7 @@ from replica_engine.pjrt.stablehlo.markers import (
     PREFIX,
     constrained_whole,
     drop_constraints,
-    parameters_of,
+    read_parameters,
     restore_constraint,
     target,
 )
@@ -104,7 +104,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
         try:
             module = ir.Module.parse(text)
         except ir.MLIRError as error:
-            raise _explained(text, str(error)) from None
+            raise _make_unreadable_error(text, str(error)) from None
         found: dict[str, list[ir.Operation]] = {name: [] for name in (_CALL, *_COLLECTIVES, _COPY, _OTHER)}
         for each in operations(module, *found):
             found[each.name].append(each)
@@ -119,7 +119,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             restore_constraint(each)
         markers = [each for each in found[_CALL] if target(each).startswith(PREFIX)]
         # One call has several operations if the function around it is called several times.
-        host_calls = [(parameters_of(each)["index"], each) for each in markers if target(each) == HOST_CALL]
+        host_calls = [(read_parameters(each)["index"], each) for each in markers if target(each) == HOST_CALL]
         _number_functions(module)
         attributes = module.operation.attributes
         attributes["sym_name"] = ir.StringAttr.get("replica_body")
@@ -241,7 +241,7 @@ def _rename(module: ir.Module, names: Mapping[str, str]) -> None:
     module.operation.walk(rename)
 
 
-def _explained(text: str, error: str) -> UnreadableModule:
+def _make_unreadable_error(text: str, error: str) -> UnreadableModule:
     """jaxlib's error, which names a line of the text, with the names in the location of the operation there."""
     found = _ERROR.search(error)
     if found is None:

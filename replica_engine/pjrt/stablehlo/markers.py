@@ -175,7 +175,7 @@ def target(operation: ir.Operation) -> str:
     return ir.StringAttr(operation.attributes["call_target_name"]).value
 
 
-def parameters_of(marker: ir.Operation) -> dict[str, Any]:
+def read_parameters(marker: ir.Operation) -> dict[str, Any]:
     """The parameters of a marker, from its JSON."""
     return json.loads(ir.StringAttr(marker.attributes["backend_config"]).value)
 
@@ -215,13 +215,13 @@ def drop_constraints(module: ir.Module) -> None:
 
 def _replace_host_call(marker: ir.Operation, platform: str) -> None:
     marker.attributes["call_target_name"] = ir.StringAttr.get(HOST_CALL_TARGETS[platform])
-    marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {parameters_of(marker)['index']} : ui64}}")
+    marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {read_parameters(marker)['index']} : ui64}}")
     marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI
 
 
 def _replace(marker: ir.Operation, platform: str, is_divided: bool) -> None:
     name = target(marker).removeprefix(PREFIX)
-    parameters = parameters_of(marker)
+    parameters = read_parameters(marker)
     groups = parameters.get("groups", [])
     in_places = platform == "tpu" and name == "all_reduce" and len({*map(len, groups)}) > 1 and not is_divided
     if in_places:
@@ -287,7 +287,7 @@ def _nothing(kind: ir.Type, op: str) -> float:
 
 
 # Host calls as transfers between a device and the host.
-Call = Callable[..., tuple[np.ndarray, ...]]
+HostFunction = Callable[..., tuple[np.ndarray, ...]]
 
 _SEND, _RECEIVE = 2, 3  # the types of channels from a device to the host, and back
 _FIRST_CHANNEL = 1 << 12  # above those of collectives; jaxlib takes numbers of 16 bits
@@ -363,7 +363,7 @@ def convert(module: ir.Module) -> list[HostTransfers]:
         return made
 
 
-def callback(client: Any, transfers: HostTransfers, call: Call) -> object:
+def callback(client: Any, transfers: HostTransfers, call: HostFunction) -> object:
     """What a client of jaxlib takes for the transfers of a call, when it loads the program."""
     empty = [np.zeros(*kind) if 0 in kind[0] else None for kind in transfers.operands]
     sent = [number for number, (shape, _) in enumerate(transfers.results) if 0 not in shape]

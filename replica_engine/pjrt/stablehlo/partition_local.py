@@ -67,7 +67,7 @@ class ReplicaMesh(NamedTuple):
         parts = itertools.chain(self.parts(axes), itertools.repeat(1))
         return tuple(size // count for size, count in zip(self.stored(shape, axes), parts, strict=False))
 
-    def of_batch(self, shape: Sequence[int | None], lead: int = 0) -> Axes:
+    def choose_batch_axes(self, shape: Sequence[int | None], lead: int = 0) -> Axes:
         """The axes of an argument or a result: its first dimension over the axis of the batch, if it is long enough.
 
         Args:
@@ -79,7 +79,7 @@ class ReplicaMesh(NamedTuple):
         return (*[None] * lead, self.batch)
 
 
-class Part(NamedTuple):
+class ValuePart(NamedTuple):
     """What a device has of a value, without the zeros behind it.
 
     Attributes:
@@ -368,7 +368,7 @@ def propagated(module: ir.Module, operations: Sequence[ir.Operation]) -> list[Pr
     for each in mlir.operations(copy, *{each.name for each in operations}):
         if _NUMBER in each.attributes:
             index = ir.IntegerAttr(each.attributes[_NUMBER]).value
-            found[index] = Propagated(tuple(map(_of, each.operands)), tuple(map(_of, each.results)))
+            found[index] = Propagated(tuple(map(_read_divided, each.operands)), tuple(map(_read_divided, each.results)))
     return found
 
 
@@ -405,17 +405,19 @@ def drop_reshapes(module: ir.Module) -> None:
             each.erase()
 
 
-def _of(value: ir.Value) -> Divided:
+def _read_divided(value: ir.Value) -> Divided:
     rank = ir.RankedTensorType(value.type).rank
     is_result = isinstance(value.owner, (ir.Operation, ir.OpView))
-    found = _of_result(ir.OpResult(value)) if is_result else _of_argument(ir.BlockArgument(value))
+    found = (
+        _read_result_attribute(ir.OpResult(value)) if is_result else _read_argument_attribute(ir.BlockArgument(value))
+    )
     if found is None:
         return ((),) * rank
     entries = sdy.TensorShardingAttr(found).dimension_shardings
     return tuple(tuple(map(_name, sdy.DimensionShardingAttr(each).axes)) for each in entries)
 
 
-def _of_result(result: ir.OpResult) -> ir.Attribute | None:
+def _read_result_attribute(result: ir.OpResult) -> ir.Attribute | None:
     owner, index = result.owner, result.result_number
     if owner.name == "sdy.manual_computation":
         return _nth(owner.attributes["out_shardings"], index)
@@ -424,7 +426,7 @@ def _of_result(result: ir.OpResult) -> ir.Attribute | None:
     return _nth(owner.attributes[_SHARDING], index) if _SHARDING in owner.attributes else None
 
 
-def _of_argument(argument: ir.BlockArgument) -> ir.Attribute | None:
+def _read_argument_attribute(argument: ir.BlockArgument) -> ir.Attribute | None:
     owner, index = argument.owner.owner.operation, argument.arg_number  # a view of a function has its own name
     if owner.name == "func.func":
         if "arg_attrs" not in owner.attributes:

@@ -11,7 +11,7 @@ import numpy as np
 
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir
 from replica_engine.pjrt.stablehlo import mlir, partition_faults
-from replica_engine.pjrt.stablehlo.markers import COLLECTIVES, CONSTRAIN, LAYOUT, parameters_of, target
+from replica_engine.pjrt.stablehlo.markers import COLLECTIVES, CONSTRAIN, LAYOUT, read_parameters, target
 from replica_engine.pjrt.stablehlo.mlir import functions
 from replica_engine.pjrt.stablehlo.partition_local import (
     MESH,
@@ -54,7 +54,7 @@ def convert(module: ir.Module, layout: Layout, channels: Iterator[int]) -> None:
     ids = mlir.operations(module, "stablehlo.replica_id")
     for each in mlir.operations(module, "stablehlo.custom_call"):
         if target(each) == CONSTRAIN:
-            axes = parameters_of(each)["axes"]
+            axes = read_parameters(each)["axes"]
             with ir.InsertionPoint(each), each.location:
                 each.results[0].replace_all_uses_with(constrained(each.operands[0], axes))
             each.erase()
@@ -72,7 +72,7 @@ def convert(module: ir.Module, layout: Layout, channels: Iterator[int]) -> None:
             if each.name != _REDUCE:
                 wrap(each, layout)
         for each in ids:
-            _of_device(each, layout)
+            _replace_replica_id(each, layout)
 
 
 def _without_tuple(call: ir.Operation) -> ir.Operation:
@@ -124,7 +124,7 @@ def _between_replicas(operation: ir.Operation, size: int, channels: Iterator[int
         operation.attributes["use_global_device_ids"] = ir.UnitAttr.get()
 
 
-def _of_device(operation: ir.Operation, layout: Layout) -> None:
+def _replace_replica_id(operation: ir.Operation, layout: Layout) -> None:
     """Replaces the id of a replica."""
     with ir.InsertionPoint(operation), operation.location:
         place = hlo.partition_id()

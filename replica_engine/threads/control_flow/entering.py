@@ -25,7 +25,7 @@ from replica_engine.threads.control_flow.joint_ops import (
     build_loop,
     build_trial,
 )
-from replica_engine.threads.inherited_state import record_of
+from replica_engine.threads.inherited_state import find_function_record
 from replica_engine.threads.replica_context import ReplicaContext
 from replica_engine.traced_steps import supervised_call
 from replica_engine.upstream.graphs import function_graphs, operators
@@ -156,7 +156,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     if context is None or operators.runs_eagerly(self):
         return original(self, *args, **kwargs)
 
-    record = record_of(self)
+    record = find_function_record(self)
     if record.swallowed:
         raise MergeCallGraphError.swallowed()
 

@@ -55,7 +55,7 @@ class Notes:
     @classmethod
     def on(cls, graph: Any) -> Notes:
         """The notes on a graph, which becomes a joint graph."""
-        notes = notes_of(graph)
+        notes = find_notes(graph)
         if notes is None:
             notes = cls()
             setattr(graph, _NOTES, notes)
@@ -78,14 +78,14 @@ class Notes:
             self.owners.setdefault(tensor.name, replica)
 
 
-def notes_of(graph: Any) -> Notes | None:
+def find_notes(graph: Any) -> Notes | None:
     """The notes on a joint graph; None for any other graph."""
     return getattr(graph, _NOTES, None)
 
 
 def is_joint(op: tf.Operation) -> bool:
     """Whether an op is an operator that all replicas entered together, or the gradient of one."""
-    return any(notes_of(graph) is not None for graph in operators.graphs_inside(op))
+    return any(find_notes(graph) is not None for graph in operators.graphs_inside(op))
 
 
 def owner_inside(op: tf.Operation, ends: str, position: int) -> int | None:
@@ -97,7 +97,7 @@ def owner_inside(op: tf.Operation, ends: str, position: int) -> int | None:
         position: the index among them.
     """
     for graph in reversed(operators.graphs_inside(op)):  # a loop's body, which has all that its condition has
-        notes, tensors = notes_of(graph), getattr(graph, ends)
+        notes, tensors = find_notes(graph), getattr(graph, ends)
         owner = notes.owner(tensors[position]) if notes is not None and 0 <= position < len(tensors) else None
         if owner is not None:
             return owner
@@ -155,7 +155,7 @@ class Captures:
             replica = current_replica()
             if replica is None or replica not in replicas:
                 # The coordinator captures as the replicas do, so that one tensor is one input.
-                return capture(capture_in(self._outer, tensor) if notes_of(self._outer) is not None else tensor, name)
+                return capture(capture_in(self._outer, tensor) if find_notes(self._outer) is not None else tensor, name)
             own = capture(self._own(replica.index, tensor, notes), name)
             if own.dtype != tf.resource:  # also if the coordinator has captured the tensor before
                 notes.owners.setdefault(own.op.name, replica.index)
@@ -182,7 +182,7 @@ class Captures:
             tensor = self._eager_alias(replica, tensor, notes)
         else:
             tensor = self._alias(replica, capture_in(self._outer, tensor) if eager.is_eager(tensor) else tensor)
-        if notes_of(self._outer) is not None:
+        if find_notes(self._outer) is not None:
             tensor = capture_in(self._outer, tensor)  # on the replica's thread, so that it is the replica's own there
         if all(tensor is not known for known in self.of_replica[replica]):
             self.of_replica[replica].append(tensor)
@@ -326,7 +326,7 @@ class Attempts:
             self.active, self._tapes = False, []
 
 
-class Part(NamedTuple):
+class ReplicaEntry(NamedTuple):
     """What one replica brings to an operator that all replicas enter together.
 
     Attributes:
@@ -371,7 +371,7 @@ class JointOperator:
         captures: what each replica uses from outside.
     """
 
-    def __init__(self, run: Run, parts: Sequence[Part]):
+    def __init__(self, run: Run, parts: Sequence[ReplicaEntry]):
         self.run, self.parts = run, parts
         self.payloads: list[Any] = [part.payload for part in parts]
         self.outer = thread_state.default_graph()
@@ -465,7 +465,7 @@ def differentiable(structure: Any) -> list[tf.Tensor]:
 
 def note_constants(graph: Any, results: Any) -> None:
     """Notes in a joint graph which results of a merge the coordinator made: no gradient goes through these."""
-    notes = notes_of(graph)
+    notes = find_notes(graph)
     if notes is not None:
         notes.constants += [
             each

@@ -41,16 +41,16 @@ from replica_engine.threads.control_flow.joint_operator import (
     JointOperator,
     Notes,
     differentiable,
+    find_notes,
     flat_tensors,
     is_differentiable,
-    notes_of,
     now_building,
     owner_inside,
 )
-from replica_engine.threads.inherited_state import record_of
+from replica_engine.threads.inherited_state import find_function_record
 from replica_engine.upstream import thread_state
 from replica_engine.upstream.graphs import function_graphs, operators
-from replica_engine.values.regroup import parts as parts_of
+from replica_engine.values.regroup import parts as replica_parts
 from replica_engine.values.regroup import regroup
 
 
@@ -83,7 +83,7 @@ def build_call(operator: JointOperator) -> list[Built]:
     payloads: list[FunctionCall] = operator.payloads
     parts = operator.parts
     strategy, size = parts[0].context.strategy, len(parts)
-    known = record_of(payloads[0].function).joint
+    known = find_function_record(payloads[0].function).joint
     fns = [each.function for each in payloads]
     around, of = known.get(strategy, (None, ()))
     if [reference() for reference in of] != fns:
@@ -103,8 +103,8 @@ def build_call(operator: JointOperator) -> list[Built]:
     _calling.operator = operator
     try:
         if not is_taped:
-            return [Built(value) for value in parts_of(around(*args, **kwargs), size, "result")]
-        notes = notes_of(around.get_concrete_function(*args, **kwargs).graph) or Notes()
+            return [Built(value) for value in replica_parts(around(*args, **kwargs), size, "result")]
+        notes = find_notes(around.get_concrete_function(*args, **kwargs).graph) or Notes()
         used = [differentiable([each.args, each.kwargs]) for each in payloads]
         captured = [list(of) for of in used]
         for replica, tensor, alias in notes.closures:
@@ -114,7 +114,7 @@ def build_call(operator: JointOperator) -> list[Built]:
         # One tape for each order of gradients that the replicas' own tapes can be asked for.
         tapes = [tf.GradientTape(persistent=True) for _ in range(depth)]
         with operator.building(), recording(tapes, captured):
-            values = parts_of(around(*args, **kwargs), size, "result")
+            values = replica_parts(around(*args, **kwargs), size, "result")
     finally:
         _calling.operator = None
     variables = tapes[0].watched_variables()
@@ -134,7 +134,7 @@ def _around(size: int) -> Callable[..., Any]:
     def on_all_replicas(*args: Any, **kwargs: Any) -> Any:
         """Traces each replica's function in one graph."""
         operator: JointOperator = _calling.operator
-        own = list(zip(parts_of(args, size, "args"), parts_of(kwargs, size, "kwargs"), strict=True))
+        own = list(zip(replica_parts(args, size, "args"), replica_parts(kwargs, size, "kwargs"), strict=True))
         graph = thread_state.default_graph()
         calls = [
             functools.partial(_plain(payload.function), *each_args, **each_kwargs)
@@ -268,14 +268,14 @@ def _agreed(operator: JointOperator, values: Sequence[Any], what: str) -> Any:
         return _compared(operator, tensors, what)
     if any(value != static[0] for value in static):
         rows = list(zip(map(str, operator.run.replicas), map(str, static), strict=True))
-        raise ReplicaMismatchError.of_conditions(what, operator.where, rows)
+        raise ReplicaMismatchError.other_conditions(what, operator.where, rows)
     return tensors[0]
 
 
 def _compared(operator: JointOperator, tensors: Sequence[tf.Tensor], what: str) -> tf.Tensor:
     """Replica 0's value. When the graph runs, it waits for ops that compare the values."""
     rows = [(str(replica), "") for replica in operator.run.replicas]
-    head, *lines, tail = str(ReplicaMismatchError.of_conditions(what, operator.where, rows)).split("\n")
+    head, *lines, tail = str(ReplicaMismatchError.other_conditions(what, operator.where, rows)).split("\n")
     with tf.device("CPU:0"):
         scalars = [tf.reshape(tensor, []) for tensor in tensors]
         data: list[Any] = [head]
@@ -432,7 +432,7 @@ def build_operator(operator: JointOperator) -> list[Built]:
 def by_replicas(original: Callable[..., list[Any]], ys: Any, xs: Any, *args: Any, **options: Any) -> list[Any]:
     """In the place of `original`, the gradients of ops: in a joint graph, each replica computes its own part."""
     operator, source = now_building(), options.get("src_graph")
-    notes = notes_of(source)
+    notes = find_notes(source)
     if operator is None or notes is None or args or options.get("grad_ys") is None:
         return original(ys, xs, *args, **options)
     missing = options.pop("unconnected_gradients", "none")

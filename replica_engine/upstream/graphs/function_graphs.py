@@ -169,7 +169,7 @@ def differentiable(
     return known[: len(results)]
 
 
-def in_place_of(op: tf.Operation, results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def substitute_results(op: tf.Operation, results: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Tensors equal to `results` with the gradient that TensorFlow gives the results of an op.
 
     What computes `results` may have another gradient, since it chooses between values.
@@ -297,7 +297,7 @@ def clone_for_any(fn: Any, python_function: Callable) -> Any:
     )
 
 
-def graphs_of(fn: Any) -> list[tuple[str, Any]]:
+def list_traced_graphs(fn: Any) -> list[tuple[str, Any]]:
     """The name and the graph of each trace of a tf.function."""
     return [(tf.compat.as_text(each.name), each.graph) for each in fn._list_all_concrete_functions()]
 
@@ -473,7 +473,7 @@ def intercepted(replace: Replace, draw: Draw, kinds: Container[str]) -> Iterator
             op = outputs[0].op
             replaced = replace(op_type, inputs, op.get_attr)
             if replaced is not None:
-                replaced = in_place_of(op, replaced)
+                replaced = substitute_results(op, replaced)
                 kept_on(graph, _ASIDE, set).add(op.name)
                 _note_originals(graph, op, replaced)
         # None if nothing is replaced: TensorFlow gives callbacks a tuple of what an op returns to its caller as a list.

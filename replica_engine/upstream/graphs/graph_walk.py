@@ -110,7 +110,7 @@ def everywhere(*graphs: Any) -> Iterator[tf.Operation]:
     """The ops of graphs, and of the functions that these run: each function once, in the order of the program."""
 
     def inside(graph: Any) -> list[Any]:
-        return [inner for op in graph.get_operations() if runs_functions(op) for inner in functions_of(op)][::-1]
+        return [inner for op in graph.get_operations() if runs_functions(op) for inner in list_inner_graphs(op)][::-1]
 
     return (op for graph in reached(graphs[::-1], inside) for op in graph.get_operations())
 
@@ -156,7 +156,7 @@ def is_stateful(op: tf.Operation) -> bool:
     return bool(op._is_stateful)
 
 
-def functions_of(op: tf.Operation) -> list[Any]:
+def list_inner_graphs(op: tf.Operation) -> list[Any]:
     """The graphs of the functions that a branch, loop or call runs; an empty list for any other op.
 
     For a branch they are in the order of the branches; for a loop they are its condition and its body.
@@ -237,13 +237,13 @@ def run(
     Returns:
         The values of `outputs`.
     """
-    part = Part(graph, operations, inputs, outputs)
+    part = GraphPart(graph, operations, inputs, outputs)
     with tf.init_scope(), tf.device("CPU:0"):
         function = _atomic_function.from_func_graph(f"replica_engine_part_{next(_numbers)}", part, {})
         return list(function.call_flat(*values))
 
 
-class Part(StandIn):
+class GraphPart(StandIn):
     """Some ops of a function graph, with the attributes that `from_func_graph` reads from a graph."""
 
     def __init__(
@@ -335,7 +335,7 @@ def _needed(op: tf.Operation) -> list[tf.Operation]:
 
 
 def _inside(op: tf.Operation) -> Iterator[tf.Operation]:
-    return everywhere(*functions_of(op))
+    return everywhere(*list_inner_graphs(op))
 
 
 def _only_tensorflow(op: tf.Operation) -> bool:

@@ -160,7 +160,7 @@ class PythonFunction:
     Attributes:
         is_eager: whether the function takes tensors; otherwise it takes arrays.
         token: the key of the function in TensorFlow.
-        gradient_of: the token of the function whose gradient this is; None if this is not a gradient.
+        forward_token: the token of the function whose gradient this is; None if this is not a gradient.
     """
 
     def __init__(self, op: tf.Operation):
@@ -168,9 +168,9 @@ class PythonFunction:
         self.is_eager = op.type == "EagerPyFunc"
         self._function = _script_ops._py_funcs.get(self.token)
         self._dtypes = [output.dtype for output in op.outputs]
-        self.gradient_of: str | None = None
+        self.forward_token: str | None = None
         if getattr(self._function, "_is_grad_func", False):
-            self.gradient_of = _closed_over(self._function._func, "token")
+            self.forward_token = _closed_over(self._function._func, "token")
 
     @property
     def is_differentiated(self) -> bool:
@@ -208,7 +208,7 @@ class PythonFunction:
         return [tf.zeros_like(each) if one is None else one for each, one in zip(inputs, found, strict=True)]
 
     @staticmethod
-    def is_of(op: tf.Operation) -> bool:
+    def is_python_op(op: tf.Operation) -> bool:
         """Whether an op calls a Python function."""
         return op.type in graph_walk.PYTHON
 
@@ -233,7 +233,7 @@ def _closed_over(fn: Any, name: str) -> str | None:
     return None
 
 
-def constant_of(op: tf.Operation) -> tf.Tensor:
+def read_constant(op: tf.Operation) -> tf.Tensor:
     """The eager tensor with the value of a Const op."""
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.constant(tf.make_ndarray(op.get_attr("value")), op.outputs[0].dtype)

@@ -87,7 +87,7 @@ def time(device: str, after: Iterable[Any]) -> Mark:
     graph = tf.compat.v1.get_default_graph()
     name = _name(device, tf.float64)
     with no_tape(), tf.device(device):
-        with tf.control_dependencies(of_graph(graph, after)):
+        with tf.control_dependencies(select_from_graph(graph, after)):
             now = tf.raw_ops.Timestamp()
         handle = _variable(name, tf.float64)
         op = tf.raw_ops.AssignVariableOp(resource=handle, value=now)
@@ -100,12 +100,12 @@ def count(device: str, after: Iterable[Any]) -> Mark:
     name = _name(device, tf.int64)
     with no_tape(), tf.device(device):
         handle = _variable(name, tf.int64)
-        with tf.control_dependencies(of_graph(graph, after)):
+        with tf.control_dependencies(select_from_graph(graph, after)):
             op = tf.raw_ops.AssignAddVariableOp(resource=handle, value=tf.constant(1, tf.int64))
     return _kept(graph, Mark(name, device, op, tf.int64), handle.op, op)
 
 
-def of_graph(graph: Any, found: Iterable[Any]) -> list[Any]:
+def select_from_graph(graph: Any, found: Iterable[Any]) -> list[Any]:
     """The ops and tensors among some values that are of a graph."""
     leaves = tf.nest.flatten(list(found), expand_composites=True)
     nodes = (each for each in leaves if isinstance(each, (tf.Tensor, tf.Operation)))
@@ -122,7 +122,7 @@ def writes(op: tf.Operation) -> bool:
     if not op.inputs or not graph_walk.is_stateful(op):
         return False
     if op.type in graph_walk.FUNCTION_ATTRIBUTES:
-        return any(writes(each) for graph in graph_walk.functions_of(op) for each in graph.get_operations())
+        return any(writes(each) for graph in graph_walk.list_inner_graphs(op) for each in graph.get_operations())
     return op.type.startswith(_WRITES) and op.type not in graph_walk.READS and op.inputs[0].dtype == tf.resource
 
 

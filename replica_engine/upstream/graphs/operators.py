@@ -202,7 +202,7 @@ def source_map() -> dict[tuple[str, int], tuple[str, int, str]]:
     return known
 
 
-class _Lines(_StackTraceMapper):
+class _LineMaps(_StackTraceMapper):
     """Maps generated lines to the user's on this thread too. The maps of functions converted below it add to these."""
 
     def __init__(self, known: Mapping[tuple[str, int], tuple[str, int, str]]):
@@ -233,7 +233,7 @@ def lines_of_ops(known: Mapping[tuple[str, int], tuple[str, int, str]], hidden: 
             in its generated file.
         hidden: files whose lines say nothing to the user.
     """
-    with _Lines(known), _Hidden(hidden):
+    with _LineMaps(known), _Hidden(hidden):
         yield
 
 
@@ -260,7 +260,7 @@ def as_user_raised(error: E, is_internal: Callable[[str], bool]) -> E:
     if '  File "' not in note:
         note = ""
     with contextlib.suppress(Exception):  # a failure here must not hide the exception itself
-        note = _lines_of(original, is_internal) or note
+        note = _format_user_lines(original, is_internal) or note
     if note:
         add_note(original, _with_deeper_lines(note, original))
     original.__dict__.pop("ag_error_metadata", None)
@@ -300,7 +300,7 @@ class _Line(NamedTuple):
         return f'    File "{self.file}", line {self.number}, in {self.function}\n        {self.source.strip()}'
 
 
-def _lines_of(error: BaseException, is_internal: Callable[[str], bool]) -> str:
+def _format_user_lines(error: BaseException, is_internal: Callable[[str], bool]) -> str:
     """The user's lines that an exception passed through, from the first generated one on; "" if there is none.
 
     A traceback shows the generated code, whose file is deleted when the process ends.
@@ -447,12 +447,12 @@ def keep_by_graph(results: Any) -> None:
         return
     reference = weakref.ref(gradient)
 
-    def of_graph(op: tf.Operation, *upstream: Any) -> Any:
+    def call_kept(op: tf.Operation, *upstream: Any) -> Any:
         known = reference()
         assert known is not None, "kept by the graph of the op"
         return known(op, *upstream)
 
-    registered[name]["type"] = of_graph
+    registered[name]["type"] = call_kept
     weakref.finalize(gradient, registered.pop, name, None).atexit = False
 
 

@@ -244,7 +244,7 @@ def register(name: str, graph: Any) -> Any:
     aside, wanted = function_graphs.set_aside(graph), needed(graph, graph.inputs)
     operations = [op for op in graph.get_operations() if op.name in wanted]
     effects = [op for op in graph.control_outputs if op.name not in aside]
-    part = graph_walk.Part(graph, operations, graph.inputs, graph.outputs, effects)
+    part = graph_walk.GraphPart(graph, operations, graph.inputs, graph.outputs, effects)
     return _atomic_function.from_func_graph(name, part, {})
 
 

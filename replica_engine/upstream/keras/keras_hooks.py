@@ -47,63 +47,65 @@ _ONE_REPLICA = "in a shard, one device has one replica and the whole batch"
 _INSIDE = f"{_NOT_SHARDS}. The function stays, and what it calls inside is replaced"
 _CHANGED = "gradients that a step changes are known"
 
-_of_scope = functools.partial(Hook, since=FIRST_SCOPE, until=_OTHERS)
-_of_variables = functools.partial(Hook, since=_FIRST_VARIABLE, until=_ELSEWHERE)
-_of_shards = functools.partial(Hook, since=f"{REPLICATED}, or the first step of a model in a scope", until=_SHARDS)
+_scope_hook = functools.partial(Hook, since=FIRST_SCOPE, until=_OTHERS)
+_variable_hook = functools.partial(Hook, since=_FIRST_VARIABLE, until=_ELSEWHERE)
+_shard_hook = functools.partial(Hook, since=f"{REPLICATED}, or the first step of a model in a scope", until=_SHARDS)
 
-MAKE_FUNCTION = _of_scope(
+MAKE_FUNCTION = _scope_hook(
     _TRAINERS, keras_training.METHOD, why="a batch of any size is divided, and gives the numbers of one device"
 )
-MAKE_PREDICT = _of_scope(_TRAINERS, "make_predict_function", why="a batch of any size is divided")
-COMPILE = _of_scope(
+MAKE_PREDICT = _scope_hook(_TRAINERS, "make_predict_function", why="a batch of any size is divided")
+COMPILE = _scope_hook(
     f"{keras_training.COMPILES}.{keras_training.BASE}",
     "compile",
     why="metrics, and an optimizer that is given by its name, are made in the scope of the model",
 )
-BUILD = _of_scope(
+BUILD = _scope_hook(
     _TRAINERS,
     "_maybe_symbolic_build",
     why="models are built from one replica's part; whole batches come to those that divide them; errors are explained",
 )
-ITERATE = _of_scope(
+ITERATE = _scope_hook(
     "keras.src.trainers.epoch_iterator.EpochIterator",
     "_enumerate_iterator",
     why="`predict` gets whole batches",
     order=1,
 )
-COMBINE = _of_scope(
+COMBINE = _scope_hook(
     keras_training.MODULE,
     keras_training.REDUCE,
     why="logs are means over replicas of all workers, not those of replica 0",
     since="the first scope of a strategy",
 )
-APPLY = _of_variables(
+APPLY = _variable_hook(
     _OPTIMIZERS,
     keras_training.APPLY,
     why="gradients are summed before they are clipped; accumulated ones only in the last step of a group",
 )
-ADD_VARIABLE = _of_variables(
+ADD_VARIABLE = _variable_hook(
     _OPTIMIZERS,
     keras_training.ADD_VARIABLE,
     why="each replica has its own accumulators of gradients, which are saved as their sum",
     until="passes on to Keras for all other variables",
 )
-CHECK_FINITE = _of_variables(
+CHECK_FINITE = _variable_hook(
     "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer",
     "check_finite",
     why="an overflow on one replica counts for all; Keras asks replica 0 alone",
 )
-REDUCE_LOSSES = _of_shards(_LOSSES, "reduce_weighted_values", why="a shard's loss counts by its samples")
-LOSS = _of_shards(f"{_LOSSES}.Loss", "__call__", why="whether a sum of losses is that of `compile` or of another call")
+REDUCE_LOSSES = _shard_hook(_LOSSES, "reduce_weighted_values", why="a shard's loss counts by its samples")
+LOSS = _shard_hook(f"{_LOSSES}.Loss", "__call__", why="whether a sum of losses is that of `compile` or of another call")
 # What scale_loss_for_distribution and unscale_loss_for_distribution ask first.
-BACKEND = _of_shards(_LOSSES, "backend", why="the losses of shards are scaled once")
-MEAN = _of_shards(
+BACKEND = _shard_hook(_LOSSES, "backend", why="the losses of shards are scaled once")
+MEAN = _shard_hook(
     "keras.src.metrics.reduction_metrics", "reduce_to_samplewise_values", why="means over shards count by samples"
 )
-AVERAGE_LOSS = _of_shards(_AVERAGES, "compute_average_loss", why=_ONE_REPLICA, until=_INSIDE)
-REGULARIZATION = _of_shards(_AVERAGES, "scale_regularization_loss", why=_ONE_REPLICA, until=_INSIDE)
-TAPE_GRADIENT = _of_shards("tensorflow.python.eager.backprop.GradientTape", "gradient", why=_CHANGED, until=_NOT_SHARDS)
-GRADIENTS = _of_shards(
+AVERAGE_LOSS = _shard_hook(_AVERAGES, "compute_average_loss", why=_ONE_REPLICA, until=_INSIDE)
+REGULARIZATION = _shard_hook(_AVERAGES, "scale_regularization_loss", why=_ONE_REPLICA, until=_INSIDE)
+TAPE_GRADIENT = _shard_hook(
+    "tensorflow.python.eager.backprop.GradientTape", "gradient", why=_CHANGED, until=_NOT_SHARDS
+)
+GRADIENTS = _shard_hook(
     "tensorflow.python.ops.gradients_util", "_GradientsHelper", why=_CHANGED, until=_NOT_SHARDS, order=1
 )
 
@@ -123,7 +125,7 @@ def compile_in_scope(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
     """
 
     def compiled(own: Own, model: keras.Model, *args: object, **kwargs: object) -> object:
-        strategy = keras_training.strategy_of(model)
+        strategy = keras_training.find_strategy(model)
         # A replica is in the scope already, and must not enter it.
         outside = strategy is not None and is_ours(strategy) and tf.distribute.get_strategy() is not strategy
         with strategy.scope() if outside else contextlib.nullcontext():
@@ -133,7 +135,7 @@ def compile_in_scope(is_ours: Callable[[tf.distribute.Strategy], bool]) -> None:
 
 
 def extend_build(
-    explained: Callable[[Exception], Exception],
+    translate_error: Callable[[Exception], Exception],
     is_ours: Callable[[tf.distribute.Strategy], bool],
     takes_whole: Callable[[keras.Model, object], bool],
 ) -> None:
@@ -143,7 +145,7 @@ def extend_build(
     sizes fail in an op, AddN.
 
     Args:
-        explained: makes another error of one that is raised while the model is built.
+        translate_error: makes another error of one that is raised while the model is built.
         is_ours: whether a strategy is one of this library's.
         takes_whole: whether a model takes whole batches such as the first one, which TensorFlow has distributed. Then
             its data is not distributed, but by the user.
@@ -152,7 +154,7 @@ def extend_build(
     """
 
     def built(own: Own, model: keras.Model, iterator: object = None, data_batch: object = None) -> object:
-        strategy = keras_training.strategy_of(model)
+        strategy = keras_training.find_strategy(model)
         if strategy is None or not is_ours(strategy):
             return own(model, iterator=iterator, data_batch=data_batch)
         _predicting.set(None)  # it is of a `predict` that a callback has ended
@@ -170,7 +172,7 @@ def extend_build(
         try:
             return own(model, iterator=iterator, data_batch=data_batch)
         except Exception as error:
-            raise explained(error)
+            raise translate_error(error)
 
     BUILD.around(built)
 
@@ -201,10 +203,10 @@ def make_functions(
         return model.predict_function
 
     def enumerated(own: Own, iterator: object) -> object:
-        predicting, strategy = _predicting.get(), keras_training.strategy_of(iterator)
+        predicting, strategy = _predicting.get(), keras_training.find_strategy(iterator)
         _predicting.set(None)
         model = None if predicting is None else predicting()
-        is_its = model is not None and strategy is not None and strategy is keras_training.strategy_of(model)
+        is_its = model is not None and strategy is not None and strategy is keras_training.find_strategy(model)
         if is_its and takes_whole(model, None):
             keras_training.undistribute(iterator)
         return own(iterator)
@@ -248,7 +250,7 @@ def extend_optimizers(
     agreed: Callable[[tf.Tensor], tf.Tensor],
     is_ours: Callable[[tf.distribute.Strategy], bool],
     check_foreign: Callable[[keras.optimizers.Optimizer, Weights], None],
-    explained: Callable[[Exception], Exception],
+    translate_error: Callable[[Exception], Exception],
 ) -> None:
     """Makes Keras' optimizers accumulate gradients on each replica separately, and clip their sum over replicas.
 
@@ -258,7 +260,7 @@ def extend_optimizers(
         agreed: combines the flag of a replica, whether its gradients are finite, with those of the others.
         is_ours: whether a strategy is one of this library's.
         check_foreign: called as `check_foreign(optimizer, variables)` in a replica with an optimizer of no strategy.
-        explained: takes an exception of `build`; returns one in the user's terms, or the exception itself.
+        translate_error: takes an exception of `build`; returns one in the user's terms, or the exception itself.
     """
 
     def in_replica_of_ours() -> bool:
@@ -294,7 +296,7 @@ def extend_optimizers(
                 # Keras calls an optimizer built before it has all of its variables. If it kept that, a second call
                 # would miss the others: AttributeError: no attribute '_momentums'.
                 optimizer.built = False
-                raise explained(error)
+                raise translate_error(error)
 
     def checked(own: Callable[..., tf.Tensor], optimizer: keras.optimizers.Optimizer, grads: Gradients) -> tf.Tensor:
         finite = own(optimizer, grads)
@@ -317,10 +319,10 @@ def scale_losses_once(shard: Callable[[], object]) -> None:
     Args:
         shard: the shard that is being computed; None outside.
     """
-    BACKEND.put(lambda own: own if isinstance(own, _Backend) else _Backend(own, shard))
+    BACKEND.put(lambda own: own if isinstance(own, _UndividedBackend) else _UndividedBackend(own, shard))
 
 
-class _Backend(StandIn):
+class _UndividedBackend(StandIn):
     """Keras' backend for its losses, which has no distribution in a shard: what is scaled for one stays as it is.
 
     Args:
@@ -442,12 +444,12 @@ def synchronize_masked(is_ours: Callable[[tf.distribute.Strategy], bool]) -> Non
         context = tf.distribute.get_replica_context() if mask is not None and layer.synchronized else None
         if context is None or context.num_replicas_in_sync == 1 or not is_ours(context.strategy):
             return own(layer, inputs, mask)
-        return _of_all_replicas(context, inputs, mask, layer._reduction_axes)
+        return _reduce_moments(context, inputs, mask, layer._reduction_axes)
 
     MOMENTS.around(moments)
 
 
-def _of_all_replicas(
+def _reduce_moments(
     context: tf.distribute.ReplicaContext, inputs: tf.Tensor, mask: tf.Tensor, axes: Sequence[int]
 ) -> Moments:
     def over_samples(values: tf.Tensor) -> tf.Tensor:

@@ -73,7 +73,7 @@ def contain(component: tf.Variable, container: tf.Variable | None) -> None:
             holder._distributed_container = weakref.ref(container)
 
 
-def is_loss_of(compiled: object, loss: object) -> bool:
+def is_loss_inside(compiled: object, loss: object) -> bool:
     """Whether an object is what `compile` made of all losses, and another one is the loss of an output in it."""
     return isinstance(compiled, _CompileLoss) and any(each.loss is loss for each in compiled._flat_losses or ())
 
@@ -93,10 +93,10 @@ def is_counted(variable: keras.Variable) -> bool:
     return variable.aggregation == "sum" and variable.synchronization == "on_read"
 
 
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+def list_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """All optimizers among the attributes of a model and its layers, also in lists and dictionaries."""
     found = [getattr(model, "optimizer", None)]
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         found += leaves(vars(layer).values(), 3)
     unique = {id(each): each for each in found if isinstance(each, keras.optimizers.Optimizer)}
     return list(unique.values())
@@ -111,7 +111,7 @@ def leaves(values: Iterable[object], depth: int) -> Iterator[object]:
             yield value
 
 
-def layers_of(model: keras.Model, include_self: bool = True) -> list[keras.layers.Layer]:
+def list_layers(model: keras.Model, include_self: bool = True) -> list[keras.layers.Layer]:
     """All layers of a model, also nested ones; the model itself comes first."""
     return list(model._flatten_layers(include_self=include_self))
 
@@ -122,9 +122,9 @@ def unbuilt_layers(model: keras.Model) -> list[str]:
     What Keras has called is complete: a part of it that says that it is not built, such as a table of words, needs no
     build. A layer that the user's own class calls may get its variables later.
     """
-    layers = layers_of(model)
+    layers = list_layers(model)
     called = [each for each in layers if each.built and _calls_all(each)]
-    complete = {id(part) for each in called for part in layers_of(each)}
+    complete = {id(part) for each in called for part in list_layers(each)}
     return [layer.name for layer in layers if not layer.built and id(layer) not in complete]
 
 
@@ -139,7 +139,7 @@ def input_sizes(model: keras.Model) -> list[tuple[str, int]]:
     A Sequential without `keras.Input` gets an input of Keras' own from the first data that it sees. That input has the
     size of those data, which nobody gave, and the model takes any other.
     """
-    if isinstance(model, keras.Sequential) and any(getattr(layer, "stateful", False) for layer in layers_of(model)):
+    if isinstance(model, keras.Sequential) and any(getattr(layer, "stateful", False) for layer in list_layers(model)):
         return _sizes(model)  # the size of the first data is that of its states
     first = model.layers[0] if isinstance(model, keras.Sequential) and model.layers else None
     if isinstance(first, keras.Model):  # Keras' own input takes the shape that this model has
@@ -175,7 +175,7 @@ def weights_kept_for(model: keras.Model) -> dict[int, keras.Variable]:
     An optimizer keeps them in lists in the order of its weights.
     """
     found = {}
-    for optimizer in [each for outer in optimizers_of(model) for each in with_inner_optimizers(outer)]:
+    for optimizer in [each for outer in list_optimizers(model) for each in with_inner_optimizers(outer)]:
         weights = trained_by(optimizer) if optimizer.built else []
         for kept in vars(optimizer).values():
             if isinstance(kept, (list, tuple)) and len(kept) == len(weights):
@@ -219,16 +219,16 @@ def touches_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     )
 
 
-def accumulators_of(model: keras.Model) -> list[keras.Variable]:
+def list_accumulators(model: keras.Model) -> list[keras.Variable]:
     """The variables in which the optimizers of a model accumulate gradients."""
-    optimizers = [each for optimizer in optimizers_of(model) for each in with_inner_optimizers(optimizer)]
+    optimizers = [each for optimizer in list_optimizers(model) for each in with_inner_optimizers(optimizer)]
     return [variable for optimizer in optimizers for variable in keras_training.accumulators(optimizer)]
 
 
-def variables_of(model: keras.Model) -> Iterator[keras.Variable]:
+def list_variables(model: keras.Model) -> Iterator[keras.Variable]:
     """All variables of a model: weights, seeds, metric variables, and the variables of its optimizers."""
     seen: set[int] = set()
-    groups = [model.variables, model.metrics_variables, *(each.variables for each in optimizers_of(model))]
+    groups = [model.variables, model.metrics_variables, *(each.variables for each in list_optimizers(model))]
     for group in groups:
         for variable in group:
             if id(variable) not in seen and underlying(variable) is not None:
@@ -242,7 +242,7 @@ def output_losses(model: keras.Model) -> list[keras.metrics.Metric]:
     return [] if compiled is None else list(compiled.metrics)
 
 
-def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+def list_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics of a model, including those inside the one that `compile` makes of several."""
     nested = [inner for metric in model.metrics for inner in (metric, *getattr(metric, "metrics", metric._metrics))]
     return list({id(metric): metric for metric in nested}.values())
@@ -282,7 +282,10 @@ def build(model: keras.Model, batch: object) -> None:
 def own_variables(model: keras.Model) -> list[tf.Variable]:
     """The variables of TensorFlow among the attributes of a model and its layers, which Keras does not know."""
     return [
-        each for layer in layers_of(model) for each in leaves(vars(layer).values(), 4) if isinstance(each, tf.Variable)
+        each
+        for layer in list_layers(model)
+        for each in leaves(vars(layer).values(), 4)
+        if isinstance(each, tf.Variable)
     ]
 
 
@@ -320,10 +323,10 @@ def _placeholders(batch: object) -> object:
     return tf.nest.map_structure(placeholder, batch)
 
 
-def state_of(model: keras.Model) -> list[object]:
+def read_traced_state(model: keras.Model) -> list[object]:
     """A value that changes whenever the model's steps may trace to other graphs: what `compile` and layers set."""
     parts = [getattr(model, name, None) for name in ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")]
-    layers = [(layer, layer.trainable) for layer in layers_of(model)]
+    layers = [(layer, layer.trainable) for layer in list_layers(model)]
     return [*parts, bool(model.run_eagerly), layers]
 
 
@@ -393,7 +396,7 @@ def mixes_samples(model: keras.Model) -> bool:
     compiled = compiled_loss(model)
     losses = [each.loss for each in getattr(compiled, "_flat_losses", None) or ()]
     return any(_is_of_batches(loss) for loss in losses) or any(
-        isinstance(metric, _CORRELATIONS) and 0 in _axes(metric) for metric in metrics_of(model)
+        isinstance(metric, _CORRELATIONS) and 0 in _axes(metric) for metric in list_metrics(model)
     )
 
 

@@ -121,7 +121,7 @@ def class_of_trainers() -> type | None:
     return getattr(sys.modules.get(MODULE), TRAINER, None)
 
 
-def strategy_of(model: object) -> Any:
+def find_strategy(model: object) -> Any:
     """The strategy under which a model was built; None if it was built under none, and for anything else."""
     return getattr(model, "_distribute_strategy", None)
 
@@ -192,20 +192,20 @@ def _plain(value: object) -> object:
 # Keras tells a callback neither of the other callbacks nor of the iterator. A callback that saves the whole training
 # needs both.
 
-_of_backups = functools.partial(
+_backup_hook = functools.partial(
     Hook, since="the first `replica_engine.keras.BackupAndRestore`", until="passes on to Keras for a `fit` without one"
 )
-BEGIN = _of_backups(
+BEGIN = _backup_hook(
     "keras.src.callbacks.callback_list.CallbackList",
     "on_train_begin",
     why="a backup saves and restores the state of all callbacks of a `fit`",
 )
-STEPS = _of_backups(
+STEPS = _backup_hook(
     "keras.src.trainers.epoch_iterator.EpochIterator",
     "_enumerate_iterator",
     why="a backup saves the place in the data, and begins an epoch there",
 )
-FIT = _of_backups(
+FIT = _backup_hook(
     f"{MODULE}.{TRAINER}",
     "fit",
     why="a backup that listens to signals gives the program its handlers back, also after an exception",
@@ -291,12 +291,12 @@ def logs_of_epoch(model: Any, logs: Any) -> Any:
     return model._get_metrics_result_or_logs(logs)
 
 
-def spec_of(epoch_iterator: Any) -> Any:
+def read_batch_spec(epoch_iterator: Any) -> Any:
     """The shapes and dtypes of the batches."""
     return epoch_iterator._distributed_dataset.element_spec
 
 
-def rows_of(epoch_iterator: Any) -> int | None:
+def count_batch_rows(epoch_iterator: Any) -> int | None:
     """How many samples a batch has; None if that is not known."""
     adapter = epoch_iterator.data_adapter
     if not is_of_dataset(epoch_iterator):
@@ -330,26 +330,26 @@ MAKE_FOLDER = Hook(
 )
 
 
-def let_the_chief_write(worker_of: Callable[[object], Worker | None]) -> None:
+def let_the_chief_write(find_worker: Callable[[object], Worker | None]) -> None:
     """Keeps all workers but the chief from writing models; only once per process.
 
     Args:
-        worker_of: takes a model, and returns this worker; None if the model is not trained on several workers.
+        find_worker: takes a model, and returns this worker; None if the model is not trained on several workers.
     """
-    SAVE_MODEL.around(functools.partial(_save, worker_of))
-    SAVE_WEIGHTS.around(functools.partial(_save, worker_of))
+    SAVE_MODEL.around(functools.partial(_save, find_worker))
+    SAVE_WEIGHTS.around(functools.partial(_save, find_worker))
     MAKE_FOLDER.around(_make_folder)
 
 
 def _save(
-    worker_of: Callable[[object], Worker | None],
+    find_worker: Callable[[object], Worker | None],
     own: Callable[..., object],
     model: object,
     filepath: str | os.PathLike[str],
     *args: object,
     **kwargs: object,
 ) -> object:
-    return saved_by("a model", worker_of(model), filepath, lambda path: own(model, path, *args, **kwargs))
+    return saved_by("a model", find_worker(model), filepath, lambda path: own(model, path, *args, **kwargs))
 
 
 def _make_folder(own: Callable[[str], object], path: str) -> None:

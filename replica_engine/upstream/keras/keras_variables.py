@@ -70,7 +70,7 @@ OUTPUT = "/output"
 _in_parts: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_in_parts", default=False)
 
 
-LayoutOf = Callable[[str], object]
+FindLayout = Callable[[str], object]
 """The layout for the path of a layer and "/output", or None."""
 Constrain = Callable[[str, tf.Tensor, object], tf.Tensor]
 """Divides a tensor, given the path, as a layout says."""
@@ -159,28 +159,28 @@ class _Outputs(StandIn):
 
     Args:
         own: the distribution itself.
-        layout_of: returns the layout for the path of a layer and "/output", or None.
+        find_layout: returns the layout for the path of a layer and "/output", or None.
         constrain: divides a tensor, given the path, as a layout says.
     """
 
-    def __init__(self, own: object, layout_of: LayoutOf, constrain: Constrain):
+    def __init__(self, own: object, find_layout: FindLayout, constrain: Constrain):
         super().__init__(own)
         self.constrain = constrain
         self.path = ""
-        self._layout_of = layout_of
+        self._find_layout = find_layout
 
     def get_tensor_layout(self, path: str) -> object:
         """Called by Keras."""
         self.path = path
-        return self._layout_of(path)
+        return self._find_layout(path)
 
 
 @contextlib.contextmanager
-def outputs_divided(given: object, layout_of: LayoutOf, constrain: Constrain) -> Iterator[None]:
+def outputs_divided(given: object, find_layout: FindLayout, constrain: Constrain) -> Iterator[None]:
     """Inside, the outputs of Keras' layers are divided, see `_Outputs`, and what `distribute_tensor` gets."""
     state: Any = sys.modules[_GLOBAL_STATE]
     before = state.get_global_attribute(_ATTRIBUTE)
-    state.set_global_attribute(_ATTRIBUTE, _Outputs(given, layout_of, constrain))
+    state.set_global_attribute(_ATTRIBUTE, _Outputs(given, find_layout, constrain))
     try:
         yield
     finally:
@@ -196,7 +196,7 @@ def _distribute(value: object, layout: object) -> object:
     return tf.nest.map_structure(lambda each: current.constrain(path, each, layout), value)
 
 
-def handle_of(variable: keras.Variable | tf.Variable) -> tf.Tensor:
+def find_first_handle(variable: keras.Variable | tf.Variable) -> tf.Tensor:
     """The handle of the first component of a Keras or TensorFlow variable."""
     value = getattr(variable, "_value", variable)
     return eager.raw_handle(value._values[0] if isinstance(value, distribute.DistributedVariable) else value)
@@ -215,7 +215,7 @@ def current_distribution() -> Any:
     return found._own if isinstance(found, _Outputs) else found
 
 
-def layout_map_of(distribution: Any) -> Any:
+def find_layout_map(distribution: Any) -> Any:
     """The LayoutMap of a `keras.distribution.ModelParallel`; None for another distribution."""
     return getattr(distribution, "_layout_map", None)
 

@@ -35,9 +35,9 @@ _OF_LAST = ("Maximum", "Minimum", "Max", "Min", "Mean")  # what one of these mad
 _ASSIGNING = ("AssignVariableOp", "ResourceScatter")
 
 T = TypeVar("T")
-Call: TypeAlias = "functools.partial[object]"
+UpdateCall: TypeAlias = "functools.partial[object]"
 """A call of a metric's `update_state`."""
-Place: TypeAlias = Callable[[], str]
+Locate: TypeAlias = Callable[[], str]
 
 _thread = threading.local()
 
@@ -62,7 +62,7 @@ def has_own_update(metric: keras.metrics.Metric) -> bool:
     return module.partition(".")[0] != "keras"
 
 
-def own_metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+def list_own_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics of a model that are of the user's own kind, also those inside others."""
     every = graph_walk.reached(model.metrics, lambda metric: getattr(metric, "metrics", metric._metrics))
     return [metric for metric in every if has_own_update(metric)]
@@ -73,28 +73,28 @@ def is_looking() -> bool:
     return getattr(_thread, "is_looking", False)
 
 
-def only_adds(metric: keras.metrics.Metric, update: Call) -> bool:
-    """Whether a call of `update_state` adds to the variables of a metric, as far as a graph tells; see `updates_of`."""
-    return all(each.kind == SUM for each in updates_of(metric, update, lambda: ""))
+def only_adds(metric: keras.metrics.Metric, update: UpdateCall) -> bool:
+    """Whether a call of `update_state` adds to the variables of a metric, if a graph tells; see `list_updates`."""
+    return all(each.kind == SUM for each in list_updates(metric, update, lambda: ""))
 
 
-def adds_over_samples(metric: keras.metrics.Metric, update: Call) -> bool:
+def adds_over_samples(metric: keras.metrics.Metric, update: UpdateCall) -> bool:
     """Whether what a call of `update_state` adds for a batch is what it adds for two parts of the batch.
 
     The update is tried on numbers, since its ops do not show it: a sum, divided by the samples and multiplied by them
-    again, is a sum. False too if that cannot be tried. Takes the arguments of `updates_of`, as that function does.
+    again, is a sum. False too if that cannot be tried. Takes the arguments of `list_updates`, as that function does.
     """
     return bool(_looked_at(metric, _adds_in_parts, update))
 
 
-def _adds_in_parts(metric: keras.metrics.Metric, update: Call) -> bool:
+def _adds_in_parts(metric: keras.metrics.Metric, update: UpdateCall) -> bool:
     leaves = tf.nest.flatten((update.args, update.keywords))
     if any(getattr(each, "_keras_mask", None) is not None for each in leaves):
         return False
     given: list[object] = []
 
     def update_by_any_batch() -> None:
-        given.extend(_of_any_length(each) if tf.is_tensor(each) else each for each in leaves)
+        given.extend(_with_unknown_length(each) if tf.is_tensor(each) else each for each in leaves)
         args, kwargs = tf.nest.pack_sequence_as((update.args, update.keywords), given)
         update.func(*args, **kwargs)
 
@@ -127,7 +127,7 @@ def _adds_in_parts(metric: keras.metrics.Metric, update: Call) -> bool:
     return all(np.all(np.isfinite(c)) and np.allclose(a + b, c, rtol=1e-3, atol=1e-5) for a, b, c in added)
 
 
-def _of_any_length(tensor: tf.Tensor) -> tf.Tensor:
+def _with_unknown_length(tensor: tf.Tensor) -> tf.Tensor:
     rank = tensor.shape.rank
     return tf.compat.v1.placeholder(tensor.dtype, [None, *tensor.shape[1:]] if rank else tensor.shape)
 
@@ -139,7 +139,7 @@ def _numbers_like(tensor: tf.Tensor, rows: int, random: np.random.Generator) -> 
     return np.asarray(numbers, tensor.dtype.as_numpy_dtype)
 
 
-def updates_of(metric: keras.metrics.Metric, update: Call, place: Place) -> list[Update]:
+def list_updates(metric: keras.metrics.Metric, update: UpdateCall, place: Locate) -> list[Update]:
     """What a call of `update_state` does to the variables of a metric. The call changes no variable.
 
     The caller holds off Ctrl-C, so that it has the metric as it was when it gets one.
@@ -174,7 +174,7 @@ def _looked_at(metric: keras.metrics.Metric, look: Callable[..., T], *args: obje
 
 
 def _traced(
-    metric: keras.metrics.Metric, update: Callable[[], object], place: Place
+    metric: keras.metrics.Metric, update: Callable[[], object], place: Locate
 ) -> tuple[tf.Graph, list[tf.Tensor], list[tf.Tensor], dict[int, str]]:
     """The graph of an update, the values of the metric's variables before and after it, and `_Watching.places`."""
     graph, variables = tf.__internal__.FuncGraph("metric"), metric.variables
@@ -186,7 +186,7 @@ def _traced(
     return graph, old, new, scope.places
 
 
-def _updates(metric: keras.metrics.Metric, update: Call, place: Place) -> list[Update]:
+def _updates(metric: keras.metrics.Metric, update: UpdateCall, place: Locate) -> list[Update]:
     variables: list[keras.Variable] = metric.variables
     try:
         graph, old, new, places = _traced(metric, update, place)
@@ -220,7 +220,7 @@ class _Watching(keras.StatelessScope):
         places: the user's line of the last assignment, by the id of the variable.
     """
 
-    def __init__(self, state_mapping: list[tuple[keras.Variable, tf.Tensor]], place: Place):
+    def __init__(self, state_mapping: list[tuple[keras.Variable, tf.Tensor]], place: Locate):
         super().__init__(state_mapping=state_mapping, initialize_variables=False)
         self.places: dict[int, str] = {}
         self._place = place

@@ -288,10 +288,10 @@ class Chunks:
             return [*map(list, zip(*chunk[0], strict=True)), *self._program.others]
         slots = [[np.asarray(len(chunk), np.int32)]]
         for index, spec in enumerate(self._specs):
-            slots.append([self._of_replica(chunk, replica, index, spec) for replica in range(self._size)])
+            slots.append([self._stack_replica(chunk, replica, index, spec) for replica in range(self._size)])
         return [*slots, *self._program.others]
 
-    def _of_replica(self, chunk: Sequence[Parts], replica: int, index: int, spec: tf.TensorSpec) -> np.ndarray:
+    def _stack_replica(self, chunk: Sequence[Parts], replica: int, index: int, spec: tf.TensorSpec) -> np.ndarray:
         if self._program.most == 1:  # without a copy
             return np.expand_dims(chunk[0][replica][index], 0)
         stacked = np.zeros([self._program.most, *spec.shape], spec.dtype.as_numpy_dtype)

@@ -48,7 +48,7 @@ from replica_engine.xla.stages.body_graph import Shape
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.state import host_handles
-from replica_engine.xla.state.device_value import Borrowed, DeviceValue, device_value_of
+from replica_engine.xla.state.device_value import Borrowed, DeviceValue, find_launch_value
 
 T = TypeVar("T")
 Prepare = Callable[[Arguments, Shapes], T]
@@ -131,7 +131,7 @@ def _compiled_here(programs: ProgramTable, entry: Entry, static: Sequence[Shape]
     if limit is None:
         return programs.compiled(entry, static)
     ended = threading.Event()
-    thread = threads.Apart(functools.partial(programs.compiled, entry, static), f"compile of {name}", ended.set)
+    thread = threads.LeftCall(functools.partial(programs.compiled, entry, static), f"compile of {name}", ended.set)
     threads.start(thread)
     if not wait_within(limit, ended.wait):
         raise ReplicaTimeoutError.not_planned(name, programs.devices.platform.upper(), limit)
@@ -202,9 +202,9 @@ def _prepared(
     entry = programs.entry(source, arguments, shapes, args)
     slots = arguments.numpy()
     compiled = programs.ready(entry, slots)
-    results_of = entry.traced.grouped_results if grouped else entry.traced.replicas_results
+    take_results = entry.traced.grouped_results if grouped else entry.traced.replicas_results
     at_once = compiled.is_queued and not grouped  # one wait for all
-    return lambda: results_of(Launch(compiled)(slots).columns(as_arrays=at_once))
+    return lambda: take_results(Launch(compiled)(slots).columns(as_arrays=at_once))
 
 
 def _in_graph(programs: ProgramTable, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> list[Any]:
@@ -249,7 +249,7 @@ def _add_op(programs: ProgramTable, entry: Entry, counts: list[int], inputs: lis
     """
     devices, traced = programs.devices, entry.traced
     outputs = [spec for spec in traced.outputs for _ in range(devices.size)]
-    held = [device_value_of(handle, devices) for handle in traced.handles]
+    held = [find_launch_value(handle, devices) for handle in traced.handles]
     device_values = [each for each in held if isinstance(each, DeviceValue)]
     around = host_handles.host_program()  # the host function that the op is in
     # The state that host calls inherit, such as the summary writer: it is traced in, as in any tf.function.

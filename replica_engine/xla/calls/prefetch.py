@@ -325,7 +325,7 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         """Does jobs until the thread should end."""
-        state = thread_state.of_thread()
+        state = thread_state.read_thread_state()
         while self._do_one(state):
             pass
 

@@ -34,7 +34,7 @@ from replica_engine.xla.arguments import Arguments, Shapes, is_viewed
 from replica_engine.xla.body import Body, LaunchLimits, install
 from replica_engine.xla.function_spec import FunctionSpec, Hosts, used_objects
 from replica_engine.xla.host_calls.host_call import CallOrder
-from replica_engine.xla.stages.body_graph import Shape, of_any_size
+from replica_engine.xla.stages.body_graph import Shape, with_any_size
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Slots
 from replica_engine.xla.stages.lowered import Lowered
@@ -94,7 +94,7 @@ class ProgramTable:
         self.body = body or Body(
             devices, RandomState(devices, same_random), CallOrder(devices), name, limits, soft_placement
         )
-        self._functions: LastUsed[_Function] = LastUsed(_MOST_PROGRAMS)
+        self._functions: LastUsed[_FunctionTraces] = LastUsed(_MOST_PROGRAMS)
         self._executables: weakref.WeakValueDictionary[Hashable, Executable] = weakref.WeakValueDictionary()
         self._last_executables: deque[Executable] = deque(maxlen=_MOST_UNUSED)
         self._died: deque[_Watch] = deque()
@@ -166,10 +166,10 @@ class ProgramTable:
             if made.uses(source.used(function.hosts)):
                 last = function.last = made
         if last is not None and args is not None:
-            last.warm = _Warm.of(args, arguments) or last.warm
+            last.warm = _Warm.from_call(args, arguments) or last.warm
         return entry
 
-    def _by_key(self, function: _Function, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Entry:
+    def _by_key(self, function: _FunctionTraces, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Entry:
         with self._lock:
             kind = source.key(function.hosts), arguments.key
             if (known := function.kinds.get(kind)) is not None:
@@ -226,17 +226,17 @@ class ProgramTable:
         for entry in filter(None, dropped):
             entry.traced.forget()
 
-    def function(self, source: FunctionSpec) -> _Function:
+    def function(self, source: FunctionSpec) -> _FunctionTraces:
         """What is known of all functions with the code of this one."""
         code = source.code
         found = self._functions.get(code)
         if found is None:
             with self._lock:
-                found = self._functions.get(code) or _Function()
+                found = self._functions.get(code) or _FunctionTraces()
                 self._functions.put(code, found)
         return found
 
-    def _warn_of_many(self, function: _Function, source: FunctionSpec) -> None:
+    def _warn_of_many(self, function: _FunctionTraces, source: FunctionSpec) -> None:
         function.times += source.step is None
         if function.times == MANY_TRACES and self._warns:
             text = (
@@ -263,7 +263,7 @@ class ProgramTable:
             of_each = [tuple(values[replica % len(values)].shape for values in slots) for replica in range(size)]
             return self._in_branches(entry, of_each, of_captured)
         shapes = [
-            tuple(of_any_size(values[0].shape)) if index in sparse else values[0].shape
+            tuple(with_any_size(values[0].shape)) if index in sparse else values[0].shape
             for index, values in enumerate(slots)
         ]
         return self.compiled(entry, shapes, of_captured)
@@ -429,7 +429,7 @@ class Entry:
                 before if before.is_compatible_with(shape) else before.most_specific_compatible_shape(shape)
                 for before, shape in zip(self.shapes, shapes, strict=True)
             )
-        return tuple(of_any_size(shape) if index in self.sparse else shape for index, shape in enumerate(shapes))
+        return tuple(with_any_size(shape) if index in self.sparse else shape for index, shape in enumerate(shapes))
 
 
 class _Watch(weakref.ref):
@@ -492,7 +492,7 @@ class _Last:
         return self.uses(used) and key == self._key and shapes == self._shapes and moves_ops == self.moves_ops
 
 
-class _Function:
+class _FunctionTraces:
     """What a table knows of all functions with one code.
 
     Attributes:
@@ -528,7 +528,7 @@ class _Warm:
         self.shapes = tuple(shape for _, (_, shape) in slots)
 
     @classmethod
-    def of(cls, args: Sequence[Any], arguments: Arguments) -> _Warm | None:
+    def from_call(cls, args: Sequence[Any], arguments: Arguments) -> _Warm | None:
         """The arguments of a call; None if some are not tensors whose memory NumPy can see, or are of uneven shapes.
 
         Args:

@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 18  # the most bytes of a replica's part of a chunk; it is se
 _MOST_BYTES_SENT = 1 << 22  # the same where sending takes long: devices with a queue, or several devices a replica
 
 
-class Outcome(NamedTuple):
+class LoopOutcome(NamedTuple):
     """The outcome of a device loop.
 
     Attributes:
@@ -58,7 +58,7 @@ def run_loop(
     iterations: int,
     prefetch: int | None,
     pulls: Pulls | None = None,
-) -> Outcome:
+) -> LoopOutcome:
     """Runs up to `iterations` steps.
 
     Args:
@@ -118,7 +118,7 @@ def run_loop(
         if not (program.calls_host and chunks.made and _is_of_host_call(error)):
             raise
         failed = error
-    return Outcome(chunks.made, entry.traced.replicas_results(chunks.columns), failed or prefetcher.error)
+    return LoopOutcome(chunks.made, entry.traced.replicas_results(chunks.columns), failed or prefetcher.error)
 
 
 def _is_of_host_call(error: Exception) -> bool:

@@ -8,7 +8,7 @@ A function that AutoGraph converted is replaced by the function that the user wr
 converted function is converted with it. In the converted one, `int(x)` of a tensor is a tensor, and a loop over a
 tensor follows the rules of `tf.while_loop`. That is right for a graph, and wrong on the host, where a function must run
 as it was written. Its code is still in the file it was written in, and the variables that it closes over have kept
-their names. So the function can be rebuilt (`original_of`).
+their names. So the function can be rebuilt (`find_written_function`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from replica_engine.xla.arguments import check_known
 from replica_engine.xla.function_spec import assigns
 
 
-def original_of(fn: FunctionType) -> FunctionType:
+def find_written_function(fn: FunctionType) -> FunctionType:
     """The function as it was written; `fn` itself if it was not converted, or if its source cannot be found."""
     code = fn.__code__
     if operators.OPERATORS not in code.co_freevars:
@@ -42,7 +42,7 @@ def original_of(fn: FunctionType) -> FunctionType:
     arguments = _arguments(code)
     candidates = [
         found
-        for found in _codes_of(file, "".join(linecache.getlines(file)))
+        for found in _compile_codes(file, "".join(linecache.getlines(file)))
         if found.co_name == code.co_name and _arguments(found) == arguments and set(found.co_freevars) <= set(cells)
         # A decorated function begins at its decorator, and a lambda of several lines may be mapped to a later line.
         if 0 <= first - found.co_firstlineno <= 20
@@ -65,7 +65,7 @@ def _arguments(code: CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _codes_of(file: str, source: str) -> list[CodeType]:
+def _compile_codes(file: str, source: str) -> list[CodeType]:
     """All code objects of a file. `source` is the file's text, since the text may change in a notebook."""
     try:
         return list(_within(compile(source, file, "exec", dont_inherit=True)))
@@ -209,7 +209,7 @@ class Closure:
             return None if parts is None else lambda tensors: _partial(*parts(tensors))
         if not isinstance(fn, FunctionType):  # a tf.function; without its graph, which could not take other tensors
             return self._open(fn.python_function, depth + 1)
-        return self._open_plain_function(original_of(fn), fn, depth)
+        return self._open_plain_function(find_written_function(fn), fn, depth)
 
     def _open_plain_function(self, fn: FunctionType, converted: FunctionType, depth: int) -> Build | None:
         cells = fn.__closure__ or ()

@@ -253,12 +253,12 @@ class HostCall:
     def unlike(self, result: int, given: str, wanted: str) -> HostResultError:
         """The error for a result that is not as the body was compiled for; `given` and `wanted` describe tensors."""
         return HostResultError(
-            f"The host function returned {given}{at_result(self.name_of(result))}, but the body was compiled for "
+            f"The host function returned {given}{at_result(self.result_name(result))}, but the body was compiled for "
             f"{wanted}. A host function must return the same dtype and shape each time: cast or pad the result, or "
             "declare it, @xla.returns(tf.TensorSpec(shape, dtype))."
         )
 
-    def name_of(self, result: int) -> str:
+    def result_name(self, result: int) -> str:
         """The path of a result in the structure that the user's function returned."""
         return ""
 

@@ -26,11 +26,11 @@ from replica_engine.errors.base import at, brief, in_words
 from replica_engine.errors.program_errors import at_result
 from replica_engine.upstream import distribute, eager, thread_state
 from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
-from replica_engine.values.structure import Build, OtherStructure, flatten, of_components
+from replica_engine.values.structure import Build, OtherStructure, build_composite, flatten
 from replica_engine.xla.arguments import UnknownResults
 from replica_engine.xla.body import HostCallSite, on_host
 from replica_engine.xla.function_spec import RETURNS
-from replica_engine.xla.host_calls.closures import Closure, original_of
+from replica_engine.xla.host_calls.closures import Closure, find_written_function
 
 F = TypeVar("F", bound=Callable)
 
@@ -88,7 +88,7 @@ def _check_declaration(spec: object) -> None:
             )
 
 
-def results_of(
+def find_host_results(
     fn: Callable, closure: Closure, side: HostCallSite, handles: list[tuple[tf.Tensor, str]]
 ) -> HostResults | UnknownResults:
     """The results of a host function, with specs instead of tensors, if they are known.
@@ -131,7 +131,7 @@ def results_of(
 
 
 def _unknown(fn: Callable, where: str, why: str, failure: Exception | None = None) -> UnknownResults:
-    name = name_of(fn)
+    name = readable_name(fn)
     name = "a lambda" if name == "lambda" else f"`{name}`"
 
     def error() -> HostResultError:
@@ -175,13 +175,13 @@ class HostResults:
         for leaf, path in zip(leaves, self._spec.paths, strict=True):
             kind, tensors = _open(leaf, path)
             places = [itemgetter(len(self.tensors) + index) for index in range(len(tensors))]
-            builds.append(places[0] if kind == _TENSOR else _of_other_leaf(leaf, places))
+            builds.append(places[0] if kind == _TENSOR else _build_other_leaf(leaf, places))
             self._kinds.append(kind)
             self.tensors += tensors
             self.names += [path] if kind == _TENSOR else [f"{path} (component {n})" for n in range(len(tensors))]
         self.rebuild: Build = self._spec.builder(builds)
 
-    def tensors_of(self, value: object) -> list[tf.Tensor]:
+    def select_tensors(self, value: object) -> list[tf.Tensor]:
         """The tensors of another value that the function returned.
 
         Raises:
@@ -190,7 +190,7 @@ class HostResults:
         if isinstance(value, tf.Tensor) and self._kinds == [_TENSOR] and self._spec.is_leaf:  # the most common case
             return [value]
         try:
-            leaves = self._spec.leaves_of(value)
+            leaves = self._spec.match_leaves(value)
         except OtherStructure as other:
             given = other.given or _open(other.value, other.path)[0]
             wanted = other.wanted or self._kinds[other.leaf]
@@ -210,7 +210,7 @@ class AnyResults(HostResults):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def tensors_of(self, value: object) -> list[tf.Tensor]:
+    def select_tensors(self, value: object) -> list[tf.Tensor]:
         """Of no value."""
         return []
 
@@ -225,8 +225,8 @@ def _other_structure(name: str, given: str, wanted: str) -> HostResultError:
     )
 
 
-def _of_other_leaf(leaf: object, builds: Sequence[Build]) -> Build:
-    return (lambda _: None) if leaf is None or isinstance(leaf, tf.Operation) else of_components(leaf, builds)
+def _build_other_leaf(leaf: object, builds: Sequence[Build]) -> Build:
+    return (lambda _: None) if leaf is None or isinstance(leaf, tf.Operation) else build_composite(leaf, builds)
 
 
 def _open(value: object, name: str) -> tuple[str, Sequence[tf.Tensor | tf.TensorSpec]]:
@@ -320,15 +320,15 @@ def _layers(fn: Any) -> Iterator[Any]:
                 return
 
 
-def name_of(fn: object) -> str:
+def readable_name(fn: object) -> str:
     """The name of a function, for messages: "lambda" if it has none."""
     names = (getattr(each, "__name__", "") for each in _layers(fn))
     return next(filter(None, names), type(fn).__name__).strip("<>")
 
 
-def codes_of(fn: object) -> frozenset[CodeType]:
+def list_codes(fn: object) -> frozenset[CodeType]:
     """The code of a host function and of the Python functions inside it, as the user wrote them."""
-    return frozenset(original_of(each).__code__ for each in _layers(fn) if isinstance(each, FunctionType))
+    return frozenset(find_written_function(each).__code__ for each in _layers(fn) if isinstance(each, FunctionType))
 
 
 def _returns_nothing(fn: object) -> bool:
@@ -336,7 +336,7 @@ def _returns_nothing(fn: object) -> bool:
     if fn is print or fn is tf.print or (getattr(fn, "__name__", "") in _FILLS and isinstance(fn, BuiltinMethodType)):
         return True
     functions = [each for each in _layers(fn) if isinstance(each, FunctionType)]
-    return len(functions) == 1 and _code_returns_nothing(original_of(functions[0]).__code__)
+    return len(functions) == 1 and _code_returns_nothing(find_written_function(functions[0]).__code__)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -25,7 +25,13 @@ from replica_engine.xla.arguments import UnknownResults
 from replica_engine.xla.body import HostCallSite, host_call_site, in_body
 from replica_engine.xla.host_calls.closures import Closure
 from replica_engine.xla.host_calls.host_call import HostCall, HostCalls, current_calls
-from replica_engine.xla.host_calls.host_results import AnyResults, HostResults, codes_of, name_of, results_of
+from replica_engine.xla.host_calls.host_results import (
+    AnyResults,
+    HostResults,
+    find_host_results,
+    list_codes,
+    readable_name,
+)
 from replica_engine.xla.host_calls.session import Kept, Session
 
 P = ParamSpec("P")
@@ -92,18 +98,18 @@ def outside_compilation(fn: Callable[P, object], /, *args: P.args, **kwargs: P.k
         return fn(*args, **kwargs)
     calls = current_calls()
     calls.can_fail = True
-    calls.codes |= codes_of(fn)
+    calls.codes |= list_codes(fn)
     closure = Closure(fn, args, kwargs, _value_on_devices)
     where = here()
-    found = results_of(fn, closure, HostCallSite(tf.constant(0), calls.size, where), calls.handles)
+    found = find_host_results(fn, closure, HostCallSite(tf.constant(0), calls.size, where), calls.handles)
     results = AnyResults() if isinstance(found, UnknownResults) else found
     calls.closures.append(closure)
-    cluster = _Cluster(calls, where, name_of(fn), closure, results)
+    cluster = _FunctionCall(calls, where, readable_name(fn), closure, results)
     tensors = _differentiable(cluster, closure.tensors)
     return found if isinstance(found, UnknownResults) else found.rebuild(tensors)
 
 
-class _Cluster(HostCall):
+class _FunctionCall(HostCall):
     """A call of the user's function."""
 
     differentiated = False
@@ -134,9 +140,9 @@ class _Cluster(HostCall):
 
     def _call(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         fn, args, kwargs = self._closure.build(tensors)
-        return self._wanted.tensors_of(fn(*args, **kwargs))
+        return self._wanted.select_tensors(fn(*args, **kwargs))
 
-    def name_of(self, result: int) -> str:
+    def result_name(self, result: int) -> str:
         """The path of a result in the structure that the function returned."""
         return self._wanted.names[result]
 
@@ -152,7 +158,7 @@ class _ClusterGradient(HostCall):
 
     differentiated = False
 
-    def __init__(self, of: _Cluster | _ClusterGradient, inputs: Sequence[tf.Tensor], token: tf.Tensor):
+    def __init__(self, of: _FunctionCall | _ClusterGradient, inputs: Sequence[tf.Tensor], token: tf.Tensor):
         of.differentiated = True
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs if _has_gradient(each)]
         super().__init__(of.calls, of.calls.new_gradient_name(of.name), of.where, specs)
@@ -187,7 +193,7 @@ class _ClusterGradient(HostCall):
         return results
 
 
-def _differentiable(call: _Cluster | _ClusterGradient, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _differentiable(call: _FunctionCall | _ClusterGradient, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The results of a call, with gradients with respect to everything they depend on."""
     if not any(map(_has_gradient, inputs)) or not any(map(_has_gradient, call.results)):
         return call.emit(inputs)[1]

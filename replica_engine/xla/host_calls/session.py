@@ -25,13 +25,13 @@ from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.upstream import eager, thread_state
 from replica_engine.upstream.graphs import function_calls
 from replica_engine.watch.watchdog import Wait
-from replica_engine.xla.state.device_value import home_of
+from replica_engine.xla.state.device_value import find_device_value
 
 _PATIENCE = 10_000  # host calls of a replica; they take about a second
 _STUCK_AFTER = 15.0  # seconds from a failure until the wait for the program ends
 
 
-class Call(Protocol):
+class SessionCall(Protocol):
     """The parts of a host call that a session uses; see `host_call.HostCall`."""
 
     index: int
@@ -41,7 +41,7 @@ class Call(Protocol):
 
 
 @dataclass(eq=False)  # the user's exceptions may not be comparable
-class _Failure:
+class _RaisedCall:
     """A host call that raised.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Failure:
 
     error: BaseException
     replica: int
-    call: Call
+    call: SessionCall
     times: int
 
 
@@ -105,16 +105,16 @@ class Session:
         size = self.size = devices.size
         self.first = devices.first
         self.has_ended = False
-        self.failures: list[_Failure] = []
+        self.failures: list[_RaisedCall] = []
         self._manager = function_calls.manager()
         self.kept = [Kept(self._manager) for _ in range(size)]
         self._beat = beat
-        self.draw: Callable[[int, Call, float, float], None] | None = None
+        self.draw: Callable[[int, SessionCall, float, float], None] | None = None
         self.wake: Callable[[], None] | None = None
         self.arguments: Mapping[int, Sequence[Any]] = {}
         self.host_variables = HostVariables(size)
         self._inside: list[tuple[int, float] | None] = [None] * size  # each replica's call: its thread, since when
-        self._last: list[Call | None] = [None] * size
+        self._last: list[SessionCall | None] = [None] * size
         self._times: dict[tuple[int, int], int] = {}
         self._made = [0] * size  # calls of each replica
         self._most: int | None = None  # no replica may make more calls than this; None while no call has failed
@@ -144,7 +144,7 @@ class Session:
         if self._manager is not None:
             self._manager.start_cancel()
 
-    def enter(self, call: Call, replica: int) -> None:
+    def enter(self, call: SessionCall, replica: int) -> None:
         """Notes that a replica makes a call.
 
         Raises:
@@ -159,14 +159,14 @@ class Session:
         elif self._made[replica] > self._most:
             raise RuntimeError("The run has failed, and its program does not end by itself.")
 
-    def leave(self, call: Call, replica: int) -> None:
+    def leave(self, call: SessionCall, replica: int) -> None:
         """Notes that a replica's call is over."""
         inside, self._inside[replica] = self._inside[replica], None
         self._beat()
         if self.draw is not None and inside is not None:
             self.draw(replica, call, inside[1], time.perf_counter())
 
-    def place_of(self, replica: int) -> tuple[int, str, tuple[int, float] | None]:
+    def find_last_call(self, replica: int) -> tuple[int, str, tuple[int, float] | None]:
         """How many calls a replica has made, the last call in words, and its thread and start while it is going on."""
         last = self._last[replica]
         return self._made[replica], "" if last is None else last.describe(), self._inside[replica]
@@ -194,12 +194,12 @@ class Session:
 
         return self._context.copy().run(inherited)
 
-    def note(self, error: BaseException, replica: int, call: Call) -> None:
+    def note(self, error: BaseException, replica: int, call: SessionCall) -> None:
         """Notes that a call raised."""
         if self.is_over and isinstance(error, tf.errors.CancelledError):
             return  # `give_up` ended it
-        error = error.with_traceback(_of_user(error.__traceback__))
-        failure = _Failure(error, replica, call, self._times.get((call.index, replica), 0))
+        error = error.with_traceback(_skip_own_frames(error.__traceback__))
+        failure = _RaisedCall(error, replica, call, self._times.get((call.index, replica), 0))
         with self._lock:
             self.failures.append(failure)
             self._limit_wait()
@@ -295,7 +295,7 @@ class Session:
             del first, failure, failures, alike, others  # the exception holds this frame too
 
 
-def _of_user(frames: TracebackType | None) -> TracebackType | None:
+def _skip_own_frames(frames: TracebackType | None) -> TracebackType | None:
     """A traceback from the first frame outside this library; the whole traceback if all frames are inside."""
     frame = frames
     while frame is not None and is_internal(frame.tb_frame.f_code.co_filename):
@@ -332,7 +332,7 @@ class HostVariables:
         self._own = {}
 
     def _made(self, handle: tf.Tensor) -> tuple[list[tf.Tensor], list[Any]]:
-        home = home_of(handle)
+        home = find_device_value(handle)
         assert home is not None, "a variable of a strategy"
         if len(home.handles) == self._size:
             return home.handles, []

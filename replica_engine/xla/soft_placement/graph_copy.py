@@ -67,7 +67,7 @@ class HostCallInfo(NamedTuple):
     results: tuple[tf.TensorSpec, ...]
 
     @classmethod
-    def of(cls, call: HostCall) -> HostCallInfo:
+    def from_call(cls, call: HostCall) -> HostCallInfo:
         """The description of a call."""
         results = tuple(call.results)
         if isinstance(call, Piece):
@@ -126,11 +126,11 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs) -> MovedBody:
     def build(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         values: dict[int, Value] = {}
         for (inside, _), placeholder in zip(inputs.specs, placeholders, strict=True):
-            values[id(inside)] = Value.of(placeholder)
+            values[id(inside)] = Value.from_tensor(placeholder)
         for inside, handle in inputs.variables:
             eager.graph().capture(handle)
             # The handle itself, which each graph captures: ops on a variable keep their order if all use one tensor.
-            value = values[id(inside)] = Value.of(handle)
+            value = values[id(inside)] = Value.from_tensor(handle)
             if handle is calls.order:
                 rewriter.order = value
         for inside, shape, source in inputs.on_host:
@@ -212,9 +212,9 @@ class Rewriter:
         if op.type != "EagerPyFunc" or in_loop:
             return
         function = host_kernels.PythonFunction(op)
-        if function.gradient_of is None:
+        if function.forward_token is None:
             self._python_calls[function.token] = self._python_calls.get(function.token, 0) + 1
-        elif self._python_calls.get(function.gradient_of, 0) > 1:
+        elif self._python_calls.get(function.forward_token, 0) > 1:
             raise LoweringError(
                 f"In `{self.name}`, a tf.function that contains a tf.py_function is called more than "
                 f"once{at(user_line(op))}, and the gradients of the calls cannot be told apart. Call "
@@ -268,7 +268,7 @@ class Frame:
             self._values[id(op.outputs[0])] = Value(op.outputs[0].dtype, op.outputs[0].shape, maker=op)
             return
         inputs = [self.value(tensor) for tensor in op.inputs]
-        functions = graph_walk.functions_of(op)
+        functions = graph_walk.list_inner_graphs(op)
         if op.type in graph_walk.BRANCHES:
             _be_scalar(inputs[0])
         stuck = next((value for value in inputs if value.stays_on_host), None)
@@ -278,7 +278,7 @@ class Frame:
             else:
                 self._copy(op, inputs)
         elif host_op_kinds.is_numerics_summary(op) and stuck is None:
-            self._values[id(op.outputs[0])] = Value.of(_what_is_not_finite(self.on_devices(inputs[0])))
+            self._values[id(op.outputs[0])] = Value.from_tensor(_what_is_not_finite(self.on_devices(inputs[0])))
         elif op.type in host_op_kinds.CHECKS and stuck is None and not self._pending.in_condition:
             self._check(op, inputs)
         elif host_op_kinds.is_for_host(op) or (stuck is None and self._is_shaped(op, inputs)):
@@ -320,7 +320,7 @@ class Frame:
         before = [self._copied[each.name] for each in op.control_inputs if each.name in self._copied]
         copied = self._copied[op.name] = host_kernels.copy_op(op, tensors, before)
         self._rewriter.originals[copied.name] = op
-        outputs = [Value.of(new, op) for new in copied.outputs]
+        outputs = [Value.from_tensor(new, op) for new in copied.outputs]
         for tensor, value in zip(op.outputs, outputs, strict=True):
             self._values[id(tensor)] = value
             value.inputs, value.outputs = inputs, outputs
@@ -335,7 +335,7 @@ class Frame:
     def _add(self, pending: Pending, op: tf.Operation, inputs: Sequence[Value]) -> list[Value]:
         """Adds an op to those that wait."""
         taken = [self._on_host(pending, op, value) for value in inputs]
-        shapes = self._rewriter.shapes.of_results(op, taken, self._values)
+        shapes = self._rewriter.shapes.infer_results(op, taken, self._values)
         pairs = zip(op.outputs, shapes, strict=True)
         outputs = [Value(tensor.dtype, shape, maker=op, from_host=True) for tensor, shape in pairs]
         pending.add(op, taken, outputs)
@@ -432,7 +432,7 @@ class Frame:
             results = tf.cond(chosen if chosen.dtype == tf.bool else tf.not_equal(chosen, 0), *branches)
         for output, tensor in zip(op.outputs, results, strict=True):
             host_kernels.keep_shape(output, tensor)
-            self._values[id(output)] = Value.of(tensor, op)
+            self._values[id(output)] = Value.from_tensor(tensor, op)
 
     def _loop(self, op: tf.Operation, functions: list[Any], inputs: list[Value]) -> None:
         condition, body = functions
@@ -451,7 +451,7 @@ class Frame:
             found = list(inputs)
             for index, tensor in zip(carried, tensors, strict=True):
                 host_kernels.keep_shape(body.inputs[index], tensor)
-                found[index] = Value.of(tensor)
+                found[index] = Value.from_tensor(tensor)
             for index, number in numbers.items():
                 found[index] = Value(inputs[index].dtype, body.inputs[index].shape, source=Source("stored", number))
             return found
@@ -486,7 +486,7 @@ class Frame:
                 self._values[id(output)] = Value(output.dtype, output.shape, None, source, op)
             else:
                 host_kernels.keep_shape(output, on_devices[index])
-                self._values[id(output)] = Value.of(on_devices[index], op)
+                self._values[id(output)] = Value.from_tensor(on_devices[index], op)
 
     def _results(self, indices: Sequence[int]) -> list[tf.Tensor]:
         """Results of a branch or an iteration.
@@ -516,7 +516,7 @@ def _by_data(op: tf.Operation, inputs: Sequence[Value]) -> bool:
 def _has_inside(op: tf.Operation) -> bool:
     """Whether a branch or a loop has an op, at any depth, whose results have a shape that depends on data."""
     return any(
-        each.type in host_op_kinds.SHAPED_BY_DATA for each in graph_walk.everywhere(*graph_walk.functions_of(op))
+        each.type in host_op_kinds.SHAPED_BY_DATA for each in graph_walk.everywhere(*graph_walk.list_inner_graphs(op))
     )
 
 

@@ -130,7 +130,7 @@ def may_move(op: tf.Operation) -> bool:
     return not (
         op.type.startswith("Xla")
         or any(tensor.dtype == tf.resource for tensor in op.inputs)
-        or graph_walk.functions_of(op)
+        or graph_walk.list_inner_graphs(op)
         or _REFUSED.search(op.type)
     )
 
@@ -171,7 +171,7 @@ def runs_whole(op: tf.Operation) -> bool:
 
 def _inside(op: tf.Operation) -> Iterator[tf.Operation]:
     """The ops in the functions of a branch, loop or call that are needed there."""
-    return (each for graph in graph_walk.functions_of(op) for each in xla_ops.needed(graph).values())
+    return (each for graph in graph_walk.list_inner_graphs(op) for each in xla_ops.needed(graph).values())
 
 
 def string_work(ops: Sequence[tf.Operation]) -> tf.Operation | None:
@@ -189,7 +189,7 @@ def string_work(ops: Sequence[tf.Operation]) -> tf.Operation | None:
         returned = any(output is each for output in op.outputs for each in getattr(op.graph, "outputs", ()))
         if _TELLS.search(op.type) or (users and not returned and told.issuperset(users)):
             told.add(op)
-        elif functions := graph_walk.functions_of(op):
+        elif functions := graph_walk.list_inner_graphs(op):
             found = next(filter(None, (string_work(host_kernels.needed_ops(graph)) for graph in functions)), found)
         elif not _NO_WORK.search(op.type) and _has_strings(op):
             found = op
@@ -244,7 +244,7 @@ def contains_host_op(op: tf.Operation) -> bool:
     """Whether an op must run on the host, or runs a function with an op that must, or that a copy would not have."""
     if not graph_walk.runs_functions(op):
         return is_for_host(op)
-    return any(map(contains_host_op, _inside(op))) or any(map(_has_unused, graph_walk.functions_of(op)))
+    return any(map(contains_host_op, _inside(op))) or any(map(_has_unused, graph_walk.list_inner_graphs(op)))
 
 
 def _has_unused(graph: Any) -> bool:
@@ -255,7 +255,7 @@ def _has_unused(graph: Any) -> bool:
 
 def _fails(op: tf.Operation) -> bool:
     if graph_walk.runs_functions(op):
-        return any(_fails(inner) for graph in graph_walk.functions_of(op) for inner in graph.get_operations())
+        return any(_fails(inner) for graph in graph_walk.list_inner_graphs(op) for inner in graph.get_operations())
     if op.type in ("Placeholder", "NoOp"):
         return False
     return not host_kernels.compiles(op) or any(_is_of_data(op.inputs[index]) for index in shape_inputs(op))

@@ -55,7 +55,7 @@ class Value:
     by_data: bool = False
 
     @classmethod
-    def of(cls, tensor: tf.Tensor, maker: tf.Operation | None = None) -> Value:
+    def from_tensor(cls, tensor: tf.Tensor, maker: tf.Operation | None = None) -> Value:
         """The counterpart of a tensor that the devices have."""
         return cls(tensor.dtype, tensor.shape, tensor, maker=maker)
 
@@ -105,7 +105,9 @@ class Shapes:
             ]
             return [output.shape for output in graph_walk.apply_op(op, stand_ins).outputs]
 
-    def of_results(self, op: tf.Operation, inputs: Sequence[Value], values: dict[int, Value]) -> list[tf.TensorShape]:
+    def infer_results(
+        self, op: tf.Operation, inputs: Sequence[Value], values: dict[int, Value]
+    ) -> list[tf.TensorShape]:
         """The shapes of the results of a host op, as far as the three rules tell.
 
         Args:
@@ -114,12 +116,12 @@ class Shapes:
             values: the values of its graph, by the id of the tensor.
         """
         shapes = [_merged(*each) for each in zip(map(_declared, op.outputs), self.inferred(op, inputs), strict=True)]
-        if host_kernels.PythonFunction.is_of(op):
+        if host_kernels.PythonFunction.is_python_op(op):
             function = host_kernels.PythonFunction(op)
-            if function.gradient_of is None:
+            if function.forward_token is None:
                 self._python_inputs[function.token] = [value.shape for value in inputs]
             else:
-                shapes = list(map(_merged, shapes, self._python_inputs.get(function.gradient_of, shapes)))
+                shapes = list(map(_merged, shapes, self._python_inputs.get(function.forward_token, shapes)))
         elif (rows := _rows(op, inputs, values)) is not None:
             shapes[0] = _merged(shapes[0], tf.TensorShape([rows]).concatenate(shapes[0][1:]))
         return shapes
@@ -218,7 +220,7 @@ class Pending:
             if value not in registers:
                 registers[value] = len(registers)
                 if value.source is None and value.maker is not None and value.is_constant:
-                    value.source = Source("fixed", host_kernels.constant_of(value.maker))
+                    value.source = Source("fixed", host_kernels.read_constant(value.maker))
                 if value.source is None:
                     assert value.tensor is not None, "emitted before"
                     operands.append(value.tensor)
@@ -381,11 +383,11 @@ def host_op(op: tf.Operation, inputs: list[int], outputs: list[int]) -> HostOp:
 
 
 def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
-    if not host_kernels.PythonFunction.is_of(op):
+    if not host_kernels.PythonFunction.is_python_op(op):
         run = host_kernels.runner(op)
         return lambda inputs, kept, replica: run(inputs, kept.manager)
     function = host_kernels.PythonFunction(op)
-    if (forward := function.gradient_of) is not None:
+    if (forward := function.forward_token) is not None:
         return lambda inputs, kept, replica: function.differentiate(_tape(kept, forward), inputs)
 
     def call(inputs: list[Any], kept: Kept, replica: int) -> list[Any]:

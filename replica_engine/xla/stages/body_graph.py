@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import CollectiveCall
-from replica_engine.diagnostics.user_frames import place_of, user_line
+from replica_engine.diagnostics.user_frames import function_place, user_line
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError
 from replica_engine.errors.base import at
 from replica_engine.errors.program_errors import moved_to_host
@@ -34,8 +34,8 @@ from replica_engine.xla.host_calls.host_call import HostCalls
 from replica_engine.xla.soft_placement import host_op_kinds
 from replica_engine.xla.soft_placement.graph_copy import Inputs, MovedBody, move
 from replica_engine.xla.soft_placement.host_piece import Source
-from replica_engine.xla.stages.collective_meetings import Apart
-from replica_engine.xla.state.device_value import home_of
+from replica_engine.xla.stages.collective_meetings import UnmetCollective
+from replica_engine.xla.state.device_value import find_device_value
 
 Shape = tuple[int, ...]
 Column = Sequence[Any] | Callable[[], list[tf.Tensor]]
@@ -57,11 +57,11 @@ def column(shape: tuple[int, ...], dtype: np.dtype) -> Callable[[Array], Column]
     has failed (`Awaited`). Large results are fetched at once (`Compiled`).
     """
     is_viewed = dtype in _VIEWED and 0 < np.prod(shape, dtype=int) * dtype.itemsize <= _MOST_BYTES
-    make, parts = (eager.of_capsule, DeviceGroup.views) if is_viewed else (_as_tensor, DeviceGroup.shards)
+    make, parts = (eager.tensor_from_capsule, DeviceGroup.views) if is_viewed else (_as_tensor, DeviceGroup.shards)
     return functools.partial(functools.partial, _tensors, make, parts)
 
 
-def tensors_of(column: Column) -> list[tf.Tensor]:
+def list_column_tensors(column: Column) -> list[tf.Tensor]:
     """The tensors of a column, one for each replica."""
     return column() if callable(column) else list(map(_as_tensor, column))
 
@@ -187,11 +187,11 @@ class BodyGraph:
         self.collectives = collectives
         self.added = added
         self.sums = sums
-        self.apart: list[Apart] = []
+        self.apart: list[UnmetCollective] = []
         self.diverges = ""
         # Not the function, nor what it closes over: a trace does not keep alive what it uses.
         fn = source.fn
-        self.where: str = getattr(fn, "_replica_engine_where", "") or place_of(fn)
+        self.where: str = getattr(fn, "_replica_engine_where", "") or function_place(fn)
         self.is_users = not hasattr(fn, "_replica_engine_where")
         self.stacked: int = getattr(fn, "stacked", 0)
         self.result_axes: Any = getattr(fn, "result_axes", None)
@@ -261,7 +261,7 @@ class BodyGraph:
 
     def replicas_results(self, columns: Sequence[Column]) -> list[Any]:
         """What each replica returned. `columns` has, for each result, the values of the replicas."""
-        tensors = list(map(tensors_of, columns))
+        tensors = list(map(list_column_tensors, columns))
         size = len(tensors[0]) if tensors else self.body.own
         return [self.rebuild([column[replica] for column in tensors]) for replica in range(size)]
 
@@ -270,7 +270,7 @@ class BodyGraph:
         if not columns or not self.is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
         if self.body.own == 1:
-            return self.rebuild([tensor for (tensor,) in map(tensors_of, columns)])
+            return self.rebuild([tensor for (tensor,) in map(list_column_tensors, columns)])
         return self.rebuild(list(map(_distributed, columns)))
 
     def registered(self) -> Any:
@@ -287,7 +287,7 @@ class BodyGraph:
         parameters += [(self._tensors[index], tensors[index]) for index in self.captured]
         on_host = []
         for index in sorted(self.host_slots):
-            shape = of_any_size(slots[index].shape) if index in self.sparse_slots else slots[index].shape
+            shape = with_any_size(slots[index].shape) if index in self.sparse_slots else slots[index].shape
             on_host.append((self._slots[index], shape, Source("argument", index)))
         on_host += [(inside, inside.shape, self._source(outside, inside)) for outside, inside in self._on_host]
         handles = list(zip(self._variables, self.handles, strict=True))
@@ -326,7 +326,7 @@ class BodyGraph:
     def _source(self, outside: Any, inside: tf.Tensor) -> Source:
         if self.writer is not None and outside is self.writer:
             return Source("writer", None)
-        if inside.dtype == tf.resource and home_of(outside) is not None and eager.may_write(inside, set()):
+        if inside.dtype == tf.resource and find_device_value(outside) is not None and eager.may_write(inside, set()):
             return Source("variable", outside)
         return Source("fixed", outside)
 
@@ -367,13 +367,15 @@ class BodyGraph:
             )
 
 
-def of_any_size(shape: Any) -> tf.TensorShape:
+def with_any_size(shape: Any) -> tf.TensorShape:
     """The shape of a component of a sparse tensor, for any number of values."""
     return tf.TensorShape([None, *shape[1:]])
 
 
 def _distributed(column: Column) -> distribute.PerReplica:
-    return distribute.LaterPerReplica(column) if callable(column) else distribute.PerReplica(tensors_of(column))
+    return (
+        distribute.LaterPerReplica(column) if callable(column) else distribute.PerReplica(list_column_tensors(column))
+    )
 
 
 def _stays_on_host(outside: Any, inside: tf.Tensor) -> bool:

@@ -30,14 +30,14 @@ from replica_engine.errors.base import at
 from replica_engine.pjrt.stablehlo.markers import COLLECTIVES, HOST_CALL, PREFIX
 from replica_engine.upstream.graphs import graph_walk, host_kernels, xla_ops
 from replica_engine.xla.stages.known_values import Decisions
-from replica_engine.xla.state.device_value import home_of
+from replica_engine.xla.state.device_value import find_device_value
 
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
 
 _PLAIN = frozenset(("Add", "AddV2", "Cast", "Identity", "Maximum", "Minimum", "Mul", "Neg", "Sub"))
 _MOST = 16  # ops that are looked at
 
-OpsOf = Callable[[Any], list[tf.Operation]]  # takes a graph, and returns those of its ops that are looked at
+ListOps = Callable[[Any], list[tf.Operation]]  # takes a graph, and returns those of its ops that are looked at
 
 
 class Reason(enum.Flag):
@@ -64,7 +64,7 @@ class CollectiveOp:
         self.groups = groups if groups and len(groups) > 1 else None
 
     @staticmethod
-    def of(op: tf.Operation) -> CollectiveOp | None:
+    def from_op(op: tf.Operation) -> CollectiveOp | None:
         """The collective that an op is; None for any other op."""
         if op.type == "XlaAllReduce":
             groups = tf.get_static_value(op.inputs[1])
@@ -87,7 +87,7 @@ class Differences:
     Args:
         graph: the body.
         of_input: the cause of an input of the graph, by its index. For a variable it is the cause of its value.
-        ops_of: the ops of a graph to look at, each after those that it depends on.
+        list_ops: the ops of a graph to look at, each after those that it depends on.
 
     Attributes:
         conditions: the causes of the condition of each branch and loop, by the id of its op.
@@ -97,11 +97,11 @@ class Differences:
         writers: by the index of a variable, the first op that writes a value to it that may differ.
     """
 
-    def __init__(self, graph: Any, of_input: Callable[[int], Reason], ops_of: OpsOf = host_kernels.needed_ops):
+    def __init__(self, graph: Any, of_input: Callable[[int], Reason], list_ops: ListOps = host_kernels.needed_ops):
         self.conditions: dict[int, Reason] = {}
         self.added: set[int] = set()
         self.writers: dict[int, tf.Operation] = {}
-        self._ops_of = functools.cache(ops_of)
+        self._list_ops = functools.cache(list_ops)
         self.variables = {
             index: of_input(index) for index, each in enumerate(graph.inputs) if each.dtype == tf.resource
         }
@@ -120,14 +120,14 @@ class Differences:
         """Goes through a function graph; `around` is the cause of the conditions around it. Returns the results'."""
         # A function that was differentiated may have got more inputs and outputs since an op called it.
         known = {id(inside): value for inside, value in zip(graph.inputs, inputs, strict=False)}
-        for op in self._ops_of(graph):
+        for op in self._list_ops(graph):
             if not op.outputs or id(op.outputs[0]) not in known:
                 given = [known.get(id(each), _UNKNOWN) for each in op.inputs]
                 known.update(zip(map(id, op.outputs), self._visit(op, given, around), strict=False))
         return [known.get(id(output), _UNKNOWN) for output in graph.outputs]
 
     def _visit(self, op: tf.Operation, given: list[_Known], around: Reason) -> Sequence[_Known]:
-        functions = graph_walk.functions_of(op)
+        functions = graph_walk.list_inner_graphs(op)
         if op.type.endswith("PartitionedCall") and functions:
             return self._run(functions[0], given, around)
         if op.type.endswith("While") and functions:
@@ -139,11 +139,11 @@ class Differences:
         if xla_ops.marker_name(op) == HOST_CALL:
             # Its first operand and result are positions among all calls.
             return [_Known(_joined(given[1:]).cause | Reason.UNKNOWN, settled=True)] * len(op.outputs)
-        cause, variables = self._cause(op, given, around), _variables_of(given)
+        cause, variables = self._cause(op, given, around), _join_variables(given)
         settled = any(each.settled for each in given)
         if op.type in graph_walk.ADDING and not settled and not _is_one(op.inputs[1]):  # one counts steps, not samples
             self.added |= variables
-        settled |= bool(variables) or CollectiveOp.of(op) is not None
+        settled |= bool(variables) or CollectiveOp.from_op(op) is not None
         # What was read from a variable is not the variable: an op that writes it elsewhere does not write this one.
         handle, value = _Known(cause, variables), _Known(cause, settled=settled)
         return [handle if each.dtype == tf.resource else value for each in op.outputs]
@@ -177,12 +177,12 @@ class Differences:
         if op.type in _EQUAL_EVERYWHERE:
             return Reason.NONE
         cause = _joined(given).cause
-        collective = CollectiveOp.of(op)
+        collective = CollectiveOp.from_op(op)
         if collective is not None:
             if COLLECTIVES[collective.name].gives_parts:
                 return cause | Reason.REPLICA_ID
             return Reason.NONE if collective.groups is None else cause
-        variables = _variables_of(given)
+        variables = _join_variables(given)
         for variable in variables:
             if not op.outputs:  # it writes
                 self.variables[variable] |= cause | around
@@ -216,10 +216,10 @@ def _joined(values: Sequence[_Known]) -> _Known:
     cause = Reason.NONE
     for value in values:
         cause |= value.cause
-    return _Known(cause, _variables_of(values), any(value.settled for value in values))
+    return _Known(cause, _join_variables(values), any(value.settled for value in values))
 
 
-def _variables_of(values: Sequence[_Known]) -> frozenset[int]:
+def _join_variables(values: Sequence[_Known]) -> frozenset[int]:
     return frozenset().union(*(value.variables for value in values))
 
 
@@ -253,11 +253,11 @@ def is_equal_everywhere(tensor: tf.Tensor) -> bool:
 def _has_one_value(handle: tf.Tensor) -> bool:
     """Whether the variable behind a handle has one value, and what replicas assign to it is made equal."""
     outside = next((given for given, inside in handle.graph.captures if inside is handle), handle)
-    value = home_of(outside)
+    value = find_device_value(outside)
     return value is not None and value.kept_equal
 
 
-class Apart(NamedTuple):
+class UnmetCollective(NamedTuple):
     """A collective that perhaps not all replicas reach.
 
     Attributes:
@@ -284,7 +284,7 @@ def diverging(graph: Any, of_input: Callable[[int], Reason]) -> str:
     return ""
 
 
-def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[str, str]) -> list[Apart]:
+def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[str, str]) -> list[UnmetCollective]:
     """Looks at the conditions around the collectives of a body.
 
     Args:
@@ -310,7 +310,7 @@ def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[
     needed = _Collectives(host_kernels.needed_ops)
     in_program = {id(op) for op in needed.everywhere(graph)}
     decisions = Decisions(graph, suspects, size, host_kernels.made_ops).found
-    found: list[Apart] = []
+    found: list[UnmetCollective] = []
     seen: list[tf.Tensor] = []
     for op in suspects:
         unknown = False
@@ -322,17 +322,17 @@ def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[
         may_differ = unknown and causes[id(op)] & (Reason.REPLICA_ID | Reason.OWN_DATA)
         if may_differ and id(op) in in_program and not is_seen:
             seen.append(condition)
-            _, first, collective = needed.of(op)[0]
+            _, first, collective = needed.list_collectives(op)[0]
             name, where = _called(first, collective, names)
             is_loop, by_id = op.type in graph_walk.LOOPS, bool(causes[id(op)] & Reason.REPLICA_ID)
-            found.append(Apart(name, where, is_loop, user_line(op), by_id))
+            found.append(UnmetCollective(name, where, is_loop, user_line(op), by_id))
     return list(dict.fromkeys(found))
 
 
 def _check_known(op: tf.Operation, taken: Sequence[int | None], inner: _Collectives, names: dict[str, str]) -> None:
     """Raises an error if some replicas of a group reach a collective of a branch or loop, and others do not."""
     is_loop = op.type in graph_walk.LOOPS
-    for number, collective_op, collective in inner.of(op):
+    for number, collective_op, collective in inner.list_collectives(op):
         for group in collective.groups or [list(range(len(taken)))]:
             decided = [each for each in (taken[replica] for replica in group) if each is not None]
             counts = decided if is_loop else [int(each == number) for each in decided]
@@ -382,22 +382,22 @@ class _Collectives:
     """The collectives in the functions of a body, each looked up once.
 
     Args:
-        ops_of: the ops of a graph to look at.
+        list_ops: the ops of a graph to look at.
     """
 
-    def __init__(self, ops_of: OpsOf):
-        self._ops_of = functools.cache(ops_of)
-        self.of = functools.cache(self._of)
+    def __init__(self, list_ops: ListOps):
+        self._list_ops = functools.cache(list_ops)
+        self.list_collectives = functools.cache(self._list_collectives)
 
-    def _of(self, op: tf.Operation) -> list[tuple[int, tf.Operation, CollectiveOp]]:
+    def _list_collectives(self, op: tf.Operation) -> list[tuple[int, tf.Operation, CollectiveOp]]:
         """The collectives in the functions of a branch, loop or call, with the number of the function."""
         found = []
-        for number, graph in enumerate(graph_walk.functions_of(op)):
-            for inner in self._ops_of(graph):
-                if (collective := CollectiveOp.of(inner)) is not None:
+        for number, graph in enumerate(graph_walk.list_inner_graphs(op)):
+            for inner in self._list_ops(graph):
+                if (collective := CollectiveOp.from_op(inner)) is not None:
                     found.append((number, inner, collective))
                 else:
-                    found += [(number, *each[1:]) for each in self.of(inner)]
+                    found += [(number, *each[1:]) for each in self.list_collectives(inner)]
         return found
 
     def everywhere(self, graph: Any) -> list[tf.Operation]:
@@ -405,8 +405,8 @@ class _Collectives:
         found: dict[int, tf.Operation] = {}
         pending = [graph]
         for each in pending:
-            for op in filter(self.of, self._ops_of(each)):
+            for op in filter(self.list_collectives, self._list_ops(each)):
                 if op.type not in graph_walk.CALLS:
                     found[id(op)] = op
-                pending += graph_walk.functions_of(op)
+                pending += graph_walk.list_inner_graphs(op)
         return list(found.values())

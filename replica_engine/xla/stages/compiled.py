@@ -101,10 +101,10 @@ class Compiled(Launchable):
             InputsError: the inputs have another structure, or other shapes or dtypes.
         """
         program = self.program
-        arguments = Arguments.of_inputs(inputs, self.devices.size)
+        arguments = Arguments.from_inputs(inputs, self.devices.size)
         key = program.traced.key
         if arguments.key != key:  # Python numbers that are equal now and differed when the body was lowered
-            arguments = Arguments.of_inputs(inputs, self.devices.size, numbers=True)
+            arguments = Arguments.from_inputs(inputs, self.devices.size, numbers=True)
         shapes = tuple(tuple(slot.shape) for slot in arguments.slots if slot.shape.is_fully_defined())
         if arguments.key != key or shapes != program.shapes:
             unlike = difference(arguments.slots, program.traced.slot_names, program.slots)

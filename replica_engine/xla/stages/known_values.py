@@ -21,7 +21,7 @@ from replica_engine.upstream.graphs import graph_walk, host_kernels
 Value: TypeAlias = "tf.Tensor | None"
 """An eager tensor; None if the value is unknown."""
 
-_Row = Sequence[Value]  # the value of each replica
+_ReplicaValues = Sequence[Value]  # the value of each replica
 _LARGEST = 1 << 12  # elements; conditions and counters are small
 _STEPS = 1_000_000  # of a replica: a few seconds
 _RUN = 10  # steps that running an op counts as
@@ -35,7 +35,7 @@ class Decisions:
         graph: the body.
         suspects: the branches and loops to look at.
         size: the number of replicas.
-        ops_of: the ops of a graph, each after those that it depends on.
+        list_ops: the ops of a graph, each after those that it depends on.
 
     Attributes:
         found: by the id of each suspect, for each time that all replicas execute it: of each replica the branch or the
@@ -43,7 +43,7 @@ class Decisions:
     """
 
     def __init__(
-        self, graph: Any, suspects: Sequence[tf.Operation], size: int, ops_of: Callable[[Any], Iterable[tf.Operation]]
+        self, graph: Any, suspects: Sequence[tf.Operation], size: int, list_ops: Callable[[Any], Iterable[tf.Operation]]
     ):
         self.found: dict[int, list[list[int | None]]] = {id(op): [] for op in suspects}
         self._unknown: list[Value] = [None] * size
@@ -53,13 +53,13 @@ class Decisions:
         self._constant = functools.cache(_constant)
         self._running: dict[Any, list[tf.Operation]] = {}  # the ops that run a function, by its graph
         for op in graph_walk.everywhere(graph):
-            for function in graph_walk.functions_of(op):
+            for function in graph_walk.list_inner_graphs(op):
                 self._running.setdefault(function, []).append(op)
         entered = list(graph_walk.reached(suspects, lambda op: self._running.get(op.graph, ())))
         conditions = [_condition(op) for op in entered if op.type not in graph_walk.CALLS]
         wanted = {id(op) for op in entered} | {id(each) for each in graph_walk.reached(conditions, self._behind)}
         self._ops = functools.cache(
-            lambda graph: [op for op in ops_of(graph) if not wanted.isdisjoint(map(id, (op, *op.outputs)))]
+            lambda graph: [op for op in list_ops(graph) if not wanted.isdisjoint(map(id, (op, *op.outputs)))]
         )
         with tf.init_scope(), tf.device("CPU:0"):
             self._ids = [tf.constant(replica) for replica in range(size)]
@@ -69,7 +69,7 @@ class Decisions:
 
     def _behind(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
         """The tensors from which a tensor is computed, in functions and around them."""
-        op, index, functions = tensor.op, tensor.value_index, graph_walk.functions_of(tensor.op)
+        op, index, functions = tensor.op, tensor.value_index, graph_walk.list_inner_graphs(tensor.op)
         if functions:
             decides = [] if op.type in graph_walk.CALLS else [_condition(op)]
             begins = [op.inputs[index]] if op.type in graph_walk.LOOPS else []
@@ -85,10 +85,10 @@ class Decisions:
             # A function that was differentiated may have got more inputs since an op called it.
             found += list(runs.inputs)[place + (runs.type in graph_walk.BRANCHES) :][:1]
             if runs.type in graph_walk.LOOPS:
-                found.append(graph_walk.functions_of(runs)[1].outputs[place])
+                found.append(graph_walk.list_inner_graphs(runs)[1].outputs[place])
         return found
 
-    def _run(self, graph: Any, inputs: Sequence[_Row], active: Sequence[bool]) -> list[_Row]:
+    def _run(self, graph: Any, inputs: Sequence[_ReplicaValues], active: Sequence[bool]) -> list[_ReplicaValues]:
         """Goes through a function graph on the replicas that are `active`; returns what is known of its results."""
         known = dict(zip(map(id, graph.inputs), inputs, strict=False))
         for op in self._ops(graph) if any(active) else ():
@@ -98,8 +98,8 @@ class Decisions:
                 known.update(zip(map(id, op.outputs), self._visit(op, given, active), strict=False))
         return [known.get(id(each), self._unknown) for each in graph.outputs]
 
-    def _visit(self, op: tf.Operation, given: list[_Row], active: Sequence[bool]) -> Sequence[_Row]:
-        functions = graph_walk.functions_of(op)
+    def _visit(self, op: tf.Operation, given: list[_ReplicaValues], active: Sequence[bool]) -> Sequence[_ReplicaValues]:
+        functions = graph_walk.list_inner_graphs(op)
         if not functions:
             return self._computed(op, given, active)
         if op.type in graph_walk.CALLS:
@@ -117,9 +117,9 @@ class Decisions:
             for rows in zip(*columns, strict=False)
         ]
 
-    def _loop(self, op: tf.Operation, values: list[_Row], active: Sequence[bool]) -> list[_Row]:
+    def _loop(self, op: tf.Operation, values: list[_ReplicaValues], active: Sequence[bool]) -> list[_ReplicaValues]:
         """Runs a loop. If its condition is unknown, the body stands for all further iterations, and runs once more."""
-        condition, body = graph_walk.functions_of(op)
+        condition, body = graph_walk.list_inner_graphs(op)
         kept = [graph_walk.is_passed_on(body, index) for index in range(len(body.outputs))]
         counts: list[Any] = [0] * len(active)
         going = active
@@ -145,7 +145,9 @@ class Decisions:
         if all(active) and id(op) in self.found:
             self.found[id(op)].append(taken)
 
-    def _computed(self, op: tf.Operation, given: list[_Row], active: Sequence[bool]) -> Sequence[_Row]:
+    def _computed(
+        self, op: tf.Operation, given: list[_ReplicaValues], active: Sequence[bool]
+    ) -> Sequence[_ReplicaValues]:
         """The outputs of an op without functions."""
         if op.type in _PASSING:
             return given
@@ -178,14 +180,14 @@ class Decisions:
             return [None] * len(op.outputs)
 
 
-def _where(chosen: Sequence[bool], one: _Row, other: _Row) -> list[Value]:
+def _where(chosen: Sequence[bool], one: _ReplicaValues, other: _ReplicaValues) -> list[Value]:
     """Of each replica that is chosen what it has in `one`, of the others what they have in `other`."""
     return [a if each else b for each, a, b in zip(chosen, one, other, strict=True)]
 
 
 def _condition(op: tf.Operation) -> tf.Tensor:
     """What decides in a branch or a loop."""
-    return graph_walk.functions_of(op)[0].outputs[0] if op.type in graph_walk.LOOPS else op.inputs[0]
+    return graph_walk.list_inner_graphs(op)[0].outputs[0] if op.type in graph_walk.LOOPS else op.inputs[0]
 
 
 def _branch(op: tf.Operation, number: Any, count: int) -> int:
@@ -208,7 +210,7 @@ def _is_small(tensor: tf.Tensor) -> bool:
 
 
 def _constant(op: tf.Operation) -> Value:
-    return host_kernels.constant_of(op) if _is_small(op.outputs[0]) else None
+    return host_kernels.read_constant(op) if _is_small(op.outputs[0]) else None
 
 
 def _only_computes(op: tf.Operation) -> bool:

@@ -62,13 +62,13 @@ from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts, shutdown
 from replica_engine.process.interrupts import raise_in
 from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait, stack_of
+from replica_engine.watch.watchdog import Wait, format_thread_stack
 from replica_engine.xla.arguments import view
 from replica_engine.xla.body import Body
-from replica_engine.xla.host_calls.session import Call, Session
-from replica_engine.xla.stages.body_graph import Column, Shape, column, count, tensors_of
+from replica_engine.xla.host_calls.session import Session, SessionCall
+from replica_engine.xla.stages.body_graph import Column, Shape, column, count, list_column_tensors
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.state.device_value import device_value_of, patience_of
+from replica_engine.xla.state.device_value import find_launch_value, find_patience
 
 Slots = Sequence[Sequence[np.ndarray]]
 """For each slot, one value for all replicas or one value for each."""
@@ -113,7 +113,7 @@ class Awaited(NamedTuple):
         """The values of the replicas of a result that somebody looks at."""
         with shutdown.running():  # perhaps on a daemon thread
             self.wait_for([array])
-            return tensors_of(self.devices.fetch_all(array, shape))
+            return list_column_tensors(self.devices.fetch_all(array, shape))
 
 
 class Launchable:
@@ -147,9 +147,9 @@ class Launchable:
         self.awaited = Awaited(program.body, devices, computed)
         self.is_queued = devices.has_queue
         self.itself = weakref.ref(self)
-        self.variables = [device_value_of(handle, devices) for handle in program.traced.handles]
+        self.variables = [find_launch_value(handle, devices) for handle in program.traced.handles]
         writes = [(self.variables[variable], result) for variable, result in program.writes]
-        patience = patience_of([variable for variable, _ in writes]) if program.donates else 0.0
+        patience = find_patience([variable for variable, _ in writes]) if program.donates else 0.0
         self.stores = Stores(writes, patience, computed if self.is_queued else None)
         self._constants: list[Array] | None = None
         self._axes = program.axes
@@ -443,7 +443,7 @@ class Launch:
         for replica in range(size):
             timeline.add(self._track(replica), name, "run", began, ended)  # it may begin before `start` returns
 
-    def _draw_host_call(self, replica: int, call: Call, began: float, ended: float) -> None:
+    def _draw_host_call(self, replica: int, call: SessionCall, began: float, ended: float) -> None:
         timeline.add(self._track(replica), call.describe(), "host call", began, ended)
 
     def _beat(self) -> None:
@@ -477,13 +477,15 @@ class Launch:
         size, number = self._devices.replicas, self._devices.first + replica
         if is_waiting:
             return ReplicaRow(number, size, device, "not started", 0, "", points="host call")
-        made, last, inside = (0, "", None) if self._run is None else self._run.place_of(replica)
+        made, last, inside = (0, "", None) if self._run is None else self._run.find_last_call(replica)
         if inside is None:
             state = "finished" if self._devices.has_ended(replica) else "running on the device"
             return ReplicaRow(number, size, device, state, made, last, waited, points="host call")
         ident, since = inside
         seconds = time.perf_counter() - since
-        return ReplicaRow(number, size, device, "in a host call", made, last, seconds, stack_of(ident), "host call")
+        return ReplicaRow(
+            number, size, device, "in a host call", made, last, seconds, format_thread_stack(ident), "host call"
+        )
 
     def _track(self, replica: int) -> timeline.Track:
         number, size = self._devices.first + replica, self._devices.replicas

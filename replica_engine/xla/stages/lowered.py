@@ -44,7 +44,7 @@ _OF_ANY_SIZE = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCo
 _NODE = re.compile(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}")
 
 
-def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> LoweringError:
+def make_lowering_error(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> LoweringError:
     """The error that the user gets for an error of XLA's compiler.
 
     It is in terms of the user's program: which op, at which line, and what to write instead.
@@ -54,7 +54,7 @@ def explain(traced: BodyGraph, error: Exception, moved: MovedBody | None) -> Low
     if found := _LOOP_SHAPES.search(text):
         explained = _growing_loop(traced.name, where, *_change(*found.groups()), _gathers(traced, text, moved))
     else:
-        explained = _explain(traced, text, where)
+        explained = _find_lowering_error(traced, text, where)
     explained.op_name = _node(text)
     return explained
 
@@ -114,7 +114,7 @@ def _unsupported(name: str, op: str, where: str) -> LoweringError:
     )
 
 
-def _explain(traced: BodyGraph, text: str, where: str) -> LoweringError:
+def _find_lowering_error(traced: BodyGraph, text: str, where: str) -> LoweringError:
     name = traced.name
     unsupported = re.search(r"on XLA_\w+: (\w+) \(", text) or re.search(r"with op (\w+)", text)
     if "Detected unsupported operations" in text and unsupported:
@@ -153,7 +153,7 @@ def _change(before: str, after: str) -> tuple[str, str]:
 def _gathers(traced: BodyGraph, message: str, moved: MovedBody | None) -> list[str]:
     """The gathers in the loop that a message is about, with their lines."""
     loop = moved.originals.get(_node(message)) if moved else next(_named(traced.graph, _node(message)), None)
-    graphs = [] if loop is None else graph_walk.functions_of(loop)
+    graphs = [] if loop is None else graph_walk.list_inner_graphs(loop)
     inside = {user_line(op) for graph in graphs for op in graph_walk.everywhere(graph)}
     found = (each for each in traced.collectives if each.kind == "all_gather" and each.where in inside)
     return list(dict.fromkeys(f"{each.kind}{at(each.where)}" for each in found))
@@ -242,7 +242,7 @@ class Lowered:
         written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
         pieces = [piece for piece in (moved.pieces if moved else ()) if piece.index in module.host_calls]
         self.traced = traced
-        self.host_calls = tuple(map(HostCallInfo.of, [*written, *pieces]))
+        self.host_calls = tuple(map(HostCallInfo.from_call, [*written, *pieces]))
         self.has_collectives = module.has_collectives
         program = BodyProgram(traced, slots, module, moved.host_results if moved else {})
         self._set(module, program)
@@ -446,7 +446,7 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
     except (ValueError, tf.errors.OpError) as error:
         if "compile-time constant" in str(error) and traced.bake_in():
             return lower(traced, slots, tensors)
-        raise explain(traced, error, moved) from None
+        raise make_lowering_error(traced, error, moved) from None
     try:
         module = read(text, aliases=traced.donates)  # with an alias, the old value of a variable is overwritten
     except UnreadableModule as error:

@@ -17,7 +17,7 @@ from replica_engine.pjrt.stablehlo.lowered_module import LoweredModule
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, Layout
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.xla.stages.body_graph import BodyGraph, Shape
-from replica_engine.xla.state.device_value import axes_of
+from replica_engine.xla.state.device_value import find_axes
 
 _MOST_SHOWN = 8  # arguments of a program, in words
 
@@ -98,15 +98,17 @@ class BodyProgram:
         traced, mesh, size = self.traced, self.body.mesh, self.body.size
         if mesh is None:
             return None
-        batches = [WHOLE if self.shares else mesh.of_batch(slot.shape, traced.stacked) for slot in self.parameters]
-        variables = [axes_of(handle, mesh) for handle in traced.handles]
+        batches = [
+            WHOLE if self.shares else mesh.choose_batch_axes(slot.shape, traced.stacked) for slot in self.parameters
+        ]
+        variables = [find_axes(handle, mesh) for handle in traced.handles]
         divided: list[Axes]
         if (chosen := traced.result_axes) is not None:
             divided = chosen
         elif self.shares or self.body.spans:  # each worker has what the body returned
             divided = [WHOLE] * self.returned
         else:
-            divided = [mesh.of_batch(shape) for shape, _ in self.results[: self.returned]]
+            divided = [mesh.choose_batch_axes(shape) for shape, _ in self.results[: self.returned]]
         arguments = [*batches, *([WHOLE] * len(self.captured)), *variables, *([WHOLE] if self.shares else [])]
         results = (*divided, *(variables[variable] for variable in written))
         return Layout(mesh, size, size > 1, tuple(arguments), results)

@@ -199,7 +199,7 @@ def _folder() -> CacheFolder | None:
 
 def _named_by_environment() -> str | None:
     path = next(filter(None, map(os.environ.get, _VARIABLES)), None)
-    return setup.of_environment(os.path.expanduser(path)) if path else None
+    return setup.resolve_environment_path(os.path.expanduser(path)) if path else None
 
 
 _opened = functools.cache(CacheFolder)

@@ -30,7 +30,7 @@ from replica_engine.errors.thread_errors import warn_shared_variable
 from replica_engine.upstream import eager as variable_handles
 from replica_engine.upstream.distribute import DistributedVariable
 from replica_engine.upstream.graphs import graph_walk, operators, xla_ops
-from replica_engine.watch.watchdog import stack_of
+from replica_engine.watch.watchdog import format_thread_stack
 from replica_engine.xla.arguments import Arguments, Outputs, Shapes, named
 from replica_engine.xla.body import Body
 from replica_engine.xla.collectives import SharedSums
@@ -101,7 +101,7 @@ def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body
     thread = threading.current_thread()
 
     def describe(seconds: float) -> str:
-        row = CoordinatorRow(thread.name, "tracing", seconds, stack_of(thread.ident))
+        row = CoordinatorRow(thread.name, "tracing", seconds, format_thread_stack(thread.ident))
         return (
             f"`{source.name}` has been traced for {seconds:.3g} s:\n{table([], row, stacks=True)}\n"
             "While a body is traced, all of its Python code runs, including both sides of a branch. Functions that run "
@@ -150,7 +150,7 @@ def _trace_once(
         with (
             body.entered(host_calls, collectives),
             named(source.fn, placeholders, names),
-            host_variable.of_one_trace(),
+            host_variable.run_stateful_ops_once(),
             enter(),
             _recorded(created),
             host_op_kinds.bound(arguments, placeholders),
@@ -164,7 +164,7 @@ def _trace_once(
         with _additions_noted() as added:
             graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
     except Exception as error:
-        failure = _of_unknown_results(as_raised(error))
+        failure = _find_unknown_results_error(as_raised(error))
     else:
         for closure in host_calls.closures:
             closure.settle()
@@ -172,7 +172,7 @@ def _trace_once(
     raise failure
 
 
-def _of_unknown_results(error: Exception) -> Exception:
+def _find_unknown_results_error(error: Exception) -> Exception:
     """The error of unknown results of a host function, if TensorFlow has put one of its own in its place.
 
     TensorFlow also takes its cause away where it shortens the traceback.

@@ -35,7 +35,7 @@ from replica_engine.errors import LostVariableError, ProgramError
 from replica_engine.pjrt import worker_exchange
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
-from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, Part, ReplicaMesh
+from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh, ValuePart
 from replica_engine.process import shutdown, threads
 from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import xla_ops
@@ -125,7 +125,7 @@ class DeviceValue:
         return tuple(self._shape) if self._shape.is_fully_defined() else None
 
     def mark(self) -> None:
-        """Marks the handles, so that `device_value_of` finds this value by them."""
+        """Marks the handles, so that `find_launch_value` finds this value by them."""
         for handle in self.handles:
             setattr(handle, _MARK, self)
 
@@ -263,7 +263,7 @@ class DeviceValue:
                 self._freed = False
                 self._on_host = self.on_devices
 
-    def parts_here(self) -> list[Part] | None:
+    def parts_here(self) -> list[ValuePart] | None:
         """The parts of a divided value that this process has; None if it is not divided."""
         shape = self.shape
         if self.axes == WHOLE or shape is None or not isinstance(self._devices, PartitionedGroup):
@@ -276,7 +276,7 @@ class DeviceValue:
         """Whether this process may have only some of the parts."""
         return self._devices.spans and self.axes != WHOLE
 
-    def newest(self, keep: Callable[[np.ndarray], np.ndarray], part: Part | None) -> tf.Tensor:
+    def newest(self, keep: Callable[[np.ndarray], np.ndarray], part: ValuePart | None) -> tf.Tensor:
         """The newest value, or a part of it, without a copy that stays on the host.
 
         Args:
@@ -300,7 +300,7 @@ class DeviceValue:
                 found = keep(found)
         return eager.tensor_on(np.asarray(found, order="C"))
 
-    def set_parts(self, values: Mapping[Part, np.ndarray]) -> None:
+    def set_parts(self, values: Mapping[ValuePart, np.ndarray]) -> None:
         """Gives all replicas one value, of which this process has only parts; the host's value becomes stale.
 
         Args:
@@ -446,7 +446,7 @@ class Borrowed:
         if self._home is not None:
             self._home.host_reads()
         value = eager.read(self._handle, self._dtype).numpy()
-        return self._devices.put([value], axes_of(self._handle, self._devices.mesh))
+        return self._devices.put([value], find_axes(self._handle, self._devices.mesh))
 
     def invalidate(self) -> None:
         """Drops the value that a failed program wrote. The variable itself is unchanged."""
@@ -468,23 +468,23 @@ class Borrowed:
 _PATIENCE = 0.5  # seconds; Ctrl-C must end a run within a second
 
 
-def patience_of(written: Sequence[DeviceValue | Borrowed]) -> float:
+def find_patience(written: Sequence[DeviceValue | Borrowed]) -> float:
     """How long an interrupted launch waits for its program to end: only then can borrowed variables be written."""
     return _PATIENCE if any(isinstance(each, Borrowed) for each in written) else 0.0
 
 
-def home_of(handle: tf.Tensor) -> DeviceValue | None:
+def find_device_value(handle: tf.Tensor) -> DeviceValue | None:
     """The value of the variable behind a handle, on whichever devices it lives; None if it lives on the host."""
     return getattr(handle, _MARK, None)
 
 
-def device_value_of(handle: tf.Tensor, devices: DeviceGroup) -> DeviceValue | Borrowed:
+def find_launch_value(handle: tf.Tensor, devices: DeviceGroup) -> DeviceValue | Borrowed:
     """The value of the variable behind a handle, for launches on these devices."""
     value: DeviceValue | None = getattr(handle, _MARK, None)
     return value if value is not None and value._devices is devices else Borrowed(handle, devices)
 
 
-def axes_of(handle: tf.Tensor, mesh: ReplicaMesh | None) -> Axes:
+def find_axes(handle: tf.Tensor, mesh: ReplicaMesh | None) -> Axes:
     """How the value of the variable behind a handle is divided over such a mesh."""
     device_value: DeviceValue | None = getattr(handle, _MARK, None)
     return WHOLE if device_value is None or device_value._devices.mesh != mesh else device_value.axes
@@ -500,6 +500,6 @@ def differs_by_replica(handle: tf.Tensor) -> bool:
 def pinned(handles: Sequence[tf.Tensor]) -> Iterator[None]:
     """Pins the variables behind handles, on any devices; see `DeviceValue.pinned`."""
     with contextlib.ExitStack() as stack:
-        for device_value in filter(None, map(home_of, handles)):
+        for device_value in filter(None, map(find_device_value, handles)):
             stack.enter_context(device_value.pinned())
         yield

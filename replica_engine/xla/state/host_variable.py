@@ -24,7 +24,7 @@ from replica_engine.upstream.graphs import function_graphs, graph_walk, operator
 from replica_engine.xla import arguments
 from replica_engine.xla.body import host_call_site, in_body
 from replica_engine.xla.state import host_handles
-from replica_engine.xla.state.device_value import DeviceValue, home_of
+from replica_engine.xla.state.device_value import DeviceValue, find_device_value
 
 _thread = threading.local()
 
@@ -196,7 +196,7 @@ _IN_WORDS = {
 _making = threading.local()
 
 
-def of_one_trace() -> contextlib.AbstractContextManager[object]:
+def run_stateful_ops_once() -> contextlib.AbstractContextManager[object]:
     """Inside, an op with a state runs once for all initial values that depend on it."""
     return threads.attribute(_making, "known", {})
 
@@ -280,7 +280,7 @@ class _Computation:
             with tf.init_scope():
                 return tf.zeros([], tf.int32)
         if tensor.op.type == "Placeholder":
-            return self.value(self._outside_of(tensor))
+            return self.value(self._find_outside(tensor))
         has_state = _has_state(tensor.op)
         wanted = list(tensor.op.outputs) if has_state else [tensor]
         operations, inputs = self._part(tensor.op)
@@ -302,22 +302,22 @@ class _Computation:
         operations = {op.name: op for op in graph_walk.reached([target], before, lambda op: op.name)}
         return operations, list(inputs.values())
 
-    def _outside_of(self, placeholder: tf.Tensor) -> tf.Tensor:
+    def _find_outside(self, placeholder: tf.Tensor) -> tf.Tensor:
         """The tensor or handle that a placeholder stands for."""
         outside = graph_walk.captured(placeholder)
         if outside is None:
-            raise self._of_the_run(arguments.of(placeholder))
+            raise self._make_run_only_error(arguments.describe_placeholder(placeholder))
         return host_handles.raw(outside)
 
     def _handle(self, placeholder: tf.Tensor, operations: dict[str, tf.Operation]) -> tf.Tensor:
         """A variable's handle, for use by `operations`, with the newest value on the host."""
-        handle = self._outside_of(placeholder)
+        handle = self._find_outside(placeholder)
         while tf.is_symbolic_tensor(handle):
-            handle = self._outside_of(handle)
+            handle = self._find_outside(handle)
         body = in_body()
         if body is not None and handle is body.random.handles[0]:
-            return body.random.of_initial_values()
-        if (device_value := home_of(handle)) is not None:
+            return body.random.make_initial_values_handle()
+        if (device_value := find_device_value(handle)) is not None:
             others = {op.name for op in placeholder.consumers() if op.name not in operations}
             if eager.may_write(placeholder, others):
                 device_value.host_may_write()
@@ -331,9 +331,9 @@ class _Computation:
             if kind.startswith(_OF_RUNS) or (kind == op.type and kind.startswith(_WRITE)):
                 marker = xla_ops.marker_name(op).removeprefix("replica_engine.") or kind
                 words = f"{_IN_WORDS.get(marker, marker)}{at(user_line(op))}"
-                raise self._of_the_run(f"{words}, which only a run of the body can execute")
+                raise self._make_run_only_error(f"{words}, which only a run of the body can execute")
 
-    def _of_the_run(self, what: str) -> VariableCreationError:
+    def _make_run_only_error(self, what: str) -> VariableCreationError:
         return VariableCreationError(
             f"The initial value of the variable {self._name!r}, created{at(self._where)}, depends on {what}. A "
             "variable exists before the body that creates it runs, and outlives the run. Create the variable with a "

@@ -39,7 +39,7 @@ from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, xla_ops
 from replica_engine.values import replica_weights
 from replica_engine.xla.corrected_ops import Attribute
-from replica_engine.xla.state.device_value import DeviceValue, home_of
+from replica_engine.xla.state.device_value import DeviceValue, find_device_value
 
 Along = tuple[str, ...] | None
 """The axes along which a dimension is divided; None if each device has all of it."""
@@ -99,7 +99,7 @@ class Pieces(NamedTuple):
     parts: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
 
-    def are_of(self, shape: Iterable[int] | None) -> bool:
+    def can_draw(self, shape: Iterable[int] | None) -> bool:
         """Whether values of a shape (or None) can be drawn so: a device has each block whole or not at all."""
         if shape is None or self.shape != tuple(map(int, shape)):
             return False
@@ -145,7 +145,7 @@ def _drawn(kind: str, shape: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtyp
     if size is not None and count > _MOST:
         return getattr(tf.raw_ops, kind)(shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
     pieces: Pieces | None = getattr(_thread, "pieces", None)
-    if pieces is not None and pieces.are_of(size) and dtype != tf.float64:
+    if pieces is not None and pieces.can_draw(size) and dtype != tf.float64:
         return tf.cast(_piecewise(kind, pieces, key, counter, dtype), dtype)
     computed = _computed(kind, dtype)
     groups = tf.range(tf.cast((count + _size(computed) - 1) // _size(computed), tf.int64))
@@ -223,10 +223,10 @@ def _uniform(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DT
 
 
 def _normal(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return _numbers_of(_integers(key, counter, groups), groups, dtype)
+    return _make_normal_numbers(_integers(key, counter, groups), groups, dtype)
 
 
-def _numbers_of(integers: tf.Tensor, groups: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _make_normal_numbers(integers: tf.Tensor, groups: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """Normal numbers from the four integers of each group: [..., 4], of doubles [..., 2]."""
     size, shape = _size(dtype), _shape(groups)
     pairs = _box_muller(tf.reshape(integers, [*shape, size // 2, 8 // size]), dtype)
@@ -247,7 +247,7 @@ def _truncated_normal(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dty
 
     def take(block: tf.Tensor, taken: tf.Tensor, results: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         integers = _integers(key, counter, first + block)
-        for number in tf.unstack(_numbers_of(integers, groups, dtype), num=size, axis=-1):
+        for number in tf.unstack(_make_normal_numbers(integers, groups, dtype), num=size, axis=-1):
             accepted = tf.abs(number) < _TRUNCATED
             here = accepted[..., tf.newaxis] & (taken[..., tf.newaxis] == tf.range(size))
             results = tf.where(here, number[..., tf.newaxis], results)
@@ -391,7 +391,7 @@ class RandomState(DeviceValue):
             member.put(name, key)
         return key
 
-    def of_initial_values(self) -> tf.Tensor:
+    def make_initial_values_handle(self) -> tf.Tensor:
         """The handle of a separate state on the host, for initial values of variables to draw from.
 
         Initial values must not advance the replicas' streams, of which the host has only the beginning.
@@ -431,7 +431,7 @@ class RandomState(DeviceValue):
         handle = inputs[0]
         while tf.is_symbolic_tensor(handle):
             handle = graph_walk.captured(handle)
-        if size == 1 or self.spread is None or handle is None or home_of(handle) is not None:
+        if size == 1 or self.spread is None or handle is None or find_device_value(handle) is not None:
             return None
         states = [first]
         for _ in range(size - 1):

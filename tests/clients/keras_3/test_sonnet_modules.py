@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.comparing import assert_close
-from helpers.sonnet_modules import MODULES, RANDOM, WHOLE_BATCH, batch_of, on_one_device, on_replicas
+from helpers.sonnet_modules import MODULES, RANDOM, WHOLE_BATCH, make_batch, on_one_device, on_replicas
 from helpers.sonnet_replicators import REPLICAS, REPLICATORS
 
 # Layers of batch normalization over 72 numbers and fewer: rounding grows from layer to layer. Gradients of the biases
@@ -21,14 +21,14 @@ def replicator(request):
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in (RANDOM, WHOLE_BATCH)])
 def test_outputs_and_gradients_are_those_of_one_device(replicator, name):
-    x = batch_of(MODULES[name])
+    x = make_batch(MODULES[name])
     compiled = name == COMPILED and isinstance(replicator, tf.distribute.TPUStrategy)
     expected, weights = on_one_device(MODULES[name], x, jit_compile=compiled)
     assert_close(on_replicas(replicator, MODULES[name], x, weights), expected, *DEEP.get(name, (1e-4,)))
 
 
 def test_cross_replica_batch_norm_normalizes_the_whole_batch(replicator):
-    x = batch_of(MODULES[WHOLE_BATCH])
+    x = make_batch(MODULES[WHOLE_BATCH])
     ((outputs, gradients),), weights = on_one_device(MODULES[WHOLE_BATCH], x)
     shares = on_replicas(replicator, MODULES[WHOLE_BATCH], x, weights)
     assert_close([np.concatenate(parts) for parts in zip(*(share[0] for share in shares), strict=True)], outputs)
