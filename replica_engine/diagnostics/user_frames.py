@@ -44,7 +44,7 @@ WRAPPERS = frozenset(("error_handler", "wrapper", "converted_call", "_call_uncon
 _HOOKS = (
     os.path.join(OURS, "upstream", "hook.py"),
     os.path.join(OURS, "upstream", "graphs", "operators.py"),
-    os.path.join(OURS, "upstream", "keras", "keras_hooks.py"),
+    os.path.join(OURS, "strategies", "keras_scopes.py"),
     os.path.join(OURS, "threads", "control_flow", ""),
 )
 _CONVERTED = "outer_factory.inner_factory.tf__"  # the prefix of functions that AutoGraph converted

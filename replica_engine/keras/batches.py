@@ -21,8 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.backend import Backend
-from replica_engine.errors import BatchError
-from replica_engine.errors.replica_table import plural
+from replica_engine.errors import BatchError, replica_table
 from replica_engine.keras.shard import Shard
 from replica_engine.upstream import distribute
 from replica_engine.upstream.host_datasets import end_apart, is_on_host
@@ -179,6 +178,7 @@ class DealtBatches(WholeBatches):
             first = self._own.start if self._backend.compiles else own * workers.worker
             mine = np.array([self._shares(parts) for parts in batches])
             # XLA does not compile collectives of 64 bits for TPUs; TensorFlow has those of 32 bits on the host.
+            # Each worker fills in its own part: the sum over all is everything.
             told = np.zeros([*mine.shape[:-1], self._size], np.int32 if self._backend.compiles else np.int64)
             told[..., first : first + own] = mine
             of_each = _per_replica([told, *[np.zeros_like(told)] * (own - 1)])
@@ -227,7 +227,7 @@ class DealtBatches(WholeBatches):
         if self._joins_not(shares):
             *rows, last = (int(each) for each in shares[0, 0])
             raise BatchError(
-                f"A batch of {plural(sum(rows) + last, 'sample')} is dealt to {self._size} replicas as "
+                f"A batch of {replica_table.plural(sum(rows) + last, 'sample')} is dealt to {self._size} replicas as "
                 f"{', '.join(map(str, rows))} and {last}. Such a batch must be joined, as its shares are not equal or "
                 "the model computes whole batches. But its parts cannot be: they must have one shape everywhere, and "
                 "over several workers they must be dense, and no strings under TPUStrategy. Pass batches that all "

@@ -41,12 +41,11 @@ from replica_engine.keras.replica_optimizer import through_strategy
 from replica_engine.keras.shard_hooks import Hooks
 from replica_engine.keras.shard_step import ShardedStep
 from replica_engine.keras.train_function import StepFunction, check_trainable
-from replica_engine.process import threads
-from replica_engine.process.interrupts import afterwards, held_off_once
+from replica_engine.process import interrupts, threads
 from replica_engine.strategies import keras_scopes
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import function_graphs
-from replica_engine.upstream.keras import keras_models as keras_model
+from replica_engine.upstream.keras import keras_models
 from replica_engine.watch import timeline
 
 _RUN = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -80,12 +79,13 @@ def build_for(model: keras.Model, batch: object) -> None:
     """Makes all variables of a model, its metrics and optimizer, from a batch or its specs."""
     if is_replicated(model):
         getattr(model, _SLOT).ready(batch)
-    elif not keras_model.is_built(model):
-        keras_model.build(model, batch)
+    elif not keras_models.is_built(model):
+        keras_models.build(model, batch)
 
 
 @functools.cache
 def _make_lent_class(kind: Any) -> type[keras.Model]:
+    # A slot, since the dictionary of attributes is the original's: what is in it belongs to both.
     members: dict[str, object] = {"__slots__": (_SLOT,), "__module__": kind.__module__, "__doc__": kind.__doc__}
     members.update({name: _running(kind, name) for name in _RUN})
     members.update({f"make_{name}_function": _make_nothing for name in ("train", "test", "predict")})
@@ -97,7 +97,7 @@ def _make_lent_class(kind: Any) -> type[keras.Model]:
     members["__repr__"] = lambda self: f"{kind.__repr__(self)} on {getattr(self, _SLOT).strategy!r}"
     # `from_config` and `clone_model` call the class.
     members["__new__"] = lambda cls, *args, **kwargs: kind(*args, **kwargs)
-    return keras_model.serialized_as(type(kind.__name__, (kind,), members), kind)
+    return keras_models.serialized_as(type(kind.__name__, (kind,), members), kind)
 
 
 def _described(self: keras.Model) -> str:
@@ -186,6 +186,7 @@ def _called(original: Callable[..., object], function: object, *args: object, **
         or current_replica() is not None
     ):
         return original(function, *args, **kwargs)
+    # Without the lock above: this goes around each call of a function in the process, and must cost it nothing.
     me = threading.get_ident()
     with _lock:
         is_between_steps = any(lent._thread == me for lent in _inside.values())
@@ -208,7 +209,7 @@ class LentModel:
         self._model = model
         self._variables = ReplicatedVariables(original, strategy)
         self._hooks = Hooks(original, strategy, self)
-        self._functions: keras_model.Functions | None = None
+        self._functions: keras_models.Functions | None = None
         self._is_resumed = False
         self._depth = 0
         self._thread = 0
@@ -241,7 +242,7 @@ class LentModel:
         with outside:
             with _lock:
                 self._enter()
-            with afterwards(self._exit, "giving the model back"):
+            with interrupts.afterwards(self._exit, "giving the model back"):
                 yield
 
     def _enter(self) -> None:
@@ -263,7 +264,7 @@ class LentModel:
         self._outer, self._thread, self._depth = current, me, 1
         try:
             self._resume()
-        except BaseException:
+        except BaseException:  # not an ExitStack: a Ctrl-C between two lines of that would undo nothing
             self._outer, self._thread, self._depth = self._entered.pop()
             if current is not None:
                 current._resume()
@@ -276,6 +277,7 @@ class LentModel:
             if self._depth:
                 return
             outer = self._outer
+            # Before the variables are given back: the functions that do so must not count as calls of the user's.
             self._outer, self._thread, self._depth = self._entered.pop()
             try:
                 self._suspend()
@@ -289,13 +291,13 @@ class LentModel:
     def _resume(self) -> None:
         """Gives the model to the replicas; if that fails, or is interrupted, the original has everything again."""
         # The functions that Keras traced for the original use the plain variables. Inside, others take their place.
-        self._functions = keras_model.exchange_functions(self.original, self._functions)
+        self._functions = keras_models.exchange_functions(self.original, self._functions)
         self._is_resumed = True
         try:
             self._variables.enter()
             self._hooks.put()
-        except BaseException:
-            held_off_once().around(lambda: self._suspend(self._variables.give_up))  # a second Ctrl-C
+        except BaseException:  # as above; a second Ctrl-C must not leave the model to nobody
+            interrupts.held_off_once().around(lambda: self._suspend(self._variables.give_up))
             raise
 
     def _suspend(self, leave: Callable[[], bool] | None = None) -> None:
@@ -308,7 +310,7 @@ class LentModel:
             if (leave or self._variables.leave)():
                 self._known = None
         finally:
-            self._functions = keras_model.exchange_functions(self.original, self._functions)
+            self._functions = keras_models.exchange_functions(self.original, self._functions)
 
     def let_go(self) -> None:
         """Called at the end of a method that runs steps.
@@ -330,7 +332,7 @@ class LentModel:
     def _renew(self, in_step: bool = False) -> bool:
         has_others = self._variables.renew(in_step)
         self._hooks.put()
-        self._counted = keras_model.counts(self._model)
+        self._counted = keras_models.counts(self._model)
         return has_others
 
     def reconcile(self) -> None:
@@ -359,12 +361,12 @@ class LentModel:
         Returns:
             A context manager for the step.
         """
-        if batch is not None and not keras_model.is_built(self._model):
+        if batch is not None and not keras_models.is_built(self._model):
             with _lock:
                 self._suspend()
-                with afterwards(self._resume, "giving the model to the replicas"):
-                    keras_model.build(self._model, batch)
-        state, counted = keras_model.read_traced_state(self._model), keras_model.counts(self._model)
+                with interrupts.afterwards(self._resume, "giving the model to the replicas"):
+                    keras_models.build(self._model, batch)
+        state, counted = keras_models.read_traced_state(self._model), keras_models.counts(self._model)
         if self._known != state or self._counted != counted:
             self.changed()
             check_trainable(self._model)

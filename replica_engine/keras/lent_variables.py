@@ -26,11 +26,9 @@ import tensorflow as tf
 
 from replica_engine.backend import find_backend
 from replica_engine.process.interrupts import afterwards
-from replica_engine.upstream import distribute, eager
+from replica_engine.upstream import distribute, eager, thread_state
 from replica_engine.upstream.graphs import function_graphs
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_variables
-from replica_engine.upstream.thread_state import unobserved
+from replica_engine.upstream.keras import keras_models, keras_variables
 from replica_engine.values.replica_weights import make_replica_seed
 
 _SHARED = "_replica_engine_shared"  # on a handle: the `_Shared` of its variable, and whether it is the plain one
@@ -59,12 +57,12 @@ class ReplicatedVariables:
         is not a sum, only the value of replica 0 counts.
         """
         counted = [shared for shared in self._shared.values() if shared.is_of_metric and shared.is_distributed()]
-        with unobserved():
+        with thread_state.unobserved():
             for shared in counted:
                 shared.gather()
                 shared.put_plain()
 
-        @unobserved()
+        @thread_state.unobserved()
         def put_back() -> None:
             for shared in counted:
                 shared.put_distributed()
@@ -73,13 +71,13 @@ class ReplicatedVariables:
         with afterwards(put_back, "giving the metrics back to the replicas"):
             yield
 
-    @unobserved()
+    @thread_state.unobserved()
     def reconcile(self) -> None:
         """Makes replicas agree on the values that each has assigned for itself; does not change metrics."""
         for shared in self._shared.values():
             shared.reconcile()
 
-    @unobserved()
+    @thread_state.unobserved()
     def enter(self) -> None:
         """Puts the distributed variables into the model's Keras variables."""
         self._find()
@@ -87,7 +85,7 @@ class ReplicatedVariables:
             shared.put_distributed()
         self._spread()
 
-    @unobserved()
+    @thread_state.unobserved()
     def leave(self) -> bool:
         """Puts the plain variables back into the model's Keras variables.
 
@@ -99,7 +97,7 @@ class ReplicatedVariables:
             self._gather()
         finally:
             _put_all_plain(self._shared.values())
-        made = [_make_plain(variable) for variable in keras_model.list_variables(self._model)]
+        made = [_make_plain(variable) for variable in keras_models.list_variables(self._model)]
         return any(made)
 
     def give_up(self) -> bool:
@@ -112,7 +110,7 @@ class ReplicatedVariables:
         _put_all_plain(shared for shared in self._shared.values() if shared.is_under())
         return True
 
-    @unobserved()
+    @thread_state.unobserved()
     def renew(self, in_step: bool = False) -> bool:
         """Shares the variables that the model has now and gives back those it had; called between `enter` and `leave`.
 
@@ -142,17 +140,17 @@ class ReplicatedVariables:
         """Looks through the model for its variables, and keeps what is known of those that it had before."""
         known = {}
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
-        accumulators = {id(variable) for variable in keras_model.list_accumulators(self._model)}
-        weights = keras_model.weights_kept_for(self._model)
+        accumulators = {id(variable) for variable in keras_models.list_accumulators(self._model)}
+        weights = keras_models.weights_kept_for(self._model)
         with contextlib.ExitStack() as undo:
-            for variable in keras_model.list_variables(self._model):
+            for variable in keras_models.list_variables(self._model):
                 shared = self._shared.get(id(variable))
-                value = keras_model.underlying(variable)
+                value = keras_models.underlying(variable)
                 if shared is None or not shared.is_either(value):
                     if in_step and isinstance(value, distribute.DistributedVariable):
                         continue
                     _make_plain(variable)
-                    is_state = id(variable) in assigned and not keras_model.is_seed(variable)
+                    is_state = id(variable) in assigned and not keras_models.is_seed(variable)
                     with keras_variables.making(variable, weights.get(id(variable))):
                         shared = _Shared(variable, self._strategy, is_state, id(variable) in accumulators)
                     undo.callback(shared.put_plain)
@@ -176,12 +174,12 @@ class _Shared:
     def __init__(
         self, variable: keras.Variable, strategy: tf.distribute.Strategy, is_state: bool, is_accumulator: bool
     ):
-        self.plain = keras_model.underlying(variable)
+        self.plain = keras_models.underlying(variable)
         self._variable = variable
         self._is_state = is_state
-        self._is_seed = keras_model.is_seed(variable)
+        self._is_seed = keras_models.is_seed(variable)
         kind = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
-        if not is_accumulator and not keras_model.is_counted(variable):
+        if not is_accumulator and not keras_models.is_counted(variable):
             kind = (self.plain.synchronization, self.plain.aggregation)
         self._distributed = _around(self.plain, strategy, *kind)
         self._components = list({id(value): value for value in self._distributed._values}.values())
@@ -205,11 +203,11 @@ class _Shared:
 
     def is_distributed(self) -> bool:
         """Whether the Keras variable holds the distributed variable now."""
-        return keras_model.underlying(self._variable) is self._distributed
+        return keras_models.underlying(self._variable) is self._distributed
 
     def is_under(self) -> bool:
         """Whether the Keras variable holds one of these two variables now."""
-        return self.is_either(keras_model.underlying(self._variable))
+        return self.is_either(keras_models.underlying(self._variable))
 
     def is_one_seed(self) -> bool:
         """Whether this is a seed with one value on all replicas: a callback has set it, perhaps from a checkpoint."""
@@ -220,19 +218,19 @@ class _Shared:
     def put_distributed(self) -> None:
         """Puts the distributed variable into the Keras variable."""
         if self._is_component:
-            keras_model.contain(self.plain, self._distributed)
+            keras_models.contain(self.plain, self._distributed)
         if self.host_side is not None:
             self.host_side.attach()
         setattr(eager.raw_handle(self.plain), _SHARED, (self._this, True))
-        keras_model.put_underneath(self._variable, self._distributed)
+        keras_models.put_underneath(self._variable, self._distributed)
 
     def put_plain(self) -> None:
         """Puts the plain variable back."""
         vars(eager.raw_handle(self.plain)).pop(_SHARED, None)
-        keras_model.contain(self.plain, None)
+        keras_models.contain(self.plain, None)
         if self.host_side is not None:
             self.host_side.release()
-        keras_model.put_underneath(self._variable, self.plain)
+        keras_models.put_underneath(self._variable, self.plain)
 
     def spread(self) -> None:
         """Gives the plain variable's value to all replicas; a sum goes to replica 0, and the others get 0."""
@@ -343,12 +341,12 @@ def used_by(
             else:
                 knows.add(id(shared))
     used = [each for key, each in found.items() if key not in knows]
-    with at_work(), unobserved():
+    with at_work(), thread_state.unobserved():
         for shared, writes in used:
             shared.before_use(writes, is_between_steps)
 
     def give_to_replicas() -> None:
-        with at_work(), unobserved():
+        with at_work(), thread_state.unobserved():
             for shared, writes in used:
                 if writes:
                     shared.after_write(is_between_steps)
@@ -365,10 +363,10 @@ def _put_all_plain(shared: Iterable[_Shared]) -> None:
 
 def _make_plain(variable: keras.Variable) -> bool:
     """Replaces a distributed variable by a plain one; returns whether the variable was distributed."""
-    made = keras_model.underlying(variable)
+    made = keras_models.underlying(variable)
     if not isinstance(made, distribute.DistributedVariable):
         return False
-    keras_model.put_underneath(variable, eager.plain_like(made))
+    keras_models.put_underneath(variable, eager.plain_like(made))
     return True
 
 
@@ -411,8 +409,8 @@ def _around(
 @contextlib.contextmanager
 def kept_if(raised: type[BaseException], model: keras.Model) -> Iterator[None]:
     """Gives all variables of a model their values again if the block raises an exception of this class."""
-    parts = [part for each in keras_model.list_variables(model) for part in _components(keras_model.underlying(each))]
-    with unobserved():
+    parts = [part for each in keras_models.list_variables(model) for part in _components(keras_models.underlying(each))]
+    with thread_state.unobserved():
         values = [tf.identity(part.read_value()) for part in parts]
     try:
         yield

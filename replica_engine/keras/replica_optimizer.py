@@ -31,10 +31,8 @@ import tensorflow as tf
 from replica_engine.errors import OptimizerError
 from replica_engine.errors.base import brief, shown
 from replica_engine.upstream import distribute
-from replica_engine.upstream.distribute import changed
 from replica_engine.upstream.graphs import operators
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training
+from replica_engine.upstream.keras import keras_models, keras_training
 from replica_engine.values import linear
 
 
@@ -193,14 +191,17 @@ def apply_across_replicas(
         )
     op = tf.distribute.ReduceOp[reduction.upper()]
     merge = _ApplyMerge(optimizer, apply, None if variables is None else list(variables), op)
-    grads = _with_largest(grads, variables or keras_model.trained_by(optimizer))
-    if any(map(keras_training.accumulates, keras_model.with_inner_optimizers(optimizer))):
+    # Before the reduction: a sum of such values would be of no use.
+    grads = _with_largest(grads, variables or keras_models.trained_by(optimizer))
+    if any(map(keras_training.accumulates, keras_models.with_inner_optimizers(optimizer))):
         if not optimizer.built:
             context.merge_call(merge.build)
         size = 1 if reduction == "sum" else context.num_replicas_in_sync
-        known = variables or keras_model.trained_by(optimizer)
+        known = variables or keras_models.trained_by(optimizer)
         grads = [  # the sum over replicas of what is divided is their mean
-            grad if size == 1 or keras_model.is_overwritten(variable) else changed(grad, lambda values: values / size)
+            grad
+            if size == 1 or keras_models.is_overwritten(variable)
+            else distribute.changed(grad, lambda values: values / size)
             for grad, variable in zip(grads, known, strict=True)
         ]
         apply(grads, variables)
@@ -255,15 +256,15 @@ def move_rows_to_first(grads: Sequence[Gradient]) -> list[Gradient]:
 @contextlib.contextmanager
 def through_strategy(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Makes the optimizer update variables of `strategy` inside the block, wherever the optimizer was made."""
-    parts = keras_model.with_inner_optimizers(optimizer)
-    before = [vars(each)[keras_model.STRATEGY] for each in parts]
+    parts = keras_models.with_inner_optimizers(optimizer)
+    before = [vars(each)[keras_models.STRATEGY] for each in parts]
     for each in parts:
-        vars(each)[keras_model.STRATEGY] = strategy
+        vars(each)[keras_models.STRATEGY] = strategy
     try:
         yield
     finally:
         for each, own in zip(parts, before, strict=True):
-            vars(each)[keras_model.STRATEGY] = own
+            vars(each)[keras_models.STRATEGY] = own
 
 
 @dataclasses.dataclass(eq=False)
@@ -288,14 +289,15 @@ class _ApplyMerge:
         optimizer = self.optimizer
         with through_strategy(optimizer, strategy):
             self.build(strategy)
-            variables = self.variables or keras_model.trained_by(optimizer)
+            variables = self.variables or keras_models.trained_by(optimizer)
             given = [index for index, grad in enumerate(grads) if grad is not None]
-            same = [index for index in given if keras_model.is_overwritten(variables[index])]  # on all replicas
+            same = [index for index in given if keras_models.is_overwritten(variables[index])]  # on all replicas
             given = [index for index in given if index not in same]
-            pairs = [(grads[index], keras_model.underlying_or_itself(variables[index])) for index in given]
+            pairs = [(grads[index], keras_models.underlying_or_itself(variables[index])) for index in given]
             reduced = strategy.extended.batch_reduce_to(self.op, pairs) if pairs else []
+            # A step may use gradients of all replicas in any way: one device has the same.
             linear.mark(tf.nest.flatten([getattr(each, "values", each) for each in reduced]), linear.COMMON)
-            if keras_model.touches_gradients(optimizer):
+            if keras_models.touches_gradients(optimizer):
                 reduced = [distribute.first_values(grad) for grad in reduced]
             whole: list[Gradient] = [None] * len(grads)
             for index, grad in zip(given, reduced, strict=True):
@@ -303,7 +305,7 @@ class _ApplyMerge:
             for index in same:
                 whole[index] = distribute.first_values(grads[index])
             with distribute.merged():
-                keras_model.apply_across(optimizer, self.apply, whole, self.variables)
+                keras_models.apply_across(optimizer, self.apply, whole, self.variables)
 
 
 def _with_largest(grads: Sequence[Gradient], variables: Weights) -> list[Gradient]:
@@ -311,7 +313,7 @@ def _with_largest(grads: Sequence[Gradient], variables: Weights) -> list[Gradien
     overwriting = {
         place: grad
         for place, (grad, variable) in enumerate(zip(grads, variables, strict=False))
-        if grad is not None and keras_model.is_overwritten(variable)
+        if grad is not None and keras_models.is_overwritten(variable)
     }
     context = tf.distribute.get_replica_context()
     found = list(grads)

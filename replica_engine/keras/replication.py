@@ -12,13 +12,10 @@ from replica_engine.backend import find_backend
 from replica_engine.diagnostics.user_frames import FOLDERS
 from replica_engine.errors import BackendMissingError, ReplicateError
 from replica_engine.errors.base import brief, positive_int, shown
-from replica_engine.keras.lent_model import extend_functions, is_replicated, replicated
-from replica_engine.keras.shard_hooks import extend_keras
-from replica_engine.strategies import MirroredStrategy
-from replica_engine.strategies.argument_checks import names_keywords
+from replica_engine.keras import lent_model, shard_hooks
+from replica_engine.strategies import MirroredStrategy, argument_checks
 from replica_engine.upstream.hook import hide_frames
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training
+from replica_engine.upstream.keras import keras_models, keras_training
 
 _logger = logging.getLogger("replica_engine")
 
@@ -40,7 +37,7 @@ _FAST_IN_XLA = (
 )
 
 
-@names_keywords("replicate_model")
+@argument_checks.names_keywords("replicate_model")
 def replicate_model(
     model: keras.Model, replicas: int | None = None, strategy: tf.distribute.Strategy | None = None
 ) -> keras.Model:
@@ -107,9 +104,9 @@ def replicate_model(
         )
     _check_inputs(model, present)
     hide_frames(FOLDERS)
-    extend_keras()
-    extend_functions()
-    twin = replicated(model, strategy)
+    shard_hooks.extend_keras()
+    lent_model.extend_functions()
+    twin = lent_model.replicated(model, strategy)
     if backend.saving is not None:
         strategy.leave_files_to_chief(model, twin)
     return twin
@@ -123,7 +120,7 @@ def _check(model: Any) -> None:
         )
     if not isinstance(model, keras.Model):
         raise ReplicateError(f"replicate_model takes a Keras 3 model (keras.Model); got {brief(model)}.")
-    if is_replicated(model):
+    if lent_model.is_replicated(model):
         raise ReplicateError(
             f"The model {model.name!r} is replicated already. Replicate the original one, with other replicas."
         )
@@ -132,7 +129,7 @@ def _check(model: Any) -> None:
             f"The model {model.name!r} was built under strategy.scope(), so it already runs on the replicas of "
             "that strategy. Build it outside of the scope to replicate it."
         )
-    unbuilt = keras_model.unbuilt_layers(model)
+    unbuilt = keras_models.unbuilt_layers(model)
     if unbuilt:
         whose = "" if unbuilt[-1] == model.name else f" (its layer {unbuilt[-1]!r} is not)"
         raise ReplicateError(
@@ -147,7 +144,7 @@ def _check(model: Any) -> None:
 
 
 def _check_inputs(model: keras.Model, replicas: int) -> None:
-    for name, size in keras_model.input_sizes(model) if replicas > 1 else ():
+    for name, size in keras_models.input_sizes(model) if replicas > 1 else ():
         raise ReplicateError(
             f"The input {name!r} has a fixed batch size of {size}, but each of {replicas} replicas "
             f"would get {-(-size // replicas)} samples. Build the model with keras.Input(shape), without a "
@@ -168,7 +165,7 @@ def _choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Str
     gpus, cpus = (tf.config.list_logical_devices(kind) for kind in ("GPU", "CPU"))
     mirrored, kind = (gpus, "GPU") if gpus else (cpus, "CPU")
     can_mirror = len(mirrored) >= (replicas or 1)
-    layers = keras_model.list_layers(model)
+    layers = keras_models.list_layers(model)
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
     convolutions = [layer.name for layer in layers if isinstance(layer, _SLOW_IN_XLA_ON_CPU)]
     fused = [layer.name for layer in layers if isinstance(layer, _FAST_IN_XLA)]

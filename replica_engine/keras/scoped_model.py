@@ -20,14 +20,10 @@ import tensorflow as tf
 from replica_engine.backend import Backend
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import ScopeError
-from replica_engine.keras.batches import DealtBatches
-from replica_engine.keras.shard_hooks import Hooks, extend_keras
-from replica_engine.keras.shard_step import ShardedStep
-from replica_engine.keras.train_function import StepFunction, check_trainable
+from replica_engine.keras import batches, shard_hooks, shard_step, train_function
 from replica_engine.process.interrupts import afterwards, held_off_once
 from replica_engine.upstream import distribute
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training
+from replica_engine.upstream.keras import keras_models, keras_training
 
 _lock = threading.RLock()
 _active: dict[int, list[Any]] = {}  # of each model that is in a step, by its id: its hooks, and how many steps it is in
@@ -43,25 +39,25 @@ class ScopedModel:
     """
 
     def __init__(self, model: keras.Model, backend: Backend, name: str):
-        extend_keras()
+        shard_hooks.extend_keras()
         self._model = model
         self._strategy = strategy = backend.strategy
-        self._hooks = Hooks(model, strategy, None)
+        self._hooks = shard_hooks.Hooks(model, strategy, None)
         self._known: object = None
-        step = ShardedStep(model, name, own_step="sum")
-        self.function = StepFunction(model, backend, step, DealtBatches(backend), self.ready)
+        step = shard_step.ShardedStep(model, name, own_step="sum")
+        self.function = train_function.StepFunction(model, backend, step, batches.DealtBatches(backend), self.ready)
 
     def ready(self, batch: object) -> contextlib.AbstractContextManager[object]:
         """Called before a step, with a batch of it if it may make variables of the model; around it, hooks are put."""
         if tf.distribute.has_strategy() and tf.distribute.get_replica_context() is not None:
             raise ScopeError.in_replica("run", here())
-        if batch is not None and not keras_model.is_built(self._model):
+        if batch is not None and not keras_models.is_built(self._model):
             with self._strategy.scope():
-                keras_model.build(self._model, batch)
+                keras_models.build(self._model, batch)
         model = self._model
-        state = keras_model.read_traced_state(model), keras_model.counts(model), len(model.metrics)
+        state = keras_models.read_traced_state(model), keras_models.counts(model), len(model.metrics)
         if self._known != state:
-            check_trainable(self._model)
+            train_function.check_trainable(self._model)
             self.function.forget()
             self._hooks.find()
             self._known = state
@@ -88,6 +84,6 @@ class ScopedModel:
                 held_off_once().around(active[0].take_away)
 
 
-def make_step_function(model: keras.Model, name: str) -> StepFunction:
+def make_step_function(model: keras.Model, name: str) -> train_function.StepFunction:
     """What Keras calls to run a step of a model."""
     return ScopedModel(model, keras_training.find_strategy(model).extended.backend, name).function

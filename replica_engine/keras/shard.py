@@ -39,8 +39,7 @@ import tensorflow as tf
 from replica_engine.diagnostics.user_frames import here, user_line
 from replica_engine.process import threads
 from replica_engine.upstream import eager
-from replica_engine.upstream.keras import keras_hooks
-from replica_engine.upstream.keras import keras_models as keras_model
+from replica_engine.upstream.keras import keras_hooks, keras_models
 from replica_engine.values import linear
 
 Update = tuple[Callable[..., None], list[Any], Sequence[keras.Variable]]
@@ -117,6 +116,8 @@ _current: contextvars.ContextVar[Shard | None] = contextvars.ContextVar("replica
 
 
 _calls: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("replica_engine_losses", default=())
+COMPILED = "the losses of compile"
+"""Stands among the calls for what `compile` made of the losses of all outputs, which adds their sums up."""
 
 
 class NotASum(BaseException):
@@ -150,9 +151,9 @@ _WRITE_UPDATE = (
 )
 
 
-def called(loss: object) -> contextlib.AbstractContextManager[object]:
-    """Notes that a loss, what `compile` made of several, or a metric is being called."""
-    return threads.variable(_calls, (*_calls.get(), loss))
+def called(call: object) -> contextlib.AbstractContextManager[object]:
+    """Notes that `COMPILED`, the method `call` of a loss in it, or a metric is being called."""
+    return threads.variable(_calls, (*_calls.get(), call))
 
 
 class InMetric:
@@ -180,9 +181,10 @@ def summed(loss: tf.Tensor, share: Shard) -> tf.Tensor:
     if metric is not None:
         metric.has_sum = True
         return loss
-    calls = _calls.get()
+    # The step's loss is weighted later, as a mean is. A sum over the shard must come out of that as it is.
     value = loss / share.weight(loss.dtype)
-    if share.is_own or len(calls) != 2 or not keras_model.is_loss_inside(*calls):
+    # Else the loss of an output, on its way into the sum that Keras itself makes of all: nobody sees it before.
+    if share.is_own or _calls.get() != (COMPILED,):
         if not tf.is_symbolic_tensor(value):
             raise NotASum("a loss with reduction='sum' is called", _WRITE_MEAN, here())
         share.sums = True
@@ -265,6 +267,7 @@ def check_gradients(gradients: Sequence[tf.Tensor | tf.IndexedSlices | None], sh
     if share.whole or share.replicas == 1:
         return
     if tf.executing_eagerly():
+        # By identity: an eager tensor has no op that tells how it was made.
         known = {id(each) for each in share.gradients}
         if known and any(each is not None and id(each) not in known for each in gradients):
             raise NotASum("gradients are changed in an eager step", _WRITE_CLIP, here())
@@ -291,7 +294,7 @@ def check_weights(model: keras.Model, share: Shard) -> None:
         if share.gradients and not share.updates:
             raise NotASum(why, _WRITE_UPDATE, here())
         return
-    weights = [eager.parts(keras_model.underlying(each)) for each in model.trainable_weights]
+    weights = [eager.parts(keras_models.underlying(each)) for each in model.trainable_weights]
     handles = [eager.raw_handle(part) for weight in weights for part in weight[1:] or weight]
     ways = linear.Ways(linear.GRADIENTS)
     if ways.into(handles) >= linear.LINEAR:
@@ -319,6 +322,7 @@ def average_loss(
     """
     losses = tf.convert_to_tensor(per_example_loss)
     if global_batch_size is None:
+        # TensorFlow would multiply the rows by the number of replicas. A scalar is left to its error.
         size = None if losses.shape.rank == 0 else tf.shape(losses)[0]
         return own(losses, sample_weight, size)
     value = own(losses, sample_weight, global_batch_size)
@@ -340,6 +344,7 @@ def _is_of_all(size: int | tf.Tensor, share: Shard) -> bool:
     number, own, total = (tf.get_static_value(tf.convert_to_tensor(each)) for each in (size, share.rows, share.total))
     if number is None or own is None:
         return own is None
+    # A multiple of the shard's rows may be made of them; the number of the whole batch cannot.
     return bool(number % own) or (total is not None and number == total)
 
 

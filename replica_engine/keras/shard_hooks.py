@@ -47,26 +47,15 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from replica_engine.diagnostics.misuse import warn_once
-from replica_engine.diagnostics.user_frames import here
+from replica_engine.diagnostics import misuse, user_frames
 from replica_engine.errors.value_errors import warn_metric_not_a_sum
-from replica_engine.keras import shard
-from replica_engine.keras.replica_optimizer import (
-    CrossReplicaOptimizer,
-    Gradient,
-    Weights,
-    apply_across_replicas,
-    build_across_replicas,
-    move_rows_to_first,
-)
-from replica_engine.keras.shard import Shard, current_shard, noted_shard
+from replica_engine.keras import replica_optimizer, shard
+from replica_engine.keras.replica_optimizer import Gradient, Weights
+from replica_engine.keras.shard import Shard
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.upstream import distribute
-from replica_engine.upstream.distribute import changed
 from replica_engine.upstream.hook import Hook
-from replica_engine.upstream.keras import keras_hooks, keras_training
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import metric_updates as keras_sums
+from replica_engine.upstream.keras import keras_hooks, keras_models, keras_training, metric_updates
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _NOTHING = object()
@@ -82,7 +71,6 @@ def extend_keras() -> None:
     """Makes functions of Keras and TensorFlow treat the values of a shard as described above, once."""
     of_shards: dict[Hook, Callable[..., object]] = {
         keras_hooks.REDUCE_LOSSES: _reduce,
-        keras_hooks.LOSS: _loss,
         keras_hooks.MEAN: _mean,
         keras_hooks.AVERAGE_LOSS: shard.average_loss,
         keras_hooks.REGULARIZATION: shard.regularization,
@@ -91,18 +79,18 @@ def extend_keras() -> None:
     }
     for hook, of_shard in of_shards.items():
         hook.around(functools.partial(_in_shard, of_shard))
-    keras_hooks.scale_losses_once(current_shard)
+    keras_hooks.scale_losses_once(shard.current_shard)
 
 
 def _in_shard(of_shard: Callable[..., object], own: Callable[..., object], *args: object, **kwargs: object) -> object:
     """What a function gives: outside shards the function itself, and in a shard one of ours that gets it."""
-    share = current_shard()
+    share = shard.current_shard()
     return own(*args, **kwargs) if share is None else of_shard(share, own, *args, **kwargs)
 
 
 def has_no_sum(model: keras.Model) -> bool:
     """Whether a metric of the model was found whose values do not add up over parts of a batch."""
-    return bool(_found) and any(id(metric) in _found for metric in keras_model.list_metrics(model))
+    return bool(_found) and any(id(metric) in _found for metric in keras_models.list_metrics(model))
 
 
 class Lender(Protocol):
@@ -158,6 +146,7 @@ class Hooks:
         target, before = self._there.pop(key)
         if before is self.strategy and self.lender is not None:  # it was made under the scope, and has plain variables
             before = distribute.default_strategy()
+        # An attribute that was not there must go: the class may get another one of that name.
         if before is _NOTHING:
             vars(target).pop(key[1], None)
         else:
@@ -167,25 +156,27 @@ class Hooks:
         """Yields each hook as its target object, its attribute name, and the function that makes it."""
         lender = self.lender
         if lender is not None:
-            yield self.model, "compile", lambda model: _then(model.compile, lender.changed)
+            yield self.model, "compile", functools.partial(_around, name="compile", after=lender.changed)
             for name in _READING:
-                yield self.model, name, functools.partial(_reading, name=name, lender=lender)
-        for optimizer in keras_model.list_optimizers(self.model):
+                yield self.model, name, functools.partial(_around, name=name, before=lender.reconcile)
+        for optimizer in keras_models.list_optimizers(self.model):
             yield optimizer, "apply", functools.partial(_apply, has_weighted=self._has_weighted)
             yield optimizer, "scale_loss", functools.partial(_scale_loss, has_weighted=self._has_weighted)
-            for each in keras_model.with_inner_optimizers(optimizer):
+            for each in keras_models.with_inner_optimizers(optimizer):
                 if lender is not None:
                     yield each, "build", functools.partial(_build, lender=lender)
-                yield each, keras_model.STRATEGY, lambda _: self.strategy
-        of_outputs = keras_model.output_losses(self.model)
-        for metric in keras_model.list_metrics(self.model):
+                yield each, keras_models.STRATEGY, lambda _: self.strategy
+        of_outputs = keras_models.output_losses(self.model)
+        for metric in keras_models.list_metrics(self.model):
             yield metric, "result", _result
             if any(metric is each for each in of_outputs) and not self.model.run_eagerly:
                 yield metric, "update_state", _update
-            elif keras_sums.has_own_update(metric):
+            elif metric_updates.has_own_update(metric):
                 yield metric, "update_state", _looked_at
-        if (compiled := keras_model.compiled_loss(self.model)) is not None:
+        if (compiled := keras_models.compiled_loss(self.model)) is not None:
             yield compiled, "call", _compiled_loss
+            for loss in keras_models.losses_in(compiled):
+                yield loss, "call", functools.partial(_called, loss)
 
     def _has_weighted(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether gradients that reach the optimizer have the weight of the shard, because their loss had it."""
@@ -198,20 +189,18 @@ def _build(optimizer: keras.optimizers.Optimizer, lender: Lender) -> Callable[[S
     return lambda variables: lender.build(optimizer, lambda: own(variables))
 
 
-def _reading(model: keras.Model, name: str, lender: Lender) -> Callable[..., object]:
+def _nothing() -> None:
+    pass
+
+
+def _around(
+    model: keras.Model, name: str, before: Callable[[], None] = _nothing, after: Callable[[], None] = _nothing
+) -> Callable[..., object]:
     own = getattr(model, name)
 
     @functools.wraps(own)
-    def read(*args: object, **kwargs: object) -> object:
-        lender.reconcile()
-        return own(*args, **kwargs)
-
-    return read
-
-
-def _then(own: Callable[..., object], after: Callable[[], None]) -> Callable[..., object]:
-    @functools.wraps(own)
     def method(*args: object, **kwargs: object) -> object:
+        before()
         result = own(*args, **kwargs)
         after()
         return result
@@ -221,15 +210,15 @@ def _then(own: Callable[..., object], after: Callable[[], None]) -> Callable[...
 
 def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> Callable[..., None]:
     # A CrossReplicaOptimizer reduces gradients itself. It must not do so a second time.
-    updated = optimizer.inner_optimizer if isinstance(optimizer, CrossReplicaOptimizer) else optimizer
+    updated = optimizer.inner_optimizer if isinstance(optimizer, replica_optimizer.CrossReplicaOptimizer) else optimizer
     plain, own = optimizer.apply, updated.apply
 
     def apply(grads: Iterable[Gradient], trainable_variables: Weights | None = None) -> None:
-        share = current_shard()
+        share = shard.current_shard()
         if share is None:
             if trainable_variables is not None:
                 trainable_variables = list(trainable_variables)
-                build_across_replicas(optimizer, trainable_variables)
+                replica_optimizer.build_across_replicas(optimizer, trainable_variables)
             plain(grads, trainable_variables)
             return
 
@@ -239,22 +228,22 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> 
         grads = list(grads)
         shard.check_gradients(grads, share)
         if not has_weighted(optimizer):
-            known = list(trainable_variables or keras_model.trained_by(updated))
+            known = list(trainable_variables or keras_models.trained_by(updated))
             if trainable_variables is None and len(grads) > len(known):
                 own(grads)  # Keras says how many there are
             grads = [
-                grad if keras_model.is_overwritten(variable) else changed(grad, weighted)
+                grad if keras_models.is_overwritten(variable) else distribute.changed(grad, weighted)
                 for grad, variable in zip(grads, known, strict=False)
             ]
         if share.whole:
-            grads = move_rows_to_first(grads)
+            grads = replica_optimizer.move_rows_to_first(grads)
         if share.deferred is not None:
-            share.deferred.append((apply_reduced, list(grads), trainable_variables or keras_model.trained_by(updated)))
+            share.deferred.append((apply_reduced, list(grads), trainable_variables or keras_models.trained_by(updated)))
         else:
             apply_reduced(grads, trainable_variables)
 
     def apply_reduced(grads: Sequence[Gradient], trainable_variables: Weights | None) -> None:
-        apply_across_replicas(updated, own, grads, trainable_variables, "sum")
+        replica_optimizer.apply_across_replicas(updated, own, grads, trainable_variables, "sum")
 
     return apply
 
@@ -263,7 +252,7 @@ def _scale_loss(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted
     own = optimizer.scale_loss
 
     def scale_loss(loss: object) -> tf.Tensor:
-        share = current_shard()
+        share = shard.current_shard()
         if share is None:
             return own(loss)
         is_number = not tf.is_tensor(loss)
@@ -289,7 +278,7 @@ def _result(metric: keras.metrics.Metric) -> Callable[[], object]:
 
     def result() -> object:
         found = own()
-        if (share := noted_shard()) is not None:
+        if (share := shard.noted_shard()) is not None:
             parts = found.items() if isinstance(found, dict) else [(None, found)]
             share.results += [(part, metric, key) for key, part in parts]
         return found
@@ -302,18 +291,27 @@ def _update(metric: keras.metrics.Metric) -> Callable[..., object]:
     own = metric.update_state
 
     def update_state(values: object, sample_weight: object = None) -> object:
-        share = current_shard()
+        share = shard.current_shard()
         return own(values, sample_weight=sample_weight if share is None else share.fraction())
 
     return update_state
 
 
 def _compiled_loss(compiled: keras.losses.Loss) -> Callable[..., tf.Tensor]:
-    """The losses of `compile` together, which call each of them."""
-    own = compiled.call
+    """The losses of `compile` together, which call each of them: Keras reduces what its `call` returns, and adds it up.
+
+    A loss with a `__call__` of its own may do anything with such a sum. So the sums of all are looked at then.
+    """
+    losses = keras_models.losses_in(compiled)
+    is_known = bool(losses) and all(type(loss).__call__ is keras.losses.Loss.__call__ for loss in losses)
+    return _called(shard.COMPILED if is_known else compiled, compiled)
+
+
+def _called(what: object, loss: keras.losses.Loss) -> Callable[..., tf.Tensor]:
+    own = loss.call
 
     def call(*args: object, **kwargs: object) -> tf.Tensor:
-        with shard.called(compiled):
+        with shard.called(what):
             return own(*args, **kwargs)
 
     return call
@@ -327,20 +325,21 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
     own = metric.update_state
 
     def update_state(*args: object, **kwargs: object) -> object:
-        share = current_shard()
-        if share is None and (noted := noted_shard()) is not None:
+        share = shard.current_shard()
+        if share is None and (noted := shard.noted_shard()) is not None:
             result = own(*args, **kwargs)
             held_off_once().around(lambda: _warn_of_no_sum(metric, functools.partial(own, *args, **kwargs), noted))
             return result
         for each in tf.nest.flatten((args, kwargs)):
             shard.check_sum(each, share)
         update = functools.partial(own, *args, **kwargs)
+        # A sum of losses that the metric calls is its own affair, and none of the step's loss.
         looked_at = shard.InMetric()
         with shard.called(looked_at):
             result = update()  # the first call may make variables
-            if share is None or share.whole or share.replicas == 1 or keras_sums.is_looking():
+            if share is None or share.whole or share.replicas == 1 or metric_updates.is_looking():
                 return result
-            look = keras_sums.adds_over_samples if looked_at.has_sum else keras_sums.only_adds
+            look = metric_updates.adds_over_samples if looked_at.has_sum else metric_updates.only_adds
             is_sum = held_off_once().around(lambda: look(metric, update))
         if not is_sum:
             with _lock:
@@ -359,20 +358,15 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
     return update_state
 
 
-def _warn_of_no_sum(metric: keras.metrics.Metric, update: keras_sums.UpdateCall, share: Shard) -> None:
+def _warn_of_no_sum(metric: keras.metrics.Metric, update: metric_updates.UpdateCall, share: Shard) -> None:
     """Looks at the first update of a metric."""
-    if share.replicas == 1 or keras_sums.is_looking() or id(metric) in _looked:
+    if share.replicas == 1 or metric_updates.is_looking() or id(metric) in _looked:
         return
     _looked[id(metric)] = metric
-    found = keras_sums.list_updates(metric, update, here)
-    if (wrong := next((each for each in found if each.kind == keras_sums.OTHER), None)) is not None:
+    found = metric_updates.list_updates(metric, update, user_frames.here)
+    if (wrong := next((each for each in found if each.kind == metric_updates.OTHER), None)) is not None:
         text = warn_metric_not_a_sum(metric.name, type(metric).__name__, wrong.variable, wrong.place, share.replicas)
-        warn_once(tf.distribute.get_strategy(), ("metric", metric.name, wrong.place), text)
-
-
-def _loss(share: Shard, own: Callable[..., object], loss: keras.losses.Loss, *args: object, **kwargs: object) -> object:
-    with shard.called(loss):
-        return own(loss, *args, **kwargs)
+        misuse.warn_once(tf.distribute.get_strategy(), ("metric", metric.name, wrong.place), text)
 
 
 def _reduce(
@@ -417,7 +411,7 @@ def _divisor(sample_weight: object, mask: object, reduction: str, dtype: tf.DTyp
     if reduction == "mean_with_sample_weight":
         if sample_weight is None and mask is None:
             return None
-        return ops.sum(ops.cast(keras_model.masked(sample_weight, mask, dtype, reduction), dtype))
+        return ops.sum(ops.cast(keras_models.masked(sample_weight, mask, dtype, reduction), dtype))
     return None if mask is None else ops.sum(ops.cast(mask, dtype))
 
 

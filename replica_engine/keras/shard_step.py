@@ -22,8 +22,7 @@ import tensorflow as tf
 
 from replica_engine.errors import LogError
 from replica_engine.keras.shard import Shard, check_sum, check_weights
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training
+from replica_engine.upstream.keras import keras_models, keras_training
 from replica_engine.values import linear, replica_weights, table_rows
 
 
@@ -57,8 +56,8 @@ class ShardedStep:
         What float8 keeps of gradients is of the loss that a step has; in one of the user's own, the mean over a shard.
         """
         own = not keras_training.has_keras_step(self.model, "train_step")
-        overwrites = own and any(map(keras_model.is_overwritten, self.model.trainable_variables))
-        return overwrites or keras_model.mixes_samples(self.model)
+        overwrites = own and any(map(keras_models.is_overwritten, self.model.trainable_variables))
+        return overwrites or keras_models.mixes_samples(self.model)
 
     def __call__(self, data: object, share: Shard) -> Any:
         """Runs the step on this replica's samples, which are this part of a batch.
@@ -163,7 +162,7 @@ def across_replicas(model: keras.Model, logs: Logs, weight: tf.Tensor) -> dict[s
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
     """The metric variables that each replica counts in separately and whose values are added up."""
-    return [variable for variable in model.metrics_variables if keras_model.is_counted(variable)]
+    return [variable for variable in model.metrics_variables if keras_models.is_counted(variable)]
 
 
 def _value(name: str, value: object, share: Shard) -> tf.Tensor:

@@ -21,23 +21,17 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.backend import Backend
-from replica_engine.diagnostics.misuse import warn_once
-from replica_engine.diagnostics.user_frames import is_layer_scope
+from replica_engine.diagnostics import misuse, user_frames
 from replica_engine.errors import BatchError, CollectiveError, LoweringError, OptimizerError, ReplicaEngineError
 from replica_engine.errors.base import add_note, warning
 from replica_engine.errors.replica_table import plural
 from replica_engine.errors.value_errors import warn_uneven_rest, warn_whole_steps
-from replica_engine.keras import shard_step
+from replica_engine.keras import lent_variables, shard_hooks, shard_step
 from replica_engine.keras.batches import Batch, WholeBatches
-from replica_engine.keras.lent_variables import kept_if
 from replica_engine.keras.shard import NotASum, Shard
-from replica_engine.keras.shard_hooks import has_no_sum
-from replica_engine.keras.shard_step import ShardedStep
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream.graphs import mark_ops
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training
-from replica_engine.upstream.keras.metric_updates import list_own_metrics
+from replica_engine.upstream.keras import keras_models, keras_training, metric_updates
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
 from replica_engine.watch import timeline
@@ -79,7 +73,7 @@ class StepFunction:
         self,
         model: keras.Model,
         backend: Backend,
-        step: ShardedStep,
+        step: shard_step.ShardedStep,
         batches: WholeBatches,
         ready: Callable[[object], contextlib.AbstractContextManager[object]],
     ):
@@ -158,7 +152,7 @@ class StepFunction:
             self._is_whole = True
             name = self._step.name
             text = warn_whole_steps(name, self._model.name, found.why, found.where, found.instead)
-            warn_once(self._model, (name, found.why, found.where), text)
+            misuse.warn_once(self._model, (name, found.why, found.where), text)
 
     def predict(self, batches: Sequence[object]) -> object:
         """The outputs for some batches as one batch, in the order of the samples."""
@@ -264,12 +258,12 @@ class StepFunction:
             return rest  # of a test, the whole batch has the loss of one device
         if self._is_whole is None:  # asked in a step: before, a model may have no losses and metrics yet
             self._is_whole = self._step.mixes_samples
-        if self._is_whole or has_no_sum(self._model) or batch.is_whole or total < self._size:
+        if self._is_whole or shard_hooks.has_no_sum(self._model) or batch.is_whole or total < self._size:
             return True
         if self._compiles:
             return total % self._size > 0 and (self._step.is_own or not self._has_branches)
         # An eager step cannot be given up when one of its metrics turns out not to be a sum.
-        return self._is_eager and bool(list_own_metrics(self._model))
+        return self._is_eager and bool(metric_updates.list_own_metrics(self._model))
 
     def _check_rest(self, batch: Batch) -> None:
         """Warns, on threads, of a rest that does not divide by the replicas; a program has one shape on all of them.
@@ -279,7 +273,7 @@ class StepFunction:
         """
         total, size = batch.total, self._size
         if self._has_trained and not self._compiles and not batch.is_whole:
-            warn_once(self._model, "rest", warn_uneven_rest(self._model.name, total, size))
+            misuse.warn_once(self._model, "rest", warn_uneven_rest(self._model.name, total, size))
             return
         what = f"A batch of {plural(total, 'sample')} "
         if batch.is_whole:
@@ -301,11 +295,11 @@ class StepFunction:
         Keras' own steps do in each call what they did in the first one; a step of the user's own may begin to clip.
         """
         is_known = (how, 0, False) in self._functions and keras_training.has_keras_step(self._model, self._step.name)
-        return _NOTHING if is_known else kept_if(NotASum, self._model)
+        return _NOTHING if is_known else lent_variables.kept_if(NotASum, self._model)
 
     def _outputs(self, data: Any, total: int) -> object:
         # An eager step does not tell an output with a row per sample from another one of that length.
-        if not self._is_whole and (not self._is_eager or keras_model.gives_rows(self._model)):
+        if not self._is_whole and (not self._is_eager or keras_models.gives_rows(self._model)):
             outputs, are_of_rows = (self._compiled_outputs if self._compiles else self._run)(_SHARDS, data, total)
             if are_of_rows:
                 return outputs
@@ -321,7 +315,7 @@ class StepFunction:
         parts = self._run(how, self.batches.shares(Batch(padded, size)), size)
         outputs, are_of_rows = self._joined(parts, total, size // self._size)
         if are_of_rows and kind not in self._gives:
-            self._gives[kind] = keras_model.gives_rows(self._model) or self._grows(data, total, select(0, parts))
+            self._gives[kind] = keras_models.gives_rows(self._model) or self._grows(data, total, select(0, parts))
         return outputs, bool(are_of_rows) and self._gives[kind]
 
     def _grows(self, data: object, total: int, outputs: object) -> bool:
@@ -497,7 +491,7 @@ def check_trainable(model: keras.Model) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None or not keras_training.has_keras_step(model, "train_step"):
         return
-    unknown = keras_model.unknown_to(optimizer, model.trainable_variables)
+    unknown = keras_models.unknown_to(optimizer, model.trainable_variables)
     if unknown:
         layers = sorted({variable.path.split("/")[-2] for variable in unknown})
         raise OptimizerError(
@@ -536,8 +530,8 @@ def _not_dense(leaf: Any) -> list[tuple[str, str]]:
 
 def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | None:
     """The layer that contains the op; otherwise the first layer that declares that XLA cannot compile it; or None."""
-    layers = keras_model.list_layers(model, include_self=False)
+    layers = keras_models.list_layers(model, include_self=False)
     scopes = error.op_name.split("/")
-    inside = [layer for layer in layers if any(is_layer_scope(scope, layer.name) for scope in scopes)]
+    inside = [layer for layer in layers if any(user_frames.is_layer_scope(scope, layer.name) for scope in scopes)]
     unsupported = [layer for layer in layers if not layer.supports_jit]
     return inside[-1] if inside else unsupported[0] if unsupported else None

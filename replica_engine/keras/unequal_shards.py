@@ -44,6 +44,7 @@ def in_branches(step: ShardedStep, data: object, total: tf.Tensor, size: int, re
     Raises:
         CollectiveError: the step cannot be divided so.
     """
+    # The larger one is traced first: the other one pads its gradients to these shapes.
     larger = _Branch(step, data, Shard(size + 1, total, replicas))
     smaller = _Branch(step, data, Shard(size, total, replicas), larger)
     is_larger = xla.replica_id() < total % replicas
@@ -68,6 +69,7 @@ class _Branch:
 
     def run(self) -> tuple[dict[str, tf.Tensor], list[object]]:
         """Traces the step; returns its logs and the gradients of its update, if it has one."""
+        # The last rows: the first one of a smaller shard is that of the replica before it.
         data = samples.take(self._data, samples.count_in_graph(self._data) - self.share.rows, None)
         deferred: list[Update] = []
         self.share.deferred = deferred
@@ -129,6 +131,7 @@ def _like(grad: Parts, wanted: Parts) -> Parts:
         return grad
     if (more := wanted.indices.shape[0] - grad.indices.shape[0]) == 0:
         return grad
+    # The row that is repeated gets zeros, so that the sum of its rows stays.
     indices = tf.concat([grad.indices, tf.repeat(grad.indices[:1], more)], 0)
     values = tf.concat([grad.values, tf.zeros([more, *grad.values.shape[1:]], grad.values.dtype)], 0)
     return tf.IndexedSlices(values, indices, grad.dense_shape)

@@ -91,7 +91,7 @@ def listed(devices: object) -> list[Any]:
         raise DeviceError.unreadable(devices)
     try:
         return list(devices)
-    except Exception:  # a scalar array, or a tensor that cannot be iterated
+    except (TypeError, ValueError, RuntimeError):  # a scalar array, a tensor or dataset that cannot be iterated here
         raise DeviceError.unreadable(devices) from None
 
 
@@ -338,7 +338,7 @@ def checked_reduction(reduce_op: object, value: object, axis: Any) -> tuple[tf.d
         return reduce_op, value, None
     try:
         axis = tuple(map(operator.index, axis)) if isinstance(axis, (list, tuple)) else operator.index(axis)
-    except Exception:  # TensorFlow's tensors raise errors of other classes here
+    except (TypeError, ValueError, AttributeError, RuntimeError, tf.errors.OpError, ReplicaEngineError):  # of tensors
         raise ReplicaValueError.bad_axis(axis) from None
     if any(abs(dimension) > _MOST_AXES for dimension in (axis if isinstance(axis, tuple) else (axis,))):
         raise ReplicaValueError.bad_axis(axis)

@@ -14,31 +14,22 @@ import tensorflow as tf
 
 from replica_engine import xla
 from replica_engine.backend import Arguments, Backend, HostSide, Keywords
-from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.diagnostics.user_frames import calling_line
+from replica_engine.diagnostics import flight_record, user_frames
 from replica_engine.pjrt.device_group import DeviceGroup, is_needed_by_a_program
 from replica_engine.pjrt.plan import DeviceMemory, Plan
-from replica_engine.process import shutdown
-from replica_engine.process.setup import check_not_forked
-from replica_engine.strategies import device_variables, keras_scopes, worker_values
-from replica_engine.strategies.argument_checks import check_updated
+from replica_engine.process import setup, shutdown
+from replica_engine.strategies import argument_checks, device_variables, keras_scopes, multi_step, worker_values
 from replica_engine.strategies.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.distribution import Distribution, VariableTable
 from replica_engine.strategies.extended import ExtendedHooks, as_tensors
-from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream import distribute
-from replica_engine.upstream.distribute import QuietReduction
 from replica_engine.values.regroup import spread
-from replica_engine.xla import body_context, collectives
+from replica_engine.xla import body_context, collectives, constraints
 from replica_engine.xla.body import LaunchLimits, in_body
-from replica_engine.xla.body_context import BodyReplicaContext, gather_leaf, reduce_leaf, use_own_values
-from replica_engine.xla.calls.graph_op import call_with_numbers
-from replica_engine.xla.calls.graph_op import plan as plan_call
+from replica_engine.xla.calls import graph_op
 from replica_engine.xla.calls.program_table import ProgramTable
-from replica_engine.xla.constraints import logical_device
 from replica_engine.xla.function_spec import FunctionSpec
-from replica_engine.xla.stages.collective_meetings import is_equal_everywhere
-from replica_engine.xla.stages.launch import Launch
+from replica_engine.xla.stages import collective_meetings, launch
 from replica_engine.xla.state.host_variable import handles_compared
 
 
@@ -72,7 +63,7 @@ class CompiledBackend(Backend):
         distribution: Distribution | None,
     ):
         super().__init__(strategy)
-        use_own_values()
+        body_context.use_own_values()
         if devices.member is not None:
             worker_values.raise_job_failures(devices.member)  # before the first op, which may fail
         self.device_group, self.same_random = devices, same_random
@@ -95,12 +86,12 @@ class CompiledBackend(Backend):
         programs: ProgramTable | None = None,
     ) -> Any:
         """Same as in every backend, also with a table of programs of the caller (see `own_programs`)."""
-        check_not_forked()
+        setup.check_not_forked()
         source, size = FunctionSpec.from_callable(fn), self.device_group.size
         # In eager mode no code below needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self.strategy.scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
-            return call_with_numbers(programs or self._programs, source, args, kwargs)
+            return graph_op.call_with_numbers(programs or self._programs, source, args, kwargs)
 
     def run_again(
         self, fn: Callable[..., Any], args: Sequence[Any], programs: ProgramTable | None = None
@@ -114,13 +105,13 @@ class CompiledBackend(Backend):
             return None
         if not isinstance(args, (list, tuple)):
             return None  # nothing has checked them yet
-        check_not_forked()
+        setup.check_not_forked()
         found = (programs or self._programs).last(fn, args)
         if found is None:
             return None
         compiled, slots = found
         with shutdown.running():
-            columns = Launch(compiled)(slots).columns()
+            columns = launch.Launch(compiled)(slots).columns()
         return (compiled.program.traced.grouped_results(columns),)
 
     def result_specs(self, programs: ProgramTable, fn: Callable[..., Any], args: Sequence[Any]) -> list[tf.TensorSpec]:
@@ -130,7 +121,7 @@ class CompiledBackend(Backend):
             arguments, shapes = source.arguments(spread(args, size, "args"), {}, size)
             return list(programs.trace(source, arguments, shapes).traced.outputs)
 
-    def run_steps(self, fn: Callable[..., Any], iterator: Any, settings: LoopSettings) -> MultiStepContext:
+    def run_steps(self, fn: Callable[..., Any], iterator: Any, settings: LoopSettings) -> multi_step.MultiStepContext:
         """Same as `TPUStrategy.run_steps`, with all settings of a device loop."""
         return run_steps(self.strategy, self._programs, fn, iterator, settings)
 
@@ -142,7 +133,7 @@ class CompiledBackend(Backend):
         """Same as `TPUStrategy.plan`."""
         size = self.device_group.size
         args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
-        return plan_call(self._programs, FunctionSpec.from_callable(fn), args, kwargs, topology)
+        return graph_op.plan(self._programs, FunctionSpec.from_callable(fn), args, kwargs, topology)
 
     def memory(self) -> DeviceMemory:
         """Same as `TPUStrategy.memory`."""
@@ -156,7 +147,7 @@ class CompiledBackend(Backend):
             reduction: a `tf.distribute.ReduceOp` or its name, `worker_values.FIRST`, or ("gather", axis).
             value: a distributed value or an ON_READ variable.
         """
-        reducer = worker_values.reducer(reduction, calling_line()[0])
+        reducer = worker_values.reducer(reduction, user_frames.calling_line()[0])
         if isinstance(value, distribute.DistributedVariable):
             value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
         elif not isinstance(value, distribute.DistributedValues):
@@ -164,7 +155,7 @@ class CompiledBackend(Backend):
         value = as_tensors(value, self.strategy.extended.worker_devices)
         return distribute.select_replica(0, self.run(reducer, (value,), programs=self._reductions))
 
-    def sync_points(self) -> list[SyncPointRecord]:
+    def sync_points(self) -> list[flight_record.SyncPointRecord]:
         """The last sync points of each replica, in the order of time."""
         return self._programs.body.records()
 
@@ -176,7 +167,7 @@ class CompiledBackend(Backend):
     def _in_replica_context(self) -> Iterator[None]:
         strategy = self.strategy
         layouts = contextlib.nullcontext() if self.distribution is None else self.distribution.while_traced(strategy)
-        with strategy.scope(), BodyReplicaContext(strategy), layouts:
+        with strategy.scope(), body_context.BodyReplicaContext(strategy), layouts:
             yield
 
 
@@ -231,11 +222,9 @@ class _OverWorkers(distribute.MirroredExtended):
         if not tf.executing_eagerly():
             mine = tf.cast(has, tf.int32)
             return self.backend.over_workers("MIN", distribute.PerReplica((mine,) * self.device_group.size)) > 0
-        return (
-            has
-            if is_needed_by_a_program()
-            else worker_values.all_have(self.device_group, bool(has), self.backend.limits)
-        )
+        if is_needed_by_a_program():
+            return has
+        return worker_values.all_have(self.device_group, bool(has), self.backend.limits)
 
     def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
         """The hook of `experimental_distribute_values_from_function`: the values of this worker's replicas."""
@@ -273,20 +262,20 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
 
     def __init__(self, strategy: tf.distribute.Strategy, backend: CompiledBackend, steps_per_run: int):
         self.backend, self.device_group, self.steps_per_run = backend, backend.device_group, steps_per_run
-        super().__init__(strategy, [distribute.resolve("CPU:0")] * self.device_group.size, QuietReduction())
+        super().__init__(strategy, [distribute.resolve("CPU:0")] * self.device_group.size, distribute.QuietReduction())
 
     def _initialize_strategy(self, devices: list[str]) -> None:
         """The hook that sets up devices; TensorFlow's own hook requires a different device for each replica."""
         self._initialize_single_worker(tuple(devices))
 
-    def sync_points(self) -> list[SyncPointRecord]:
+    def sync_points(self) -> list[flight_record.SyncPointRecord]:
         """Same as `TPUStrategy.sync_points`."""
         return self.backend.sync_points()
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The hook that runs `fn` on the replicas."""
         if in_body() is not None:  # called by a merge function, or by strategy.reduce(axis=...) in one
-            with BodyReplicaContext(self._container_strategy()):
+            with body_context.BodyReplicaContext(self._container_strategy()):
                 return fn(*args, **kwargs)
         return self.backend.run(fn, args, kwargs)
 
@@ -295,7 +284,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
         if distribute.is_outside_scopes() and tf.executing_eagerly():  # the usual case: nothing is around the call
             return self._call_for_each_replica(fn, args, kwargs or {})
         context = tf.distribute.get_replica_context()
-        if isinstance(context, BodyReplicaContext) and context.is_step:
+        if isinstance(context, body_context.BodyReplicaContext) and context.is_step:
             return fn(*args, **kwargs or {})
         if in_body() is not None or not tf.executing_eagerly():
             return super().call_for_each_replica(fn, args, kwargs)
@@ -304,7 +293,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
 
     def experimental_run_steps_on_iterator(
         self, fn: Callable[..., Any], iterator: Any, iterations: int | None = None, initial_loop_values: Any = None
-    ) -> MultiStepContext:
+    ) -> multi_step.MultiStepContext:
         """Runs steps in cross-replica context, as in every strategy; `iterations` defaults to `steps_per_run`."""
         settings = LoopSettings(iterations, initial_loop_values, in_replica=False, spread=False)
         return self.backend.run_steps(fn, iterator, settings)
@@ -338,7 +327,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
         Raises:
             DeviceError: a replica has no device of this number.
         """
-        return logical_device(logical_device_id, self.device_group.devices_each)
+        return constraints.logical_device(logical_device_id, self.device_group.devices_each)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`."""
@@ -347,7 +336,9 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
         if reduce_op == tf.distribute.ReduceOp.SUM:
             for leaf in tf.nest.flatten(value):
                 collectives.note(leaf)
-        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, _own(body_context.own_values(leaf))), value)
+        return tf.nest.map_structure(
+            lambda leaf: body_context.reduce_leaf(reduce_op, _own(body_context.own_values(leaf))), value
+        )
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook of `batch_reduce_to`."""
@@ -356,7 +347,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
     def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
         """The hook of `gather`."""
         if in_body() is not None:
-            return gather_leaf(value, axis)
+            return body_context.gather_leaf(value, axis)
         if self.device_group.member is None or not self._has_parts(value):
             return super()._gather_to_implementation(value, destinations, axis, options)
         return self.backend.over_workers(("gather", axis), value)
@@ -375,13 +366,13 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
             columns = map(self._local_results, tf.nest.flatten(value, expand_composites=True))
             rows = zip(*columns, strict=True)
             return tuple(tf.nest.pack_sequence_as(value, row, expand_composites=True) for row in rows)
-        if not tf.is_symbolic_tensor(value) or is_equal_everywhere(value):
+        if not tf.is_symbolic_tensor(value) or collective_meetings.is_equal_everywhere(value):
             return (value,) * self.device_group.replicas
         return tuple(tf.unstack(xla.all_gather(value[tf.newaxis], axis=0)))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook of `update`: one call if all replicas share one value, one call per component of on-read ones."""
-        check_updated(var, args)
+        argument_checks.check_updated(var, args)
         components = list({id(component): component for component in var._values}.values())
         if in_body() is not None:
             with distribute.UpdateContext(0), tf.name_scope("update_0"):
@@ -420,7 +411,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """The hook of the all-reduces that TensorFlow itself makes in replica context."""
-        return tf.nest.map_structure(lambda leaf: reduce_leaf(reduce_op, leaf), value)
+        return tf.nest.map_structure(lambda leaf: body_context.reduce_leaf(reduce_op, leaf), value)
 
     def _use_merge_call(self) -> bool:
         """The hook that says whether replicas must meet to update a variable."""

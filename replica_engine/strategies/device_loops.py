@@ -15,13 +15,11 @@ from replica_engine.errors.base import add_note, brief, in_words, positive_int, 
 from replica_engine.process import shutdown
 from replica_engine.strategies import worker_values
 from replica_engine.strategies.multi_step import MultiStepContext
-from replica_engine.upstream.data_pulls import Pulls
+from replica_engine.upstream import data_pulls, host_datasets
 from replica_engine.upstream.graphs import operators
-from replica_engine.upstream.host_datasets import find_pulls
-from replica_engine.xla.body_context import BodyReplicaContext
+from replica_engine.xla import body_context, function_spec
 from replica_engine.xla.calls.program_table import ProgramTable
 from replica_engine.xla.calls.run_steps import run_loop
-from replica_engine.xla.function_spec import FunctionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +79,13 @@ def run_steps(
             "run_steps was called in a tf.function, but it runs in eager mode and is already a compiled loop. Call "
             "it outside the tf.function; run_steps does not need one."
         )
-    source = FunctionSpec.from_callable(fn)
+    source = function_spec.FunctionSpec.from_callable(fn)
 
     def step(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         context = context_class()
         converted = operators.convert_always(fn) if source.autograph else fn
         if settings.in_replica:
-            with BodyReplicaContext(strategy, is_step=True):
+            with body_context.BodyReplicaContext(strategy, is_step=True):
                 converted(context, *args, **kwargs)
         else:
             tf.distribute.get_replica_context().merge_call(lambda _: (converted(context, *args, **kwargs), None)[1])
@@ -95,25 +93,21 @@ def run_steps(
 
     context = context_class()
     context.last_step_outputs = dict(initial_values or {})
-    try:
+    with _noting(lambda error: _keep(error, context, iterations)):
         following, pulls = _opened(iterator)
         batches = _batches(source.fn, following, settings.spread)
         first = next(batches, None)
-    except BaseException as error:
-        _keep(error, context, iterations)
-        raise
+    # A worker without a batch would let the others wait in the collectives of the step.
     if not worker_values.all_have(strategy.extended.device_group, first is not None, strategy.extended.backend.limits):
         raise _out_of_range(context, iterations)
     assert first is not None, "all workers have a batch"
     with strategy.scope(), shutdown.running():
+        # Steps of another mode are other programs, though their function is the same.
         mode = settings.in_replica, context_class
-        try:
+        with _noting(lambda error: _note_step_form(error, source.fn, first, context_class)):
             outcome = run_loop(
                 settings.programs or programs, source, mode, step, first, batches, iterations, prefetch, pulls
             )
-        except Exception as error:
-            _note_step_form(error, source.fn, first, context_class)
-            raise
     context = context_class.filled(outcome.steps, outcome.results)
     if outcome.error is not None:
         _keep(outcome.error, context, iterations)
@@ -121,6 +115,16 @@ def run_steps(
     if outcome.steps < iterations:
         raise _out_of_range(context, iterations)
     return context
+
+
+@contextlib.contextmanager
+def _noting(note: Callable[[BaseException], None]) -> Iterator[None]:
+    """Calls `note` with an exception of the block, whatever it is: the iterator and the step are the user's code."""
+    try:
+        yield
+    except BaseException as error:
+        note(error)
+        raise
 
 
 def _positive(name: str, value: object) -> int:
@@ -145,11 +149,11 @@ def _batches(fn: Callable[..., object], following: Callable[[], object], spread:
         yield element if is_spread and isinstance(element, tuple) else (element,)
 
 
-def _opened(iterator: Any) -> tuple[Callable[[], object], Pulls | None]:
+def _opened(iterator: Any) -> tuple[Callable[[], object], data_pulls.Pulls | None]:
     """What gives the next element of an iterator, which may have only `get_next`; and what takes many, or None."""
     if hasattr(iterator, "__iter__"):
         found = iter(iterator)
-        return found.__next__, find_pulls(found)
+        return found.__next__, host_datasets.find_pulls(found)
     if hasattr(iterator, "get_next"):
         return iterator.get_next, None
     raise InputsError(f"run_steps takes an iterator, for example iter(dataset); got {brief(iterator)}.")
@@ -192,7 +196,7 @@ def _name(fn: Callable[..., object]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _note_step_form(error: Exception, fn: Callable[..., object], first: tuple, context_class: type) -> None:
+def _note_step_form(error: BaseException, fn: Callable[..., object], first: tuple, context_class: type) -> None:
     """Adds a note to an exception of a step that seems to have taken its context for the batch, or a part of it."""
     parameter = next(iter(inspect.signature(fn).parameters), "")
     if context_class.__name__ in in_words(error) and "context" not in parameter and "ctx" not in parameter:
@@ -217,5 +221,5 @@ def _keep(error: Any, context: MultiStepContext, iterations: int) -> None:
     if context.steps:
         kept = f"{context.steps} of {iterations} steps of the device loop ran; the values that they wrote are kept"
         add_note(error, kept)
-    with contextlib.suppress(Exception):  # an exception that takes no attributes is raised without the context
+    with contextlib.suppress(AttributeError, TypeError):  # some exceptions take no attributes
         error.context = context

@@ -32,10 +32,9 @@ from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.calls.program_table import ProgramTable
 from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.stages.launch import Launch
-from replica_engine.xla.state import host_memory, host_variable
+from replica_engine.xla.state import host_memory, host_variable, random_numbers
 from replica_engine.xla.state.device_value import DeviceValue, Spread, find_axes
 from replica_engine.xla.state.host_variable import HostVariable
-from replica_engine.xla.state.random_numbers import Pieces, in_pieces
 
 LARGE = 1 << 23
 """The bytes of a variable whose value is made in parts. A program for it takes about a tenth of a second to compile."""
@@ -65,11 +64,11 @@ class InitialValue:
         self.shape = shape
         self.result_axes = [axes]
         axes = (*axes, *[None] * (len(shape) - len(axes)))
-        self._pieces = Pieces(shape, tuple(mesh.parts(axes)), tuple(map(names, axes)))
+        self._pieces = random_numbers.Pieces(shape, tuple(mesh.parts(axes)), tuple(map(names, axes)))
 
     def __call__(self) -> tf.Tensor:
         """Called while the body is traced."""
-        with in_pieces(self._pieces):
+        with random_numbers.in_pieces(self._pieces):
             return tf.convert_to_tensor(self._make(), self._dtype)
 
 
@@ -218,6 +217,7 @@ def create(
     array = None if early is None else _made_in_parts(backend, name, early, kwargs)
     if array is not None:
         assert early is not None, "its axes are known"
+        # Pages that nobody touches take no memory, so the host never has the value.
         stand_in = host_memory.zeros(early.shape, np.dtype(early.dtype.as_numpy_dtype))
         kwargs = {**kwargs, "initial_value": lambda: stand_in}
 
@@ -228,6 +228,7 @@ def create(
         for replica in range(1, devices.size if on_read else 1):
             like = {**kwargs, "initial_value": first.read_value, "name": f"{_plain(first.name)}/replica_{replica}/"}
             values.append(eager.create(next_creator, like))
+        # One variable on the host stands for all replicas.
         return values if on_read else values * devices.size
 
     variable = distribute.create_variable(strategy, components, MirroredDeviceVariable, OnReadDeviceVariable, kwargs)

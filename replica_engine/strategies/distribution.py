@@ -261,17 +261,13 @@ class Distribution:
         Raises:
             DistributionError: a layout has matched no variable. Only now: the body may have built the model.
         """
-        if self._layout_map is None:
-            with keras_variables.in_parts():
-                yield
-            return
-        with (
-            keras_variables.in_parts(),
-            keras_variables.outputs_divided(self.given, self._layout_of_output, _constrained),
-        ):
+        outputs: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._layout_map is not None:
+            outputs = keras_variables.outputs_divided(self.given, self._layout_of_output, _constrained)
+        with keras_variables.in_parts(), outputs:
             yield
         self.check_layouts(built=False)
-        for key, layout in self._layout_map.items():
+        for key, layout in (self._layout_map or {}).items():
             if self._outputs and key.endswith(keras_variables.OUTPUT) and id(layout) not in self._matched:
                 text = (
                     f"The layout {key!r} of the LayoutMap matches the output of none of the {len(self._outputs)} "

@@ -15,22 +15,19 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.diagnostics.misuse import check_outside_replicas
+from replica_engine.diagnostics import flight_record, misuse
 from replica_engine.errors import ReplicaValueError, ScopeError
 from replica_engine.errors.base import brief
-from replica_engine.strategies import keras_scopes
-from replica_engine.strategies.argument_checks import NOT_REDUCED, as_reduction, not_reduced
+from replica_engine.strategies import argument_checks, keras_scopes
 from replica_engine.threads.replica_run import ReplicaOptions, ThreadBackend, backend_on_threads, install
-from replica_engine.upstream import distribute
-from replica_engine.upstream.host_datasets import HostDatasets
+from replica_engine.upstream import distribute, host_datasets
 from replica_engine.values.structure import as_tensor, flatten
 from replica_engine.values.table_rows import are_rows
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
-class ExtendedHooks(HostDatasets):
+class ExtendedHooks(host_datasets.HostDatasets):
     """The hooks that all strategies of this library have in common: values, which may be any structure, and datasets.
 
     Put it before an extended class of `tf.distribute`, and give it a `backend`.
@@ -39,19 +36,19 @@ class ExtendedHooks(HostDatasets):
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any = None) -> Any:
         """Like `tf.distribute.StrategyExtended.reduce_to`, with errors that say what to write."""
         try:
-            return super().reduce_to(as_reduction(reduce_op), value, destinations, options)
-        except (RuntimeError, *NOT_REDUCED) as error:
+            return super().reduce_to(argument_checks.as_reduction(reduce_op), value, destinations, options)
+        except (RuntimeError, *argument_checks.NOT_REDUCED) as error:
             raise _better(error, "extended.reduce_to", value)
 
     def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any = None) -> list[Any]:
         """Like `tf.distribute.StrategyExtended.batch_reduce_to`; numbers are reduced as `reduce_to` does it."""
-        reduce_op, pairs = as_reduction(reduce_op), list(value_destination_pairs)
+        reduce_op, pairs = argument_checks.as_reduction(reduce_op), list(value_destination_pairs)
         if any(isinstance(value, _NUMBERS) for value, _ in pairs):
-            check_outside_replicas("extended.batch_reduce_to")
+            misuse.check_outside_replicas("extended.batch_reduce_to")
             return [self.reduce_to(reduce_op, value, destinations, options) for value, destinations in pairs]
         try:
             return super().batch_reduce_to(reduce_op, pairs, options)
-        except (RuntimeError, *NOT_REDUCED) as error:
+        except (RuntimeError, *argument_checks.NOT_REDUCED) as error:
             raise _better(error, "extended.batch_reduce_to", [value for value, _ in pairs])
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
@@ -144,7 +141,7 @@ class ReplicaThreads(tf.distribute.StrategyExtended):
         """The hook of `tf.distribute`: an optimizer must not merge in the merge call of `replicate_model`."""
         return not distribute.is_merged() and super()._use_merge_call()
 
-    def sync_points(self) -> list[SyncPointRecord]:
+    def sync_points(self) -> list[flight_record.SyncPointRecord]:
         """Same as `replica_engine.sync_points`."""
         return self.backend.sync_points()
 
@@ -175,11 +172,11 @@ def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> 
 def _better(error: Exception, method: str, value: object) -> Exception:
     """The error that says what an error of TensorFlow in a method of the extended half means; otherwise that error."""
     try:
-        check_outside_replicas(method)
+        misuse.check_outside_replicas(method)
     except ScopeError as scope:
         scope.__suppress_context__ = True
         return scope
-    return not_reduced(error, value) if isinstance(error, NOT_REDUCED) else error
+    return argument_checks.not_reduced(error, value) if isinstance(error, argument_checks.NOT_REDUCED) else error
 
 
 def as_tensors(value: object, devices: Sequence[str]) -> object:

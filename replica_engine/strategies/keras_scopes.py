@@ -18,24 +18,28 @@ For models, `install_keras_hooks` changes what Keras calls, and `check_distribut
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import importlib
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine.backend import has_backend
-from replica_engine.diagnostics.misuse import check_optimizer, translate_error
-from replica_engine.diagnostics.user_frames import FOLDERS
+from replica_engine.diagnostics import misuse, user_frames
 from replica_engine.engine import current_replica
-from replica_engine.errors import DistributionError
+from replica_engine.errors import DistributionError, InputsError
 from replica_engine.threads.replica_run import keep_attributes
-from replica_engine.upstream import distribute
+from replica_engine.upstream import distribute, hook
 from replica_engine.upstream.graphs import operators
-from replica_engine.upstream.hook import hide_frames
 from replica_engine.upstream.keras import keras_hooks, keras_training, keras_variables
 from replica_engine.values.regroup import regroup
+
+Own = Callable[..., Any]
+"""A function of Keras, which a hook calls."""
 
 
 def extend_keras() -> None:
@@ -43,7 +47,59 @@ def extend_keras() -> None:
 
     Does nothing until Keras is imported, or a second time.
     """
-    keras_hooks.extend_optimizers(_apply, _on_all_replicas, has_backend, check_optimizer, translate_error)
+    keras_hooks.APPLY.around(_applied)
+    keras_hooks.ADD_VARIABLE.around(_added)
+    keras_hooks.CHECK_FINITE.around(_checked)
+
+
+def _context() -> tf.distribute.ReplicaContext | None:
+    """The context of the replica of a strategy of this library that this thread runs; None elsewhere."""
+    context = tf.distribute.get_replica_context()
+    return context if context is not None and has_backend(context.strategy) else None
+
+
+def _applied(own: Own, optimizer: Any, grads: Sequence[object], trainable_variables: Sequence[object]) -> None:
+    context = _context()
+    if context is not None:
+        if keras_training.is_of_no_strategy(optimizer):
+            misuse.check_optimizer(optimizer, trainable_variables)
+        elif optimizer.gradient_accumulation_steps or (
+            keras_training.clips(optimizer) and context.num_replicas_in_sync > 1
+        ):
+            # Instead of what Keras does next: it would clip the gradients of this replica alone.
+            _apply(optimizer, grads, trainable_variables)
+            return
+    own(optimizer, grads, trainable_variables)
+
+
+def _added(
+    own: Own, optimizer: Any, reference_variable: object, name: str | None = None, initializer: object = "zeros"
+) -> object:
+    # Every other variable of an optimizer is equal on all replicas, and must stay so.
+    of_each = name == keras_training.ACCUMULATOR and has_backend(optimizer._distribution_strategy)
+    with tf.variable_creator_scope(_for_each_replica) if of_each else contextlib.nullcontext():
+        try:
+            return own(optimizer, reference_variable, name=name, initializer=initializer)
+        except Exception as error:
+            # Keras calls an optimizer built before it has all of its variables. If it kept that, a second call would
+            # miss the others: AttributeError: no attribute '_momentums'.
+            optimizer.built = False
+            raise misuse.translate_error(error)
+
+
+def _for_each_replica(next_creator: Own, **kwargs: object) -> object:
+    """A variable creator: the variable has one value on each replica, and elsewhere their sum."""
+    own = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+    return next_creator(**kwargs | own)
+
+
+@operators.artifact
+def _checked(own: Own, optimizer: object, grads: object) -> tf.Tensor:
+    """Whether the gradients of all replicas are finite."""
+    flag, context = own(optimizer, grads), _context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return flag
+    return tf.equal(context.all_reduce("SUM", tf.cast(tf.logical_not(flag), tf.int32)), 0)
 
 
 @operators.artifact
@@ -105,6 +161,7 @@ class _AccumulationStep(_ClippedStep):
     def _end_group(self, strategy: tf.distribute.Strategy) -> None:
         """Reduces and clears the accumulators, and updates the variables with the mean over the steps of the group."""
         steps = self._optimizer.gradient_accumulation_steps
+        # By identity: a variable compares element by element.
         mine = {id(each) for each in self._accumulators}
         for other in keras_training.accumulators(self._optimizer):
             if id(other.value) not in mine:  # a variable without a gradient in this step; Keras forgets earlier ones
@@ -132,15 +189,6 @@ def _clear(accumulator: tf.Variable) -> Any:
     return accumulator.assign(tf.zeros(accumulator.shape, accumulator.dtype))
 
 
-@operators.artifact
-def _on_all_replicas(flag: Any) -> Any:
-    """Whether a flag is true on all replicas; called in replica context."""
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
-        return flag
-    return tf.equal(context.all_reduce("SUM", tf.cast(tf.logical_not(flag), tf.int32)), 0)
-
-
 def imported() -> tuple[bool, bool]:
     """Whether Keras, and this library's part for it, are imported: hooks wait for their modules."""
     return "keras" in sys.modules, "replica_engine.keras" in sys.modules
@@ -158,13 +206,129 @@ def install_keras_hooks() -> None:
     """
     if all(imported()):  # for models that the program loads
         importlib.import_module("replica_engine.keras.replica_optimizer")
-    keras_hooks.extend_build(translate_error, has_backend, _takes_whole)
-    keras_hooks.make_functions(_make_step_function, _takes_whole)
-    keras_hooks.compile_in_scope(has_backend)
-    hide_frames(FOLDERS)
-    keras_hooks.synchronize_masked(has_backend)
+    keras_hooks.BUILD.around(_built)
+    keras_hooks.MAKE_FUNCTION.around(_make)
+    keras_hooks.MAKE_PREDICT.around(_make_predict)
+    keras_hooks.ITERATE.around(_enumerated)
+    keras_hooks.COMPILE.around(_compiled)
+    hook.hide_frames(user_frames.FOLDERS)
+    keras_hooks.MOMENTS.around(_moments)
     keep_attributes()
     keras_hooks.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
+
+
+def _compiled(own: Own, model: object, *args: object, **kwargs: object) -> object:
+    """Makes `compile` work under the scope of the model that it is called for.
+
+    `compile` makes the variables of the loss, of metrics and of an optimizer that is given by its name, and users call
+    it outside of the scope. An optimizer of no strategy cannot train the model. Compiled replicas each have their own
+    value of a metric's variable that was made there, and only one of the values would count.
+    """
+    strategy = keras_training.find_strategy(model)
+    # A replica is in the scope already, and must not enter it.
+    outside = strategy is not None and has_backend(strategy) and tf.distribute.get_strategy() is not strategy
+    with strategy.scope() if outside else contextlib.nullcontext():
+        return own(model, *args, **kwargs)
+
+
+def _built(own: Own, model: object, iterator: object = None, data_batch: object = None) -> object:
+    """Makes Keras build a model from one replica's part of the first batch.
+
+    Keras builds the model from the mean over the parts of all replicas: strings have no mean, and parts of different
+    sizes fail in an op, AddN.
+
+    Raises:
+        InputsError: the data of `fit` or `evaluate` has no batch.
+    """
+    strategy = keras_training.find_strategy(model)
+    if strategy is None or not has_backend(strategy):
+        return own(model, iterator=iterator, data_batch=data_batch)
+    _predicting.set(None)  # it is of a `predict` that a callback has ended
+    if iterator is not None:
+        try:
+            batch = keras_training.first_batch(iterator, strategy)
+        except StopIteration:
+            raise InputsError(
+                "The data of `fit` or `evaluate` has no batch: its arrays have no rows, or its dataset or "
+                "generator ends before the first batch. A generator that has been read must be made again."
+            ) from None
+        if _takes_whole(model, batch):
+            keras_training.undistribute(iterator)
+        # Keras must not take a batch itself: one of a generator would be missing in the epoch.
+        iterator, data_batch = None, distribute.first_values(batch)
+    try:
+        return own(model, iterator=iterator, data_batch=data_batch)
+    except Exception as error:  # of the user's layers too
+        raise misuse.translate_error(error)
+
+
+def _make(own: Own, model: Any, step_function: object) -> object:
+    """What Keras calls with an iterator to train or test a model."""
+    name = "train_step" if step_function == model.train_step else "test_step"
+    return _make_step_function(model, name) or own(model, step_function)
+
+
+def _make_predict(own: Own, model: Any, force: bool = False) -> object:
+    if model.predict_function is None or force:
+        function = _make_step_function(model, "predict_step")
+        if function is None:
+            _predicting.set(None)  # it may be of another model, whose `predict` calls this one's
+            return own(model, force)
+        model.predict_function = _Predict(function)
+    # Weakly, as a prediction that an exception has ended leaves it there.
+    _predicting.set(weakref.ref(model) if isinstance(model.predict_function, _Predict) else None)
+    return model.predict_function
+
+
+def _enumerated(own: Own, iterator: object) -> object:
+    # Only the next iterator is the prediction's: a callback may then evaluate, or predict with another model.
+    predicting, strategy = _predicting.get(), keras_training.find_strategy(iterator)
+    _predicting.set(None)
+    model = None if predicting is None else predicting()
+    is_its = model is not None and strategy is not None and strategy is keras_training.find_strategy(model)
+    if is_its and _takes_whole(model, None):
+        keras_training.undistribute(iterator)
+    return own(iterator)
+
+
+class _Predict:
+    """What Keras calls with the batches of a prediction."""
+
+    def __init__(self, function: Own):
+        self._function = function
+
+    def __call__(self, batches: Sequence[object]) -> object:
+        _predicting.set(None)
+        return self._function(batches)
+
+
+_predicting: contextvars.ContextVar[weakref.ref[Any] | None]
+_predicting = contextvars.ContextVar("replica_engine_predict", default=None)
+"""The model whose `predict` begins: Keras then iterates over its data, or calls the function with a single batch."""
+
+
+def _moments(own: Own, layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+    """The mean and the variance of a normalization, if it is synchronized those of the samples of all replicas.
+
+    Keras synchronizes the statistics of all samples, but computes those of masked samples on each replica for itself.
+    Here the sums behind them are those of all replicas.
+    """
+    context = _context() if mask is not None and layer.synchronized else None
+    if context is None or context.num_replicas_in_sync == 1:
+        return own(layer, inputs, mask)
+
+    def over_samples(values: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(values, layer._reduction_axes, keepdims=True)
+
+    seen = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+    zero = tf.zeros([], inputs.dtype)
+    sums = over_samples(tf.where(seen, inputs, zero)), over_samples(tf.cast(seen, inputs.dtype))
+    total, count = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
+    count += sys.modules["keras"].config.epsilon()  # as Keras does, for a batch of which nothing is seen
+    mean = total / count
+    squares = over_samples(tf.square(tf.where(seen, inputs - mean, zero)))
+    variance = context.all_reduce(tf.distribute.ReduceOp.SUM, squares) / count
+    return tf.squeeze(mean), tf.squeeze(variance)
 
 
 def _make_step_function(model: Any, name: str) -> Callable[..., Any] | None:

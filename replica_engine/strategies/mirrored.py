@@ -10,24 +10,12 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from replica_engine.errors import DeviceError, ReplicaValueError
+from replica_engine.errors import DeviceError, ReplicaValueError, device_errors
 from replica_engine.errors.base import shown
-from replica_engine.errors.device_errors import warn_one_replica
-from replica_engine.strategies.argument_checks import (
-    check_choice,
-    check_flags,
-    check_seconds,
-    check_updated,
-    listed,
-    refuse,
-    resolve_devices,
-)
+from replica_engine.strategies import argument_checks, thread_backend
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
-from replica_engine.strategies.thread_backend import EagerUpdates, OnReplicaThreads
-from replica_engine.threads.all_reduce import CpuReduction
-from replica_engine.threads.replica_run import short_name
+from replica_engine.threads import all_reduce, replica_run
 from replica_engine.upstream import distribute
-from replica_engine.upstream.distribute import QuietReduction
 from replica_engine.upstream.graphs import function_calls
 from replica_engine.values.table_rows import reduces_rows
 
@@ -49,12 +37,12 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
 
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
         """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
-        self._updates = EagerUpdates()
-        self._on_one_device = QuietReduction()
+        self._updates = thread_backend.EagerUpdates()
+        self._on_one_device = distribute.QuietReduction()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
         if default and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in self._devices):
-            self._cross_device_ops = CpuReduction()
+            self._cross_device_ops = all_reduce.CpuReduction()
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables."""
@@ -78,7 +66,7 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook that updates all components of a variable or none; see `thread_backend`."""
-        check_updated(var, args)
+        argument_checks.check_updated(var, args)
         update = super()._update
         if not tf.executing_eagerly():  # the graph will update all
             return update(var, fn, args, kwargs, group)
@@ -102,14 +90,14 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
 
     def _sums_on_host(self) -> bool:
         """Whether `CpuReduction` reduces values of all dtypes."""
-        return type(self._cross_device_ops) is CpuReduction and self._use_merge_call()
+        return type(self._cross_device_ops) is all_reduce.CpuReduction and self._use_merge_call()
 
     def _use_merge_call(self) -> bool:
         """The hook that says whether replicas must meet to update a variable; inside XLA programs they cannot meet."""
         return (tf.executing_eagerly() and not distribute.is_merged()) or super()._use_merge_call()
 
 
-class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
+class MirroredStrategy(thread_backend.OnReplicaThreads, tf.distribute.MirroredStrategy):
     """Runs a function once per replica, with one replica per device of one machine, and keeps variables equal.
 
     This class is a drop-in replacement for `tf.distribute.MirroredStrategy`, and a subclass of it: `scope`, `run`,
@@ -172,20 +160,20 @@ class MirroredStrategy(OnReplicaThreads, tf.distribute.MirroredStrategy):
         marks: bool | None = None,
         **others: NoReturn,
     ):
-        refuse(type(self), others)
-        check_seconds(timeout=timeout, warn_after=warn_after)
-        check_flags(concurrent=concurrent, **({} if marks is None else {"marks": marks}))
-        check_choice("graph_optimizer", graph_optimizer, function_calls.LEVELS)
+        argument_checks.refuse(type(self), others)
+        argument_checks.check_seconds(timeout=timeout, warn_after=warn_after)
+        argument_checks.check_flags(concurrent=concurrent, **({} if marks is None else {"marks": marks}))
+        argument_checks.check_choice("graph_optimizer", graph_optimizer, function_calls.LEVELS)
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError(
                 "`cross_device_ops` must be a tf.distribute.CrossDeviceOps, such as "
                 f"tf.distribute.ReductionToOneDevice(), or None; got {shown(cross_device_ops)}."
             )
         self._collective_key_base = next(_COLLECTIVE_KEYS)
-        given = listed(devices)
-        resolved = resolve_devices(given)
-        if not given and resolved and [short_name(name) for name in resolved] == ["CPU:0"]:
-            _logger.warning(warn_one_replica(type(self).__name__))
+        given = argument_checks.listed(devices)
+        resolved = argument_checks.resolve_devices(given)
+        if not given and resolved and [replica_run.short_name(name) for name in resolved] == ["CPU:0"]:
+            _logger.warning(device_errors.warn_one_replica(type(self).__name__))
         extended = self.extended_class(self, resolved, cross_device_ops)
         named = {"timeout": timeout, "warn_after": warn_after, "graph_optimizer": graph_optimizer, "marks": marks}
         chosen: dict[str, Any] = {name: value for name, value in named.items() if value is not None}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here
-from replica_engine.errors import CollectiveError, InputsError
+from replica_engine.errors import CollectiveError, InputsError, thread_errors
 from replica_engine.errors.base import at, brief, shown
-from replica_engine.errors.thread_errors import elsewhere
 from replica_engine.upstream.graphs import operators
 from replica_engine.values.regroup import regroup
 from replica_engine.values.structure import as_tensor, flatten
@@ -120,11 +120,15 @@ class MultiStepContext:
 
         def __getattr__(self, name: str) -> Any:
             """Called for an attribute that is not found: says what to write for one that another object has."""
-            return elsewhere(self, "loop", name)
+            return thread_errors.elsewhere(self, "loop", name)
 
     def traced(self) -> tuple[dict[str, Any], Any]:
-        """What a step passed out: the tensors, and an object with everything else, which `filled` takes."""
-        return self.last_step_outputs, _Rest(dict(self._reduced), dict(self.non_tensor_outputs))
+        """What a step passed out: the tensors, and an object with everything else, which `filled` takes.
+
+        The object is no structure, so that nothing looks for tensors in it.
+        """
+        rest = SimpleNamespace(reduced=dict(self._reduced), non_tensor_outputs=dict(self.non_tensor_outputs))
+        return self.last_step_outputs, rest
 
     @classmethod
     def filled(cls, steps: int, results: list[Any]) -> MultiStepContext:
@@ -136,7 +140,7 @@ class MultiStepContext:
         """
         context = cls()
         context.steps = steps
-        rest: _Rest = results[0][1]
+        rest = results[0][1]
         context.non_tensor_outputs = dict(rest.non_tensor_outputs)
         for name, is_reduced in rest.reduced.items():
             values = [outputs[name] for outputs, _ in results]
@@ -147,15 +151,7 @@ class MultiStepContext:
 def _check_name(name: Any) -> None:
     try:
         hash(name)
-    except Exception:  # TensorFlow's tensors raise errors of other classes here
+    except (TypeError, ValueError):
         raise InputsError(
             f"The name of a step's output must be a string; got {brief(name)}, which is not hashable."
         ) from None
-
-
-class _Rest:
-    """The outputs that bypass the program. Not a structure, so that nothing looks for tensors in it."""
-
-    def __init__(self, reduced: dict[str, bool], non_tensor_outputs: dict[str, Any]):
-        self.reduced = reduced
-        self.non_tensor_outputs = non_tensor_outputs

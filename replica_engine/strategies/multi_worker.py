@@ -36,14 +36,11 @@ import tensorflow as tf
 from replica_engine import workers
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
-from replica_engine.strategies.argument_checks import check_seconds, refuse
+from replica_engine.strategies import argument_checks, thread_backend
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
-from replica_engine.strategies.thread_backend import OnReplicaThreads
+from replica_engine.threads import merge_checks, replica_run
 from replica_engine.threads.all_reduce import CpuReduction, OverWorkers, WorkerReduction
-from replica_engine.threads.merge_checks import Launches, check_mode, make_dataset_program, make_variable_program
-from replica_engine.threads.replica_run import ReplicaOptions
-from replica_engine.upstream import distribute, thread_state, versions, worker_collectives
-from replica_engine.upstream.host_datasets import rows_of_batches
+from replica_engine.upstream import distribute, host_datasets, thread_state, versions, worker_collectives
 from replica_engine.values.table_rows import reduces_rows
 from replica_engine.workers.cluster import COORDINATOR, check_free, held_address, split_address
 from replica_engine.workers.job import DEVICES
@@ -190,13 +187,21 @@ def join(
             )
         own = {DEVICES: kind, **versions.list_worker_versions(), **({} if over_server else _jax().versions_of_jax())}
         member = workers.join(cluster, versions=own, replicas=replicas)
-        try:
-            addresses, held = _addresses(cluster, member) if over_server else (_unreached(cluster), None)
-            sums = None if over_server else _sums(cluster, member)
-        except BaseException as error:
-            member.tell_exception(error)
-            member.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            undo.callback(member.close)
+            undo.push(lambda kind, error, trace: member.tell_exception(error))
+            if over_server:
+                addresses, held = _addresses(cluster, member)
+                sums = None
+            else:
+                from replica_engine.pjrt.worker_sums import WorkerSums  # not at module level: it needs jax
+
+                # TensorFlow's resolver shows these, and nobody listens there.
+                addresses = cluster.addresses or tuple(
+                    f"worker-{each}.invalid:1" for each in range(cluster.num_processes)
+                )
+                held, sums = None, WorkerSums(_jax().cpu_of_each(cluster, member))
+            undo.pop_all()
         spec, task = _spec(cluster, addresses)
         simple = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
@@ -219,12 +224,6 @@ def _jax() -> ModuleType:
         BackendMissingError: jax is not installed.
     """
     return importlib.import_module("replica_engine.pjrt.job_devices")
-
-
-def _sums(cluster: workers.Cluster, member: workers.Member) -> WorkerSums:
-    from replica_engine.pjrt.worker_sums import WorkerSums
-
-    return WorkerSums(_jax().cpu_of_each(cluster, member))
 
 
 def _same(job: StrategyJob, cluster: workers.Cluster) -> StrategyJob:
@@ -253,16 +252,11 @@ def _addresses(cluster: workers.Cluster, member: workers.Member) -> tuple[tuple[
         check_free(cluster.addresses[cluster.process_id])
         return cluster.addresses, None
     address, held = held_address(cluster.coordinator, member.reached)
-    try:
-        return tuple(member.exchange("the addresses of TensorFlow's servers", address)), held
-    except BaseException:
-        held.close()
-        raise
-
-
-def _unreached(cluster: workers.Cluster) -> tuple[str, ...]:
-    """The addresses of the workers that TensorFlow's resolver shows; nobody listens there."""
-    return cluster.addresses or tuple(f"worker-{worker}.invalid:1" for worker in range(cluster.num_processes))
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(held)
+        addresses = tuple(member.exchange("the addresses of TensorFlow's servers", address))
+        undo.pop_all()
+    return addresses, held
 
 
 def _spec(cluster: workers.Cluster, addresses: tuple[str, ...]) -> tuple[dict[str, list[str]], tuple[str, int]]:
@@ -330,7 +324,7 @@ _COLLECTIVE_KEYS = itertools.count(500_000_000, 16)
 class _Compared(distribute.MultiWorkerMirroredExtended):
     """TensorFlow's extended half, which tells the job which reduction a collective belongs to."""
 
-    launches: Launches | None = None
+    launches: merge_checks.Launches | None = None
 
     def _doing(self, operation: str, reduce_op: Any, value: Any = None) -> contextlib.AbstractContextManager[None]:
         if self.launches is None:
@@ -368,7 +362,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         strategy: tf.distribute.Strategy,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
         communication_options: Any,
-        replica_options: ReplicaOptions,
+        replica_options: replica_run.ReplicaOptions,
     ):
         self._kind, self._count = _devices()
         self.job = join(cluster_resolver, self._kind, self._count)
@@ -376,7 +370,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         if self.job is not None:
             if self.job.sums is None:
                 worker_collectives.start_no_coordination_service()
-            self.launches = Launches(self.job.member, replica_options.timeout, replica_options.warn_after)
+            self.launches = merge_checks.Launches(self.job.member, replica_options.timeout, replica_options.warn_after)
             worker = self.job.cluster.process_id
             replica_options = dataclasses.replace(replica_options, merging=self.launches.merging, worker=worker)
         self.replica_options = replica_options
@@ -452,8 +446,8 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
 
     def _compare_batches(self, dataset: Any) -> None:
         """Tells the other workers how many rows the batches of a dataset have, if it tells."""
-        if self.launches is not None and (rows := rows_of_batches(dataset)) is not None:
-            self.launches.note(make_dataset_program(rows))
+        if self.launches is not None and (rows := host_datasets.rows_of_batches(dataset)) is not None:
+            self.launches.note(merge_checks.make_dataset_program(rows))
 
     def _get_variable_creator_initial_value(self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any) -> Any:
         """The hook that makes the initial value of a component: the chief's, on all workers."""
@@ -463,13 +457,13 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
             return mirrored._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
         if replica_id:  # TensorFlow takes it from the first component
             return super()._get_variable_creator_initial_value(replica_id, device, primary_var, **kwargs)
-        check_mode()
+        merge_checks.check_mode()
         given, name, over_workers = kwargs["initial_value"], kwargs.get("name") or "Variable", self.over_workers
 
         def compared() -> Any:
             value = given() if callable(given) else given
             if tf.executing_eagerly():
-                launches.launch(make_variable_program(name, value))
+                launches.launch(merge_checks.make_variable_program(name, value))
             return value
 
         def chiefs() -> Any:
@@ -477,7 +471,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
             with tf.device(device):
                 value = given() if callable(given) else given
                 value = tf.convert_to_tensor(getattr(value, "wrapped_value", value), dtype=kwargs.get("dtype"))
-            return over_workers.broadcast_from_chief(value, make_variable_program(name, value))
+            return over_workers.broadcast_from_chief(value, merge_checks.make_variable_program(name, value))
 
         if over_workers is not None:
             return chiefs
@@ -490,7 +484,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         return int(self._num_workers)
 
 
-class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(thread_backend.OnReplicaThreads, tf.distribute.MultiWorkerMirroredStrategy):
     """Runs a function once per replica, with replicas on the devices of several processes, and keeps variables equal.
 
     This class is a drop-in replacement for `tf.distribute.MultiWorkerMirroredStrategy`, and a subclass of it. Each
@@ -534,12 +528,12 @@ class MultiWorkerMirroredStrategy(OnReplicaThreads, tf.distribute.MultiWorkerMir
         warn_after: float | None = None,
         **others: NoReturn,
     ):
-        refuse(type(self), others)
-        check_seconds(timeout=timeout, warn_after=warn_after)
+        argument_checks.refuse(type(self), others)
+        argument_checks.check_seconds(timeout=timeout, warn_after=warn_after)
         self._collective_key_base = next(_COLLECTIVE_KEYS)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         extended = MultiWorkerExtended(
-            self, cluster_resolver, options, ReplicaOptions(timeout=timeout, warn_after=warn_after)
+            self, cluster_resolver, options, replica_run.ReplicaOptions(timeout=timeout, warn_after=warn_after)
         )
         # Not the parent's __init__: it would make TensorFlow's own extended half.
         tf.distribute.Strategy.__init__(self, extended)

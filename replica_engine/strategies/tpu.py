@@ -20,36 +20,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.diagnostics.misuse import translate_error
-from replica_engine.diagnostics.tracebacks import as_raised, shortened
+from replica_engine.diagnostics import misuse, tracebacks
 from replica_engine.errors import DeviceError, InputsError
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.plan import DeviceMemory, Plan
 from replica_engine.process import setup
-from replica_engine.strategies.argument_checks import (
-    NUMBERS_OF_REPLICAS,
-    check_call,
-    check_flags,
-    check_seconds,
-    described,
-    names_keywords,
-)
+from replica_engine.strategies import argument_checks, device_loops, multi_step, thread_backend
 from replica_engine.strategies.compiled_backend import CompiledBackend, TPUExtended
-from replica_engine.strategies.device_loops import LoopSettings
 from replica_engine.strategies.distribution import Layouts, assigned, read
-from replica_engine.strategies.multi_step import MultiStepContext
-from replica_engine.strategies.thread_backend import OnBackend
 from replica_engine.upstream.graphs import operators
-from replica_engine.xla import constraints
-from replica_engine.xla.body import LaunchLimits, check_mode, in_body
-from replica_engine.xla.body_context import BodyReplicaContext
+from replica_engine.xla import body, body_context, constraints
 from replica_engine.xla.cluster_resolver import PjrtClusterResolver
 from replica_engine.xla.replicate import with_values
 
 __all__ = ["TPUExtended", "TPUStrategy"]
 
 
-class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
+class TPUStrategy(thread_backend.OnBackend, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that
@@ -121,7 +108,9 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
     _collective_key_base = 0  # TensorFlow's extended class asks for a key; no collective of TensorFlow is used
     _runs_again = TPUExtended
 
-    @names_keywords("TPUStrategy", dict.fromkeys((*NUMBERS_OF_REPLICAS, "devices"), "Write num_cores=4."))
+    @argument_checks.names_keywords(
+        "TPUStrategy", dict.fromkeys((*argument_checks.NUMBERS_OF_REPLICAS, "devices"), "Write num_cores=4.")
+    )
     def __init__(
         self,
         tpu_cluster_resolver: PjrtClusterResolver | None = None,
@@ -137,13 +126,13 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
         experimental_device_assignment: Any = None,
         experimental_spmd_xla_partitioning: bool = False,
     ):
-        check_flags(experimental_spmd_xla_partitioning=experimental_spmd_xla_partitioning)
+        argument_checks.check_flags(experimental_spmd_xla_partitioning=experimental_spmd_xla_partitioning)
         if experimental_device_assignment is not None:
             num_cores, cores_per_replica = assigned(experimental_device_assignment, num_cores, cores_per_replica)
-        check_seconds(timeout=timeout, warn_after=warn_after)
-        check_flags(same_random_numbers=same_random_numbers)
+        argument_checks.check_seconds(timeout=timeout, warn_after=warn_after)
+        argument_checks.check_flags(same_random_numbers=same_random_numbers)
         if soft_placement is not None:
-            check_flags(soft_placement=soft_placement)
+            argument_checks.check_flags(soft_placement=soft_placement)
         steps = positive_int(steps_per_run)
         if steps is None:
             raise ValueError(f"steps_per_run must be a positive int; got {shown(steps_per_run)}.")
@@ -157,19 +146,19 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
         divided = read(distribution, num_cores, cores_per_replica, lambda: resolver.devices.replicas)
         devices = resolver.group(num_cores) if divided is None else resolver.group(divided.cores, divided.mesh)
         setup.make_room(setup.FOR_LAUNCHES)
-        limits = LaunchLimits(timeout, warn_after)
+        limits = body.LaunchLimits(timeout, warn_after)
         backend = CompiledBackend(self, devices, same_random_numbers, limits, soft_placement, divided)
         # Not the parent's __init__: it would connect to TensorFlow's TPU system.
         tf.distribute.Strategy.__init__(self, TPUExtended(self, backend, steps))
         self._resolver, self._only_splits = tpu_cluster_resolver, experimental_spmd_xla_partitioning
 
     def __repr__(self) -> str:
-        return described(self, self._compiled_half.device_group.names)
+        return argument_checks.described(self, self._compiled_half.device_group.names)
 
     @property
     def _extended(self) -> TPUExtended:
         """The extended half. Every use of the strategy asks for it, and in a graph of tf.compat.v1 there is none."""
-        check_mode()
+        body.check_mode()
         return self._compiled_half
 
     @_extended.setter
@@ -177,7 +166,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
         self._compiled_half = extended
 
     @operators.artifact
-    @names_keywords("strategy.run_steps")
+    @argument_checks.names_keywords("strategy.run_steps")
     def run_steps(
         self,
         fn: Callable[..., Any],
@@ -186,7 +175,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
         *,
         initial_loop_values: Any = None,
         prefetch: int | None = None,
-    ) -> MultiStepContext:
+    ) -> multi_step.MultiStepContext:
         """Runs `fn` `iterations` times on each replica, many times in a launch: a loop on the devices.
 
         A thread fetches batches from `iterator` while steps run. All batches must have the structure and shapes of the
@@ -233,16 +222,16 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
             >>> float(total.numpy()), float(context.last_step_outputs["mean"]), context.steps
             (15.0, 4.5, 3)
         """
-        settings = LoopSettings(iterations, initial_loop_values, prefetch=prefetch)
+        settings = device_loops.LoopSettings(iterations, initial_loop_values, prefetch=prefetch)
         try:
             return self.extended.backend.run_steps(fn, iterator, settings)
-        except Exception as error:
-            raise shortened(translate_error(error))
+        except Exception as error:  # of the user's step and data, whatever it is
+            raise tracebacks.shortened(misuse.translate_error(error))
         except KeyboardInterrupt as interrupt:
-            raise shortened(as_raised(interrupt))
+            raise tracebacks.shortened(tracebacks.as_raised(interrupt))
 
     @operators.artifact
-    @names_keywords("strategy.plan")
+    @argument_checks.names_keywords("strategy.plan")
     def plan(
         self,
         fn: Callable[..., object],
@@ -297,11 +286,11 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
                 )
             if isinstance(kwargs, str):
                 raise InputsError(f"plan takes args and kwargs first. Write plan(fn, args, topology={kwargs!r}).")
-            check_call(fn, args, kwargs)
+            argument_checks.check_call(fn, args, kwargs)
             args, kwargs = with_values((args, dict(kwargs or {})), "plan")
             return self.extended.backend.plan(fn, args, kwargs, topology)
         except Exception as error:
-            raise shortened(translate_error(error))
+            raise tracebacks.shortened(misuse.translate_error(error))
 
     def memory(self) -> DeviceMemory:
         """The memory that this strategy's variables and its last program need on each device.
@@ -342,11 +331,11 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
         return self.extended.backend.variable_table.layouts()
 
     @operators.artifact
-    @names_keywords("strategy.reduce")
+    @argument_checks.names_keywords("strategy.reduce")
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like every strategy; works in steps of `run_steps`. Takes Python numbers."""
         context = tf.distribute.get_replica_context()
-        if isinstance(context, BodyReplicaContext) and context.is_step:
+        if isinstance(context, body_context.BodyReplicaContext) and context.is_step:
             return context.merge_call(
                 lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)
             )
@@ -388,7 +377,7 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
             DeviceError: a replica has no device of this number; or the strategy was made with
                 `experimental_spmd_xla_partitioning=True`.
         """
-        check_mode()
+        body.check_mode()
         if self._only_splits:
             raise DeviceError(
                 "experimental_assign_to_logical_device was called under a strategy that was made with "
@@ -429,14 +418,14 @@ class TPUStrategy(OnBackend, tf.distribute.TPUStrategy):
                 f"number for each dimension, which divides its size, with the product {count}: "
                 f"{constraints.devices_of_replica(count)}"
             )
-        return tf.identity(tensor) if in_body() is None else constraints.divided(tensor, parts)
+        return tf.identity(tensor) if body.in_body() is None else constraints.divided(tensor, parts)
 
     @operators.artifact
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica. Returns the tensor."""
-        check_mode()
+        body.check_mode()
         tensor = tf.convert_to_tensor(tensor)
-        return tf.identity(tensor) if in_body() is None else constraints.whole(tensor)
+        return tf.identity(tensor) if body.in_body() is None else constraints.whole(tensor)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -22,8 +22,7 @@ from replica_engine.threads.merge_checks import make_variable_program
 from replica_engine.upstream import eager, worker_collectives
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.values.structure import as_tensor
-from replica_engine.workers import Member
-from replica_engine.workers.saving import Saving
+from replica_engine.workers import Member, saving
 from replica_engine.xla.body import LaunchLimits
 from replica_engine.xla.body_context import gather_leaf, reduce_leaf
 
@@ -31,7 +30,7 @@ FIRST = "the first replica's value"
 """The reduction of variables with `ONLY_FIRST_REPLICA`."""
 
 
-def saving_on(devices: DeviceGroup, limits: LaunchLimits) -> Saving | None:
+def saving_on(devices: DeviceGroup, limits: LaunchLimits) -> saving.Saving | None:
     """This worker, as one that saves together with the others; None if it is the only one."""
     member = devices.member
     if member is None:
@@ -40,7 +39,7 @@ def saving_on(devices: DeviceGroup, limits: LaunchLimits) -> Saving | None:
     def meet(name: str, limited: bool) -> None:
         member.meet(name, limits.timeout if limited else None, limits.warn_after)
 
-    return Saving(member, meet)
+    return saving.Saving(member, meet)
 
 
 def raise_job_failures(member: Member) -> None:
@@ -49,6 +48,7 @@ def raise_job_failures(member: Member) -> None:
     A program in a `tf.function`, such as a step of Keras' `fit`, is an op that calls Python. TensorFlow makes an
     UnknownError with a long text of an exception of that code.
     """
+    # A forked child has the hook and not the job.
     process = os.getpid()
     worker_collectives.translate_failures(lambda code, message: member.failure if os.getpid() == process else None)
 
@@ -109,6 +109,7 @@ def all_have(devices: DeviceGroup, has: bool, limits: LaunchLimits) -> bool:
     return has if devices.member is None else bool(worker_exchange.least(devices, has, limits))
 
 
+# Kept, since a program belongs to a function: another function of the same kind would be compiled again.
 @functools.lru_cache(maxsize=1024)
 def reducer(reduction: Any, where: str) -> Callable[[Any], Any]:
     """A body that reduces its argument over all replicas, for a line of the user's code."""

@@ -68,7 +68,6 @@ def install() -> None:
     distribute.install_numbers()
     misuse.install()
     operators.CALL.around(_call)
-    function_graphs.TRACE.around(function_graphs.trace_noted)
     function_calls.install()
 
 

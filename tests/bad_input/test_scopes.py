@@ -132,7 +132,8 @@ def test_batch_reduce_to_in_a_replica():
         strategy.run(step, args=(tf.constant(1.0),))
 
 
-def test_jit_compile_on_replica_threads():
+@pytest.mark.parametrize("traced_by", ["a call", "get_concrete_function", "a function around it"])
+def test_jit_compile_on_replica_threads(traced_by):
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         weight = tf.Variable(2.0)
@@ -140,12 +141,17 @@ def test_jit_compile_on_replica_threads():
     def step(x):
         return weight * x
 
-    @tf.function(jit_compile=True)
+    @tf.function(jit_compile=traced_by != "a function around it")
     def train(x):
         return strategy.run(step, args=(x,))
 
+    trace = {
+        "a call": train,
+        "get_concrete_function": train.get_concrete_function,
+        "a function around it": tf.function(lambda x: train(x), jit_compile=True),
+    }[traced_by]
     with pytest.raises(ScopeError, match="for 2 replicas is in a function with jit_compile=True: XLA"):
-        train(tf.constant(1.0))
+        trace(tf.constant(1.0))
 
 
 def test_a_context_that_was_kept():

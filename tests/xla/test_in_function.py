@@ -57,6 +57,23 @@ def test_results_have_static_shapes_and_dtypes():
     assert shapes == [([6, 2], tf.float32), ([], tf.int32)] * 2
 
 
+@pytest.mark.parametrize("traced_by", ["a call", "get_concrete_function", "a function around it"])
+def test_a_function_that_xla_is_to_compile_is_not_compiled_around_programs(traced_by):
+    @tf.function(jit_compile=traced_by != "a function around it")
+    def step(x):
+        first = xla.replicate(by_replica_sum, [[x], [x]])
+        return xla.replicate(by_replica_sum, [[first[0]], [x]])
+
+    fn = {
+        "a call": step,
+        "get_concrete_function": step.get_concrete_function,
+        "a function around it": tf.function(lambda x: step(x), jit_compile=True),
+    }[traced_by]
+    x = tf.constant([1.0])
+    results = fn(x)(x) if traced_by == "get_concrete_function" else fn(x)
+    assert values(results) == [[3.0], [4.0]]
+
+
 def test_it_runs_twice_in_one_function():
     @tf.function
     def step(x):

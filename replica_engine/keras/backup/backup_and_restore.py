@@ -19,15 +19,11 @@ import tensorflow as tf
 from replica_engine.checkpoints import chief_files, save
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief, positive_int, warning
-from replica_engine.keras.backup import backup_files, saved_state
-from replica_engine.keras.backup.backup_files import BackupFolder, in_words
+from replica_engine.keras.backup import backup_files, preemption, saved_state
 from replica_engine.keras.backup.data_place import DataPlace, Step
-from replica_engine.keras.backup.preemption import Preemption, exit_status
-from replica_engine.keras.backup.saved_state import Variables
 from replica_engine.keras.lent_model import build_for, is_replicated
 from replica_engine.strategies.argument_checks import names_keywords
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_training
+from replica_engine.upstream.keras import keras_models, keras_training
 
 _logger = logging.getLogger("replica_engine")
 _thread = threading.local()
@@ -68,7 +64,7 @@ class Training:
     def __init__(
         self,
         container: keras.callbacks.CallbackList,
-        folder: BackupFolder,
+        folder: backup_files.BackupFolder,
         *,
         save_freq: str | int,
         asynchronous: bool,
@@ -87,10 +83,10 @@ class Training:
         self._worker = 0 if team is None else team.worker
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0
         self._asynchronous = asynchronous
-        self._preemption = Preemption(signals, self._exchange)
+        self._preemption = preemption.Preemption(signals, self._exchange)
         workers = 1 if team is None else team.size
         self._size = [workers, 1 if self.strategy is None else self.strategy.num_replicas_in_sync]
-        self._variables = Variables(self._model, workers)
+        self._variables = saved_state.Variables(self._model, workers)
         self._place, self._validation = DataPlace(self._say), DataPlace(self._say)
         self._begins = False  # the next steps that Keras asks for are those of an epoch
         self._epoch = self._batch = self._since = 0
@@ -134,7 +130,7 @@ class Training:
         self._delete &= (self._epoch, self._batch) <= (self._epochs, 0)  # or it is the backup of a later fit
         self._saved = self._epoch, self._batch
         keras_training.begin_at(self._model, self._epochs if state["stopped"] else self._epoch)
-        self._say(f"resuming from {self._from}, after {in_words(self._epoch, self._batch)}")
+        self._say(f"resuming from {self._from}, after {backup_files.in_words(self._epoch, self._batch)}")
 
     def epoch_begins(self, own: Callable[..., object], epoch: int, logs: Logs = None) -> None:
         """Called in the place of the callbacks' `on_epoch_begin`, which is `own`."""
@@ -222,11 +218,12 @@ class Training:
             return
         self._variables.wait()
         self._preemption.answered()
+        place, status = backup_files.in_words(self._epoch, self._batch), preemption.exit_status(number)
         self._say(
-            f"{number.name}: saved in {self._folder.path}, after {in_words(self._epoch, self._batch)}. The same "
-            f"program continues from there. Exit status {exit_status(number)}."
+            f"{number.name}: saved in {self._folder.path}, after {place}. The same program continues from there. Exit "
+            f"status {status}."
         )
-        raise SystemExit(exit_status(number))
+        raise SystemExit(status)
 
     def _save(self) -> None:
         self._since = 0
@@ -324,7 +321,7 @@ class Training:
 
 def _check_built(model: keras.Model) -> None:
     """Raises an error if a layer would get its variables only in the first step, after the restore."""
-    unbuilt = [name for name in keras_model.unbuilt_layers(model) if name != model.name or not model.variables]
+    unbuilt = [name for name in keras_models.unbuilt_layers(model) if name != model.name or not model.variables]
     if unbuilt:
         is_whole = unbuilt[0] == model.name
         whose = "" if is_whole else f" (its layer {unbuilt[0]!r} is not)"
@@ -414,7 +411,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if positive_int(keep) is None:
             raise BackupError(f"keep must be a positive number of backups, not {brief(keep)}.")
         self.directory = os.fspath(directory)
-        self._folder = BackupFolder(self.directory, keep)
+        self._folder = backup_files.BackupFolder(self.directory, keep)
         self._options: dict[str, Any] = {
             "save_freq": save_freq,
             "asynchronous": asynchronous,

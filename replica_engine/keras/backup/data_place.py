@@ -19,9 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.errors import BackupError
-from replica_engine.errors.value_errors import warn_other_batches
+from replica_engine.errors import BackupError, value_errors
 from replica_engine.keras.backup import saved_state
+from replica_engine.upstream.graphs import function_graphs
 from replica_engine.upstream.keras import keras_training
 
 _logger = logging.getLogger("replica_engine")
@@ -123,7 +123,7 @@ class DataPlace:
         if (
             is_skipped
             and (keras_training.shuffles(source) or keras_training.is_of_dataset(source))
-            and not saved_state.has_seed()
+            and not function_graphs.has_seed()
         ):
             found.append(
                 "the order of shuffled data, and random numbers in a dataset: no seed is set. Call "
@@ -219,9 +219,9 @@ class DataPlace:
         rows, total = keras_training.count_batch_rows(source), source.data_adapter.num_batches
         if rows is not None and had is not None:
             if rows > had or (rows < had and not has_file):
-                _logger.warning(warn_other_batches(batch, had, rows, rows < had))
+                _logger.warning(value_errors.warn_other_batches(batch, had, rows, rows < had))
         elif source.steps_per_epoch is None and None not in (total, saved["batches"]) and total != saved["batches"]:
-            _logger.warning(warn_other_batches(batch, saved["batches"], total, None))
+            _logger.warning(value_errors.warn_other_batches(batch, saved["batches"], total, None))
 
     def _may_have_ended(self, saved: dict[str, Any]) -> bool:
         """Whether `shuffle` may have given its last element, and its order of the next epoch would be another one.

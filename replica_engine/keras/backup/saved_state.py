@@ -20,8 +20,7 @@ from replica_engine.errors import BackupError
 from replica_engine.keras.backup import backup_files
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import function_graphs
-from replica_engine.upstream.keras import keras_models as keras_model
-from replica_engine.upstream.keras import keras_variables as keras_state
+from replica_engine.upstream.keras import keras_models, keras_variables
 
 
 def random_numbers(strategy: object = None) -> dict[str, Any]:
@@ -51,11 +50,6 @@ def restore_random_numbers(state: dict[str, Any], strategy: object = None) -> No
     own = _find_own_random_numbers(strategy)
     if own is not None and state["strategy"] is not None:
         own.restore(state["strategy"])
-
-
-def has_seed() -> bool:
-    """Whether TensorFlow draws the same numbers in each process."""
-    return function_graphs.has_seed()
 
 
 def _find_own_random_numbers(strategy: object) -> Any:
@@ -138,6 +132,7 @@ class Unsaved:
 def _named(listed: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
     seen: collections.Counter[str] = collections.Counter()
     for each in listed:
+        # Not by their place: a program may list other callbacks before them when it is started again.
         name = type(each).__name__
         seen[name] += 1
         yield f"{name} {seen[name]}", each
@@ -184,6 +179,7 @@ def _outline(each: keras.callbacks.Callback) -> dict[str, str]:
 def _cut(logger: keras.callbacks.CSVLogger, length: int) -> None:
     """Takes off a file what was written after the backup: it will be written again."""
     logger.csv_file.flush()
+    # The position stays behind the end after that. What is written there would leave a hole of zeros.
     logger.csv_file.truncate(length)
     logger.csv_file.seek(0, os.SEEK_END)
 
@@ -218,8 +214,8 @@ class Variables:
         """The numbers of the model's variables that each optimizer was built for; None for one that is not built."""
         numbers = {id(variable): number for number, variable in enumerate(self._model.variables)}
         found: list[list[int] | None] = []
-        for one in keras_model.list_optimizers(self._model):
-            own = [id(each) for each in keras_model.trained_by(one)] if one.built else []
+        for one in keras_models.list_optimizers(self._model):
+            own = [id(each) for each in keras_models.trained_by(one)] if one.built else []
             found.append([numbers[each] for each in own] if own and numbers.keys() >= set(own) else None)
         return found
 
@@ -264,13 +260,14 @@ class Variables:
         To be called in the scope of the strategy that the model belongs to.
         """
         variables = self._model.variables
-        for one, numbers in zip(keras_model.list_optimizers(self._model), trained, strict=False):
+        for one, numbers in zip(keras_models.list_optimizers(self._model), trained, strict=False):
             if numbers is not None and not one.built:
                 one.build([variables[number] for number in numbers])
 
     def write(self, folder: Path, options: tf.train.CheckpointOptions) -> None:
         """Writes all variables into a folder; the options say whether this waits for the disk."""
         groups = self._groups()
+        # By identity: a callback may set another optimizer, whose variables have the names of the last one's.
         found = [id(variable) for group in groups.values() for _, variable in group]
         if self._checkpoint is None or found != self._made:
             self.wait()
@@ -297,27 +294,28 @@ class Variables:
         Raises:
             BackupError: the model has other variables.
         """
-        if described["random"] and keras_state.global_seeds() is None and described["random"][-1][0] == _GLOBAL:
-            keras_state.global_seeds(make=True)
+        if described["random"] and keras_variables.global_seeds() is None and described["random"][-1][0] == _GLOBAL:
+            keras_variables.global_seeds(make=True)
         groups = {name: group for name, group in self._groups().items() if metrics or name != METRICS}
         for name, group in groups.items():
             _check(folder, name, described.get(name, []), _described(group))
+        # Metrics may have been left out above, and are no mistake in the file then.
         _checkpoint(groups).read(str(folder / _PREFIX)).expect_partial()
 
     def seeds(self) -> list[np.ndarray]:
         """The states of the seed generators of the layers, and of Keras' own if there is one."""
-        return [keras_model.underlying(each).numpy() for each in self._seeds()]
+        return [keras_models.underlying(each).numpy() for each in self._seeds()]
 
     def give_seeds(self, values: list[np.ndarray]) -> None:
         """Continues with the states that `seeds` returned."""
         if len(values) > len(self._seeds()):
-            keras_state.global_seeds(make=True)
+            keras_variables.global_seeds(make=True)
         for each, value in zip(self._seeds(), values, strict=False):
             each.assign(value)
 
     def _seeds(self) -> list[keras.Variable]:
-        found = [each for each in self._model.variables if keras_model.is_seed(each)]
-        own = keras_state.global_seeds()
+        found = [each for each in self._model.variables if keras_models.is_seed(each)]
+        own = keras_variables.global_seeds()
         return found if own is None else [*found, own.state]
 
     def read_replica_values(self) -> dict[str, list[np.ndarray]]:
@@ -360,7 +358,7 @@ class Variables:
         def group(variables: Any) -> list[tuple[str, tf.Variable]]:
             found = []
             for variable in variables:
-                value = keras_model.underlying(variable)
+                value = keras_models.underlying(variable)
                 if value is not None and id(variable) not in seen:
                     seen.add(id(variable))
                     found.append((variable.path, value))
@@ -368,15 +366,15 @@ class Variables:
 
         groups = {
             "model": group(model.variables),
-            "optimizer": group([each for one in keras_model.list_optimizers(model) for each in one.variables]),
+            "optimizer": group([each for one in keras_models.list_optimizers(model) for each in one.variables]),
             METRICS: group(model.metrics_variables),
         }
         parts = tf.train.TrackableView(model).descendants()
         generators = [each for each in parts if isinstance(each, tf.random.Generator)]
         groups["random"] = [("tf.random.Generator", each.state) for each in generators]
-        seeds = keras_state.global_seeds()
+        seeds = keras_variables.global_seeds()
         if seeds is not None:
-            groups["random"].append((_GLOBAL, keras_model.underlying(seeds.state)))
+            groups["random"].append((_GLOBAL, keras_models.underlying(seeds.state)))
         return groups
 
 

@@ -11,14 +11,9 @@ import keras
 import tensorflow as tf
 
 from replica_engine.checkpoints import chief_files, save
-from replica_engine.errors import BackupError
+from replica_engine.errors import BackupError, value_errors
 from replica_engine.errors.base import brief
-from replica_engine.errors.value_errors import warn_other_batches
-from replica_engine.keras.backup import backup_files, saved_state
-from replica_engine.keras.backup.backup_files import in_words
-from replica_engine.keras.backup.data_place import skip
-from replica_engine.keras.backup.preemption import Preemption, exit_status
-from replica_engine.keras.backup.saved_state import Variables
+from replica_engine.keras.backup import backup_files, data_place, preemption, saved_state
 from replica_engine.keras.lent_model import is_replicated
 
 _logger = logging.getLogger("replica_engine")
@@ -76,14 +71,14 @@ class TrainingState(tf.train.experimental.PythonState):
         self._saving = chief_files.find_strategy_team(strategy)
         workers = 1 if self._saving is None else self._saving.size
         self._size = [workers, 1 if strategy is None else strategy.num_replicas_in_sync]
-        self._variables = None if model is None else Variables(model, workers)
+        self._variables = None if model is None else saved_state.Variables(model, workers)
         save.install()
         if self._saving is not None:
             chief_files.belong(self._saving, self)
         self._made = 0  # iterators of all epochs
         self._batches: int | None = None  # of an epoch; None if that is not known
         self._restored: dict[str, Any] | None = None
-        self._preemption = Preemption(signals, None if self._saving is None else self._saving.exchange)
+        self._preemption = preemption.Preemption(signals, None if self._saving is None else self._saving.exchange)
 
     def batches(self, dataset: Any) -> Iterator[Any]:
         """The batches of the epoch that are left.
@@ -98,14 +93,14 @@ class TrainingState(tf.train.experimental.PythonState):
         before, now = self._batches, _count_batches(dataset)
         self._batches = now
         if restored is not None and self.batch and before is not None and now is not None and before != now:
-            _logger.warning(warn_other_batches(self.batch, before, now, None))
+            _logger.warning(value_errors.warn_other_batches(self.batch, before, now, None))
         if restored is not None:
             for _ in range(restored["made"] - bool(self.batch) - self._made):
                 iter(dataset)  # each iterator gets another order of `shuffle`
             self._made = restored["made"] - bool(self.batch)
         self._made += 1
         iterator = iter(dataset)
-        skip(iterator, self.batch, print)
+        data_place.skip(iterator, self.batch, print)
         if restored is not None:
             self._continue(restored)
         for batch in iterator:
@@ -129,9 +124,9 @@ class TrainingState(tf.train.experimental.PythonState):
     def exit(self) -> None:
         """Ends the process with a status on which launchers start it again: 128 plus the number of the signal."""
         number = self._stop or signal.SIGTERM
-        name, status = signal.Signals(number).name, exit_status(number)
+        name, status = signal.Signals(number).name, preemption.exit_status(number)
         if self._saving is None or self._saving.is_chief:
-            print(f"{name}, after {in_words(self.epoch, self.batch)}. Exit status {status}.", flush=True)
+            print(f"{name}, after {backup_files.in_words(self.epoch, self.batch)}. Exit status {status}.", flush=True)
         self._preemption.answered()
         raise SystemExit(status)
 

@@ -78,8 +78,8 @@ def install() -> None:
     MAKE_CALLED.around(_make)
 
 
-def _make(original: Callable[..., Any], name: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-    function = original(name, graph, *args, **kwargs)
+def _make(original: Callable[..., Any], name: Any, graph: Any, attrs: Any, *args: Any, **kwargs: Any) -> Any:
+    function = original(name, graph, function_graphs.attributes_of(graph, attrs), *args, **kwargs)
     level, runs = getattr(graph, _LEVEL, None), getattr(graph, _RUNS, None)
     if runs is not None:
         supervise, found = runs

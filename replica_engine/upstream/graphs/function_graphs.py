@@ -36,10 +36,13 @@ from tensorflow.python.framework import op_callbacks as _op_callbacks
 # gradient_registry: the functions that compute the gradients of TensorFlow's ops, by the type of the op.
 from tensorflow.python.framework import ops as _ops
 
+# control_flow_util: GraphOrParentsInXlaContext, whether XLA is to compile what is put into a graph.
+from tensorflow.python.ops import control_flow_util as _control_flow_util
+
 from replica_engine.errors import ReplicaEngineError
 from replica_engine.process import threads
 from replica_engine.upstream import eager, versions
-from replica_engine.upstream.hook import FIRST, FIRST_THREADS, REPLICATED, Hook
+from replica_engine.upstream.hook import FIRST_THREADS, REPLICATED, Hook
 
 # What a traced `tf.function` has captured.
 
@@ -263,12 +266,7 @@ def raised_in_op(error: BaseException) -> ReplicaEngineError | None:
 
 # A `tf.function`: its options and its traces; how to put it together again.
 
-TRACE = Hook(
-    "tensorflow.python.eager.polymorphic_function.tracing_compilation",
-    "_create_concrete_function",  # its options of a trace have the function's attributes
-    why="knows whether a function with jit_compile=True is being traced",
-    since=FIRST,
-)
+_UNCOMPILED = "_replica_engine_uncompiled"  # attribute of a graph
 
 
 def is_tf_function(fn: Any) -> bool:
@@ -317,33 +315,32 @@ def options(fn: Any) -> tuple[bool, bool, Any]:
     return bool(fn._autograph), bool(fn._reduce_retracing), fn.input_signature
 
 
-def trace_noted(original: Callable[..., Any], function_type: Any, context: Any, graph: Any, options: Any) -> Any:
-    """Notes the options of a `tf.function` while it is traced; goes around `TRACE`."""
-    options_of_traces = vars(_tracing).setdefault("options", [])
-    options_of_traces.append(options)
-    try:
-        return original(function_type, context, graph, options)
-    finally:
-        options_of_traces.pop()
+def in_body() -> bool:
+    """Whether XLA is to compile the graph under construction: a body, or a `tf.function` with `jit_compile=True`."""
+    # TensorFlow enters XLA's context in the graph of such a function, or in the one that it is called in.
+    return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def is_being_compiled() -> bool:
-    """Whether this call is made while a `tf.function` with `jit_compile=True` is traced on this thread."""
-    return any((options.attributes or {}).get(_XLA_COMPILE) for options in getattr(_tracing, "options", ()))
+    """Whether this call is made while a `tf.function` with `jit_compile=True` is traced."""
+    graphs = eager.function_graphs(tf.compat.v1.get_default_graph())
+    return in_body() and not any(hasattr(graph, _UNCOMPILED) for graph in graphs)
 
 
 def leave_uncompiled() -> None:
     """Removes `jit_compile=True` from the tf.functions that are being traced around this call.
 
-    An op that compiles its own program and launches it from the host calls this. TensorFlow reads the attribute after
-    tracing the function.
+    An op that compiles its own program and launches it from the host calls this.
     """
-    for options in getattr(_tracing, "options", ()):
-        if options.attributes and options.attributes.get(_XLA_COMPILE):
-            options.attributes[_XLA_COMPILE] = False
+    for graph in eager.function_graphs(tf.compat.v1.get_default_graph()):
+        setattr(graph, _UNCOMPILED, True)
 
 
-_tracing = threading.local()  # its `options` are those of the functions that the thread is tracing, the innermost last
+def attributes_of(graph: Any, given: Any) -> Any:
+    """The attributes of a function whose graph has been traced: those that it was given, without what it has left."""
+    return given | {_XLA_COMPILE: False} if given and given.get(_XLA_COMPILE) and hasattr(graph, _UNCOMPILED) else given
+
+
 _inlining = threading.local()
 
 

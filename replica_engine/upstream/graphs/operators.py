@@ -68,9 +68,6 @@ from tensorflow.python.eager.record import record_operation as record_operation
 
 # gradient_registry: the gradients of If, Case and While ops, and of each tf.custom_gradient in a graph.
 from tensorflow.python.framework.ops import gradient_registry as _gradient_registry
-
-# control_flow_util: whether a graph is made for XLA.
-from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import gradients_util as _gradients_util
 
 # ControlFlowFuncGraph: the class of the graphs of branches and loops.
@@ -89,6 +86,7 @@ from tensorflow.python.util.tf_stack import StackTraceMapper as _StackTraceMappe
 from replica_engine.errors.base import add_note
 from replica_engine.process import threads
 from replica_engine.upstream.graphs import graph_walk
+from replica_engine.upstream.graphs.function_graphs import in_body as in_body
 from replica_engine.upstream.graphs.function_graphs import keep
 from replica_engine.upstream.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, Hook
 
@@ -454,11 +452,6 @@ def keep_by_graph(results: Any) -> None:
 
     registered[name]["type"] = call_kept
     weakref.finalize(gradient, registered.pop, name, None).atexit = False
-
-
-def in_body() -> bool:
-    """Whether the graph under construction is that of a body for XLA."""
-    return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def is_branch_or_loop(graph: Any) -> bool:

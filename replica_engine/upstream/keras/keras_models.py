@@ -28,12 +28,8 @@ from keras.src.models.functional import Functional as _Functional
 # GLOBAL_CUSTOM_NAMES: and those of classes that users have registered.
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES as _custom_names
 
-# CompileLoss: what `compile` makes of the losses of all outputs.
-from keras.src.trainers.compile_utils import CompileLoss as _CompileLoss
-
-from replica_engine.upstream import versions
+from replica_engine.upstream import thread_state, versions
 from replica_engine.upstream.keras import keras_training
-from replica_engine.upstream.thread_state import unobserved
 
 versions.check_keras()
 
@@ -66,6 +62,7 @@ def put_underneath(variable: keras.Variable, value: tf.Variable) -> None:
 
 def contain(component: tf.Variable, container: tf.Variable | None) -> None:
     """Marks a plain variable as a component of a distributed one, as TensorFlow does; None removes the mark."""
+    # Keras finds the distributed variable by the one or the other.
     for holder in (component, component._handle):
         if container is None:
             vars(holder).pop("_distributed_container", None)
@@ -73,14 +70,14 @@ def contain(component: tf.Variable, container: tf.Variable | None) -> None:
             holder._distributed_container = weakref.ref(container)
 
 
-def is_loss_inside(compiled: object, loss: object) -> bool:
-    """Whether an object is what `compile` made of all losses, and another one is the loss of an output in it."""
-    return isinstance(compiled, _CompileLoss) and any(each.loss is loss for each in compiled._flat_losses or ())
-
-
 def compiled_loss(model: keras.Model) -> keras.losses.Loss | None:
     """What `compile` made of all losses of a model; None if there is none. It calls its attribute `call`."""
     return getattr(model, "_compile_loss", None)
+
+
+def losses_in(compiled: keras.losses.Loss | None) -> list[keras.losses.Loss]:
+    """The loss of each output in what `compile` made of them, which calls them; none before it is built."""
+    return [each.loss for each in getattr(compiled, "_flat_losses", None) or ()]
 
 
 def is_seed(variable: keras.Variable) -> bool:
@@ -225,15 +222,12 @@ def list_accumulators(model: keras.Model) -> list[keras.Variable]:
     return [variable for optimizer in optimizers for variable in keras_training.accumulators(optimizer)]
 
 
-def list_variables(model: keras.Model) -> Iterator[keras.Variable]:
+def list_variables(model: keras.Model) -> list[keras.Variable]:
     """All variables of a model: weights, seeds, metric variables, and the variables of its optimizers."""
-    seen: set[int] = set()
     groups = [model.variables, model.metrics_variables, *(each.variables for each in list_optimizers(model))]
-    for group in groups:
-        for variable in group:
-            if id(variable) not in seen and underlying(variable) is not None:
-                seen.add(id(variable))
-                yield variable
+    # By identity: a variable compares element by element.
+    every = {id(variable): variable for group in groups for variable in group}
+    return [variable for variable in every.values() if underlying(variable) is not None]
 
 
 def output_losses(model: keras.Model) -> list[keras.metrics.Metric]:
@@ -291,7 +285,7 @@ def own_variables(model: keras.Model) -> list[tf.Variable]:
 
 @contextlib.contextmanager
 def _unchanged(variables: Iterable[tf.Variable]) -> Iterator[None]:
-    with unobserved():
+    with thread_state.unobserved():
         before = [(variable, tf.identity(variable)) for variable in variables]
     try:
         yield
@@ -393,9 +387,7 @@ def masked(sample_weight: object, mask: object, dtype: tf.DType, reduction: str)
 
 def mixes_samples(model: keras.Model) -> bool:
     """Whether a loss or metric of the model depends on the batch as a whole and is not a mean over samples."""
-    compiled = compiled_loss(model)
-    losses = [each.loss for each in getattr(compiled, "_flat_losses", None) or ()]
-    return any(_is_of_batches(loss) for loss in losses) or any(
+    return any(map(_is_of_batches, losses_in(compiled_loss(model)))) or any(
         isinstance(metric, _CORRELATIONS) and 0 in _axes(metric) for metric in list_metrics(model)
     )
 

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from replica_engine.upstream import versions
 from replica_engine.upstream.checkpoint_hooks import Worker, saved_by
 from replica_engine.upstream.distribute import DistributedVariable
 from replica_engine.upstream.graphs import graph_walk
-from replica_engine.upstream.hook import FIRST_WORKERS_SCOPE, Hook
+from replica_engine.upstream.hook import FIRST_WORKERS_SCOPE, Hook, StandIn
 
 if TYPE_CHECKING:
     import keras
@@ -116,11 +117,6 @@ BASE = "BaseTrainer" if versions.keras_renamed() else "Trainer"
 """The class of all backends' trainers, which has `compile`, and its module."""
 
 
-def class_of_trainers() -> type | None:
-    """The class of models' trainers under TensorFlow, which has Keras' own step methods; None before Keras is there."""
-    return getattr(sys.modules.get(MODULE), TRAINER, None)
-
-
 def find_strategy(model: object) -> Any:
     """The strategy under which a model was built; None if it was built under none, and for anything else."""
     return getattr(model, "_distribute_strategy", None)
@@ -128,8 +124,8 @@ def find_strategy(model: object) -> Any:
 
 def has_keras_step(model: keras.Model, name: str) -> bool:
     """Whether a step such as `train_step` is Keras' own and not overridden by the model."""
-    own = getattr(type(model), name) is not getattr(class_of_trainers(), name)
-    return not own and name not in vars(model)
+    trainers = getattr(sys.modules[MODULE], TRAINER)  # the class that has Keras' own step methods
+    return getattr(type(model), name) is getattr(trainers, name) and name not in vars(model)
 
 
 def has_keras_loss(model: keras.Model) -> bool:
@@ -179,12 +175,8 @@ def first_batch(iterator: Any, strategy: tf.distribute.Strategy) -> object:
 
 def plain_logs(logs: Mapping[str, object]) -> dict[str, object]:
     """Logs as numbers of Python, as `fit` gives them to callbacks."""
-    return {name: _plain(value) for name, value in logs.items()}
-
-
-def _plain(value: object) -> object:
-    array = np.asarray(value)
-    return array.item() if array.ndim == 0 else array
+    arrays = ((name, np.asarray(value)) for name, value in logs.items())
+    return {name: array if array.ndim else array.item() for name, array in arrays}
 
 
 # What happens while Keras' `fit` runs: the callbacks it calls, and the loop over the batches of an epoch.
@@ -317,10 +309,13 @@ def begin_at(model: Any, epoch: int | None) -> None:
 # chief's writes there. Callbacks that log (CSVLogger, TensorBoard) are the chief's alone: users give them to no other
 # worker.
 
-_SAVING, _CHIEF_WRITES = "keras.src.saving.saving_api", "the chief writes files for all workers"
-_OTHERS = "passes on to Keras for models of other strategies"
-SAVE_MODEL = Hook(_SAVING, "save_model", why=_CHIEF_WRITES, since=FIRST_WORKERS_SCOPE, until=_OTHERS)
-SAVE_WEIGHTS = Hook(_SAVING, "save_weights", why=_CHIEF_WRITES, since=FIRST_WORKERS_SCOPE, until=_OTHERS)
+SAVING = Hook(
+    "keras.src.models.model",
+    "saving_api",  # which has what `save` and `save_weights` of a model call
+    why="the chief writes files for all workers",
+    since=FIRST_WORKERS_SCOPE,
+    until="passes on to Keras for models of other strategies",
+)
 MAKE_FOLDER = Hook(
     "keras.src.utils.file_utils",
     "makedirs",
@@ -336,20 +331,29 @@ def let_the_chief_write(find_worker: Callable[[object], Worker | None]) -> None:
     Args:
         find_worker: takes a model, and returns this worker; None if the model is not trained on several workers.
     """
-    SAVE_MODEL.around(functools.partial(_save, find_worker))
-    SAVE_WEIGHTS.around(functools.partial(_save, find_worker))
+    SAVING.put(lambda own: own if isinstance(own, _Saving) else _Saving(own, find_worker))
     MAKE_FOLDER.around(_make_folder)
 
 
-def _save(
-    find_worker: Callable[[object], Worker | None],
-    own: Callable[..., object],
-    model: object,
-    filepath: str | os.PathLike[str],
-    *args: object,
-    **kwargs: object,
-) -> object:
-    return saved_by("a model", find_worker(model), filepath, lambda path: own(model, path, *args, **kwargs))
+class _Saving(StandIn):
+    """Keras' module that saves models, for the class of models. It alone calls what is replaced here."""
+
+    def __init__(self, own: ModuleType, find_worker: Callable[[object], Worker | None]):
+        super().__init__(own)
+        self._worker_of = find_worker
+
+    def save_model(self, model: object, filepath: str | os.PathLike[str], *args: object, **kwargs: object) -> object:
+        """Writes a model, if this worker does not leave that to the chief."""
+        return self._saved(self._own.save_model, model, filepath, *args, **kwargs)
+
+    def save_weights(self, model: object, filepath: str | os.PathLike[str], *args: object, **kwargs: object) -> object:
+        """The same for weights."""
+        return self._saved(self._own.save_weights, model, filepath, *args, **kwargs)
+
+    def _saved(
+        self, save: Callable[..., object], model: object, path: str | os.PathLike[str], *args: object, **kwargs: object
+    ) -> object:
+        return saved_by("a model", self._worker_of(model), path, lambda path: save(model, path, *args, **kwargs))
 
 
 def _make_folder(own: Callable[[str], object], path: str) -> None:

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine.process import threads
-from replica_engine.upstream import distribute, eager, versions
-from replica_engine.upstream.hook import Hook, StandIn
-from replica_engine.upstream.keras import keras_training as names
+from replica_engine.upstream import distribute, eager, hook, versions
+from replica_engine.upstream.keras import keras_training
 
 if TYPE_CHECKING:
     import keras
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 _OPS = "keras.src.backend.tensorflow.ops" if versions.keras_renamed() else "keras.src.backend.tensorflow"
 _INITIALIZERS = "keras.src.initializers"
 _DISTRIBUTION = "keras.src.distribution.distribution_lib"
-_divided = functools.partial(Hook, since="the first `TPUStrategy(distribution=...)`")
+_divided = functools.partial(hook.Hook, since="the first `TPUStrategy(distribution=...)`")
 INITIALIZE = _divided(
     f"{_OPS}.core.Variable",
     "_initialize",
@@ -43,8 +42,8 @@ INITIALIZE = _divided(
     until="only notes which variable Keras makes, and by which initializer",
 )
 ADD_VARIABLE = _divided(
-    f"{names._BASE_OPTIMIZER}.{names.OPTIMIZER}",
-    names.ADD_VARIABLE,
+    f"{keras_training._BASE_OPTIMIZER}.{keras_training.OPTIMIZER}",
+    keras_training.ADD_VARIABLE,
     why="what an optimizer keeps for a weight is divided like the weight",
     until="only notes the weight",
     order=1,
@@ -61,7 +60,8 @@ DISTRIBUTE = _divided(
     why="layouts of the outputs of layers, and `keras.distribution.distribute_tensor`",
     until="only added; does nothing outside the steps of such a strategy",
 )
-_GLOBAL_STATE = "keras.src.backend.common.global_state"
+MODULE = "keras.src.backend.common.global_state"
+"""The module with the state that Keras keeps separately for each thread."""
 _ATTRIBUTE = "distribution"
 
 OUTPUT = "/output"
@@ -154,7 +154,7 @@ def _divide(own: Callable[..., tf.Tensor], x1: object, x2: object) -> tf.Tensor 
     return tf.IndexedSlices(own(x1.values, tf.gather(x2, x1.indices)), x1.indices, x1.dense_shape)
 
 
-class _Outputs(StandIn):
+class _Outputs(hook.StandIn):
     """Takes the place of Keras' distribution: `Layer.__call__` asks it for the layout of its outputs.
 
     Args:
@@ -178,7 +178,7 @@ class _Outputs(StandIn):
 @contextlib.contextmanager
 def outputs_divided(given: object, find_layout: FindLayout, constrain: Constrain) -> Iterator[None]:
     """Inside, the outputs of Keras' layers are divided, see `_Outputs`, and what `distribute_tensor` gets."""
-    state: Any = sys.modules[_GLOBAL_STATE]
+    state: Any = sys.modules[MODULE]
     before = state.get_global_attribute(_ATTRIBUTE)
     state.set_global_attribute(_ATTRIBUTE, _Outputs(given, find_layout, constrain))
     try:
@@ -189,9 +189,10 @@ def outputs_divided(given: object, find_layout: FindLayout, constrain: Constrain
 
 def _distribute(value: object, layout: object) -> object:
     """`keras.distribution.distribute_tensor`, which does nothing outside of `outputs_divided`."""
-    current: Any = sys.modules[_GLOBAL_STATE].get_global_attribute(_ATTRIBUTE)
+    current: Any = sys.modules[MODULE].get_global_attribute(_ATTRIBUTE)
     if not isinstance(current, _Outputs):
         return value
+    # Keras has asked for the layout of a path right before. A call of the user's has none.
     path, current.path = current.path or "distribute_tensor", ""
     return tf.nest.map_structure(lambda each: current.constrain(path, each, layout), value)
 
@@ -210,7 +211,7 @@ def is_distribution(value: object) -> bool:
 
 def current_distribution() -> Any:
     """What `keras.distribution.set_distribution` has set in this thread; None if it has set nothing."""
-    state: Any = sys.modules.get(_GLOBAL_STATE)
+    state: Any = sys.modules.get(MODULE)
     found = None if state is None else state.get_global_attribute(_ATTRIBUTE)
     return found._own if isinstance(found, _Outputs) else found
 
@@ -222,7 +223,6 @@ def find_layout_map(distribution: Any) -> Any:
 
 # The state that Keras keeps separately for each thread.
 
-MODULE = "keras.src.backend.common.global_state"
 STATE = "GLOBAL_STATE_TRACKER"  # a threading.local with settings, name counters, scopes, a seed generator
 SEEDS = "keras.src.random.seed_generator"
 GLOBAL_SEED, GENERATOR = "global_random_seed", "global_seed_generator"  # keys in that state
@@ -265,31 +265,24 @@ class entered:
         _state().clear()
 
 
-class seeded:
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
     """Inside the block, Keras' random numbers on this thread start from a seed; on leaving, the old state returns.
 
     Args:
         seed: the seed, as for `keras.utils.set_random_seed`.
     """
-
-    __slots__ = ("_before", "_seed")
-
-    def __init__(self, seed: int):
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        # Name counters are dictionaries inside the state, and variables that wait for their values a list: both are
-        # changed in place, so both are copied. A variable that gets its value inside the block waits no more after it.
-        state = _state()
-        self._before = {
-            name: copy.copy(each) if isinstance(each, (dict, list)) else each for name, each in state.items()
-        }
-        state[GLOBAL_SEED] = self._seed
-        state.pop(GENERATOR, None)  # Keras makes a new one from the seed
-
-    def __exit__(self, *_: object) -> None:
-        _state().clear()
-        _state().update(self._before)
+    # Name counters are dictionaries inside the state, and variables that wait for their values a list: both are
+    # changed in place, so both are copied. A variable that gets its value inside the block waits no more after it.
+    state = _state()
+    before = {name: copy.copy(each) if isinstance(each, (dict, list)) else each for name, each in state.items()}
+    state[GLOBAL_SEED] = seed
+    state.pop(GENERATOR, None)  # Keras makes a new one from the seed
+    try:
+        yield
+    finally:
+        state.clear()
+        state.update(before)
 
 
 def _state() -> dict[str, Any]:

@@ -98,10 +98,10 @@ def _adds_in_parts(metric: keras.metrics.Metric, update: UpdateCall) -> bool:
         args, kwargs = tf.nest.pack_sequence_as((update.args, update.keywords), given)
         update.func(*args, **kwargs)
 
-    try:
-        graph, own, new, _ = _traced(metric, update_by_any_batch, lambda: "")
-    except Exception:  # such an update can only run for real
+    traced = _traced(metric, update_by_any_batch, lambda: "")
+    if traced is None:
         return False
+    graph, own, new, _ = traced
     ops = graph.get_operations()
     inputs = [each for each in given if tf.is_tensor(each)] + own
     captured = [(outside, inside) for outside, inside in graph.captures if not tf.is_symbolic_tensor(outside)]
@@ -121,7 +121,7 @@ def _adds_in_parts(metric: keras.metrics.Metric, update: UpdateCall) -> bool:
 
     try:
         one, two, both = map(after, (*parts, whole))
-    except Exception:  # it takes other numbers only
+    except (tf.errors.OpError, AttributeError, RuntimeError, TypeError, ValueError):  # it takes other numbers only
         return False
     added = zip(one, two, both, strict=True)
     return all(np.all(np.isfinite(c)) and np.allclose(a + b, c, rtol=1e-3, atol=1e-5) for a, b, c in added)
@@ -175,23 +175,29 @@ def _looked_at(metric: keras.metrics.Metric, look: Callable[..., T], *args: obje
 
 def _traced(
     metric: keras.metrics.Metric, update: Callable[[], object], place: Locate
-) -> tuple[tf.Graph, list[tf.Tensor], list[tf.Tensor], dict[int, str]]:
-    """The graph of an update, the values of the metric's variables before and after it, and `_Watching.places`."""
+) -> tuple[tf.Graph, list[tf.Tensor], list[tf.Tensor], dict[int, str]] | None:
+    """The graph of an update, the values of the metric's variables before and after it, and `_Watching.places`.
+
+    None if the update can only run for real; what it raises there, it raises there.
+    """
     graph, variables = tf.__internal__.FuncGraph("metric"), metric.variables
-    with graph.as_default(), function_graphs.inlined():
-        old = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables]
-        with _Watching(list(zip(variables, old, strict=True)), place) as scope:
-            update()
-        new = [tf.convert_to_tensor(scope.get_current_value(each)) for each in variables]
+    try:
+        with graph.as_default(), function_graphs.inlined():
+            old = [tf.compat.v1.placeholder(each.dtype, each.shape) for each in variables]
+            with _Watching(list(zip(variables, old, strict=True)), place) as scope:
+                update()
+            new = [tf.convert_to_tensor(scope.get_current_value(each)) for each in variables]
+    except Exception:  # of the user's code, which runs with tensors of a graph here
+        return None
     return graph, old, new, scope.places
 
 
 def _updates(metric: keras.metrics.Metric, update: UpdateCall, place: Locate) -> list[Update]:
     variables: list[keras.Variable] = metric.variables
-    try:
-        graph, old, new, places = _traced(metric, update, place)
-    except Exception:  # such an update can only run for real; what it raises there, it raises there
+    traced = _traced(metric, update, place)
+    if traced is None:
         return [Update(each.name, UNKNOWN, "") for each in variables]
+    graph, old, new, places = traced
     is_hidden = any(op.type.startswith(_ASSIGNING) for op in graph.get_operations())
     outside = {id(inner): outer for outer, inner in graph.captures}
     dependent = {*graph_walk.reached([each.op for each in old], _users)}
