@@ -24,28 +24,12 @@ import time
 from benchmarks import command, page, picture
 from benchmarks.report import Report, machine
 
-GROUPS = (
-    "eager_run",
-    "launch",
-    "models",
-    "train_step",
-    "accumulation",
-    "start_up",
-    "first_step",
-    "keras_fit",
-    "device_loop",
-    "host_call",
-    "concurrency",
-    "memory",
-    "sharding",
-    "checkpoints",
-    "hosts",
-    "control_flow",
-    "growth",
-    "cpu_rewrites",
-    "aot",
-)
+GROUPS = ("eager_run", "launch", "models", "train_step", "accumulation", "start_up", "first_step", "keras_fit")
+GROUPS += ("device_loop", "host_call", "concurrency", "memory", "sharding", "checkpoints", "hosts", "control_flow")
+GROUPS += ("growth", "cpu_rewrites", "aot")
 """The groups in the order of the table. Each is a module that calls `command.main`."""
+
+PATIENCE = 6 * 3600  # the longest time for a group, in seconds
 
 QUICK = "--quick: a trial that the benchmarks run. Sizes and repeats are too small: its figures mean nothing."
 
@@ -60,30 +44,24 @@ SUMMARY_PAGE, PAGE = DOCS / "benchmarks.md", DOCS / "benchmarks_all.md"
 PAGES = sorted((DOCS / "benchmarks").glob("*.md"))  # those of groups
 
 
-def run_group(group: str, options: list[str], patience: float, on: dict[str, str], libtpu: str | None) -> Report:
-    """Measures a group in a separate process, with the compiler of TPUs if it is of one.
-
-    Returns:
-        The rows of the group, and the reason if it failed.
-    """
+def run_group(group: str, options: list[str], on: dict[str, str], libtpu: str | None) -> Report:
+    """The rows of a group, measured in a separate process, and the reason if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         figures, log = pathlib.Path(folder, "rows.json"), pathlib.Path(folder, "log")
         arguments = [sys.executable, "-m", f"benchmarks.{group}", "--json", str(figures), *options]
         with log.open("w") as errors:
+            folders = [libtpu if group == "aot" else None, os.environ.get("PYTHONPATH")]
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
             # A session of its own: the processes that the group started end with it.
             process = subprocess.Popen(
-                arguments,
-                cwd=ROOT,
-                env=_with(libtpu if group == "aot" else None),
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                start_new_session=True,
+                arguments, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
             )
             try:
-                status = process.wait(patience)
-                why = "" if status == 0 else f"exit status {status}: {_last_line(log)}"
+                status = process.wait(PATIENCE)
+                printed = log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
+                why = "" if status == 0 else f"exit status {status}: {printed[-1]}"
             except subprocess.TimeoutExpired:
-                why = f"not done in {patience:.0f} s"
+                why = f"not done in {PATIENCE} s"
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -96,24 +74,13 @@ def run_group(group: str, options: list[str], patience: float, on: dict[str, str
     return Report(on, rows, {group: why} if why else {})
 
 
-def _with(folder: str | None) -> dict[str, str]:
-    """The environment, in which Python finds modules in a folder too."""
-    folders = [each for each in (folder, os.environ.get("PYTHONPATH")) if each]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)} if folders else dict(os.environ)
-
-
-def _last_line(log: pathlib.Path) -> str:
-    """The last line of a traceback."""
-    return (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
-
-
-def measure(groups: list[str], options: list[str], patience: float, libtpu: str | None) -> Report:
+def measure(groups: list[str], options: list[str], libtpu: str | None) -> Report:
     """Measures the groups in turn, reports progress on stderr, and leaves the figures so far in build/."""
     report = Report(machine())
     SO_FAR.parent.mkdir(exist_ok=True)
     for group in groups:
         begin = time.perf_counter()
-        part = run_group(group, options, patience, report.machine, libtpu)
+        part = run_group(group, options, report.machine, libtpu)
         report = report.updated(part)
         report.write(SO_FAR)
         told = part.failures.get(group, "done")
@@ -156,18 +123,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a quick trial with small sizes and few repeats")
     parser.add_argument("--json", type=command.writable, help="write the figures to this file instead of docs/")
     parser.add_argument("--picture", type=command.writable, help="draw the ratios into this file instead of docs/")
-    parser.add_argument("--growth", type=command.writable, help="draw the growth into this file instead of docs/")
-    parser.add_argument(
-        "--docs",
-        action="store_true",
-        help="measure nothing; draw the pictures and write the page from the figures in docs/",
-    )
-    parser.add_argument(
-        "--patience", type=float, default=6 * 3600, help="longest time for a group, in seconds (default %(default)s)"
-    )
-    parser.add_argument(
-        "--libtpu", help="a folder with libtpu, for the group aot alone: jax looks for TPUs wherever it finds that"
-    )
+    about = "measure nothing; draw the pictures and write the page from the figures in docs/"
+    parser.add_argument("--docs", action="store_true", help=about)
+    about = "a folder with libtpu, for the group aot alone: jax looks for TPUs wherever it finds that"
+    parser.add_argument("--libtpu", help=about)
     flags = parser.parse_args()
     flags.only = flags.only.split(",")
     if unknown := set(flags.only) - set(GROUPS):
@@ -181,12 +140,12 @@ def main() -> int:
     if flags.docs:
         publish(Report.read(FIGURES))
         return 0
-    into_docs = not (flags.quick or flags.json or flags.picture or flags.growth)
+    into_docs = not (flags.quick or flags.json or flags.picture)
     before = kept(flags.only) if into_docs else None  # before measuring: it may fail
     options = ["--quick"] * flags.quick + ([] if flags.repeats is None else ["--repeats", str(flags.repeats)])
     if flags.quick:
         print(QUICK, file=sys.stderr)
-    report = measure(flags.only, options, flags.patience, flags.libtpu)
+    report = measure(flags.only, options, flags.libtpu)
     print(report.table())
     if flags.quick:
         print(f"\n{QUICK}")
@@ -194,8 +153,6 @@ def main() -> int:
         report.write(flags.json)
     if flags.picture:
         picture.draw_ratios(report, flags.picture)
-    if flags.growth:
-        picture.draw_growth(report, flags.growth)
     if before:
         publish(before.updated(report.succeeded()))
         print(f"Written: {FIGURES}, {SUMMARY_PAGE}, {PAGE}, its pages and their pictures.", file=sys.stderr)

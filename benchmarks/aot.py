@@ -1,8 +1,5 @@
 """Training steps compiled for eight chips of TPU v5e that are not there, beside Keras on JAX by the same compiler.
 
-    python -m benchmarks.aot [--models resnet,transformer,bert,lstm] [--policies float32,mixed_bfloat16]
-        [--topology v5e:2x4] [--quick] [--json out.json]
-
 Nothing runs: the figures are libtpu's, so they are the same on every machine and in every repeat. It needs
 `pip install "replica-engine[aot]"`, and minutes for a large model. Cycles are the compiler's estimates, and what is in
 a loop counts once. Memory is that of each chip; values in the chip's fast memory do not count.
@@ -15,95 +12,72 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from benchmarks import command, keras_models
 from benchmarks.fresh import in_fresh_process
+from benchmarks.keras_models import BERT_LENGTH, BERT_WORDS, KerasModel
+from benchmarks.keras_training import JAX as THEIRS
+from benchmarks.keras_training import XLA as OURS
+from benchmarks.keras_training import built, jax_replica_step, state_of
 from benchmarks.measure import Row
-
-OURS, THEIRS = "TPUStrategy", "Keras on JAX"
 
 TARGET = 1.0
 
-CHIPS = 8
+CHIPS, TOPOLOGY = 8, "v5e:2x4"
 
 POLICIES = ("float32", "mixed_bfloat16")
 
+IMAGE = (224, 224, 3)
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model and the batch of one chip.
-
-    Attributes:
-        title: the name in the table.
-        build: makes the model; its outputs are logits.
-        example: the shape of a batch, and its dtype.
-        labels: the shape of the labels.
-        optimizer: makes the optimizer.
-    """
-
-    title: str
-    build: Callable[[], Any]
-    example: tuple[tuple[int, ...], str]
-    labels: tuple[int, ...]
-    optimizer: Callable[[], Any]
+WORDS, LENGTH = 32000, 512
+"""Of the transformer."""
 
 
-def resnet() -> Any:
-    """ResNet-50 for images of 224x224 pixels."""
-    from keras import applications
-
-    return applications.ResNet50(weights=None, input_shape=(224, 224, 3), classes=1000, classifier_activation=None)
-
-
-def transformer(words: int = 32000, length: int = 512, width: int = 512, heads: int = 8, blocks: int = 6) -> Any:
+def transformer(width: int = 512, heads: int = 8, blocks: int = 6) -> Any:
     """A decoder: embeddings of tokens and positions, causal attention, layer normalization first."""
     import keras
     from keras import layers
 
-    tokens = keras.Input((length,), dtype="int32")
-    x = layers.Embedding(words, width)(tokens) + layers.Embedding(length, width)(keras.ops.arange(length))
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(WORDS, width)(tokens) + layers.Embedding(LENGTH, width)(keras.ops.arange(LENGTH))
     for _ in range(blocks):
         y = layers.LayerNormalization()(x)
         attention = layers.MultiHeadAttention(heads, width // heads, flash_attention=False)
         x = x + attention(y, y, use_causal_mask=True)
         y = layers.Dense(4 * width, "gelu")(layers.LayerNormalization()(x))
         x = x + layers.Dense(width)(y)
-    return keras.Model(tokens, layers.Dense(words)(layers.LayerNormalization()(x)))
-
-
-def bert() -> Any:
-    """`small_bert_L-4_H-512_A-8`."""
-    return keras_models.bert(width=512, layers_=4, heads=8)
-
-
-def momentum() -> Any:
-    """The optimizer of ResNet-50."""
-    from keras import optimizers
-
-    return optimizers.SGD(0.1, momentum=0.9)
-
-
-def adam() -> Any:
-    """The optimizer of the others."""
-    from keras import optimizers
-
-    return optimizers.Adam(1e-3)
+    return keras.Model(tokens, layers.Dense(WORDS)(layers.LayerNormalization()(x)))
 
 
 MODELS = {
-    "lstm": Case("LSTM language model", keras_models.MODELS["lstm"].build, ((32, 20), "int32"), (32, 20), adam),
-    "bert": Case("BERT small", bert, ((32, 128), "int32"), (32,), adam),
-    "transformer": Case("transformer", transformer, ((16, 512), "int32"), (16, 512), adam),
-    "resnet": Case("ResNet-50, 224x224", resnet, ((32, 224, 224, 3), "float32"), (32,), momentum),
+    "lstm": dataclasses.replace(keras_models.MODELS["lstm"], batch=32),
+    # `small_bert_L-4_H-512_A-8`
+    "bert": KerasModel("BERT small", partial(keras_models.bert, 512, 4, 8), (BERT_LENGTH,), ids=BERT_WORDS, batch=32),
+    "transformer": KerasModel("transformer", transformer, (LENGTH,), (LENGTH,), WORDS, ids=WORDS, batch=16),
+    "resnet": KerasModel(
+        "ResNet-50, 224x224", partial(keras_models.images, "ResNet50", IMAGE, 1000), IMAGE, classes=1000, batch=32
+    ),
 }
 """The models, by the name on the command line. A chip has the batch that is given here."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
+def made(name: str, policy: str) -> tuple[Any, Any, Callable[[Any, Any], Any]]:
+    """The model, its optimizer, which is SGD with momentum for ResNet-50 and Adam for the others, and its loss."""
+    import keras
+
+    keras.config.set_dtype_policy(policy)
+    optimizers = keras.optimizers
+    optimizer = optimizers.SGD(1e-3, momentum=0.9) if name == "resnet" else optimizers.Adam(1e-4)
+    model, optimizer, _ = built(MODELS[name], optimizer)
+    return model, optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Figures(NamedTuple):
     """What the compiler says of a step, on each chip: cycles, bytes and counts."""
 
     cycles: int
@@ -112,21 +86,16 @@ class Figures:
     all_reduces: int
 
 
-def ours(name: str, policy: str, topology: str) -> Figures:
+def ours(name: str, policy: str) -> Figures:
     """The figures of `TPUStrategy`. Runs in a process of its own."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    import keras
     import tensorflow as tf
 
     from replica_engine import TPUStrategy
 
-    keras.config.set_dtype_policy(policy)
-    case = MODELS[name]
     strategy = TPUStrategy(num_cores=CHIPS)
     with strategy.scope():
-        model, optimizer = case.build(), case.optimizer()
-        optimizer.build(model.trainable_variables)
-    compute_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model, optimizer, compute_loss = made(name, policy)
 
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -136,63 +105,49 @@ def ours(name: str, policy: str, topology: str) -> Figures:
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-    specs = tf.TensorSpec(*case.example), tf.TensorSpec(case.labels, tf.int32)
-    return _figures(strategy.plan(step, specs, topology=topology))
+    specs = [tf.TensorSpec(*each) for each in _batch(name, 1)]
+    return _figures(strategy.plan(step, specs, topology=TOPOLOGY))
 
 
-def theirs(name: str, policy: str, topology: str) -> Figures:
+def theirs(name: str, policy: str) -> Figures:
     """The figures of Keras on JAX. Runs in a process of its own, which libtpu may end."""
     os.environ["KERAS_BACKEND"] = "jax"
     from replica_engine.pjrt import absent_chips
 
     os.environ.update(absent_chips._ENVIRONMENT)
     import jax
-    import keras
     import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import Mesh, NamedSharding
 
+    from benchmarks.jax_programs import SAME, SPLIT, mapped
     from replica_engine.pjrt.jaxlib import absent_tpus
     from replica_engine.pjrt.plan import make_plan, slice_named
 
-    keras.config.set_dtype_policy(policy)
-    case = MODELS[name]
-    model, optimizer = case.build(), case.optimizer()
-    optimizer.build(model.trainable_variables)
-    compute_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model, optimizer, compute_loss = made(name, policy)
+    replica_step = jax_replica_step(model, optimizer, compute_loss, "replica")
 
-    def loss(trained: Any, other: Any, x: Any, y: Any) -> Any:
-        outputs, other = model.stateless_call(trained, other, x, training=True)
-        return compute_loss(y, outputs), other
+    def step(state: Any, x: Any, y: Any) -> Any:
+        loss, state = replica_step(state, x, y)
+        return loss[None], state
 
-    def step(trained: Any, other: Any, state: Any, x: Any, y: Any) -> Any:
-        (value, other), gradients = jax.value_and_grad(loss, has_aux=True)(trained, other, x, y)
-        trained, state = optimizer.stateless_apply(state, jax.lax.pmean(gradients, "chips"), trained)
-        return value[None], trained, other, state
+    mesh = Mesh(np.array(absent_tpus(TOPOLOGY)[:CHIPS]), ("replica",))
 
-    mesh = Mesh(np.array(absent_tpus(topology)[:CHIPS]), ("chips",))
-    whole, divided = PartitionSpec(), PartitionSpec("chips")
+    def like(shape: Any, dtype: Any, spec: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    def like(variables: Any) -> list[Any]:
-        return [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=NamedSharding(mesh, whole)) for each in variables]
-
-    def batch(shape: tuple[int, ...], dtype: str) -> Any:
-        shape = CHIPS * shape[0], *shape[1:]
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, divided))
-
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(whole, whole, whole, divided, divided),
-        out_specs=(divided, whole, whole, whole),
-        check_vma=False,
-    )
-    parameters = map(like, (model.trainable_variables, model.non_trainable_variables, optimizer.variables))
-    lowered = jax.jit(mapped, donate_argnums=(0, 1, 2)).lower(
-        *parameters, batch(*case.example), batch(case.labels, "int32")
-    )
+    program = mapped(step, mesh, (SAME, SPLIT, SPLIT), (SPLIT, SAME), donated=0)
+    state = [[like(variable.shape, variable.dtype, SAME) for variable in each] for each in state_of(model, optimizer)]
+    lowered = program.lower(state, *(like(*each, SPLIT) for each in _batch(name, CHIPS)))
     compiled = lowered.compile().runtime_executable()
-    memory = slice_named(topology).chip.memory
-    return _figures(make_plan(compiled, name, CHIPS, topology, memory, 0.0))
+    memory = slice_named(TOPOLOGY).chip.memory
+    return _figures(make_plan(compiled, name, CHIPS, TOPOLOGY, memory, 0.0))
+
+
+def _batch(name: str, chips: int) -> list[tuple[tuple[int, ...], str]]:
+    """The shapes and dtypes of a batch of so many chips and of its labels."""
+    case = MODELS[name]
+    examples = chips * case.batch
+    return [((examples, *case.example), "int32" if case.ids else "float32"), ((examples, *case.labels), "int32")]
 
 
 def _figures(plan: Any) -> Figures:
@@ -202,35 +157,26 @@ def _figures(plan: Any) -> Figures:
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of each model and policy."""
-    for policy in flags.policies:
-        for name in flags.models:
-            made = {
-                contender: in_fresh_process(step, name, policy, flags.topology)
-                for contender, step in ((OURS, ours), (THEIRS, theirs))
-            }
-            title = f"{MODELS[name].title}, {policy.removeprefix('mixed_')}"
-            for what, unit, scale in (
-                ("cycles", "million", 1e6),
-                ("bytes", "GiB", 2**30),
-                ("temporary", "MiB", 2**20),
-                ("all_reduces", "count", 1),
-            ):
-                values = {contender: getattr(figures, what) for contender, figures in made.items()}
-                if not values[THEIRS]:  # no ratio: all of it is in the fast memory of the chip
-                    values, note = {OURS: values[OURS]}, f"{THEIRS}: none"
-                else:
-                    note = ""
-                figures = {contender: [value / scale] for contender, value in values.items()}
-                targets = {THEIRS: TARGET} if THEIRS in figures else {}
-                said = what.replace("_", "-")
-                yield Row("aot", f"{title}: {said}", figures, unit, CHIPS, targets, note=note)
+    for policy, name in itertools.product(flags.policies, flags.models):
+        made = {who: in_fresh_process(step, name, policy) for who, step in ((OURS, ours), (THEIRS, theirs))}
+        title = f"{MODELS[name].title}, {policy.removeprefix('mixed_')}"
+        for what, unit, scale in (
+            ("cycles", "million", 1e6),
+            ("bytes", "GiB", 2**30),
+            ("temporary", "MiB", 2**20),
+            ("all_reduces", "count", 1),
+        ):
+            figures = {who: [getattr(each, what) / scale] for who, each in made.items()}
+            targets, note = {THEIRS: TARGET}, ""
+            if not figures[THEIRS][0]:  # no ratio: all of it is in the fast memory of the chip
+                figures, targets, note = {OURS: figures[OURS]}, {}, f"{THEIRS}: none"
+            yield Row("aot", f"{title}: {what.replace('_', '-')}", figures, unit, CHIPS, targets, note=note)
+
+
+def policies() -> command.Option:
+    """The option for dtype policies."""
+    return command.Option("policies", ",".join(POLICIES), "float32", "dtype policies", command.choose_some(*POLICIES))
 
 
 if __name__ == "__main__":
-    command.main(
-        __doc__,
-        measure,
-        command.Option("models", ",".join(MODELS), "lstm", "models", command.choose_some(*MODELS)),
-        command.Option("policies", ",".join(POLICIES), "float32", "dtype policies", command.choose_some(*POLICIES)),
-        command.Option("topology", "v5e:2x4", "v5e:2x4", "the slice", str),
-    )
+    command.main(__doc__, measure, command.models(MODELS, "lstm"), policies())

@@ -1,7 +1,5 @@
 """How long a training stands still for a checkpoint: until an asynchronous save returns, beside a plain save.
 
-    python -m benchmarks.checkpoints [--megabytes 128] [--repeats 5] [--quick] [--json out.json]
-
 16 weights of a strategy on two CPU devices. "A plain save" is `tf.train.Checkpoint.write` without options, under
 `tf.distribute.MirroredStrategy`. The save before has ended when the next one begins. "and the next step" has what the
 step after the call takes longer than others: TensorFlow copies a value in that step, if something still holds it.
@@ -19,36 +17,25 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
+import replica_engine
 from benchmarks import command
-from benchmarks.measure import Row, interleaved, seconds
+from benchmarks.measure import Row, interleaved, milliseconds
 
 COUNT = 16
 PLAIN, THEIRS, ORBAX = "a plain save", "tf.distribute, asynchronous", "Orbax"
 MADE = {
-    "MirroredStrategy": lambda: _ours().MirroredStrategy(["CPU:0", "CPU:1"]),
-    "TPUStrategy": lambda: _ours().TPUStrategy(num_cores=2),
-    "TPUStrategy, fsdp": lambda: _ours().TPUStrategy(num_cores=2, distribution="fsdp"),
+    "MirroredStrategy": lambda: replica_engine.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "TPUStrategy": lambda: replica_engine.TPUStrategy(num_cores=2),
+    "TPUStrategy, fsdp": lambda: replica_engine.TPUStrategy(num_cores=2, distribution="fsdp"),
 }
 
 
-def _ours() -> Any:
-    import replica_engine
-
-    return replica_engine
-
-
 class Saves:
-    """Weights of a strategy that are saved again and again.
-
-    Args:
-        strategy: the strategy.
-        folder: where to save.
-        megabytes: the size of all weights.
-    """
+    """Weights of a strategy, of so many megabytes, that are saved to a folder again and again."""
 
     def __init__(self, strategy: Any, folder: str, megabytes: int):
-        import tensorflow as tf
-
         self.folder = folder
         with strategy.scope():
             shape = [megabytes * 256 // COUNT, 1024]
@@ -61,11 +48,7 @@ class Saves:
             for weight in weights:
                 weight.assign_sub(weight * 1e-3)
 
-        @tf.function
-        def step() -> None:
-            strategy.run(on_replica)
-
-        self._step = step
+        self._step = tf.function(lambda: strategy.run(on_replica))
         self._step()
         self.returns()
 
@@ -75,15 +58,15 @@ class Saves:
 
     def returns(self, step: bool = False) -> float:
         """Milliseconds until an asynchronous save returns, and if asked for what the next step takes longer."""
-        usual = statistics.median(seconds(self._step)[0] for _ in range(3)) * 1e3 if step else 0.0
+        usual = statistics.median(milliseconds(self._step) for _ in range(3)) if step else 0.0
         took = self._save(self._asynchronous)
         if step:
-            took += max(0.0, seconds(self._step)[0] * 1e3 - usual)
+            took += max(0.0, milliseconds(self._step) - usual)
         self._checkpoint.sync()
         return took
 
     def _save(self, options: Any) -> float:
-        return seconds(lambda: self._checkpoint.write(os.path.join(self.folder, "ckpt"), options))[0] * 1e3
+        return milliseconds(lambda: self._checkpoint.write(os.path.join(self.folder, "ckpt"), options))
 
 
 def _orbax(folder: str, megabytes: int) -> Callable[[], float]:
@@ -92,16 +75,14 @@ def _orbax(folder: str, megabytes: int) -> Callable[[], float]:
     import orbax.checkpoint
 
     saver = orbax.checkpoint.AsyncCheckpointer(orbax.checkpoint.StandardCheckpointHandler())
-    arrays = {
-        f"w{index}": jax.random.uniform(jax.random.key(index), (megabytes * 256 // COUNT, 1024))
-        for index in range(COUNT)
-    }
+    shape = (megabytes * 256 // COUNT, 1024)
+    arrays = {f"w{index}": jax.random.uniform(jax.random.key(index), shape) for index in range(COUNT)}
 
     def returns() -> float:
         arguments = orbax.checkpoint.args.StandardSave(arrays)
-        took, _ = seconds(lambda: saver.save(os.path.join(folder, "orbax"), args=arguments, force=True))
+        took = milliseconds(lambda: saver.save(os.path.join(folder, "orbax"), args=arguments, force=True))
         saver.wait_until_finished()
-        return took * 1e3
+        return took
 
     returns()
     return returns
@@ -109,30 +90,24 @@ def _orbax(folder: str, megabytes: int) -> Callable[[], float]:
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows."""
-    devices = _ours().logical_devices(2)
-    import tensorflow as tf
-
+    devices = replica_engine.logical_devices(2)
     for name, make in MADE.items():
         with tempfile.TemporaryDirectory() as folder:
-            folders = [os.path.join(folder, each) for each in ("ours", "theirs")]
-            ours = Saves(make(), folders[0], flags.megabytes)
-            theirs = Saves(tf.distribute.MirroredStrategy(devices), folders[1], flags.megabytes)
-            for what, contenders, target in (
-                ("until it returns", {name: ours.returns, THEIRS: theirs.returns}, 0.1),
-                (
-                    "until it returns, and the next step",
-                    {name: functools.partial(ours.returns, True), THEIRS: functools.partial(theirs.returns, True)},
-                    None,
-                ),
-                ("a plain save", {name: ours.plain}, None),
+            ours = Saves(make(), os.path.join(folder, "ours"), flags.megabytes)
+            theirs = Saves(tf.distribute.MirroredStrategy(devices), os.path.join(folder, "theirs"), flags.megabytes)
+            both = {name: ours, THEIRS: theirs}
+            returns: dict[str, Callable[[], float]] = {who: each.returns for who, each in both.items()}
+            if importlib.util.find_spec("orbax"):
+                returns[ORBAX] = _orbax(folder, flags.megabytes)
+            with_step = {who: functools.partial(each.returns, True) for who, each in both.items()}
+            for what, contenders, targets in (
+                ("until it returns", returns, {PLAIN: 0.1}),
+                ("until it returns, and the next step", with_step, {}),
+                ("a plain save", {name: ours.plain}, {}),
             ):
-                every: dict[str, Callable[[], float]] = {**contenders, PLAIN: theirs.plain}
-                if target and importlib.util.find_spec("orbax"):
-                    every[ORBAX] = _orbax(folder, flags.megabytes)
-                targets = {} if target is None else {PLAIN: target}
-                figures = interleaved(every, flags.repeats)
+                figures = interleaved({**contenders, PLAIN: theirs.plain}, flags.repeats)
                 yield Row("checkpoints", f"{flags.megabytes} MiB, {what}", figures, "ms", 2, targets=targets)
 
 
 if __name__ == "__main__":
-    command.main(__doc__, measure, command.Option("megabytes", "128", "8", "the size of the weights", command.positive))
+    command.main(__doc__, measure, command.Option("megabytes", "128", "8", "the size of the weights"))

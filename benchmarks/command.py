@@ -1,6 +1,8 @@
 """The command line of each benchmark: `python -m benchmarks.<group>` measures one group and prints its rows.
 
-python -m benchmarks.<group> [--repeats 5] [--quick] [--json out.json] [and its own options]
+    python -m benchmarks.<group> [--repeats 5] [--quick] [--json out.json] [and its own options]
+
+`--help` has the options of a group, with their defaults.
 """
 
 from __future__ import annotations
@@ -61,38 +63,34 @@ def choose_some(*known: str) -> Callable[[str], list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option of a benchmark.
+    """An option of a benchmark."""
 
-    Attributes:
-        name: the name on the command line.
-        full: the default.
-        quick: the default with `--quick`.
-        about: the help text.
-        of: converts the text to the value.
-    """
-
-    name: str
-    full: str
-    quick: str
-    about: str
-    of: Callable[[str], Any] = positive
+    name: str  # the name on the command line
+    full: str  # the default
+    quick: str  # the default with `--quick`
+    about: str  # the help text
+    of: Callable[[str], Any] = positive  # converts the text to the value
 
 
 REPEATS = Option("repeats", "5", "2", "number of interleaved repeats")
 FEW_REPEATS = Option("repeats", "3", "2", "number of interleaved repeats")
 """For groups that take minutes: all of them together take less than two hours."""
 
-Measure = Callable[[argparse.Namespace], Iterable[Row]]
-"""Yields each row as soon as it is measured."""
+
+def replicas(full: str, quick: str = "2") -> Option:
+    """The numbers of replicas."""
+    return Option("replicas", full, quick, "numbers of replicas", numbers)
 
 
-def main(doc: str | None, measure: Measure, *options: Option) -> None:
+def models(known: Iterable[str], quick: str, full: str = "") -> Option:
+    """Which models, of those that are known; all of them without `full`."""
+    return Option("models", full or ",".join(known), quick, "models", choose_some(*known))
+
+
+def main(doc: str | None, measure: Callable[[argparse.Namespace], Iterable[Row]], *options: Option) -> None:
     """Measures and prints the rows. Rewrites the file after each row, so that a crash loses none.
 
-    Args:
-        doc: the docstring of the module, for `--help`.
-        measure: yields the rows; it is called before any framework is imported.
-        options: the options of this benchmark. An option with the name of a common option replaces it.
+    `measure` yields each row as soon as it is measured. An option with the name of a common option replaces it.
     """
     flags = parse(doc, options)
     report = Report(machine())

@@ -1,8 +1,5 @@
 """The gain of `MirroredStrategy(concurrent=True)`: large eager matrix products on two replicas, at once and in turn.
 
-    python -m benchmarks.concurrency [--replicas 2] [--size 1000] [--products 5] [--repeats 5] [--quick]
-        [--json out.json]
-
 TensorFlow's own threads spread one matrix product over all cores, so concurrent replicas cannot be faster. Therefore
 this process sets `tf.config.threading.set_intra_op_parallelism_threads(1)`: each product takes one core, like an op
 that TensorFlow cannot spread.
@@ -14,26 +11,27 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
+import replica_engine
 from benchmarks import command
 from benchmarks.eager_run import check_same
 from benchmarks.measure import Row, interleaved, milliseconds
 
-PEER = "concurrent=False"
+OURS, PEER = "concurrent=True", "concurrent=False"
 
 TARGET = {PEER: 0.6}
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Measures one row."""
-    import numpy as np
-    import tensorflow as tf
-
-    import replica_engine
-
     tf.config.threading.set_intra_op_parallelism_threads(1)
     devices = replica_engine.logical_devices(flags.replicas)
-    at_once = replica_engine.MirroredStrategy(devices, concurrent=True)
-    in_turn = replica_engine.MirroredStrategy(devices)
+    both = {
+        OURS: replica_engine.MirroredStrategy(devices, concurrent=True),
+        PEER: replica_engine.MirroredStrategy(devices),
+    }
     random = np.random.default_rng(0)
     matrices = []
     for device in devices:
@@ -48,20 +46,11 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
             value = value @ matrix
         return value
 
-    check = check_same(at_once, in_turn, products)
-    timed = {
-        "concurrent=True": lambda: milliseconds(lambda: at_once.run(products)),
-        PEER: lambda: milliseconds(lambda: in_turn.run(products)),
-    }
-    yield Row(
-        "concurrency",
-        f"{flags.products} products of {flags.size} x {flags.size}",
-        interleaved(timed, flags.repeats),
-        replicas=flags.replicas,
-        targets=TARGET,
-        check=check,
-        note="one thread for each op (intra_op_parallelism_threads = 1)",
-    )
+    check = check_same(*both.values(), products)
+    figures = interleaved(both, flags.repeats, lambda strategy: milliseconds(lambda: strategy.run(products)))
+    name = f"{flags.products} products of {flags.size} x {flags.size}"
+    note = "one thread for each op (intra_op_parallelism_threads = 1)"
+    yield Row("concurrency", name, figures, replicas=flags.replicas, targets=TARGET, check=check, note=note)
 
 
 if __name__ == "__main__":

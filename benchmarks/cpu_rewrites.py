@@ -1,7 +1,5 @@
 """Operations that XLA:CPU runs slowly, in the form that `replica_engine.pjrt.rewrites` gives them, and as they are.
 
-    python -m benchmarks.cpu_rewrites [--batch 16] [--launches 5] [--repeats 5] [--quick] [--json out.json]
-
 A figure is the processor time of one launch, on all cores, so that other programs on the machine change little. The
 operands are on the devices. The rules, at which shapes an operation is rewritten, come from this table: shapes that no
 rule fits are in it too, with `--all-shapes 1`, which turns the rules' limits off.
@@ -17,11 +15,14 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import tensorflow as tf
 
 from benchmarks import command
 from benchmarks.measure import Row, interleaved, same
-
-GROUP = "cpu_rewrites"
+from replica_engine import xla
+from replica_engine.pjrt import rewrites
+from replica_engine.pjrt.rewrites import convolutions
+from replica_engine.pjrt.stablehlo.markers import expand_markers
 
 REWRITTEN, PLAIN = "rewritten", "plain"
 
@@ -42,12 +43,7 @@ CONVOLUTIONS = (
 )
 SLOWER = ((8, 128, 128, 3, 1), (16, 64, 64, 3, 1), (32, 32, 32, 3, 1))  # what no rule fits
 DEPTHWISE = ((32, 32, 3, 1), (32, 96, 3, 2), (16, 144, 3, 1), (8, 192, 3, 1), (4, 384, 5, 1), (2, 960, 3, 1))
-POOLS = (
-    (32, 64, 3, 2, "SAME"),
-    (33, 64, 3, 2, "VALID"),
-    (32, 64, 2, 2, "VALID"),
-    (8, 256, 2, 2, "VALID"),
-)
+POOLS = ((32, 64, 3, 2, "SAME"), (33, 64, 3, 2, "VALID"), (32, 64, 2, 2, "VALID"), (8, 256, 2, 2, "VALID"))
 PRODUCTS = ((64, 128, 512), (128, 256, 256), (32, 768, 768))
 
 
@@ -57,24 +53,24 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
     for pixels, features, results, kernel, strides in (*CONVOLUTIONS[:few], *(SLOWER if flags.all_shapes else ())):
         name = f"conv {kernel}x{kernel}/{strides} of {pixels}x{pixels}x{features} to {results}"
         image, weights = (flags.batch, pixels, pixels, features), (kernel, kernel, features, results)
-        yield from _rows(flags, name, functools.partial(_convolution, strides=strides), image, weights)
+        op = functools.partial(tf.nn.conv2d, strides=strides, padding="SAME")
+        yield from _rows(flags, name, op, image, weights)
     for pixels, features, kernel, strides in DEPTHWISE[:few]:
         name = f"depthwise {kernel}x{kernel}/{strides} of {pixels}x{pixels}x{features}"
         image, weights = (flags.batch, pixels, pixels, features), (kernel, kernel, features, 1)
-        yield from _rows(flags, name, functools.partial(_depthwise, strides=strides), image, weights)
+        op = functools.partial(tf.nn.depthwise_conv2d, strides=[1, strides, strides, 1], padding="SAME")
+        yield from _rows(flags, name, op, image, weights)
     for pixels, features, size, strides, padding in POOLS[:few]:
-        pool = functools.partial(_pool, size=size, strides=strides, padding=padding)
         name = f"max-pool {size}x{size}/{strides} {padding} of {pixels}x{pixels}x{features}"
-        yield from _rows(flags, name, pool, (flags.batch, pixels, pixels, features))
+        op = functools.partial(tf.nn.max_pool2d, ksize=size, strides=strides, padding=padding)
+        yield from _rows(flags, name, op, (flags.batch, pixels, pixels, features))
     for rows, features, results in PRODUCTS[:few]:
         name = f"product {rows}x{features} @ {features}x{results}"
-        yield from _rows(flags, name, _product, (flags.batch, rows, features), (features, results))
+        yield from _rows(flags, name, tf.matmul, (flags.batch, rows, features), (features, results))
 
 
 def _rows(flags: argparse.Namespace, name: str, op: Callable[..., Any], *shapes: tuple[int, ...]) -> Iterator[Row]:
     """Rows for an operation and for the gradient of each operand; without those that no rule fits."""
-    import tensorflow as tf
-
     random = np.random.default_rng(1)
     operands = [tf.Variable(random.standard_normal(shape, np.float32)) for shape in shapes]
     after = tf.Variable(random.standard_normal(op(*operands).shape, np.float32))
@@ -93,11 +89,6 @@ def _rows(flags: argparse.Namespace, name: str, op: Callable[..., Any], *shapes:
 
 
 def _row(flags: argparse.Namespace, name: str, body: Callable[[], Any]) -> Row | None:
-    from replica_engine import xla
-    from replica_engine.pjrt import rewrites
-    from replica_engine.pjrt.rewrites import convolutions
-    from replica_engine.pjrt.stablehlo.markers import expand_markers
-
     lowered = xla.lower(lambda: body(), num_replicas=1)
     rule = (lambda each: True) if flags.all_shapes else convolutions.is_slow
     with mock.patch.object(convolutions, "is_slow", rule):
@@ -109,9 +100,8 @@ def _row(flags: argparse.Namespace, name: str, body: Callable[[], Any]) -> Row |
             programs[who] = lowered.compile()
     sums = {who: float(np.abs(program()[0].numpy()).sum()) for who, program in programs.items()}
     check = same("sum of the absolute values", sums, 1e-4)
-    timed = {who: functools.partial(_processor, program, flags.launches) for who, program in programs.items()}
-    figures = interleaved(timed, flags.repeats)
-    return Row(GROUP, name, figures, replicas=1, check=check, note="processor time")
+    figures = interleaved(programs, flags.repeats, lambda program: _processor(program, flags.launches))
+    return Row("cpu_rewrites", name, figures, replicas=1, check=check, note="processor time")
 
 
 def _processor(program: Callable[[], Any], times: int) -> float:
@@ -120,30 +110,6 @@ def _processor(program: Callable[[], Any], times: int) -> float:
     for _ in range(times):
         program()
     return (time.process_time() - begin) / times * 1e3
-
-
-def _convolution(x: Any, w: Any, strides: int) -> Any:
-    import tensorflow as tf
-
-    return tf.nn.conv2d(x, w, strides, "SAME")
-
-
-def _depthwise(x: Any, w: Any, strides: int) -> Any:
-    import tensorflow as tf
-
-    return tf.nn.depthwise_conv2d(x, w, [1, strides, strides, 1], "SAME")
-
-
-def _pool(x: Any, size: int, strides: int, padding: str) -> Any:
-    import tensorflow as tf
-
-    return tf.nn.max_pool2d(x, size, strides, padding)
-
-
-def _product(x: Any, w: Any) -> Any:
-    import tensorflow as tf
-
-    return tf.matmul(x, w)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """The cost of a training step with many steps per launch, beside one step per launch and JAX in the same process.
 
-    python -m benchmarks.device_loop [--models linear,mlp] [--steps 1,10,100] [--replicas 2] [--repeats 5] [--quick]
-        [--json out.json]
-
 `run_steps`, and `run` in a Python loop, get the same inputs: NumPy arrays from a generator that repeats a few of them,
 or batches of a distributed dataset. JAX's `fori_loop` reads batches that are on the devices before the clock starts, so
 it never waits for input: it is the lower limit. In another row it gets NumPy arrays through an ordered `io_callback`,
@@ -14,19 +11,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import tensorflow as tf
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec
 
-from benchmarks import command
+from benchmarks import command, jax_programs
+from benchmarks.contenders import COMPILED, mean_of, replica_step_of, start, strategy_of
+from benchmarks.jax_programs import SAME, SPLIT, mapped, mesh_of, on_devices
 from benchmarks.measure import Row, interleaved, milliseconds, same
-from benchmarks.shared_models import BATCHES, MODELS, JaxOps, Model, Ops, TensorFlowOps
+from benchmarks.shared_models import BATCHES, MODELS, Model, Ops
 from benchmarks.train_step import TOLERANCE
 
-AT_LEAST = 20
-"""The number of steps that are timed together, in one or more launches."""
+AT_LEAST = 20  # the number of steps that are timed together, in one or more launches
 
 FED, LIMIT = "JAX, NumPy", "JAX"
 """The names of the two JAX contenders."""
@@ -49,54 +51,35 @@ TRAINED = {
 """The models, by name."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """One way to train, with the initial weights.
+class Contender(NamedTuple):
+    """One way to train, with the initial weights."""
 
-    Attributes:
-        name: the name in the table.
-        peer: the name of the contender that gets the same inputs with one step per launch; None for JAX.
-        launch: the number of steps per launch.
-        train: makes the given number of launches, waits for their end, and returns the losses of the last step.
-        mean: the mean of the losses that `train` returned.
-    """
-
-    name: str
-    peer: str | None
-    launch: int
+    launch: int  # the number of steps per launch
+    # makes the given number of launches, waits for their end, and returns the losses of the last step
     train: Callable[[int], Any]
-    mean: Callable[[Any], float]
+    mean: Callable[[Any], float]  # the mean of the losses that `train` returned
+
+    def per_step(self) -> float:
+        """Milliseconds per step."""
+        launches = -(-AT_LEAST // self.launch)
+        return milliseconds(lambda: self.train(launches)) / (launches * self.launch)
 
 
-def contenders(model: Model, replicas: int, launch: int) -> list[Contender]:
+def contenders(model: Model, replicas: int, launch: int) -> dict[str, Contender]:
     """All contenders. Those with device loops take `launch` steps per launch."""
-    return [
-        *(tpu_strategy(model, replicas, inputs, launch) for inputs in INPUTS),
-        *(tpu_strategy(model, replicas, inputs) for inputs in INPUTS),
-        jax_fori_loop(model, replicas, launch, fed=True),
-        jax_fori_loop(model, replicas, launch),
-    ]
+    return {
+        **{f"run_steps, {inputs}": tpu_strategy(model, replicas, inputs, launch) for inputs in INPUTS},
+        **{f"run, {inputs}": tpu_strategy(model, replicas, inputs) for inputs in INPUTS},
+        FED: jax_fori_loop(model, replicas, launch, fed=True),
+        LIMIT: jax_fori_loop(model, replicas, launch),
+    }
 
 
 def tpu_strategy(model: Model, replicas: int, inputs: str, launch: int | None = None) -> Contender:
     """`TPUStrategy`: `run_steps` with `launch` steps per launch, or `run` for each step."""
-    import tensorflow as tf
-
-    import replica_engine
-
-    ops = TensorFlowOps()
-    strategy = replica_engine.TPUStrategy(num_cores=replicas)
-    with strategy.scope():
-        weights = [tf.Variable(value) for value in model.weights()]
+    strategy = strategy_of(COMPILED, replicas)
+    replica_step = replica_step_of(strategy, model)
     batches = INPUTS[inputs](model, strategy)
-
-    def replica_step(x: Any, labels: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = model.loss(ops, weights, x, labels)
-        totals = tf.distribute.get_replica_context().all_reduce("SUM", tape.gradient(loss, weights))
-        for weight, total in zip(weights, totals, strict=True):
-            weight.assign_sub(model.rate / replicas * total)
-        return loss
 
     def loop_step(context: Any, x: Any, labels: Any) -> None:
         context.set_last_step_output("loss", replica_step(x, labels))
@@ -111,36 +94,20 @@ def tpu_strategy(model: Model, replicas: int, inputs: str, launch: int | None = 
             context = strategy.run_steps(loop_step, batches, launch)
         return context.last_step_outputs["loss"]
 
-    def mean(losses: Any) -> float:
-        return float(np.mean([loss.numpy() for loss in strategy.experimental_local_results(losses)]))
-
-    peer = f"run, {inputs}"
-    if launch is None:
-        return Contender(peer, peer, 1, run, mean)
-    return Contender(f"run_steps, {inputs}", peer, launch, run_steps, mean)
+    return Contender(launch or 1, run if launch is None else run_steps, lambda losses: mean_of(strategy, losses))
 
 
 def jax_fori_loop(model: Model, replicas: int, launch: int, fed: bool = False) -> Contender:
     """JAX: a loop on the devices, over batches that are on the devices before, or that the host feeds in."""
-    import jax
-    from jax.experimental import io_callback
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    ops = JaxOps()
-    mesh = Mesh(np.array(jax.devices()[:replicas]), ("replica",))
-    split, same, stacked = PartitionSpec("replica"), PartitionSpec(), PartitionSpec(None, "replica")
-    on_host = [(x[0], labels[0]) for x, labels in model.data(1)]
+    mesh, stacked = mesh_of(replicas), PartitionSpec(None, "replica")
+    replica_step = jax_programs.replica_step_of(model, replicas)
+    on_host = _repeated(model)
     described = tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in on_host[0])
 
     def batch(index: Any, x: Any, labels: Any) -> tuple[Any, Any]:
         if fed:
             return io_callback(lambda index: on_host[int(index)], described, index, ordered=True)
         return x[index, 0], labels[index, 0]
-
-    def replica_step(weights: list[Any], x: Any, labels: Any) -> tuple[list[Any], Any]:
-        loss, gradients = jax.value_and_grad(lambda weights: model.loss(ops, weights, x, labels))(weights)
-        totals = jax.lax.psum(gradients, "replica")
-        return [weight - model.rate / replicas * total for weight, total in zip(weights, totals, strict=True)], loss
 
     def replica_loop(weights: list[Any], first: Any, x: Any, labels: Any) -> tuple[list[Any], Any]:
         def step(index: Any, state: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
@@ -149,14 +116,10 @@ def jax_fori_loop(model: Model, replicas: int, launch: int, fed: bool = False) -
         weights, loss = jax.lax.fori_loop(0, launch, step, (weights, np.float32(0)))
         return weights, loss[None]
 
-    # With check_vma, shard_map would sum the gradients itself, and psum would sum them again.
-    mapped = jax.shard_map(
-        replica_loop, mesh=mesh, in_specs=(same, same, stacked, stacked), out_specs=(same, split), check_vma=False
-    )
-    compiled = jax.jit(mapped, donate_argnums=0)
-    weights = jax.device_put(model.weights(), NamedSharding(mesh, same))
+    compiled = mapped(replica_loop, mesh, (SAME, SAME, stacked, stacked), (SAME, SPLIT), donated=0)
+    weights = on_devices(mesh, model.weights(), SAME)
     columns = [np.repeat(np.stack(column), replicas, axis=1) for column in zip(*model.data(1), strict=True)]
-    batches = jax.device_put(columns, NamedSharding(mesh, stacked))
+    batches = on_devices(mesh, columns, stacked)
     done = 0
 
     def train(launches: int) -> Any:
@@ -168,71 +131,53 @@ def jax_fori_loop(model: Model, replicas: int, launch: int, fed: bool = False) -
             jax.block_until_ready(losses)
         return losses
 
-    return Contender(FED if fed else LIMIT, None, launch, train, lambda losses: float(np.mean(losses)))
+    return Contender(launch, train, lambda losses: float(np.mean(losses)))
 
 
-def numpy_batches(model: Model, strategy: Any) -> Iterator[Any]:
-    """Arrays; every replica gets the same one."""
-    batches = [(x[0], labels[0]) for x, labels in model.data(1)]
-    while True:
-        yield from batches
+def _repeated(model: Model) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The batches that every replica gets."""
+    return [(x[0], labels[0]) for x, labels in model.data(1)]
 
 
 def distributed_batches(model: Model, strategy: Any) -> Iterator[Any]:
     """The same arrays from a distributed dataset, whose batch has one part for each replica."""
-    import tensorflow as tf
-
     replicas = strategy.num_replicas_in_sync
     columns = [
-        np.concatenate([np.repeat(part, replicas, axis=0).reshape(-1, *part.shape[2:]) for part in column])
-        for column in zip(*model.data(1), strict=True)
+        np.concatenate([part for part in column for _ in range(replicas)])
+        for column in zip(*_repeated(model), strict=True)
     ]
-    data = (
-        tf.data.Dataset.from_tensor_slices(tuple(columns)).repeat().batch(model.batch * replicas, drop_remainder=True)
-    )
-    return iter(strategy.experimental_distribute_dataset(data))
+    data = tf.data.Dataset.from_tensor_slices(tuple(columns)).repeat()
+    return iter(strategy.experimental_distribute_dataset(data.batch(model.batch * replicas, drop_remainder=True)))
 
 
-INPUTS = {"NumPy": numpy_batches, "tf.data": distributed_batches}
-"""The sources of batches, by name."""
-
-
-def per_step(contender: Contender) -> float:
-    """Milliseconds per step."""
-    launches = -(-AT_LEAST // contender.launch)
-    return milliseconds(lambda: contender.train(launches)) / (launches * contender.launch)
+INPUTS = {
+    "NumPy": lambda model, strategy: itertools.cycle(_repeated(model)),
+    "tf.data": distributed_batches,
+}
+"""The sources of batches, by name. Every replica gets the same ones."""
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Yields a row for `run_steps` with each kind of input, model and number of steps."""
-    from benchmarks.contenders import start
-
     start(flags.replicas)
     for name in flags.models:
         for launch in [steps for steps in flags.steps if steps <= MOST[name]]:
             every = contenders(TRAINED[name], flags.replicas, launch)
-            losses = {each.name: each.mean(each.train(launch // each.launch)) for each in every}
+            losses = {who: each.mean(each.train(launch // each.launch)) for who, each in every.items()}
             check = same(f"loss after {launch} steps", losses, TOLERANCE)
-            figures = interleaved({each.name: functools.partial(per_step, each) for each in every}, flags.repeats)
-            for each in every:
-                if each.peer not in (None, each.name):
-                    yield Row(
-                        "device_loop",
-                        f"{name}, {launch} a launch",
-                        {who: figures[who] for who in (each.name, each.peer, FED, LIMIT)},
-                        unit="ms a step",
-                        replicas=flags.replicas,
-                        check=check,
-                    )
+            figures = interleaved(every, flags.repeats, Contender.per_step)
+            for inputs in INPUTS:
+                shown = {who: figures[who] for who in (f"run_steps, {inputs}", f"run, {inputs}", FED, LIMIT)}
+                title = f"{name}, {launch} a launch"
+                yield Row("device_loop", title, shown, "ms a step", flags.replicas, check=check)
 
 
 if __name__ == "__main__":
+    steps = f"steps in a launch, of a model at most {MOST}"
     command.main(
         __doc__,
         measure,
-        command.Option("models", "linear,mlp", "linear", "models to train", command.choose_some("linear", "mlp")),
-        command.Option(
-            "steps", "1,10,100,1000", "1,10", f"steps in a launch, of a model at most {MOST}", command.numbers
-        ),
+        command.models(TRAINED, "linear"),
+        command.Option("steps", "1,10,100,1000", "1,10", steps, command.numbers),
         command.Option("replicas", "2", "2", "number of replicas"),
     )

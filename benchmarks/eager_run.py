@@ -1,7 +1,5 @@
 """The cost of one eager `strategy.run`, beside tf.distribute.MirroredStrategy in the same process.
 
-    python -m benchmarks.eager_run [--replicas 2,4,8] [--runs 100] [--repeats 5] [--quick] [--json out.json]
-
 The bodies do almost nothing, on logical CPU devices, so the cost is that of the engine. tf.distribute uses its fastest
 all-reduce for CPUs; its default, a ring of collectives, takes twice as long. The other peer is the lower limit of a
 round: N + 1 bare hand-overs between threads.
@@ -14,14 +12,18 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
+import replica_engine
 from benchmarks import command
+from benchmarks.contenders import THEIRS, THREADS, distributed, strategy_of
 from benchmarks.measure import Row, WrongResult, interleaved, milliseconds
+from replica_engine.engine.thread_pool import Event, ReplicaThread
 
 TARGETS = {"empty": 0.45, "one merge call": 0.55}
 """The ratios to tf.distribute that are aimed at, by body: with two replicas. With more, tf.distribute loses."""
 
-WARM_UP = 10
-"""The number of runs before the clock starts."""
+WARM_UP = 10  # the number of runs before the clock starts
 
 
 def empty(_: Any) -> None:
@@ -30,15 +32,11 @@ def empty(_: Any) -> None:
 
 def one_merge_call(_: Any) -> None:
     """Makes one empty merge call."""
-    import tensorflow as tf
-
     tf.distribute.get_replica_context().merge_call(lambda strategy: None)
 
 
 def four_all_reduces(value: Any) -> Any:
     """Makes four all-reduces of 1 KiB."""
-    import tensorflow as tf
-
     context = tf.distribute.get_replica_context()
     for _ in range(4):
         value = context.all_reduce("MEAN", value)
@@ -51,22 +49,7 @@ BODIES = {"empty": empty, "one merge call": one_merge_call, "four all-reduces of
 
 def ready(strategy: Any) -> Any:
     """The argument of the bodies: 1 KiB, different on each replica."""
-    import tensorflow as tf
-
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.fill([256], float(context.replica_id_in_sync_group))
-    )
-
-
-def strategies(replicas: int) -> tuple[Any, Any]:
-    """This library's strategy, and TensorFlow's with its fastest all-reduce for CPUs."""
-    import tensorflow as tf
-
-    import replica_engine
-
-    devices = replica_engine.logical_devices(replicas)
-    theirs = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
-    return replica_engine.MirroredStrategy(devices), theirs
+    return distributed(strategy, [[float(index)] * 256 for index in range(strategy.num_replicas_in_sync)])
 
 
 def check_same(ours: Any, theirs: Any, body: Callable[[Any], Any] = four_all_reduces) -> str:
@@ -86,15 +69,13 @@ def check_same(ours: Any, theirs: Any, body: Callable[[Any], Any] = four_all_red
 
 def run(strategy: Any, body: Callable[[Any], Any], runs: int) -> Callable[[], float]:
     """Milliseconds per run, after some runs that are not timed."""
-    args = (ready(strategy),)
-    milliseconds(lambda: strategy.run(body, args=args), WARM_UP)
-    return lambda: milliseconds(lambda: strategy.run(body, args=args), runs)
+    once = functools.partial(strategy.run, body, args=(ready(strategy),))
+    milliseconds(once, WARM_UP)
+    return lambda: milliseconds(once, runs)
 
 
 def hand_overs(replicas: int, runs: int) -> float:
     """Milliseconds for N + 1 bare hand-overs between threads."""
-    from replica_engine.engine.thread_pool import Event, ReplicaThread
-
     back = Event()
     threads = [ReplicaThread(f"bare {index}") for index in range(replicas)]
     for thread in threads:
@@ -114,30 +95,19 @@ def hand_overs(replicas: int, runs: int) -> float:
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Yields a row for each body and number of replicas."""
-    import tensorflow as tf
-
-    import replica_engine
-
     replica_engine.logical_devices(max(flags.replicas))
     tf.get_logger().setLevel("ERROR")  # tf.distribute warns of the overhead that is measured here
     for replicas in flags.replicas:
-        ours, theirs = strategies(replicas)
-        check = check_same(ours, theirs)
+        pair = {name: strategy_of(name, replicas) for name in (THREADS, THEIRS)}
+        check = check_same(*pair.values())
         for name, body in BODIES.items():
-            contenders: dict[str, Callable[[], float]] = {
-                "MirroredStrategy": run(ours, body, flags.runs),
-                "tf.distribute": run(theirs, body, flags.runs),
-                "bare hand-overs": functools.partial(hand_overs, replicas, flags.runs),
-            }
+            contenders = {who: run(strategy, body, flags.runs) for who, strategy in pair.items()}
+            contenders["bare hand-overs"] = functools.partial(hand_overs, replicas, flags.runs)
             figures = interleaved(contenders, flags.repeats)
-            targets = {"tf.distribute": TARGETS[name]} if name in TARGETS else {}
+            targets = {THEIRS: TARGETS[name]} if name in TARGETS else {}
             yield Row("eager_run", name, figures, replicas=replicas, targets=targets, check=check)
 
 
 if __name__ == "__main__":
-    command.main(
-        __doc__,
-        measure,
-        command.Option("replicas", "2,4,8", "2", "numbers of replicas", command.numbers),
-        command.Option("runs", "100", "10", "runs per repeat"),
-    )
+    runs = command.Option("runs", "100", "10", "runs per repeat")
+    command.main(__doc__, measure, command.replicas("2,4,8"), runs)

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
-    """Calls a function of a module in a new process, which ends afterwards. Arguments and result are pickled.
-
-    Returns:
-        The result of the function.
+    """The result of a function of a module in a new process, which ends afterwards. Arguments and result are pickled.
 
     Raises:
         Exception: what the function raised, or `BrokenProcessPool` if the process died.

@@ -1,8 +1,5 @@
 """How the cost of a run grows with the number of replicas, the size of the model and the number of merge calls.
 
-    python -m benchmarks.growth [--replicas 1,2,4,8,16,32,64] [--sizes 1,10,100,1000,10000,100000]
-        [--merge-calls 0,1,2,5,10,20,50,100] [--runs 100] [--repeats 5] [--quick] [--json out.json]
-
 Measures the points of three plots, which `picture` draws. Fits a straight line to the points of each contender: its
 slope is the cost of one more replica, MB or merge call. A point is weighted by the inverse of its value, so that the
 line fits small and large values equally well. The line is fitted for each repeat, so that the slope has a spread too.
@@ -12,115 +9,82 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
+import replica_engine
 from benchmarks import command
-from benchmarks.eager_run import empty, strategies
+from benchmarks.contenders import COMPILED, THEIRS, THREADS, strategy_of
+from benchmarks.eager_run import empty
 from benchmarks.measure import Row, fitted, interleaved, milliseconds, same
 
-GROUP = "growth"
+TRAINING = 2  # the number of replicas in plots that vary something else
 
-OURS, COMPILED, THEIRS = "MirroredStrategy", "TPUStrategy", "tf.distribute"
-
-TRAINING = 2
-"""The number of replicas in plots that vary something else."""
-
-MOST_STEPS = 20
-"""Of the smallest model, a repeat; larger ones take fewer."""
+MOST_STEPS = 20  # of the smallest model, a repeat; larger ones take fewer
 
 
-def by_replicas(counts: Sequence[int], runs: int, repeats: int) -> Iterator[Row]:
+def by_replicas(flags: argparse.Namespace) -> Iterator[Row]:
     """An eager run of an empty body."""
-    for replicas in counts:
-        pair = dict(zip((OURS, THEIRS), strategies(replicas), strict=True))
-        few = max(2, runs // replicas)
-        figures = _timed(
-            {who: functools.partial(strategy.run, empty, args=(None,)) for who, strategy in pair.items()}, few, repeats
-        )
-        yield Row(GROUP, "empty run", figures, replicas=replicas, axis="replicas", at=replicas)
+    for replicas in flags.replicas:
+        runs = {
+            who: functools.partial(strategy_of(who, replicas).run, empty, args=(None,)) for who in (THREADS, THEIRS)
+        }
+        figures = _timed(runs, max(2, flags.runs // replicas), flags.repeats)
+        yield Row("growth", "empty run", figures, replicas=replicas, axis="replicas", at=replicas)
 
 
-def by_size(kilobytes: Sequence[int], repeats: int) -> Iterator[Row]:
+def by_size(flags: argparse.Namespace) -> Iterator[Row]:
     """A step in a `tf.function` that updates one variable with the all-reduced mean of a tensor of its size."""
-    for size in kilobytes:
-        steps, totals = {}, {}
-        for who, strategy in _trainers().items():
-            steps[who], totals[who] = _update(strategy, size)
+    for size in flags.sizes:
+        both = {who: _update(strategy_of(who, TRAINING), size) for who in (THREADS, THEIRS, COMPILED)}
+        steps = {who: step for who, (step, _) in both.items()}
         for step in steps.values():
             step()
-        check = same("mean of the elements", {who: total() for who, total in totals.items()}, 1e-5)
-        few = max(2, MOST_STEPS // (1 + size // 1000))
-        figures = _timed(steps, few, repeats)
-        for shown in ((OURS, THEIRS), (COMPILED,)):
-            yield Row(
-                GROUP,
-                "all-reduce and update",
-                {who: figures[who] for who in shown},
-                replicas=TRAINING,
-                check=check,
-                axis="KB",
-                at=size,
-            )
+        check = same("mean of the elements", {who: total() for who, (_, total) in both.items()}, 1e-5)
+        figures = _timed(steps, max(2, MOST_STEPS // (1 + size // 1000)), flags.repeats)
+        for contenders in ((THREADS, THEIRS), (COMPILED,)):
+            shown = {who: figures[who] for who in contenders}
+            yield Row("growth", "all-reduce and update", shown, replicas=TRAINING, check=check, axis="KB", at=size)
 
 
-def by_merge_calls(counts: Sequence[int], runs: int, repeats: int) -> Iterator[Row]:
+def by_merge_calls(flags: argparse.Namespace) -> Iterator[Row]:
     """An eager run with the given number of empty merge calls."""
-    import tensorflow as tf
-
-    pair = dict(zip((OURS, THEIRS), strategies(TRAINING), strict=True))
-    for count in counts:
+    pair = {who: strategy_of(who, TRAINING) for who in (THREADS, THEIRS)}
+    for count in flags.merge_calls:
 
         def body(count: int = count) -> int:
             context = tf.distribute.get_replica_context()
             return sum(context.merge_call(lambda strategy: 1) for _ in range(count))
 
-        sums = {
-            who: float(strategy.experimental_local_results(strategy.run(body))[0]) for who, strategy in pair.items()
-        }
+        runs = {who: functools.partial(strategy.run, body) for who, strategy in pair.items()}
+        sums = {who: float(pair[who].experimental_local_results(run())[0]) for who, run in runs.items()}
         check = same("merge calls returned", sums)
-        few = max(2, runs // (1 + count))
-        figures = _timed({who: functools.partial(strategy.run, body) for who, strategy in pair.items()}, few, repeats)
-        yield Row(GROUP, "run", figures, replicas=TRAINING, check=check, axis="merge calls", at=count)
+        figures = _timed(runs, max(2, flags.runs // (1 + count)), flags.repeats)
+        yield Row("growth", "run", figures, replicas=TRAINING, check=check, axis="merge calls", at=count)
 
 
 def slopes(rows: Iterable[Row]) -> Iterator[Row]:
     """For each line with at least two points, the cost of one more unit of its axis."""
-    lines: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    lines: dict[tuple[str, str, str], list[tuple[float, list[float]]]] = {}
     for row in rows:
-        for who in row.figures:
-            lines.setdefault((row.name, row.axis), {}).setdefault(who, []).append(row)
-    for (name, axis), contenders in lines.items():
-        for who, points in contenders.items():
-            if len(points) < 2:
-                continue
-            repeats = len(points[0].figures[who])
-            at = [point.at or 0.0 for point in points]
-            fits = [fitted([(x, p.figures[who][i]) for x, p in zip(at, points, strict=True)]) for i in range(repeats)]
-            starts, added = zip(*fits, strict=True)
-            middle = sorted(starts)[repeats // 2]
-            yield Row(
-                GROUP,
-                f"{name}: slope by {axis}",
-                {who: [slope * 1e3 for slope in added]},
-                unit="us",
-                note=f"fitted from {min(at):,.0f} to {max(at):,.0f}; {middle:.3g} ms at 0",
-            )
-
-
-def _trainers() -> dict[str, Any]:
-    import replica_engine
-
-    return {
-        **dict(zip((OURS, THEIRS), strategies(TRAINING), strict=True)),
-        COMPILED: replica_engine.TPUStrategy(num_cores=TRAINING),
-    }
+        for who, figures in row.figures.items():
+            lines.setdefault((row.name, row.axis, who), []).append((row.at or 0.0, figures))
+    for (name, axis, who), points in lines.items():
+        if len(points) < 2:
+            continue
+        at = [x for x, _ in points]
+        repeats = zip(*[figures for _, figures in points], strict=True)
+        starts, added = zip(*[fitted([*zip(at, figures, strict=True)]) for figures in repeats], strict=True)
+        note = f"fitted from {min(at):,.0f} to {max(at):,.0f}; {statistics.median_high(starts):.3g} ms at 0"
+        yield Row("growth", f"{name}: slope by {axis}", {who: [slope * 1e3 for slope in added]}, unit="us", note=note)
 
 
 def _update(strategy: Any, kilobytes: int) -> tuple[Callable[[], Any], Callable[[], float]]:
     """A step that updates a variable of this size, and a function for the mean of its elements."""
-    import tensorflow as tf
-
     with strategy.scope():
         weights = tf.Variable(tf.zeros([kilobytes * 1000 // 4]))
 
@@ -140,26 +104,17 @@ def _timed(contenders: dict[str, Callable[[], Any]], times: int, repeats: int) -
     """Milliseconds per call, after some calls that are not timed."""
     for call in contenders.values():
         milliseconds(call, 2)
-    return interleaved({who: functools.partial(milliseconds, call, times) for who, call in contenders.items()}, repeats)
+    return interleaved(contenders, repeats, lambda call: milliseconds(call, times))
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Yields the points of each plot, and then the slopes."""
-    import tensorflow as tf
-
-    import replica_engine
-
     replica_engine.logical_devices(max(*flags.replicas, TRAINING))
     tf.get_logger().setLevel("ERROR")  # tf.distribute warns of the overhead that is measured here
     rows = []
-    for plot in (
-        by_replicas(flags.replicas, flags.runs, flags.repeats),
-        by_size(flags.sizes, flags.repeats),
-        by_merge_calls(flags.merge_calls, flags.runs, flags.repeats),
-    ):
-        for row in plot:
-            rows.append(row)
-            yield row
+    for row in itertools.chain(by_replicas(flags), by_size(flags), by_merge_calls(flags)):
+        rows.append(row)
+        yield row
     yield from slopes(rows)
 
 
@@ -167,10 +122,8 @@ if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("replicas", "1,2,4,8,16,32,64", "1,2,4", "numbers of replicas", command.numbers),
+        command.replicas("1,2,4,8,16,32,64", "1,2,4"),
         command.Option("sizes", "1,10,100,1000,10000,100000", "1,100", "sizes of the model in KB", command.numbers),
-        command.Option(
-            "merge_calls", "0,1,2,5,10,20,50,100", "0,1,10", "numbers of merge calls in a run", command.counts
-        ),
+        command.Option("merge_calls", "0,1,2,5,10,20,50,100", "0,1,10", "merge calls in a run", command.counts),
         command.Option("runs", "100", "5", "runs per repeat; fewer if they take long"),
     )

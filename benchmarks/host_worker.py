@@ -1,19 +1,17 @@
-"""One worker of one contender in the benchmark of several processes: does what it is told, line by line.
+"""One worker of one contender in the benchmark of several processes: does what it is told, order by order.
 
-    python -m benchmarks.host_worker CONTENDER INDEX WORKERS REPLICAS ADDRESS...
-
-It reads a JSON line for each order and answers with one: milliseconds for each, and the number to compare. All workers
+It answers each order with milliseconds for each, and the number to compare. All workers
 of a contender get the same orders, and the clock is that of each worker. `CONTENDERS` is the place for another library
-or strategy: a class with `all_reduce` and, if it trains, `train`.
+or strategy: a class with `all_reduce` and, if it trains, `train`. Only the libraries of the contender are imported.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contenders import Contender, jax_contender, strategy_contender
 from benchmarks.measure import milliseconds
-from benchmarks.shared_models import MODELS, TorchOps
+from benchmarks.shared_models import MODELS, Contender, torch_ops
 
 Do = Callable[[], Any]
 """Does it once and waits for its end; returns the result."""
@@ -33,12 +30,12 @@ class OnTensorFlow:
     """A strategy of TensorFlow's kind.
 
     Args:
-        make: makes the strategy.
+        strategy: the strategy.
         in_function: whether its steps are in a `tf.function`.
     """
 
-    def __init__(self, make: Callable[[], Any], in_function: bool = True):
-        self.strategy = make()
+    def __init__(self, strategy: Any, in_function: bool = True):
+        self.strategy = strategy
         self._in_function = in_function
 
     def all_reduce(self, size: int) -> Do:
@@ -51,15 +48,13 @@ class OnTensorFlow:
             own = tf.identity(own)  # tf.distribute does not take an argument itself
             return tf.distribute.get_replica_context().all_reduce("SUM", own)
 
-        def step(values: Any) -> Any:
-            return self.strategy.run(body, args=(values,))
-
-        if self._in_function:
-            step = tf.function(step)
+        step = tf.function(lambda values: self.strategy.run(body, args=(values,)))
         return lambda: self.strategy.experimental_local_results(step(ones))[0].numpy()[0]
 
     def train(self, name: str) -> Do:
         """One step of a model; returns the loss of this worker's replicas."""
+        from benchmarks.contenders import strategy_contender
+
         return _steps(strategy_contender("", self.strategy, MODELS[name], self._in_function))
 
 
@@ -74,7 +69,7 @@ class Threads(OnTensorFlow):
         _set_cluster(index, addresses)
         one = tf.config.LogicalDeviceConfiguration()
         tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], [one] * replicas)
-        super().__init__(replica_engine.MultiWorkerMirroredStrategy)
+        super().__init__(replica_engine.MultiWorkerMirroredStrategy())
 
     def launches(self, told: bool) -> Do:
         """Steps of a millisecond, of which the job is told or not; returns the processor milliseconds of a step."""
@@ -102,7 +97,7 @@ class Compiled(OnTensorFlow):
 
         _set_cluster(index, addresses)
         cpus = replica_engine.xla.PjrtClusterResolver("cpu")
-        super().__init__(lambda: replica_engine.TPUStrategy(cpus, num_cores=workers * replicas), in_function=False)
+        super().__init__(replica_engine.TPUStrategy(cpus, num_cores=workers * replicas), in_function=False)
 
     def all_reduce(self, size: int) -> Do:
         """As `OnTensorFlow.all_reduce`, from a variable to a variable, so that the numbers stay on the devices."""
@@ -125,9 +120,7 @@ class TfDistribute(OnTensorFlow):
         import tensorflow as tf
 
         _set_cluster(index, addresses)
-        super().__init__(tf.distribute.MultiWorkerMirroredStrategy)
-        if replicas != 1:
-            raise ValueError("it has one replica for each worker without GPUs")
+        super().__init__(tf.distribute.MultiWorkerMirroredStrategy())
 
 
 class Jax:
@@ -146,16 +139,16 @@ class Jax:
         """As `OnTensorFlow.all_reduce`."""
         import jax
 
-        split, same = jax.sharding.PartitionSpec("replica"), jax.sharding.PartitionSpec()
-        ones = self._on_devices(np.ones([len(jax.devices()), size // 4], np.float32), split)
-        mapped = jax.shard_map(
-            lambda own: jax.lax.psum(own[0], "replica"), mesh=self._mesh, in_specs=split, out_specs=same
-        )
-        compiled = jax.jit(mapped)
+        from benchmarks.jax_programs import SAME, SPLIT, mapped
+
+        ones = self._on_devices(np.ones([len(jax.devices()), size // 4], np.float32), SPLIT)
+        compiled = mapped(lambda own: jax.lax.psum(own[0], "replica"), self._mesh, SPLIT, SAME)
         return lambda: float(np.asarray(compiled(ones).addressable_shards[0].data)[0])
 
     def train(self, name: str) -> Do:
         """As `OnTensorFlow.train`."""
+        from benchmarks.jax_programs import jax_contender
+
         return _steps(jax_contender(MODELS[name], self._mesh, self._on_devices))
 
     def _on_devices(self, values: Any, spec: Any) -> Any:
@@ -194,7 +187,7 @@ class Gloo:
         """As `OnTensorFlow.train`; all gradients are summed as one tensor, as DistributedDataParallel sums a bucket."""
         import torch
 
-        model, ops = MODELS[name], TorchOps()
+        model, ops = MODELS[name], torch_ops()
         weights = [torch.tensor(value, requires_grad=True) for value in model.weights()]
         batches = [
             (torch.tensor(x[self._index]), torch.tensor(labels[self._index], dtype=torch.int64))
@@ -218,10 +211,9 @@ class Tcp:
     """The limit: a ring of sockets that carries what a ring must, 2 (N - 1) / N of the bytes, and adds nothing."""
 
     def __init__(self, index: int, workers: int, replicas: int, addresses: list[str]):
-        host, port = addresses[index].split(":")
-        following = addresses[(index + 1) % workers].split(":")
-        with socket.create_server((host, int(port))) as listener:
-            self._next = _connected(following[0], int(following[1]))
+        own, following = (_host_and_port(addresses[each % workers]) for each in (index, index + 1))
+        with socket.create_server(own) as listener:
+            self._next = _connected(following)
             self._before, _ = listener.accept()
         self._workers = workers
         for each in (self._next, self._before):
@@ -231,18 +223,21 @@ class Tcp:
         """Sends in as many rounds as a ring has, each to the next one while it receives from the one before."""
         part = bytes(max(size // self._workers, 1))
         found = bytearray(len(part))
+        fits = (
+            len(part) <= 1 << 16
+        )  # into the buffers of a connection, so that sending does not wait for the other side
 
         def once() -> float:
             for _ in range(2 * (self._workers - 1)):
                 sender = threading.Thread(target=self._next.sendall, args=(part,))
-                if len(part) > _FITS:
-                    sender.start()
-                else:
+                if fits:
                     self._next.sendall(part)
+                else:
+                    sender.start()
                 view = memoryview(found)
                 while view:
                     view = view[self._before.recv_into(view) :]
-                if len(part) > _FITS:
+                if not fits:
                     sender.join()
             return float(self._workers)
 
@@ -260,15 +255,18 @@ CONTENDERS: dict[str, Callable[[int, int, int, list[str]], Any]] = {
 """The ways to use several processes. Each takes the worker's index, the number of workers, the replicas of each, and
 addresses of this machine that nobody uses, one more than there are workers."""
 
-_FITS = 1 << 16  # bytes that fit into the buffers of a connection, so that sending does not wait for the other side
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, port = address.split(":")
+    return host, int(port)
 
 
-def _connected(host: str, port: int) -> socket.socket:
+def _connected(address: tuple[str, int]) -> socket.socket:
     while True:
         try:
-            return socket.create_connection((host, port), timeout=60.0)
+            return socket.create_connection(address, timeout=60.0)
         except ConnectionRefusedError:  # it is about to listen
-            threading.Event().wait(0.05)
+            time.sleep(0.05)
 
 
 def _set_cluster(index: int, addresses: list[str]) -> None:
@@ -280,26 +278,18 @@ def _set_cluster(index: int, addresses: list[str]) -> None:
 
 
 def _steps(contender: Contender) -> Do:
-    count = iter(range(10**9))
+    count = itertools.count()
     return lambda: contender.mean(contender.step(next(count)))
 
 
-def main() -> None:
-    """Follows orders until there are no more."""
-    name, index, workers, replicas, *addresses = sys.argv[1:]
-    answer = os.fdopen(os.dup(1), "w", buffering=1)
+def serve(pipe: Any, name: str, index: int, workers: int, replicas: int, addresses: list[str]) -> None:
+    """Follows orders, until its process is ended: runs in a process of its own."""
     os.dup2(2, 1)  # Gloo prints to stdout
-    contender = CONTENDERS[name](int(index), int(workers), int(replicas), addresses)
-    known = functools.cache(lambda what, argument: getattr(contender, what)(*[argument] * (argument is not None)))
-    print(json.dumps({"ready": True}), file=answer)
-    for line in sys.stdin:
-        what, argument, times = json.loads(line)
+    contender = CONTENDERS[name](index, workers, replicas, addresses)
+    known = functools.cache(lambda what, argument: getattr(contender, what)(argument))
+    pipe.send("ready")
+    while True:
+        what, argument, times = pipe.recv()
         do = known(what, argument)
-        first = do()
-        print(
-            json.dumps({"ms": milliseconds(do, times), "value": None if first is None else float(first)}), file=answer
-        )
-
-
-if __name__ == "__main__":
-    main()
+        value = float(do())
+        pipe.send((milliseconds(do, times), value))

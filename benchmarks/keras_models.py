@@ -8,13 +8,16 @@ is chosen before.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-BATCH = 16
-"""The number of examples of all replicas together."""
+from benchmarks import shared_models
+from benchmarks.shared_models import drawn
+
+BATCH = 16  # the number of examples of all replicas together
 
 IMAGE = (64, 64, 3)
 
@@ -29,61 +32,41 @@ LSTM_WORDS, LSTM_LENGTH, LSTM_WIDTH, LSTM_LAYERS = 10000, 20, 200, 2
 
 @dataclasses.dataclass(frozen=True)
 class KerasModel:
-    """A model and its data.
+    """A model and its data."""
 
-    Attributes:
-        title: the name in the table.
-        build: makes the model; its outputs are logits.
-        example: the shape of an example.
-        labels: the shape of the labels of an example.
-        classes: the number of classes.
-        ids: the number of different tokens in the examples; 0 for examples of real numbers.
-        batch_norm: whether replicas normalize with the statistics of their own part of the batch.
-        rate: the learning rate: large enough that a wrong update changes the second loss, and small enough that
-            rounding does not change it.
-    """
-
-    title: str
-    build: Callable[[], Any]
-    example: tuple[int, ...]
-    labels: tuple[int, ...] = ()
-    classes: int = CLASSES
-    ids: int = 0
-    batch_norm: bool = False
+    title: str  # the name in the table
+    build: Callable[[], Any]  # makes the model; its outputs are logits
+    example: tuple[int, ...]  # the shape of an example
+    labels: tuple[int, ...] = ()  # the shape of the labels of an example
+    classes: int = CLASSES  # the number of classes
+    ids: int = 0  # the number of different tokens in the examples; 0 for examples of real numbers
+    batch_norm: bool = False  # whether replicas normalize with the statistics of their own part of the batch
+    # the learning rate: large enough that a wrong update changes the second loss, and small enough that rounding does
+    # not change it
     rate: float = 0.01
+    batch: int = BATCH  # the number of examples in a batch, of all replicas or of one chip
+    batches: int = 1  # the number of batches in an epoch, of a model that `fit` trains
 
-    def data(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
-        """A batch and its labels."""
+    def data(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """So many examples and their labels."""
         random = np.random.default_rng(1)
-        x: np.ndarray
-        if self.ids:
-            x = random.integers(self.ids, size=(batch, *self.example), dtype=np.int32)
-        else:
-            x = random.standard_normal((batch, *self.example), dtype=np.float32)
-        return x, random.integers(self.classes, size=(batch, *self.labels), dtype=np.int32)
+        return drawn(random, (count, *self.example), self.ids), drawn(random, (count, *self.labels), self.classes)
 
 
-def initial(weights: Sequence[Any]) -> list[np.ndarray]:
-    """Initial values for the weights of a model: kernels and tables are random, and vectors are as Keras makes them."""
-    random = np.random.default_rng(0)
-    return [
-        (random.standard_normal(weight.shape) / np.sqrt(np.prod(weight.shape[:-1]))).astype(np.float32)
-        if len(weight.shape) > 1
-        else np.asarray(weight)
-        for weight in weights
-    ]
+def initial(model: Any) -> Any:
+    """A model with new weights: its kernels and tables are random, and its vectors stay as Keras makes them."""
+    weights = model.get_weights()
+    random = shared_models.initial(weight.shape for weight in weights)
+    model.set_weights([new if new.ndim > 1 else old for new, old in zip(random, weights, strict=True)])
+    return model
 
 
-def _resnet() -> Any:
+def images(kind: str, shape: tuple[int, int, int] = IMAGE, classes: int = CLASSES) -> Any:
+    """A model of `keras.applications`."""
     from keras import applications
 
-    return applications.ResNet50(weights=None, input_shape=IMAGE, classes=CLASSES, classifier_activation=None)
-
-
-def _mobilenet() -> Any:
-    from keras import applications
-
-    return applications.MobileNetV2(weights=None, input_shape=IMAGE, classes=CLASSES, classifier_activation=None)
+    made = getattr(applications, kind)
+    return made(weights=None, input_shape=shape, classes=classes, classifier_activation=None)
 
 
 def bert(width: int = BERT_WIDTH, layers_: int = BERT_LAYERS, heads: int = BERT_HEADS) -> Any:
@@ -120,17 +103,11 @@ def _lstm() -> Any:
 
 
 MODELS = {
-    "resnet": KerasModel("ResNet-50", _resnet, IMAGE, batch_norm=True, rate=3e-5),
-    "mobilenet": KerasModel("MobileNetV2", _mobilenet, IMAGE, batch_norm=True, rate=3e-5),
+    "resnet": KerasModel("ResNet-50", partial(images, "ResNet50"), IMAGE, batch_norm=True, rate=3e-5),
+    "mobilenet": KerasModel("MobileNetV2", partial(images, "MobileNetV2"), IMAGE, batch_norm=True, rate=3e-5),
     "bert": KerasModel("BERT tiny", bert, (BERT_LENGTH,), ids=BERT_WORDS),
     "lstm": KerasModel(
-        "LSTM language model",
-        _lstm,
-        (LSTM_LENGTH,),
-        labels=(LSTM_LENGTH,),
-        classes=LSTM_WORDS,
-        ids=LSTM_WORDS,
-        rate=10.0,
+        "LSTM language model", _lstm, (LSTM_LENGTH,), (LSTM_LENGTH,), LSTM_WORDS, ids=LSTM_WORDS, rate=10.0
     ),
 }
 """The models, by the name on the command line."""

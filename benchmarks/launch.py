@@ -1,8 +1,5 @@
 """The cost of Python around one launch of a compiled program, beside a call of `jax.jit` in the same process.
 
-    python -m benchmarks.launch [--replicas 2,4,8] [--runs 200] [--iterations 100] [--repeats 5] [--quick]
-        [--json out.json]
-
 The body adds 1 to a number and returns it, so almost all of the cost is around the launch. JAX runs the same program:
 `shard_map` over the same number of CPU devices, with the number donated, each call finished before the next. With many
 steps per launch, a step of `run_steps` should cost a fraction of that.
@@ -11,41 +8,32 @@ steps per launch, a step of `run_steps` should cost a fraction of that.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import tensorflow as tf
 
 from benchmarks import command
+from benchmarks.contenders import COMPILED, start, strategy_of
+from benchmarks.jax_programs import SAME, SPLIT, mapped, mesh_of, on_devices
 from benchmarks.measure import Row, interleaved, milliseconds, same
 
 PEER = "jax.jit"
 
-TARGETS = {"run": 1.2, "run_steps": 0.12}
-"""What a step may take, times a call of `jax.jit`."""
+TARGETS = {"run": 1.2, "run_steps": 0.12}  # what a step may take, times a call of `jax.jit`
 
-WARM_UP = 10
-"""Launches before the clock starts."""
+WARM_UP = 10  # launches before the clock starts
 
 
-@dataclasses.dataclass(frozen=True)
-class Contender:
-    """One way to launch the program.
+class Contender(NamedTuple):
+    """One way to launch the program."""
 
-    Attributes:
-        launch: makes one launch and waits for its end.
-        steps: the number of steps per launch.
-        total: the current value of the number: how often 1 was added.
-    """
-
-    launch: Callable[[], Any]
-    steps: int
-    total: Callable[[], float]
-
-    def timed(self, runs: int) -> float:
-        """Milliseconds per step."""
-        return milliseconds(self.launch, runs) / self.steps
+    launch: Callable[[], Any]  # makes one launch and waits for its end
+    steps: int  # the number of steps per launch
+    total: Callable[[], float]  # the current value of the number: how often 1 was added
 
     def checked(self) -> float:
         """How often each step of `WARM_UP` launches added 1."""
@@ -80,20 +68,14 @@ def run_steps(replicas: int, iterations: int) -> Contender:
 
 def jax_jit(replicas: int) -> Contender:
     """The same program in JAX."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    mesh = Mesh(np.array(jax.devices()[:replicas]), ("replica",))
-    split, same_on_all = PartitionSpec("replica"), PartitionSpec()
+    mesh = mesh_of(replicas)
 
     def add_one(number: Any) -> tuple[Any, Any]:
         number = number + 1.0
         return number, number[None]
 
-    mapped = jax.shard_map(add_one, mesh=mesh, in_specs=same_on_all, out_specs=(same_on_all, split), check_vma=False)
-    compiled = jax.jit(mapped, donate_argnums=0)
-    number = jax.device_put(np.float32(0), NamedSharding(mesh, same_on_all))
+    compiled = mapped(add_one, mesh, SAME, (SAME, SPLIT), donated=0)
+    number = on_devices(mesh, np.float32(0), SAME)
 
     def launch() -> Any:
         nonlocal number
@@ -105,55 +87,36 @@ def jax_jit(replicas: int) -> Contender:
 
 def _number(replicas: int) -> tuple[Any, Any]:
     """A strategy, and a variable in its scope."""
-    import tensorflow as tf
-
-    import replica_engine
-
-    strategy = replica_engine.TPUStrategy(num_cores=replicas)
+    strategy = strategy_of(COMPILED, replicas)
     with strategy.scope():
         return strategy, tf.Variable(0.0)
 
 
-def rows(replicas: int, flags: argparse.Namespace) -> Iterator[Row]:
-    """Yields a row for a launch, and one for a step in a launch with many steps."""
-    contenders = {
-        "run": run(replicas),
-        "run_steps": run_steps(replicas, flags.iterations),
-        PEER: jax_jit(replicas),
-    }
-    added = {who: contender.checked() for who, contender in contenders.items()}
-    check = same(f"each step's sum over {WARM_UP} launches", added)
-
-    def step(who: str) -> float:
-        return contenders[who].timed(max(1, flags.runs // contenders[who].steps))
-
-    figures = interleaved({who: functools.partial(step, who) for who in contenders}, flags.repeats)
-    for who, target in TARGETS.items():
-        steps = contenders[who].steps
-        yield Row(
-            "launch",
-            "one launch of a tiny body" if steps == 1 else f"a step of {steps} in a launch",
-            {f"TPUStrategy.{who}": figures[who], PEER: figures[PEER]},
-            replicas=replicas,
-            targets={PEER: target},
-            check=check,
-        )
-
-
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """Yields the rows of each number of replicas."""
-    from benchmarks.contenders import start
-
+    """Yields a row for a launch, and one for a step in a launch with many steps, of each number of replicas."""
     start(max(flags.replicas))
+
+    def step(contender: Contender) -> float:
+        return milliseconds(contender.launch, max(1, flags.runs // contender.steps)) / contender.steps
+
     for replicas in flags.replicas:
-        yield from rows(replicas, flags)
+        many = run_steps(replicas, flags.iterations)
+        contenders = {"run": run(replicas), "run_steps": many, PEER: jax_jit(replicas)}
+        added = {who: contender.checked() for who, contender in contenders.items()}
+        check = same(f"each step's sum over {WARM_UP} launches", added)
+        figures = interleaved(contenders, flags.repeats, step)
+        for who, target in TARGETS.items():
+            steps = contenders[who].steps
+            name = "one launch of a tiny body" if steps == 1 else f"a step of {steps} in a launch"
+            shown = {f"TPUStrategy.{who}": figures[who], PEER: figures[PEER]}
+            yield Row("launch", name, shown, replicas=replicas, targets={PEER: target}, check=check)
 
 
 if __name__ == "__main__":
     command.main(
         __doc__,
         measure,
-        command.Option("replicas", "2,4,8", "2", "numbers of replicas", command.numbers),
+        command.replicas("2,4,8"),
         command.Option("runs", "200", "20", "steps per repeat"),
         command.Option("iterations", "100", "100", "steps in a launch with many steps"),
     )

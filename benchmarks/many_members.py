@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import pathlib
 import selectors
 import socket
 import sys
 import time
+
+import psutil
 
 from replica_engine.workers import server
 from replica_engine.workers.cluster import split_address
@@ -37,17 +37,12 @@ DESCRIBED = encode(["program", PROGRAM.hex(), LAUNCH, "`train_step` at train.py:
 
 
 class Crowd:
-    """Members of one job, played by this process.
-
-    Args:
-        size: how many.
-        heartbeat: the limit of the job, in seconds.
-    """
+    """So many members of one job, played by this process; the heartbeat limit of the job is in seconds."""
 
     def __init__(self, size: int, heartbeat: float):
         allow_files(size + 64)
         self.address = server.start(size, TOKEN, "127.0.0.1:0", Limits(300.0, heartbeat))
-        self.process = server.started[-1].pid
+        self._process = psutil.Process(server.started[-1].pid)
         self.selector = selectors.DefaultSelector()
         began = time.monotonic()
         self.sockets = [self._join(index, size) for index in range(size)]
@@ -67,12 +62,7 @@ class Crowd:
         return sock
 
     def play(self, seconds: float, silent: int | None = None) -> float:
-        """Sends what members send, in time; returns how long it took, in seconds.
-
-        Args:
-            seconds: how long.
-            silent: a member that sends nothing.
-        """
+        """Sends what members send, in time, but for a silent one; returns how long it took, in seconds."""
         began = time.monotonic()
         for at in range(round(seconds / BATCH)):
             self._round += 1
@@ -94,20 +84,20 @@ class Crowd:
         """All members warn at the same time that the run stands still, and ask where the others are."""
         question = encode(["where", 1])
         before, began = self.processor_seconds(), time.monotonic()
-        received = dict.fromkeys(range(len(self.sockets)), 0)
+        received = []
         for sock in self.sockets:
             sock.setblocking(True)
             sock.sendall(question)
-        for index, sock in enumerate(self.sockets):
+        for sock in self.sockets:
             data = b""
             while b'["answer",1,' not in data or not data.endswith(b"\n"):
                 data += sock.recv(1 << 20)
-            received[index] = len(data)
+            received.append(len(data))
             sock.setblocking(False)
         return {
             "seconds until all knew": time.monotonic() - began,
             "processor seconds": self.processor_seconds() - before,
-            "most bytes for one": max(received.values()),
+            "most bytes for one": max(received),
         }
 
     def _read(self, until: float) -> None:
@@ -122,13 +112,12 @@ class Crowd:
 
     def processor_seconds(self) -> float:
         """The processor time of the coordinator so far."""
-        fields = pathlib.Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
 
     def memory(self) -> int:
         """The memory of the coordinator, in KiB."""
-        status = pathlib.Path(f"/proc/{self.process}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0])
+        return int(self._process.memory_info().rss) // 1024
 
     def close(self) -> None:
         """All members go."""

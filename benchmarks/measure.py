@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+
+T, Name, Figure = TypeVar("T"), TypeVar("Name"), TypeVar("Figure")
 
 
 class WrongResult(Exception):
@@ -22,17 +26,11 @@ class WrongResult(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A row beside one of its peers.
+    """A row beside one of its peers."""
 
-    Attributes:
-        peer: the name of the peer.
-        ratios: for each repeat, the figure of the row divided by that of the peer.
-        target: the largest ratio that meets the target; None without a target.
-    """
-
-    peer: str
-    ratios: list[float]
-    target: float | None
+    peer: str  # the name of the peer
+    ratios: list[float]  # for each repeat, the figure of the row divided by that of the peer
+    target: float | None  # the largest ratio that meets the target; None without a target
 
     @property
     def ratio(self) -> float:
@@ -47,31 +45,20 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing that was measured.
+    """One thing that was measured."""
 
-    Attributes:
-        group: the benchmark to which the row belongs.
-        name: the name of the measured operation.
-        figures: by contender, one figure per repeat. The row measures the first contender; the others are its peers.
-        unit: the unit of the figures.
-        replicas: the number of replicas; None if it does not apply.
-        targets: by peer, the largest ratio that meets the target.
-        check: the results that were compared and found equal before the timing.
-        note: further information.
-        axis: for a point of a plot, the varied quantity.
-        at: the position of the point on that axis.
-    """
-
-    group: str
-    name: str
+    group: str  # the benchmark to which the row belongs
+    name: str  # the name of the measured operation
+    # by contender, one figure per repeat. The row measures the first contender; the others are its peers.
     figures: dict[str, list[float]]
-    unit: str = "ms"
-    replicas: int | None = None
+    unit: str = "ms"  # the unit of the figures
+    replicas: int | None = None  # the number of replicas; None if it does not apply
+    # by peer, the largest ratio that meets the target
     targets: dict[str, float] = dataclasses.field(default_factory=dict)
-    check: str = ""
-    note: str = ""
-    axis: str = ""
-    at: float | None = None
+    check: str = ""  # the results that were compared and found equal before the timing
+    note: str = ""  # further information
+    axis: str = ""  # for a point of a plot, the varied quantity
+    at: float | None = None  # the position of the point on that axis
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -119,24 +106,26 @@ class Row:
         fields["figures"] = {name: [float(f"{figure:.5g}") for figure in each] for name, each in self.figures.items()}
         return fields
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Row:
-        """Reads the result of `to_json`."""
-        return cls(**fields)
 
-
-def interleaved(contenders: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def interleaved(
+    contenders: Mapping[Name, T], repeats: int, figure: Callable[[T], Figure] = operator.call
+) -> dict[Name, list[Figure]]:
     """The figures of each contender: in each repeat, all contenders run in turn.
 
     Each repeat begins with another contender, so that none always follows the same neighbour.
+
+    Args:
+        contenders: by name, what `figure` takes: a function to call, if it is not given.
+        repeats: the number of figures of each.
+        figure: measures a contender; what it returns may be several numbers.
     """
-    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    figures: dict[Name, list[Figure]] = {name: [] for name in contenders}
     names = list(contenders)
     gc.collect()
     for repeat in range(repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
-            figures[name].append(contenders[name]())
+            figures[name].append(figure(contenders[name]))
     return figures
 
 
@@ -156,12 +145,7 @@ def milliseconds(do: Callable[[], Any], times: int = 1) -> float:
 
 
 def same(what: str, results: Mapping[str, float], tolerance: float = 0.0) -> str:
-    """Checks that contenders computed the same number, and returns a text that says so.
-
-    Args:
-        what: the name of the number.
-        results: the numbers, by contender.
-        tolerance: the largest difference, relative to the numbers.
+    """Checks that contenders computed the same number, within a relative tolerance, and returns a text that says so.
 
     Raises:
         WrongResult: the numbers differ, or one is NaN.
@@ -178,10 +162,6 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     Each point is weighted by the inverse of its value, so that the relative errors of small and large values count
     equally.
     """
-    weights = [1 / y**2 for _, y in points]
-    total = math.fsum(weights)
-    x_mean = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    y_mean = math.fsum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = math.fsum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = math.fsum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True)) / spread
-    return y_mean - slope * x_mean, slope
+    at, values = np.transpose(points)
+    slope, start = np.polyfit(at, values, 1, w=1 / values)
+    return float(start), float(slope)

@@ -1,8 +1,5 @@
 """The memory that the library takes: for a replica thread, a compiled program, and variables on N devices.
 
-    python -m benchmarks.memory [--threads 64] [--programs 20] [--megabytes 256] [--replicas 2] [--repeats 5] [--quick]
-        [--json out.json]
-
 The figure is the growth of the resident set of a new process, which has loaded everything and done the same on a small
 scale before. There are no peers: the table shows the numbers themselves. The unit for variables is copies: the growth
 divided by the bytes of the variables. N devices take N copies; more than N means a copy on the host.
@@ -14,15 +11,17 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
+import replica_engine
 from benchmarks import command
+from benchmarks.contenders import COMPILED, THREADS, strategy_of
 from benchmarks.fresh import in_fresh_process, resident
 from benchmarks.measure import Row, WrongResult
 
-KIB = 1024
-MIB = 1024 * KIB
+KIB, MIB = 2**10, 2**20
 
-VARIABLES = 2
-"""The number of variables. They are large, so their memory goes back to the system when it is freed."""
+VARIABLES = 2  # the number of variables. They are large, so their memory goes back to the system when it is freed.
 
 
 def grown(do: Callable[[], Any]) -> tuple[int, Any]:
@@ -34,8 +33,6 @@ def grown(do: Callable[[], Any]) -> tuple[int, Any]:
 
 def replica_thread(threads: int) -> float:
     """KiB for each replica thread of a strategy that has run once."""
-    import replica_engine
-
     devices = replica_engine.logical_devices(threads)
 
     def run(replicas: int) -> Any:
@@ -50,11 +47,7 @@ def replica_thread(threads: int) -> float:
 
 def cached_program(programs: int) -> float:
     """KiB for each compiled program that a strategy keeps: a small body, compiled for many shapes."""
-    import tensorflow as tf
-
-    import replica_engine
-
-    strategy = replica_engine.TPUStrategy(num_cores=2)
+    strategy = strategy_of(COMPILED, 2)
 
     def body(x: Any) -> Any:
         return tf.reduce_sum(tf.nn.softmax(x) * 2.0)
@@ -73,17 +66,10 @@ def cached_program(programs: int) -> float:
 
 def copies(who: str, replicas: int, megabytes: int) -> list[float]:
     """Copies of variables in memory: after updates of all of them on the replicas, and after reads on the host."""
-    import tensorflow as tf
-
-    import replica_engine
-
-    devices = replica_engine.logical_devices(replicas)
+    replica_engine.logical_devices(replicas)
 
     def updated(bytes_of_each: int) -> list[Any]:
-        if who == "TPUStrategy":
-            strategy = replica_engine.TPUStrategy(num_cores=replicas)
-        else:
-            strategy = replica_engine.MirroredStrategy(devices)
+        strategy = strategy_of(who, replicas)
         with strategy.scope():
             variables = [tf.Variable(tf.ones([bytes_of_each // 4])) for _ in range(VARIABLES)]
 
@@ -114,34 +100,17 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
     def fresh(function: Callable[..., Any], *args: Any) -> list[Any]:
         return [in_fresh_process(function, *args) for _ in range(flags.repeats)]
 
-    yield Row(
-        "memory",
-        "a replica thread",
-        {"MirroredStrategy": fresh(replica_thread, flags.threads)},
-        unit="KiB",
-        note=f"of {flags.threads} threads",
-    )
-    yield Row(
-        "memory",
-        "a cached program",
-        {"TPUStrategy": fresh(cached_program, flags.programs)},
-        unit="KiB",
-        replicas=2,
-        check="a program for each shape",
-        note=f"of {flags.programs} programs of a small body",
-    )
-    for who in ("TPUStrategy", "MirroredStrategy"):
-        figures = zip(*fresh(copies, who, flags.replicas, flags.megabytes), strict=True)
-        for when, taken in zip(("after an update", "after the host read them"), figures, strict=True):
-            yield Row(
-                "memory",
-                f"variables {when}",
-                {who: list(taken)},
-                unit="copies",
-                replicas=flags.replicas,
-                check="values after two updates",
-                note=f"of {flags.megabytes} MiB in {VARIABLES} variables",
-            )
+    figures = {THREADS: fresh(replica_thread, flags.threads)}
+    yield Row("memory", "a replica thread", figures, "KiB", note=f"of {flags.threads} threads")
+    figures = {COMPILED: fresh(cached_program, flags.programs)}
+    note = f"of {flags.programs} programs of a small body"
+    yield Row("memory", "a cached program", figures, "KiB", 2, check="a program for each shape", note=note)
+    note = f"of {flags.megabytes} MiB in {VARIABLES} variables"
+    for who in (COMPILED, THREADS):
+        columns = zip(*fresh(copies, who, flags.replicas, flags.megabytes), strict=True)
+        for when, taken in zip(("after an update", "after the host read them"), columns, strict=True):
+            figures, check = {who: list(taken)}, "values after two updates"
+            yield Row("memory", f"variables {when}", figures, "copies", flags.replicas, check=check, note=note)
 
 
 if __name__ == "__main__":

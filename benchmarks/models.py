@@ -1,8 +1,5 @@
 """Training real models, each figure in new processes: ResNet-50, MobileNetV2, BERT and an LSTM language model.
 
-    python -m benchmarks.models [--models resnet,mobilenet,bert,lstm] [--replicas 1,2,4] [--steps 5] [--repeats 2]
-        [--quick] [--json out.json]
-
 The replicas share a batch of 16. For each model and number of replicas there are rows for a step, for the first step,
 for building the model and its first step (Keras on JAX compiles programs for initial values while it builds), for the
 first step of a second process that finds the programs of the first in the cache folder, and for the largest memory of
@@ -15,7 +12,6 @@ row: other programs on the machine change it less than the time.
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import sys
 import tempfile
@@ -40,8 +36,7 @@ FIRST_START = "the first start"
 PEERS = {THREADS: (FULL, THEIRS, JAX, JIT), XLA: (THEIRS, JAX, JIT)}
 """The contenders of this library, and with whom they are compared."""
 
-SECOND_STARTS = (XLA, JAX)
-"""The contenders that keep programs for later processes."""
+SECOND_STARTS = (XLA, JAX)  # the contenders that keep programs for later processes
 
 START_UP_TARGETS = {4: {THEIRS: 0.6}, 8: {THEIRS: 0.25}}
 """By number of replicas, of the first step of `MirroredStrategy` on ResNet-50. No other model has targets."""
@@ -61,19 +56,17 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
 
 def trained(name: str, sizes: Sequence[int], steps: int, repeats: int) -> dict[tuple[str, int], list[Starts]]:
     """What each contender measured with each number of replicas, in turn. Says on stderr how far it is."""
-    found: dict[tuple[str, int], list[Starts]] = {}
 
-    def step(who: str, replicas: int) -> float:
-        of_repeat = starts(who, name, replicas, steps)
-        print(f"{name}, {who}, N = {replicas}: {of_repeat}", file=sys.stderr, flush=True)
-        found.setdefault((who, replicas), []).append(of_repeat)
-        return of_repeat[0].step.seconds
+    def trains(turn: tuple[str, int]) -> Starts:
+        who, replicas = turn
+        found = starts(who, name, replicas, steps)
+        print(f"{name}, {who}, N = {replicas}: {found}", file=sys.stderr, flush=True)
+        return found
 
     contenders = dict.fromkeys(who for ours, peers in PEERS.items() for who in (ours, *peers))
     # Those that are compared come close to each other: the machine is faster in one minute than in another.
-    turns = dict.fromkeys((who, _size(who, replicas)) for replicas in sizes for who in contenders)
-    interleaved({f"{who}, {size}": functools.partial(step, who, size) for who, size in turns}, repeats)
-    return found
+    turns = [(who, _size(who, replicas)) for replicas in sizes for who in contenders]
+    return interleaved({turn: turn for turn in turns}, repeats, trains)
 
 
 def _size(who: str, replicas: int) -> int:
@@ -90,12 +83,7 @@ def starts(who: str, name: str, replicas: int, steps: int) -> Starts:
 
 
 def rows(name: str, replicas: int, found: Mapping[str, Sequence[Starts]]) -> Iterator[Row]:
-    """Yields the rows of a model and a number of replicas.
-
-    Args:
-        name: the model.
-        replicas: the number of replicas.
-        found: by contender, what the processes of each repeat measured.
+    """Yields the rows of a model and a number of replicas: `found` has what the processes of each repeat measured.
 
     Raises:
         WrongResult: losses differ.
@@ -106,16 +94,10 @@ def rows(name: str, replicas: int, found: Mapping[str, Sequence[Starts]]) -> Ite
     targets = _targets(name, replicas)
 
     def row(what: str, ours: str, figures: dict[str, list[Took]], note: str = "") -> Row:
-        return Row(
-            "models",
-            f"{MODELS[name].title}, {what}",
-            {who: [took.seconds for took in each] for who, each in figures.items()},
-            unit="s",
-            replicas=replicas,
-            targets=targets.get((what, ours), {}),
-            check=check,
-            note="; ".join(filter(None, (processor_time(figures), note))),
-        )
+        seconds = {who: [took.seconds for took in each] for who, each in figures.items()}
+        told = "; ".join(filter(None, (processor_time(figures), note)))
+        title = f"{MODELS[name].title}, {what}"
+        return Row("models", title, seconds, "s", replicas, targets.get((what, ours), {}), check, told)
 
     for ours, peers in PEERS.items():
         shown = {who: first[who] for who in (ours, *peers)}
@@ -126,7 +108,7 @@ def rows(name: str, replicas: int, found: Mapping[str, Sequence[Starts]]) -> Ite
         yield row("building it, and its first step", ours, started)
         memory = {who: [each.peak / 2**20 for each in processes] for who, processes in shown.items()}
         title = f"{MODELS[name].title}, largest memory"
-        yield Row("models", title, memory, unit="MiB", replicas=replicas, check=check)
+        yield Row("models", title, memory, "MiB", replicas, check=check)
     compared = {XLA: second[XLA], FIRST_START: first[XLA], JAX: second[JAX]}
     check = checked(name, replicas, first | second)
     again = {who: [each.first for each in processes] for who, processes in compared.items()}
@@ -194,7 +176,7 @@ if __name__ == "__main__":
         __doc__,
         measure,
         command.Option("repeats", "2", "1", "processes of each contender"),
-        command.Option("models", ",".join(MODELS), "lstm", "models to train", command.choose_some(*MODELS)),
+        command.models(MODELS, "lstm"),
         command.Option("replicas", "1,2,4", "2", "numbers of replicas, divisors of 16", command.numbers),
         command.Option("steps", "5", "1", "steps for each figure of a step"),
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import ast
+import pathlib
 import re
 
 from benchmarks import summary
@@ -16,22 +17,14 @@ ROWS = re.compile(
 
 
 def with_summary(page: str, report: Report) -> str:
-    """The page of the summary with the ten rows between its two comments.
-
-    Raises:
-        ValueError: the page does not have the two comments.
-    """
-    return _between(page, f"{summary.table(report)}\n\n{_measured(report)}")
+    """The page of the summary with the ten rows between its two comments."""
+    return between(page, f"{summary.table(report)}\n\nMeasured on: {described(report.machine)}.")
 
 
 def with_machine(page: str, report: Report) -> str:
-    """The index of all rows with the machine and the number of targets between its two comments.
-
-    Raises:
-        ValueError: the page does not have the two comments.
-    """
+    """The index of all rows with the machine and the number of targets between its two comments."""
     met, targets = report.targets
-    return _between(page, f"{_measured(report)} {met} of {targets} targets met.")
+    return between(page, f"Measured on: {described(report.machine)}. {met} of {targets} targets met.")
 
 
 def with_rows(page: str, report: Report) -> str:
@@ -44,13 +37,11 @@ def with_rows(page: str, report: Report) -> str:
     return ROWS.sub(rows, page)
 
 
-def _measured(report: Report) -> str:
-    return f"Measured on: {described(report.machine)}."
-
-
 def _group(report: Report, group: str, beginning: str) -> str:
     """What a group measures, and its rows whose names begin so, as a table."""
-    told = [_about(group)]
+    module = pathlib.Path(__file__).with_name(f"{group}.py").read_text(encoding="utf-8")
+    about = ast.get_docstring(ast.parse(module)) or ""  # of which importing it takes seconds
+    told = [about.partition("\n")[0]]
     if group in report.failures:
         told.append(f"**Failed:** {report.failures[group]}")
     lines = [line[1:] for row in report.list_rows(group) if row.name.startswith(beginning) for line in cells(row)]
@@ -59,15 +50,14 @@ def _group(report: Report, group: str, beginning: str) -> str:
     return "\n\n".join(told)
 
 
-def _between(page: str, text: str) -> str:
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"The page does not have {BEGIN} followed by {END}")
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
+def between(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
+    """A page with another text between two comments.
 
-
-def _about(group: str) -> str:
-    """The first line of the docstring of its module."""
-    doc = importlib.import_module(f"benchmarks.{group}").__doc__ or ""
-    return doc.partition("\n")[0]
+    Raises:
+        ValueError: the page does not have the two comments.
+    """
+    before, has_begin, rest = page.partition(begin)
+    _, has_end, after = rest.partition(end)
+    if not (has_begin and has_end):
+        raise ValueError(f"The page does not have {begin} followed by {end}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"

@@ -6,14 +6,19 @@ import math
 import pathlib
 import statistics
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib
+from matplotlib import lines, patches, pyplot, ticker
+from matplotlib.axes import Axes
 
 from benchmarks import summary
 from benchmarks.measure import Comparison, Row
 from benchmarks.report import Report
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+# Without a window. Text is written as text, and the same figures make the same file.
+matplotlib.use("Agg")
+matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9})
 
 FASTER, SLOWER = "#2a9d8f", "#e76f51"
 """Colours of bars: this library is faster than the peer, or slower. A target is a mark, not a colour."""
@@ -29,7 +34,6 @@ LINES = {"MirroredStrategy": FASTER, "TPUStrategy": "#6c8ebf", "tf.distribute": 
 
 def draw_summary(report: Report, path: str | pathlib.Path) -> None:
     """Draws the rows of the summary: a bar from 1 to the ratio, on an axis where less is better."""
-    pyplot = _pyplot()
     bars = summary.rows(report)
     figure, axis = pyplot.subplots(figsize=(WIDTH, 1.5 + 0.42 * len(bars)), layout="constrained")
     for height, (chosen, _, each) in enumerate(bars):
@@ -57,7 +61,6 @@ def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
     A row with a target is compared with the peer of the target. In a group without targets, each row is compared with
     its first peer. The table has all other peers. The thin line spans the smallest to the largest ratio of a repeat.
     """
-    pyplot = _pyplot()
     groups = {group: list(_shown(report.list_rows(group))) for group in report.groups}
     groups = {group: bars for group, bars in groups.items() if bars}
     heights = [HEAD + BAR * len(bars) for bars in groups.values()] or [HEAD]
@@ -73,16 +76,14 @@ def draw_ratios(report: Report, path: str | pathlib.Path) -> None:
 
 def draw_growth(report: Report, path: str | pathlib.Path) -> None:
     """Draws a plot for each varied quantity, with a line for each contender."""
-    pyplot = _pyplot()
     plots: dict[tuple[str, str], list[Row]] = {}
     for row in report.rows:
         if row.at is not None:
             plots.setdefault((row.name, row.axis), []).append(row)
     columns = max(1, min(len(plots), _COLUMNS))
-    lines = max(1, math.ceil(len(plots) / _COLUMNS))
-    figure, axes = pyplot.subplots(
-        lines, columns, figsize=(4 * columns, 3.6 * lines), layout="constrained", squeeze=False
-    )
+    rows_of_plots = max(1, math.ceil(len(plots) / _COLUMNS))
+    size = (4 * columns, 3.6 * rows_of_plots)
+    figure, axes = pyplot.subplots(rows_of_plots, columns, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(plots) :]:
         axis.set_axis_off()
     for axis, ((name, what), rows) in zip(axes.flat, plots.items(), strict=False):
@@ -131,17 +132,15 @@ def _bar(axis: Axes, height: float, each: Comparison, thickness: float, target: 
 
 
 def _ratio_axis(axis: Axes) -> None:
-    axis.xaxis.set_major_locator(_ticker().LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(_ticker().FormatStrFormatter("%g"))
-    axis.xaxis.set_minor_locator(_ticker().NullLocator())
+    axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.xaxis.set_minor_locator(ticker.NullLocator())
     axis.axvline(1, color="black", linewidth=1)
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
 
 
 def _legend(figure: Any, target: bool) -> None:
-    from matplotlib import lines, patches
-
     mark = {"linestyle": "none", "marker": "D", "markersize": 5, "color": "white", "markeredgecolor": "black"}
     handles = [
         patches.Patch(color=FASTER, label="faster here"),
@@ -164,24 +163,7 @@ def _lines(axis: Axes, rows: list[Row]) -> None:
         axis.fill_between(at, [min(each) for _, each in line], [max(each) for _, each in line], color=colour, alpha=0.2)
 
 
-def _pyplot() -> Any:
-    """matplotlib without a window. It writes text as text, and the same file for the same figures."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9})
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _ticker() -> Any:
-    from matplotlib import ticker
-
-    return ticker
-
-
 def _save(figure: Any, path: str | pathlib.Path) -> None:
     dated = {"Date": None} if pathlib.Path(path).suffix == ".svg" else {}
     figure.savefig(path, metadata=dated)
-    _pyplot().close(figure)
+    pyplot.close(figure)

@@ -18,22 +18,8 @@ from replica_engine.watch import timeline
 PACKAGES = ("replica-engine", "tensorflow", "jax", "jaxlib", "keras", "numpy")
 """The packages whose versions the report shows."""
 
-COLUMNS = (
-    "group",
-    "what",
-    "N",
-    "contender",
-    "median",
-    "spread",
-    "unit",
-    "peer",
-    "its median",
-    "its spread",
-    "ratio",
-    "target",
-    "met",
-    "checked",
-)
+COLUMNS = ("group", "what", "N", "contender", "median", "spread", "unit")
+COLUMNS += ("peer", "its median", "its spread", "ratio", "target", "met", "checked")
 
 
 def machine() -> dict[str, str]:
@@ -56,17 +42,11 @@ def described(machine: dict[str, str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The results of one or more groups.
+    """The results of one or more groups."""
 
-    Attributes:
-        machine: the machine and versions that were measured.
-        rows: the rows of all groups.
-        failures: by group, the reason why rows are missing.
-    """
-
-    machine: dict[str, str]
-    rows: list[Row] = dataclasses.field(default_factory=list)
-    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    machine: dict[str, str]  # the machine and versions that were measured
+    rows: list[Row] = dataclasses.field(default_factory=list)  # the rows of all groups
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)  # by group, the reason why rows are missing
 
     def list_rows(self, group: str) -> list[Row]:
         """The rows of a group."""
@@ -116,7 +96,7 @@ class Report:
     def read(cls, path: str | pathlib.Path) -> Report:
         """Reads a file that `write` wrote."""
         found: dict[str, Any] = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        return cls(found["machine"], [Row.from_json(row) for row in found["rows"]], found["failures"])
+        return cls(found["machine"], [Row(**row) for row in found["rows"]], found["failures"])
 
     def table(self) -> str:
         """The report in Markdown: the machine, a line for each row and peer, and the failures."""

@@ -1,8 +1,5 @@
 """One replica of several devices: BERT with Adam by Keras' `fit`, divided in four ways, against Keras on JAX.
 
-    python -m benchmarks.sharding [--ways data,zero1,fsdp,tensor] [--devices 4] [--steps 10] [--repeats 3] [--quick]
-        [--json out.json]
-
 Both call the same methods of the same model, with `keras.distribution` on JAX's side, from the same initial weights, in
 a new process for each figure. "fsdp" on JAX is a layout for each variable, the same that `distribution="fsdp"` chooses;
 "zero1" has no peer there, and is compared with "data". "tensor" has half of the devices along the batch, and two along
@@ -13,28 +10,18 @@ weights and optimizer variables on a device.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import math
-import os
 import sys
-import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import command
 from benchmarks.fresh import in_fresh_process
 from benchmarks.keras_models import BATCH, MODELS, initial
-from benchmarks.measure import Row, interleaved, same
+from benchmarks.keras_training import JAX, XLA, load
+from benchmarks.measure import Row, interleaved, same, seconds
 
-OURS, JAX = "TPUStrategy", "Keras on JAX"
-
-TITLES = {
-    "data": "weights whole, batch in parts",
-    "zero1": "ZeRO-1",
-    "fsdp": "FSDP",
-    "tensor": "tensor parallel",
-}
+TITLES = {"data": "weights whole, batch in parts", "zero1": "ZeRO-1", "fsdp": "FSDP", "tensor": "tensor parallel"}
 TARGETS = {"a step": 1.0, "the first step": 1.2, "bytes on a device": 1.05}
 TOLERANCE = 1e-3
 
@@ -47,36 +34,26 @@ TENSOR_PARALLEL = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Divided:
-    """What one process measured.
+class Divided(NamedTuple):
+    """What one process measured."""
 
-    Attributes:
-        first: seconds of the first step.
-        step: seconds of a later step.
-        bytes: of weights and optimizer variables on the first device.
-        losses: the mean losses of the three calls of `fit`.
-    """
-
-    first: float
-    step: float
-    bytes: int
-    losses: list[float]
+    first: float  # seconds of the first step
+    step: float  # seconds of a later step
+    bytes: int  # of weights and optimizer variables on the first device
+    losses: list[float]  # the mean losses of the three calls of `fit`
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of each way."""
     for way in flags.ways:
-        found: dict[str, list[Divided]] = {OURS: [], JAX: []}
+        ways = {XLA: way, JAX: "data" if way == "zero1" else way}
 
-        def once(who: str, way: str = way, found: dict[str, list[Divided]] = found) -> float:
-            theirs = "data" if who == JAX and way == "zero1" else way
-            one = in_fresh_process(train, who, theirs, flags.devices, flags.steps)
-            print(f"{way}, {who}: {one}", file=sys.stderr, flush=True)
-            found[who].append(one)
-            return one.step
+        def once(who: str, ways: dict[str, str] = ways) -> Divided:
+            one = in_fresh_process(train, who, ways[who], flags.devices, flags.steps)
+            print(f"{ways[who]}, {who}: {one}", file=sys.stderr, flush=True)
+            return one
 
-        interleaved({who: functools.partial(once, who) for who in found}, flags.repeats)
+        found = interleaved({who: who for who in ways}, flags.repeats, once)
         check = same("losses", {who: each[0].losses[-1] for who, each in found.items()}, TOLERANCE)
         for what, figure, unit in (
             ("a step", lambda one: one.step * 1e3, "ms"),
@@ -84,27 +61,23 @@ def measure(flags: argparse.Namespace) -> Iterator[Row]:
             ("bytes on a device", lambda one: one.bytes / 2**20, "MiB"),
         ):
             figures = {who: [figure(one) for one in each] for who, each in found.items()}
-            targets = {JAX: TARGETS[what]}
             name = f"{MODELS['bert'].title} with Adam, {TITLES[way]}, {what}"
-            yield Row("sharding", name, figures, unit, flags.devices, targets=targets, check=check)
+            yield Row("sharding", name, figures, unit, flags.devices, {JAX: TARGETS[what]}, check)
 
 
 def train(who: str, way: str, devices: int, steps: int) -> Divided:
     """Trains in one way; call it in a new process."""
     if who == JAX:
-        os.environ |= {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
-        os.environ.setdefault("NPROC", str(2 * devices))  # more threads than devices wait for each other
-        import jax
-
-        jax.config.update("jax_num_cpu_devices", devices)
+        load(JAX, devices)
     model, bytes_of_first = (_with_jax if who == JAX else _with_ours)(way, devices)
     x, y = MODELS["bert"].data(BATCH * (3 + steps))
     losses, took = [], []
     for begin, end in ((0, 1), (1, 3), (3, 3 + steps)):
         part = slice(begin * BATCH, end * BATCH)
-        began = time.perf_counter()
-        history = model.fit(x[part], y[part], batch_size=BATCH, shuffle=False, verbose=0)
-        took.append(time.perf_counter() - began)
+        time, history = seconds(
+            lambda part=part: model.fit(x[part], y[part], batch_size=BATCH, shuffle=False, verbose=0)
+        )
+        took.append(time)
         losses.append(float(history.history["loss"][-1]))
     return Divided(took[0], took[2] / steps, bytes_of_first(), losses)
 
@@ -116,11 +89,7 @@ def _with_ours(way: str, devices: int) -> Any:
     strategy = replica_engine.TPUStrategy(num_cores=devices, distribution=distribution)
     with strategy.scope():
         model = _built()
-
-    def bytes_of_first() -> int:
-        return int(strategy.memory().variables[0])
-
-    return model, bytes_of_first
+    return model, lambda: int(strategy.memory().variables[0])
 
 
 def _with_jax(way: str, devices: int) -> Any:
@@ -174,8 +143,7 @@ def _layouts(way: str, devices: int) -> dict[str, tuple]:
 def _built() -> Any:
     import keras
 
-    model = MODELS["bert"].build()
-    model.set_weights(initial(model.get_weights()))
+    model = initial(MODELS["bert"].build())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(1e-4), loss)
     return model

@@ -8,167 +8,127 @@ contenders start from the same numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-BATCHES = 4
-"""The number of different batches for each model, used in turn."""
+BATCHES = 4  # the number of different batches for each model, used in turn
 
 
-class Ops(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Ops:
     """The operations that a model needs from a framework, besides Python's operators."""
 
-    def relu(self, x: Any) -> Any:
-        """max(x, 0)."""
-
-    def softmax(self, x: Any) -> Any:
-        """Softmax over the last dimension."""
-
-    def standardized(self, x: Any) -> Any:
-        """x with mean 0 and variance 1 over the last dimension."""
-
-    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """x in another shape."""
-
-    def einsum(self, equation: str, *operands: Any) -> Any:
-        """Einstein summation."""
-
-    def dense(self, x: Any, weight: Any) -> Any:
-        """The product of the last dimension of x and a matrix."""
-
-    def conv(self, x: Any, kernel: Any) -> Any:
-        """A 2D convolution with stride 1 and "SAME" padding."""
-
-    def max_pool(self, x: Any) -> Any:
-        """Max pooling over 2 x 2 pixels."""
-
-    def take(self, table: Any, ids: Any) -> Any:
-        """Rows of a table."""
-
-    def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """The mean cross entropy over all labels."""
+    relu: Callable[..., Any]  # max(x, 0)
+    softmax: Callable[..., Any]  # over the last dimension
+    standardized: Callable[..., Any]  # x with mean 0 and variance 1 over the last dimension
+    reshape: Callable[..., Any]  # x in another shape
+    einsum: Callable[..., Any]  # Einstein summation
+    dense: Callable[..., Any]  # the product of the last dimension of x and a matrix
+    conv: Callable[..., Any]  # a 2D convolution with stride 1 and "SAME" padding
+    max_pool: Callable[..., Any]  # max pooling over 2 x 2 pixels
+    take: Callable[..., Any]  # rows of a table, by their ids
+    cross_entropy: Callable[..., Any]  # the mean cross entropy of logits over all labels
 
 
-class TensorFlowOps:
+def tensorflow_ops() -> Ops:
     """The operations in TensorFlow."""
+    import tensorflow as tf
 
-    def __init__(self) -> None:
-        import tensorflow as tf
+    def standardized(x: Any) -> Any:
+        centered = x - tf.reduce_mean(x, -1, keepdims=True)
+        return centered * tf.math.rsqrt(tf.reduce_mean(centered * centered, -1, keepdims=True) + 1e-5)
 
-        self._tf = tf
-        self.relu = tf.nn.relu
-        self.softmax = tf.nn.softmax
-        self.reshape = tf.reshape
-        self.einsum = tf.einsum
-        self.take = tf.gather
+    def cross_entropy(logits: Any, labels: Any) -> Any:
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
 
-    def standardized(self, x: Any) -> Any:
-        """See `Ops.standardized`."""
-        centered = x - self._tf.reduce_mean(x, -1, keepdims=True)
-        return centered * self._tf.math.rsqrt(self._tf.reduce_mean(centered * centered, -1, keepdims=True) + 1e-5)
-
-    def dense(self, x: Any, weight: Any) -> Any:
-        """See `Ops.dense`. `@` would compute the gradient with one product for each example."""
-        return self._tf.tensordot(x, weight, 1)
-
-    def conv(self, x: Any, kernel: Any) -> Any:
-        """See `Ops.conv`."""
-        return self._tf.nn.conv2d(x, kernel, strides=1, padding="SAME")
-
-    def max_pool(self, x: Any) -> Any:
-        """See `Ops.max_pool`."""
-        return self._tf.nn.max_pool2d(x, 2, strides=2, padding="VALID")
-
-    def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """See `Ops.cross_entropy`."""
-        each = self._tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
-        return self._tf.reduce_mean(each)
+    return Ops(
+        tf.nn.relu,
+        tf.nn.softmax,
+        standardized,
+        tf.reshape,
+        tf.einsum,
+        dense=lambda x, weight: tf.tensordot(x, weight, 1),  # `@` would make the gradient of one product an example
+        conv=lambda x, kernel: tf.nn.conv2d(x, kernel, strides=1, padding="SAME"),
+        max_pool=lambda x: tf.nn.max_pool2d(x, 2, strides=2, padding="VALID"),
+        take=tf.gather,
+        cross_entropy=cross_entropy,
+    )
 
 
-class JaxOps:
+def jax_ops() -> Ops:
     """The operations in JAX."""
+    import jax
+    import jax.numpy as jnp
 
-    def __init__(self) -> None:
-        import jax
-        import jax.numpy as jnp
+    def standardized(x: Any) -> Any:
+        centered = x - jnp.mean(x, -1, keepdims=True)
+        return centered * jax.lax.rsqrt(jnp.mean(centered * centered, -1, keepdims=True) + 1e-5)
 
-        self._jax, self._jnp = jax, jnp
-        self.relu = jax.nn.relu
-        self.softmax = jax.nn.softmax
-        self.reshape = jnp.reshape
-        self.einsum = jnp.einsum
+    def conv(x: Any, kernel: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    def standardized(self, x: Any) -> Any:
-        """See `Ops.standardized`."""
-        centered = x - self._jnp.mean(x, -1, keepdims=True)
-        return centered * self._jax.lax.rsqrt(self._jnp.mean(centered * centered, -1, keepdims=True) + 1e-5)
-
-    def dense(self, x: Any, weight: Any) -> Any:
-        """See `Ops.dense`."""
-        return x @ weight
-
-    def conv(self, x: Any, kernel: Any) -> Any:
-        """See `Ops.conv`."""
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return self._jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
-
-    def max_pool(self, x: Any) -> Any:
-        """See `Ops.max_pool`."""
+    def max_pool(x: Any) -> Any:
         window = (1, 2, 2, 1)
-        return self._jax.lax.reduce_window(x, -np.inf, self._jax.lax.max, window, window, "VALID")
+        return jax.lax.reduce_window(x, -np.inf, jax.lax.max, window, window, "VALID")
 
-    def take(self, table: Any, ids: Any) -> Any:
-        """See `Ops.take`."""
-        return self._jnp.take(table, ids, axis=0)
+    def cross_entropy(logits: Any, labels: Any) -> Any:
+        # The sum over one-hot rows has a gradient that needs no scatter.
+        chosen = jax.nn.one_hot(labels, logits.shape[-1]) * jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.sum(chosen, -1))
 
-    def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """See `Ops.cross_entropy`. It sums over one-hot rows, whose gradient needs no scatter."""
-        chosen = self._jax.nn.one_hot(labels, logits.shape[-1]) * self._jax.nn.log_softmax(logits)
-        return -self._jnp.mean(self._jnp.sum(chosen, -1))
+    return Ops(
+        jax.nn.relu,
+        jax.nn.softmax,
+        standardized,
+        jnp.reshape,
+        jnp.einsum,
+        jnp.matmul,
+        conv,
+        max_pool,
+        take=lambda table, ids: jnp.take(table, ids, axis=0),
+        cross_entropy=cross_entropy,
+    )
 
 
-class TorchOps:
-    """The operations in PyTorch; `labels` are int64."""
+def torch_ops() -> Ops:
+    """The operations in PyTorch, which has channels before pixels; labels are int64."""
+    import torch
+    from torch.nn import functional
 
-    def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
-        self.relu = torch.relu
-        self.reshape = torch.reshape
-        self.einsum = torch.einsum
-
-    def softmax(self, x: Any) -> Any:
-        """See `Ops.softmax`."""
-        return self._torch.softmax(x, -1)
-
-    def standardized(self, x: Any) -> Any:
-        """See `Ops.standardized`."""
-        return self._torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5)
-
-    def dense(self, x: Any, weight: Any) -> Any:
-        """See `Ops.dense`."""
-        return x @ weight
-
-    def conv(self, x: Any, kernel: Any) -> Any:
-        """See `Ops.conv`. PyTorch has channels before pixels."""
+    def conv(x: Any, kernel: Any) -> Any:
         images, kernels = x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1)
-        return self._torch.nn.functional.conv2d(images, kernels, padding="same").permute(0, 2, 3, 1)
+        return functional.conv2d(images, kernels, padding="same").permute(0, 2, 3, 1)
 
-    def max_pool(self, x: Any) -> Any:
-        """See `Ops.max_pool`."""
-        return self._torch.nn.functional.max_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+    return Ops(
+        torch.relu,
+        lambda x: torch.softmax(x, -1),
+        lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-5),
+        torch.reshape,
+        torch.einsum,
+        torch.matmul,
+        conv,
+        max_pool=lambda x: functional.max_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1),
+        take=lambda table, ids: table[ids],
+        cross_entropy=lambda logits, labels: functional.cross_entropy(logits.flatten(0, -2), labels.flatten()),
+    )
 
-    def take(self, table: Any, ids: Any) -> Any:
-        """See `Ops.take`."""
-        return table[ids]
 
-    def cross_entropy(self, logits: Any, labels: Any) -> Any:
-        """See `Ops.cross_entropy`."""
-        classes = logits.shape[-1]
-        return self._torch.nn.functional.cross_entropy(logits.reshape(-1, classes), labels.reshape(-1))
+def initial(shapes: Iterable[Sequence[int]]) -> list[np.ndarray]:
+    """Initial weights: random, scaled so that activations are about 1; those of one dimension are 0."""
+    random = np.random.default_rng(0)
+    return [
+        (random.standard_normal(shape) / np.sqrt(np.prod(shape[:-1]))).astype(np.float32)
+        if len(shape) > 1
+        else np.zeros(shape, np.float32)
+        for shape in shapes
+    ]
+
+
+def drawn(random: np.random.Generator, shape: Sequence[int], ids: int = 0) -> np.ndarray:
+    """An array of so many different ids, or of real numbers if there are none."""
+    return random.integers(ids, size=shape, dtype=np.int32) if ids else random.standard_normal(shape, dtype=np.float32)
 
 
 Loss = Callable[[Ops, Sequence[Any], Any, Any], Any]
@@ -177,53 +137,39 @@ Loss = Callable[[Ops, Sequence[Any], Any, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model, its weights and its data.
+    """A model, its weights and its data."""
 
-    Attributes:
-        name: the name in the table.
-        loss: the mean loss of a batch.
-        shapes: the shapes of the weights.
-        batch: the number of examples for each replica.
-        example: the shape of one example.
-        labels: the shape of the labels of one example.
-        classes: the number of classes.
-        ids: the number of different ids in the examples; 0 for examples of real numbers.
-        rate: the learning rate.
-    """
-
-    name: str
-    loss: Loss
-    shapes: tuple[tuple[int, ...], ...]
-    batch: int
-    example: tuple[int, ...]
-    labels: tuple[int, ...] = ()
-    classes: int = 10
-    ids: int = 0
-    rate: float = 0.05
+    name: str  # the name in the table
+    loss: Loss  # the mean loss of a batch
+    shapes: tuple[tuple[int, ...], ...]  # the shapes of the weights
+    batch: int  # the number of examples for each replica
+    example: tuple[int, ...]  # the shape of one example
+    labels: tuple[int, ...] = ()  # the shape of the labels of one example
+    classes: int = 10  # the number of classes
+    ids: int = 0  # the number of different ids in the examples; 0 for examples of real numbers
+    rate: float = 0.05  # the learning rate
 
     def weights(self) -> list[np.ndarray]:
-        """The initial weights: random, scaled so that activations are about 1; biases are 0."""
-        random = np.random.default_rng(0)
-        return [
-            (random.standard_normal(shape) / np.sqrt(np.prod(shape[:-1]))).astype(np.float32)
-            if len(shape) > 1
-            else np.zeros(shape, np.float32)
-            for shape in self.shapes
-        ]
+        """The initial weights."""
+        return initial(self.shapes)
 
     def data(self, replicas: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Batches (x, labels), with a leading dimension for the replicas."""
         random = np.random.default_rng(1)
         lead = (replicas, self.batch)
-        batches = []
-        for _ in range(BATCHES):
-            x: np.ndarray
-            if self.ids:
-                x = random.integers(self.ids, size=lead + self.example, dtype=np.int32)
-            else:
-                x = random.standard_normal(lead + self.example, dtype=np.float32)
-            batches.append((x, random.integers(self.classes, size=lead + self.labels, dtype=np.int32)))
-        return batches
+        return [
+            (drawn(random, lead + self.example, self.ids), drawn(random, lead + self.labels, self.classes))
+            for _ in range(BATCHES)
+        ]
+
+
+class Contender(NamedTuple):
+    """One way to train, with the initial weights."""
+
+    name: str  # the name in the table
+    # runs one training step on the batch with the given index, waits for its end, and returns the losses
+    step: Callable[[int], Any]
+    mean: Callable[[Any], float]  # the mean of the losses that `step` returned
 
 
 def _mlp(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
@@ -274,17 +220,11 @@ def _small(ops: Ops, weights: Sequence[Any], x: Any, labels: Any) -> Any:
 MODELS = {
     model.name: model
     for model in (
-        Model(
-            "mlp",
-            _mlp,
-            shapes=((784, 512), (512,), (512, 512), (512,), (512, 10), (10,)),
-            batch=64,
-            example=(784,),
-        ),
+        Model("mlp", _mlp, ((784, 512), (512,), (512, 512), (512,), (512, 10), (10,)), batch=64, example=(784,)),
         Model(
             "conv",
             _conv,
-            shapes=((3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,), (7 * 7 * 64, 10), (10,)),
+            ((3, 3, 1, 32), (32,), (3, 3, 32, 64), (64,), (7 * 7 * 64, 10), (10,)),
             batch=32,
             example=(28, 28, 1),
         ),
@@ -304,14 +244,7 @@ MODELS = {
             ids=_WORDS,
         ),
         # Many small gradients, so most of the cost is their all-reduces.
-        Model(
-            "small",
-            _small,
-            shapes=((_SMALL, _SMALL),) * _GRADIENTS + ((_SMALL, 10),),
-            batch=8,
-            example=(_SMALL,),
-            rate=1.0,
-        ),
+        Model("small", _small, ((_SMALL, _SMALL),) * _GRADIENTS + ((_SMALL, 10),), 8, (_SMALL,), rate=1.0),
     )
 }
 """The models, by name."""

@@ -1,7 +1,5 @@
 """The cost of the first training step of a large Keras model, beside tf.distribute, each in a new process.
 
-    python -m benchmarks.start_up [--replicas 4,8] [--repeats 2] [--quick] [--json out.json]
-
 The program is a user's: Keras' ResNet-50, a `tf.function` step with `strategy.run`, and a Keras optimizer, with eight
 images for each replica. Each figure has a new process, of this library and of tf.distribute in turn, because only the
 first time is slow. The first step is traced, optimized and run. The other row also includes making the strategy, the
@@ -21,40 +19,30 @@ from benchmarks.keras_training import THEIRS, THREADS, WARM_UP, Trained, train
 from benchmarks.measure import Row, interleaved, same
 from benchmarks.models import START_UP_TARGETS, TOLERANCE, processor_time
 
-BATCH = 8
-"""The number of images for each replica."""
+BATCH = 8  # the number of images for each replica
 
 
 def measure(flags: argparse.Namespace) -> Iterator[Row]:
-    """Yields the rows of each number of replicas."""
+    """Yields a row for the first step, and one that includes building the model, of each number of replicas."""
     for replicas in flags.replicas:
-        yield from rows(replicas, flags.repeats)
+        trained = functools.partial(_trained, replicas)
+        found = interleaved({who: who for who in (THREADS, THEIRS)}, flags.repeats, trained)
+        figures = {who: [each.first.seconds for each in trained] for who, trained in found.items()}
+        whole = {who: [each.built.seconds + each.first.seconds for each in trained] for who, trained in found.items()}
+        check = "; ".join(
+            same(f"loss of step {step + 1}", {who: each[-1].losses[step] for who, each in found.items()}, TOLERANCE)
+            for step in range(WARM_UP)
+        )
+        note = processor_time({who: [each.first for each in trained] for who, trained in found.items()})
+        row = functools.partial(Row, "start_up", unit="s", replicas=replicas, check=check)
+        yield row("first step of ResNet-50", figures, targets=START_UP_TARGETS.get(replicas, {}), note=note)
+        yield row("building ResNet-50, and its first step", whole)
 
 
-def rows(replicas: int, repeats: int) -> Iterator[Row]:
-    """Yields a row for the first step, and one that includes building the model."""
-    found: dict[str, list[Trained]] = {THREADS: [], THEIRS: []}
-
-    def first(who: str) -> float:
-        found[who].append(in_fresh_process(train, who, "resnet", replicas, replicas * BATCH))
-        return found[who][-1].first.seconds
-
-    figures = interleaved({who: functools.partial(first, who) for who in found}, repeats)
-    whole = {who: [each.built.seconds + each.first.seconds for each in trained] for who, trained in found.items()}
-    check = "; ".join(
-        same(f"loss of step {step + 1}", {who: each[-1].losses[step] for who, each in found.items()}, TOLERANCE)
-        for step in range(WARM_UP)
-    )
-    note = processor_time({who: [each.first for each in trained] for who, trained in found.items()})
-    row = functools.partial(Row, "start_up", unit="s", replicas=replicas, check=check)
-    yield row("first step of ResNet-50", figures, targets=START_UP_TARGETS.get(replicas, {}), note=note)
-    yield row("building ResNet-50, and its first step", whole)
+def _trained(replicas: int, who: str) -> Trained:
+    return in_fresh_process(train, who, "resnet", replicas, replicas * BATCH)
 
 
 if __name__ == "__main__":
-    command.main(
-        __doc__,
-        measure,
-        command.Option("repeats", "2", "1", "processes of each strategy"),
-        command.Option("replicas", "4,8", "2", "numbers of replicas", command.numbers),
-    )
+    repeats = command.Option("repeats", "2", "1", "processes of each strategy")
+    command.main(__doc__, measure, repeats, command.replicas("4,8"))

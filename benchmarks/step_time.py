@@ -14,19 +14,22 @@ import dataclasses
 import math
 import pathlib
 import re
+import statistics
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from scipy import optimize
 
 from benchmarks.hosts import OURS
 from benchmarks.measure import Row
+from benchmarks.page import END, between
 from benchmarks.report import Report, aligned, described
 
-BEGIN, END = "<!-- made by python -m benchmarks.step_time: begin -->", "<!-- end -->"
+BEGIN = "<!-- made by python -m benchmarks.step_time: begin -->"
 DEVICES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-OF_A_HOST = 8
-"""Devices of a host."""
+OF_A_HOST = 8  # devices of a host
 
-MEMORY = 10e9
-"""Bytes a second that are added in a worker, if no row tells."""
+MEMORY = 10e9  # bytes a second that are added in a worker, if no row tells
 
 MODELS = {"an MLP of 2.7 MB": (2.7e6, 0.05), "ResNet-50": (102e6, 0.4), "a transformer of 1 GB": (1e9, 4.0)}
 """Bytes of gradients, and seconds of a step without reductions; see the page."""
@@ -34,16 +37,8 @@ MODELS = {"an MLP of 2.7 MB": (2.7e6, 0.05), "ResNet-50": (102e6, 0.4), "a trans
 _ALL_REDUCE = re.compile(r"all-reduce, (\d+) workers(?: of (\d+))?$")
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """An all-reduce that was measured.
-
-    Attributes:
-        workers: the number of workers.
-        replicas: of each.
-        size: bytes.
-        seconds: the median.
-    """
+class Point(NamedTuple):
+    """An all-reduce that was measured: of so many workers with so many replicas each, its bytes, its median time."""
 
     workers: int
     replicas: int
@@ -53,17 +48,11 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What an all-reduce costs.
+    """What an all-reduce costs."""
 
-    Attributes:
-        latency: seconds of one round of the ring.
-        bandwidth: bytes a second that a worker sends.
-        memory: bytes a second that are added inside a worker.
-    """
-
-    latency: float
-    bandwidth: float
-    memory: float = MEMORY
+    latency: float  # seconds of one round of the ring
+    bandwidth: float  # bytes a second that a worker sends
+    memory: float = MEMORY  # bytes a second that are added inside a worker
 
     def all_reduce(self, size: float, hosts: int, devices: int = 1) -> float:
         """Seconds of an all-reduce of `size` bytes over hosts with so many devices each."""
@@ -92,7 +81,7 @@ def points(rows: Iterable[Row]) -> list[Point]:
     for row in rows:
         match = _ALL_REDUCE.match(row.name)
         if match and row.contender == OURS and row.at is not None:
-            median = sorted(row.ours)[len(row.ours) // 2] / 1e3
+            median = statistics.median_high(row.ours) / 1e3
             found.append(Point(int(match[1]), int(match[2] or 1), row.at, median))
     return found
 
@@ -106,45 +95,36 @@ def fitted(measured: Sequence[Point]) -> Network:
     plain = [point for point in measured if point.replicas == 1]
     if len({point.size for point in plain}) < 2:
         raise ValueError("needs all-reduces of two sizes with one replica for each worker: python -m benchmarks.hosts")
-    terms = [(rounds(p.workers) / p.seconds, share(p.workers) * p.size / p.seconds) for p in plain]
-    xx, xy, yy = (math.fsum(first * second for first, second in pairs) for pairs in _products(terms))
-    x, y = (math.fsum(column) for column in zip(*terms, strict=True))
-    determinant = xx * yy - xy * xy
-    latency, per_byte = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
-    if latency < 0 or per_byte < 0:  # one of them explains all
-        latency, per_byte = (0.0, y / yy) if latency < 0 else (x / xx, 1e-15)
-    network = Network(latency, 1 / per_byte)
+    # By millions of bytes, so that both columns are of the same order. Neither is below 0: one may explain all.
+    terms = [(rounds(p.workers) / p.seconds, share(p.workers) * p.size / 1e6 / p.seconds) for p in plain]
+    (latency, per_million), _ = optimize.nnls(terms, [1.0] * len(terms))
+    network = Network(float(latency), 1e6 / max(float(per_million), 1e-9))
     inside = [
         point.replicas * point.size / (point.seconds - network.all_reduce(point.size, point.workers))
         for point in measured
         if point.replicas > 1 and point.seconds > 1.05 * network.all_reduce(point.size, point.workers)
     ]
-    return dataclasses.replace(network, memory=sorted(inside)[len(inside) // 2] if inside else MEMORY)
-
-
-def _products(terms: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    return [[(a, a) for a, _ in terms], [(a, b) for a, b in terms], [(b, b) for _, b in terms]]
+    return dataclasses.replace(network, memory=statistics.median_high(inside) if inside else MEMORY)
 
 
 def text(network: Network, measured: Sequence[Point]) -> str:
     """The fitted numbers, how far the model is from what was measured, and the table."""
-    lines = [
+    fitted = (
         f"Latency of a round {network.latency * 1e3:.3g} ms, bandwidth {network.bandwidth / 1e6:,.0f} MB/s, sum inside "
-        f"a worker {network.memory / 1e6:,.0f} MB/s.",
-        "",
-    ]
+        f"a worker {network.memory / 1e6:,.0f} MB/s."
+    )
     rows = [["all-reduce", "measured, ms", "model, ms"]]
     for p in measured:
         model = network.all_reduce(p.size, p.workers, p.replicas)
         of = f"{p.workers} workers of {p.replicas}, {p.size:,.0f} bytes"
         rows.append([of, f"{p.seconds * 1e3:.3g}", f"{model * 1e3:.3g}"])
-    lines += [aligned(rows), "", "Seconds of a step, and which part of it is not waiting for sums:", ""]
+    told = "Seconds of a step, and which part of it is not waiting for sums:"
     table = [["devices", "hosts", *MODELS]]
     for devices in DEVICES:
         steps = [(compute, network.step(compute, size, devices)) for size, compute in MODELS.values()]
         cells = [f"{step:.3g} ({compute / step:.0%})" for compute, step in steps]
         table.append([f"{devices:,}", str(math.ceil(devices / OF_A_HOST)), *cells])
-    return "\n".join([*lines, aligned(table)])
+    return "\n\n".join([fitted, aligned(rows), told, aligned(table)])
 
 
 def main() -> None:
@@ -163,11 +143,8 @@ def main() -> None:
     if flags.page is None:
         print(made)
         return
-    before, begin, rest = flags.page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{flags.page} does not have {BEGIN} followed by {END}")
-    flags.page.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+    page = between(flags.page.read_text(encoding="utf-8"), made, BEGIN, END)
+    flags.page.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -59,11 +59,7 @@ def table(report: Report) -> str:
     """The rows as a Markdown table."""
     lines = [["what", "here", "time", "compared with", "its time", "ratio"]]
     for chosen, row, each in rows(report):
-        times = [f"{digits(_median(figures))} {row.unit}" for figures in (row.ours, row.peers[each.peer])]
+        times = [f"{digits(statistics.median(figures))} {row.unit}" for figures in (row.ours, row.peers[each.peer])]
         ratio = f"**{each.ratio:.2f}**"
         lines.append([chosen.title, f"`{chosen.contender}`", times[0], called(chosen.peer), times[1], ratio])
     return aligned(lines)
-
-
-def _median(figures: list[float]) -> float:
-    return statistics.median(figures)

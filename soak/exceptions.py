@@ -79,16 +79,9 @@ def _real_recursion() -> BaseException:
         return error.with_traceback(None)
 
 
-def _with_cause() -> BaseException:
-    error = OSError(TEXT)
-    error.__cause__ = KeyError("its cause")
-    return error
-
-
-def _from_none() -> BaseException:
-    """An exception as `raise ... from None` leaves it."""
-    error = NoText()
-    error.__cause__ = None  # which sets __suppress_context__
+def _raised_from(error: BaseException, cause: BaseException | None) -> BaseException:
+    """An exception as `raise ... from` leaves it."""
+    error.__cause__ = cause  # which sets __suppress_context__
     return error
 
 
@@ -105,18 +98,15 @@ KINDS: dict[str, Callable[[], BaseException]] = {
     "ResourceExhaustedError": lambda: tf.errors.ResourceExhaustedError(None, None, TEXT),
     "OutOfRangeError": lambda: tf.errors.OutOfRangeError(None, None, TEXT),
     "no text": NoText,
-    "no text, from None": _from_none,
+    "no text, from None": lambda: _raised_from(NoText(), None),
     "unhashable dataclass": lambda: Unhashable(5),
     "not comparable": lambda: EqualToNothing(TEXT),
     "refuses notes": lambda: NoNotes(TEXT),
     "BaseException of the user's": lambda: OfItsOwn(TEXT),
-    "with a cause": _with_cause,
+    "with a cause": lambda: _raised_from(OSError(TEXT), KeyError("its cause")),
     "exception group": lambda: ExceptionGroup(TEXT, [ValueError("one"), OSError("two")]),
 }
 """For each kind, a function that makes an exception."""
 
-NO_NOTES = ("refuses notes",)
-"""The kinds that refuse notes."""
-
-NO_TEXT = ("no text", "no text, from None", "not comparable")
-"""The kinds whose text with notes cannot be made."""
+NO_NOTES, NO_TEXT = ("refuses notes",), ("no text", "no text, from None", "not comparable")
+"""The kinds that refuse notes, and those whose text with notes cannot be made."""

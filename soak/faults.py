@@ -1,7 +1,5 @@
 """Injects thousands of random faults in one process, and checks the state after each.
 
-    python -m soak --only faults [--injections 10000] [--seed 0]
-
 Injection k is drawn with the seed `seed + k`: strategy, number of replicas, form of `run`, point, kind of exception,
 replicas, thread. After each injection:
 
@@ -13,10 +11,12 @@ replicas, thread. After each injection:
 
 from __future__ import annotations
 
+import argparse
+import concurrent.futures
 import contextlib
 import gc
+import operator
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,22 +25,105 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 
-from replica_engine import errors
+import replica_engine
+from replica_engine import errors, logical_devices
 from replica_engine.pjrt import executable
 from soak import injection as points
 from soak import model as places
-from soak.bench import Bench, described, numbers
 from soak.exceptions import KINDS, NO_NOTES, NO_TEXT
 from soak.injection import Injection
-from soak.model import WIDTH
+from soak.model import WIDTH, Ledger, Model
 from soak.outcome import Outcome
+from soak.programs.common import left_threads, running_threads
 
-GRACE = 5.0
-"""Seconds in which threads must end."""
+_DOCUMENTED = {
+    places.SKIPS: errors.MergeCallMismatchError,
+    places.STRUCTURE: errors.StructureMismatchError,
+    places.LOWERING: errors.LoweringError,
+}
+"""The errors that come out in the place of what was raised, by point."""
 
 
-class _ThreadLost(Exception):
-    """After a fault, nothing works on this thread any more. The arguments are the problems."""
+Runner = Callable[[Any], Any]
+"""Runs a body on all replicas, with an input for each."""
+
+
+class Bench:
+    """One strategy with its model, its ledger and its functions, used for many injections."""
+
+    def __init__(self, strategy: str, size: int):
+        self.compiled = strategy == points.COMPILED
+        devices = replica_engine.logical_devices(size)
+        if self.compiled:
+            self.strategy = replica_engine.TPUStrategy(num_cores=size)
+        else:
+            self.strategy = replica_engine.MirroredStrategy(devices, concurrent=strategy == points.CONCURRENT)
+        self.size = size
+        self.model = Model(self.strategy, self.compiled)
+        self.ledger = Ledger.new(size)
+        self.warm: set[str] = set()  # forms that have run
+        self._known: dict[str, Runner] = {}
+
+    def runner(self, form: str, body: Callable[[Any], Any], new: bool) -> Runner:
+        """A function that runs a body in a form: one that ran before, or one that was never traced."""
+        known = f"{form} {body.__name__}"
+        if not new and known in self._known:
+            return self._known[known]
+
+        mark = object()  # makes the function differ from those that were traced before
+
+        def fresh(x: Any) -> Any:
+            str(mark)
+            return body(x)
+
+        fn = body if form == points.EAGER and not self.compiled else fresh
+        if form == points.FUNCTION_IN_RUN:
+            fn = tf.function(fresh)
+
+        def runner(x: Any) -> Any:
+            return self.strategy.run(fn, args=(x,))
+
+        if form == points.RUN_IN_FUNCTION:
+            runner = tf.function(runner)
+        if not new:
+            self._known[known] = runner
+        return runner
+
+    def step(self, form: str, draw: random.Random, runner: Runner | None = None) -> list[str]:
+        """Runs a step without a fault; returns the problems after it."""
+        self.model.arm.set()
+        self.model.hosted = self.compiled or form != points.EAGER
+        x = numbers(draw, self.size)
+        try:
+            result = (runner or self.runner(form, self.model.step, new=False))(self.model.inputs(x))
+        except BaseException as error:
+            return [f"the next run raised {described(error)}", *self.ledger.differences(self.model)]
+        self.ledger.whole_step(x)
+        return self.wrong_results(result, x) + [
+            f"after the next run {each}" for each in self.ledger.differences(self.model)
+        ]
+
+    def wrong_results(self, result: Any, x: np.ndarray) -> list[str]:
+        """The problems in the results of the next run."""
+        found, wanted = self.model.values(result), 2 * x.sum(axis=0)
+        if len(found) == self.size and all(value.tobytes() == wanted.tobytes() for value in found):
+            return []
+        return [f"the next run returned {[value.tolist() for value in found]}, not {wanted.tolist()}"]
+
+
+def numbers(draw: random.Random, size: int) -> np.ndarray:
+    """Small integers, one row for each replica."""
+    return np.array([[draw.randint(-8, 8) for _ in range(WIDTH)] for _ in range(size)], np.float32)
+
+
+def described(error: BaseException | None) -> str:
+    """A short text for an exception, even for one that cannot be printed."""
+    if error is None:
+        return "nothing"
+    try:
+        return f"{type(error).__name__}({str(error)[:300]})"
+    except Exception:
+        return type(error).__name__
 
 
 class Injector:
@@ -50,11 +133,7 @@ class Injector:
         self._benches: dict[tuple[str, int], Bench] = {}
 
     def inject(self, injection: Injection) -> list[str]:
-        """Injects one fault.
-
-        Returns:
-            The problems after it; empty if every check passed.
-        """
+        """Injects one fault, and returns the problems after it; none if every check passed."""
         key = injection.strategy, injection.size
         if key not in self._benches:
             self._benches[key] = Bench(*key)
@@ -66,16 +145,13 @@ class Injector:
             bench.warm.add(injection.form)
         if not bench.compiled:
             bench.strategy.run(lambda: None)  # makes the threads, as any run does
-        threads = count_threads()
+        threads = len(running_threads())
         bench.model.hosted = bench.compiled or injection.form != points.EAGER
         inject = _inputs if injection.point == points.INPUTS else _body
-        if injection.in_thread:
-            problems = in_thread(lambda: inject(bench, injection, draw))
-        else:
-            problems = inject(bench, injection, draw)
+        call = in_thread if injection.in_thread else operator.call
+        problems = call(lambda: inject(bench, injection, draw))
         if tf.distribute.has_strategy() or not tf.executing_eagerly():
-            problems.append("a scope stays entered, and nothing else works on this thread")
-            raise _ThreadLost(problems)
+            return [*problems, "a scope stays entered, and nothing else works on this thread"]
         problems += bench.step(injection.form, draw)
         problems += left_threads(threads)
         if problems:  # a new bench: one fault must not count many times
@@ -102,11 +178,11 @@ def _body(bench: Bench, injection: Injection, draw: random.Random) -> list[str]:
         if isinstance(error, KeyboardInterrupt) and not arm.raised:
             raise  # the user's
     raised, made = arm.raised, arm.made
-    arm.disarm()
+    arm.set()
     problems = wrong_exception(injection, found, raised)
     if injection.form == points.EAGER and not bench.compiled and not creates:
         bench.ledger.part_of_step(x, injection.point, made)
-    problems += bench.differences()
+    problems += bench.ledger.differences(model)
     if creates:
         if injection.form != points.EAGER:  # a tf.function creates variables in its first call or never
             runner = bench.runner(injection.form, model.creating, new=True)
@@ -147,6 +223,9 @@ def _inputs(bench: Bench, injection: Injection, draw: random.Random) -> list[str
     make, raised = KINDS[injection.error], []
     model = bench.model
 
+    def loop_step(context: Any, x: Any) -> None:
+        model.step(x)
+
     def generate() -> Iterator[np.ndarray]:
         yield from batches
         raised.append(make())
@@ -155,7 +234,7 @@ def _inputs(bench: Bench, injection: Injection, draw: random.Random) -> list[str
     found: BaseException | None = None
     try:
         if bench.compiled:
-            bench.strategy.run_steps(bench.loop_step, map(model.inputs, generate()), iterations=5)
+            bench.strategy.run_steps(loop_step, map(model.inputs, generate()), iterations=5)
         else:
             spec = tf.TensorSpec([bench.size, WIDTH], tf.float32)
             dataset = tf.data.Dataset.from_generator(generate, output_signature=spec)
@@ -165,7 +244,7 @@ def _inputs(bench: Bench, injection: Injection, draw: random.Random) -> list[str
         found = error
     for x in batches:
         bench.ledger.whole_step(x)
-    problems = bench.differences()
+    problems = bench.ledger.differences(model)
     if bench.compiled:
         # A generator may not raise StopIteration: Python makes it a RuntimeError.
         wanted = RuntimeError if injection.error == "StopIteration" else type(raised[0])
@@ -178,10 +257,7 @@ def _inputs(bench: Bench, injection: Injection, draw: random.Random) -> list[str
 
 def wrong_exception(injection: Injection, found: BaseException | None, raised: list[BaseException]) -> list[str]:
     """The problems with the exception that `run` raised."""
-    mismatch = {places.SKIPS: errors.MergeCallMismatchError, places.STRUCTURE: errors.StructureMismatchError}
-    wanted = mismatch.get(injection.point)
-    if injection.point == places.LOWERING:
-        wanted = errors.LoweringError
+    wanted = _DOCUMENTED.get(injection.point)
     if wanted is not None:
         return [] if isinstance(found, wanted) else [f"{described(found)} came out, not a {wanted.__name__}"]
     if not raised:
@@ -230,55 +306,30 @@ def wrong_text(injection: Injection, text: str, name: str = "") -> list[str]:
 
 def in_thread(work: Callable[[], list[str]]) -> list[str]:
     """Calls a function on another thread."""
-    results: list[list[str]] = []
-    thread = threading.Thread(target=lambda: results.append(work()), name="user thread")
-    thread.start()
-    thread.join()
-    return results[0] if results else ["the thread that called run ended"]
+    with concurrent.futures.ThreadPoolExecutor(1, "user thread") as pool:
+        return pool.submit(work).result()
 
 
-def count_threads() -> int:
-    """The number of threads, without those that Python knows only from calls from C++."""
-    return sum("Dummy" not in thread.name for thread in threading.enumerate())
-
-
-def left_threads(before: int) -> list[str]:
-    """The new threads; waits for threads that are about to end."""
-    deadline = time.monotonic() + GRACE
-    while count_threads() > before:
-        if time.monotonic() > deadline:
-            names = sorted(thread.name for thread in threading.enumerate())
-            return [f"there are {count_threads()} threads where there were {before}: {names}"]
-        time.sleep(0.001)
-    return []
-
-
-def run(injections: int, seed: int, seconds: float | None = None, only_quick: bool = False) -> Iterator[Outcome]:
-    """Injects faults, and yields one outcome for each strategy and point.
-
-    Args:
-        injections: the number of faults.
-        seed: the seed of the first fault; each further fault takes the next integer.
-        seconds: the longest time, in seconds.
-        only_quick: whether to leave out faults that need tracing or compiling.
-    """
+def outcomes(flags: argparse.Namespace) -> Iterator[Outcome]:
+    """Injects faults, from the first seed on, and yields one outcome for each strategy and point."""
+    logical_devices(64)
     injector = Injector()
-    outcomes: dict[tuple[str, str], Outcome] = {}
+    by_point: dict[tuple[str, str], Outcome] = {}
     began = time.monotonic()
-    for number in range(seed, seed + injections):
-        injection = Injection.drawn(number, only_quick)
+    for count in range(1, flags.injections + 1):
+        injection = Injection.drawn(flags.seed + count - 1)
         key = injection.strategy, injection.point
-        outcome = outcomes.setdefault(key, Outcome("faults", *key))
+        outcome = by_point.setdefault(key, Outcome("faults", *key))
         start = time.monotonic()
         problems = _problems(injector, injection)
         outcome.add(time.monotonic() - start, [f"{injection}: {each}" for each in problems])
         for each in problems:
             print(f"FAILED {injection}: {each}", flush=True)
-        if (number - seed + 1) % 500 == 0:
-            print(f"  {number - seed + 1} injections, {time.monotonic() - began:.0f} s", flush=True)
-        if seconds is not None and time.monotonic() - began > seconds:
+        if count % 500 == 0:
+            print(f"  {count} injections, {time.monotonic() - began:.0f} s", flush=True)
+        if time.monotonic() - began > flags.seconds:
             break
-    yield from outcomes.values()
+    yield from by_point.values()
 
 
 def _problems(injector: Injector, injection: Injection) -> list[str]:
@@ -287,8 +338,6 @@ def _problems(injector: Injector, injection: Injection) -> list[str]:
     def work() -> list[str]:
         try:
             return injector.inject(injection)
-        except _ThreadLost as error:
-            return list(error.args[0])
         except Exception as error:
             return [f"the injector failed with {described(error)}"]
 

@@ -11,9 +11,7 @@ from soak.exceptions import KINDS
 EAGER, RUN_IN_FUNCTION, FUNCTION_IN_RUN = "eager", "run in tf.function", "tf.function in run"
 THREADS, CONCURRENT, COMPILED = "MirroredStrategy", "MirroredStrategy(concurrent=True)", "TPUStrategy"
 
-COMPILE = "compiling"
-LAUNCH = "launching"
-DEVICE = "the program fails on the devices"
+COMPILE, LAUNCH, DEVICE = "compiling", "launching", "the program fails on the devices"
 INPUTS = "in the input pipeline"
 
 OF_REPLICAS = (model.BEFORE, model.BETWEEN, model.AFTER, model.END, model.BETWEEN_CREATIONS, model.NESTED)
@@ -51,38 +49,21 @@ _WAYS = (
 
 @dataclasses.dataclass(frozen=True)
 class Injection:
-    """A fault to inject.
+    """A fault to inject."""
 
-    Attributes:
-        seed: the seed that determines the fault.
-        strategy: the kind of strategy.
-        size: the number of replicas.
-        form: the form of `run`.
-        point: the place in the program where the fault happens.
-        error: the kind of exception.
-        who: the replicas that raise, if each replica runs its own Python code.
-        in_thread: whether a thread other than the main one calls `run`.
-        again: whether the next run calls the function that failed.
-    """
-
-    seed: int
-    strategy: str
-    size: int
-    form: str
-    point: str
-    error: str
-    who: tuple[int, ...]
-    in_thread: bool
-    again: bool
+    seed: int  # the seed that determines the fault
+    strategy: str  # the kind of strategy
+    size: int  # the number of replicas
+    form: str  # the form of `run`
+    point: str  # the place in the program where the fault happens
+    error: str  # the kind of exception
+    who: tuple[int, ...]  # the replicas that raise, if each replica runs its own Python code
+    in_thread: bool  # whether a thread other than the main one calls `run`
+    again: bool  # whether the next run calls the function that failed
 
     @classmethod
     def drawn(cls, seed: int, only_quick: bool = False) -> Injection:
-        """The fault that a seed determines.
-
-        Args:
-            seed: the seed.
-            only_quick: whether to leave out faults that need tracing or compiling.
-        """
+        """The fault that a seed determines; `only_quick` leaves out faults that need tracing or compiling."""
         draw = random.Random(seed)
         ways = [way for way in _WAYS if way[3] is PATHS and way[2] == EAGER] if only_quick else _WAYS
         ((_, strategy, form, points),) = draw.choices(ways, [way[0] for way in ways])

@@ -1,45 +1,32 @@
-"""Load: many replicas, many runs, many threads.
-
-python -m soak --only load [--runs 100000]
-"""
+"""Load: many replicas, many runs, many threads."""
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import functools
 import gc
 import itertools
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import psutil
 import tensorflow as tf
 
 import replica_engine
+from benchmarks.contenders import COMPILED, THREADS, distributed, make_shared_strategy
+from benchmarks.fresh import in_fresh_process, peak
+from benchmarks.measure import seconds
 from replica_engine import logical_devices
-from soak.outcome import Outcome
+from soak.outcome import Outcome, tell
 
-MANY = 64
-"""The number of replicas, on any number of cores."""
+MANY = 64  # the number of replicas, on any number of cores
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-GROWTH = 100
-"""The largest growth of memory in bytes per run: 10 MB in a hundred thousand runs."""
-
-Make = Callable[[int], Any]
-
-STRATEGIES: dict[str, Make] = {
-    "MirroredStrategy": lambda size: replica_engine.MirroredStrategy(logical_devices(size)),
-    "TPUStrategy": lambda size: replica_engine.TPUStrategy(num_cores=size),
-}
+GROWTH = 100  # the largest growth of memory in bytes per run: 10 MB in a hundred thousand runs
 
 
 def meet(x: Any) -> tf.Tensor:
@@ -47,9 +34,9 @@ def meet(x: Any) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_reduce("SUM", x)
 
 
-def many_replicas(make: Make) -> tuple[int, list[str], str]:
+def many_replicas(name: str) -> tuple[int, list[str], str]:
     """Trains on 64 replicas for a while; all copies stay bitwise equal, and equal to a training on one replica."""
-    strategy = make(MANY)
+    strategy = make_shared_strategy(name, MANY)
     with strategy.scope():
         weight = tf.Variable(tf.ones([8]))
 
@@ -59,9 +46,7 @@ def many_replicas(make: Make) -> tuple[int, list[str], str]:
         return context.all_reduce("SUM", tf.reduce_sum(x))
 
     rows = np.arange(MANY * 8, dtype=np.float32).reshape(MANY, 8)
-    inputs = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(rows[context.replica_id_in_sync_group])
-    )
+    inputs = distributed(strategy, rows)
     began, steps, wrong = time.monotonic(), 20, []
     for _ in range(steps):
         sums = [float(value) for value in strategy.experimental_local_results(strategy.run(step, args=(inputs,)))]
@@ -70,23 +55,20 @@ def many_replicas(make: Make) -> tuple[int, list[str], str]:
     in_function = tf.function(lambda: strategy.run(step, args=(inputs,)))
     for _ in range(steps):
         in_function()
-    seconds = time.monotonic() - began
+    took = time.monotonic() - began
     copies = [np.asarray(value) for value in strategy.experimental_local_results(weight)]
     wanted = np.ones(8) * (1 - rows.sum(axis=0) / 2**20) ** (2 * steps)
     if any(copy.tobytes() != copies[0].tobytes() for copy in copies):
         wrong.append("copies differ")
     if not np.allclose(copies[0], wanted, rtol=1e-5):
         wrong.append(f"the weights are {copies[0]}, not {wanted}")
-    return (
-        2 * steps,
-        wrong,
-        f"{seconds / steps / 2 * 1e3:.0f} ms a step, {threading.active_count()} threads in the process",
-    )
+    text = f"{took / steps / 2 * 1e3:.0f} ms a step, {threading.active_count()} threads in the process"
+    return 2 * steps, wrong, text
 
 
-def many_runs(make: Make, runs: int) -> tuple[int, list[str], str]:
+def many_runs(name: str, runs: int) -> tuple[int, list[str], str]:
     """Makes very many small runs; memory and the number of threads must not grow."""
-    strategy, process = make(2), psutil.Process()
+    strategy, process = make_shared_strategy(name, 2), psutil.Process()
     x = tf.ones([64])
 
     def some(count: int) -> tuple[int, int]:
@@ -100,30 +82,24 @@ def many_runs(make: Make, runs: int) -> tuple[int, list[str], str]:
     wrong: list[str] = []
     some(max(1000, runs // 20))  # caches fill
     threads, memory = some(max(100, runs // 20))
-    began = time.monotonic()
-    now = [some(runs // 10) for _ in range(10)]
-    seconds = time.monotonic() - began
+    took, now = seconds(lambda: [some(runs // 10) for _ in range(10)])
     if any(each != threads for each, _ in now):
         wrong.append(f"threads: {threads}, then {[each for each, _ in now]}")
     grown = now[-1][1] - memory
     if grown > max(GROWTH * runs, 4 * 2**20):
-        wrong.append(
-            f"memory grew by {grown / 2**20:.1f} MiB: {[round((each - memory) / 2**20, 1) for _, each in now]}"
-        )
-    return (
-        runs,
-        wrong,
-        f"{seconds / runs * 1e3:.2f} ms a run; memory {grown / 2**20:+.1f} MiB, threads {now[-1][0] - threads:+d}",
-    )
+        each = [round((memory_then - memory) / 2**20, 1) for _, memory_then in now]
+        wrong.append(f"memory grew by {grown / 2**20:.1f} MiB: {each}")
+    text = f"{took / runs * 1e3:.2f} ms a run; memory {grown / 2**20:+.1f} MiB, threads {now[-1][0] - threads:+d}"
+    return runs, wrong, text
 
 
 def many_threads() -> tuple[int, list[str], str]:
     """Sixteen user threads call `run` on four strategies at once, in all forms."""
     strategies = [
-        STRATEGIES["MirroredStrategy"](2),
+        make_shared_strategy(THREADS, 2),
         replica_engine.MirroredStrategy(logical_devices(3), concurrent=True),
-        STRATEGIES["TPUStrategy"](2),
-        STRATEGIES["TPUStrategy"](4),
+        make_shared_strategy(COMPILED, 2),
+        make_shared_strategy(COMPILED, 4),
     ]
     totals = []
     for strategy in strategies:
@@ -146,27 +122,22 @@ def many_threads() -> tuple[int, list[str], str]:
                 wrong.append(f"thread {index}: {values}")
         strategy.run(lambda: total.assign_add(tf.ones([])))
 
-    began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        for done in [pool.submit(work, index) for index in range(16)]:
-            done.result()
-    seconds = time.monotonic() - began
+        took, _ = seconds(lambda: list(pool.map(work, range(16))))
     for strategy, total in zip(strategies, totals, strict=True):
         if float(total.numpy()) != 4.0 * strategy.num_replicas_in_sync:
             wrong.append(f"the total is {float(total.numpy())}, not {4 * strategy.num_replicas_in_sync}")
-    return 16 * each, wrong, f"{16 * each / seconds:.0f} runs a second"
+    return 16 * each, wrong, f"{16 * each / took:.0f} runs a second"
 
 
 def large_model() -> tuple[int, list[str], str]:
     """Trains a model whose replicas would need 30 GiB on four devices, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "soak.programs.large_model"], capture_output=True, text=True, cwd=ROOT, timeout=3600
-    )
-    if done.returncode:
-        return 0, [f"ended with {done.returncode}: {done.stderr[-2000:]}"], ""
-    found = json.loads(done.stdout.splitlines()[-1])
-    replicas, device, most = (found[each] / 2**30 for each in ("replicas", "device", "most"))
-    losses, wrong = found["losses"], []
+    try:
+        variables, losses, most = in_fresh_process(train_large_model)
+    except Exception as error:  # it may have been killed
+        return 0, [f"{type(error).__name__}: {error}"], ""
+    replicas, device, most = len(variables) * sum(variables) / 2**30, max(variables) / 2**30, most / 2**30
+    wrong = []
     if replicas < 30 or most > 12:
         wrong.append(f"{replicas:.1f} GiB of replicas in {most:.1f} GiB")
     if not all(later < earlier for earlier, later in itertools.pairwise(losses)):
@@ -175,22 +146,34 @@ def large_model() -> tuple[int, list[str], str]:
     return len(losses), wrong, text
 
 
-def run(runs: int) -> Iterator[Outcome]:
+def train_large_model(layers: int = 10, width: int = 8192) -> tuple[list[int], list[float], int]:
+    """Trains for three steps, in parts; the bytes of variables on each device, losses, the process' largest memory."""
+    logical_devices(4)
+    strategy = replica_engine.TPUStrategy(num_cores=4, distribution="fsdp")
+    with strategy.scope():
+        dense = [keras.layers.Dense(width, "relu", use_bias=False) for _ in range(layers)]
+        model = keras.Sequential([keras.Input([width]), *dense])
+        model.compile(keras.optimizers.Adam(1e-5), "mse")
+    x = np.random.default_rng(0).normal(size=(16, width)).astype("f")
+    losses = [float(model.train_on_batch(x, x)) for _ in range(3)]
+    return list(strategy.memory().variables), losses, peak()
+
+
+def outcomes(flags: argparse.Namespace) -> Iterator[Outcome]:
     """Runs each load, and yields an outcome for each."""
+    logical_devices(MANY)
     yield _outcome("TPUStrategy", "a model of 30 GiB in parts, on 4 devices", large_model)
     both = "MirroredStrategy, TPUStrategy"
     yield _outcome(both, "16 user threads call run on 4 strategies at once", many_threads)
-    for name, make in STRATEGIES.items():
-        yield _outcome(name, f"{MANY} replicas on this machine", functools.partial(many_replicas, make))
-        yield _outcome(
-            name, "small runs in a row, with flat memory and threads", functools.partial(many_runs, make, runs)
-        )
+    for name in (THREADS, COMPILED):
+        yield _outcome(name, f"{MANY} replicas on this machine", functools.partial(many_replicas, name))
+        what = "small runs in a row, with flat memory and threads"
+        yield _outcome(name, what, functools.partial(many_runs, name, flags.runs))
 
 
 def _outcome(where: str, what: str, work: Callable[[], tuple[int, list[str], str]]) -> Outcome:
-    began = time.monotonic()
-    count, wrong, found = work()
+    taken, (count, wrong, found) = seconds(work)
     outcome = Outcome("load", where, what, found=found)
-    outcome.add(time.monotonic() - began, [f"{where}: {what}: {each}" for each in wrong], count)
-    print(f"  {where}: {what}: {'FAILED ' + str(wrong) if wrong else 'ok, ' + found}", flush=True)
+    outcome.add(taken, [f"{where}: {what}: {each}" for each in wrong], count)
+    tell(f"{where}: {what}", wrong, found)
     return outcome

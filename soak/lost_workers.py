@@ -1,24 +1,21 @@
 """How soon a worker raises when the other one of its job is lost: the time limits of docs/hosts/failures.md, measured.
 
-    python -m soak --only lost [--lost 3]
-
 A test cannot measure this on a machine that does other work. So the tests look at what is raised and why, and this
 prints how long it took.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import re
 import time
 from collections.abc import Iterator
 
-from soak.outcome import Outcome
+from soak.outcome import Outcome, tell
 from soak.processes import Ended
-from soak.restarts import ROOT, STRATEGIES, WORKERS, launched
+from soak.restarts import STRATEGIES, WORKERS, launched
 
-HEARTBEAT = 3.0
-"""The heartbeat limit of these jobs, in seconds."""
+HEARTBEAT = 3.0  # the heartbeat limit of these jobs, in seconds
 
 FAULTS = {
     "killed": "kill -9",
@@ -29,21 +26,20 @@ FAULTS = {
 }
 
 
-def run(count: int) -> Iterator[Outcome]:
-    """Has each fault happen `count` times to each worker of each strategy."""
-    program = os.path.join(ROOT, "soak", "programs", "lost.py")
+def outcomes(flags: argparse.Namespace) -> Iterator[Outcome]:
+    """Has each fault happen to each worker of each strategy."""
     for name, strategy in STRATEGIES.items():
         for fault, what in FAULTS.items():
             outcome, times = Outcome("lost", strategy, f"{what}: the other worker raises"), []
-            for victim in [*range(WORKERS)] * count:
+            for victim in [*range(WORKERS)] * flags.lost:
                 began = time.monotonic()
-                ended = launched(["--heartbeat-timeout", str(HEARTBEAT)], [program, name, fault, str(victim)])
+                ended = launched(["--heartbeat-timeout", HEARTBEAT], "lost", name, fault, victim)
                 seconds, wrong = judged(ended, fault, victim)
                 times += [] if seconds is None else [seconds]
                 outcome.add(time.monotonic() - began, wrong)
             if times:
                 outcome.found = f"after {min(times):.2f} to {max(times):.2f} s"
-            print(f"  {strategy}, {fault}: {outcome.found} {outcome.problems or ''}", flush=True)
+            tell(f"{strategy}, {fault}", outcome.problems, outcome.found)
             yield outcome
 
 

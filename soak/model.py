@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from benchmarks.contenders import distributed
 from replica_engine import xla
 
 WIDTH = 3
@@ -34,33 +35,23 @@ LOWERING = "lowering: a variable gets as many values as a text has words"
 
 
 class Arm:
-    """The fault to raise in a run, and the exceptions that were raised.
-
-    Args:
-        for_all: whether Python code of a body runs once for all replicas.
-    """
+    """The fault to raise in a run, and the exceptions that were raised; a body may run once `for_all` replicas."""
 
     def __init__(self, for_all: bool) -> None:
         self._for_all = for_all
-        self.disarm()
+        self.set()
 
-    def disarm(self) -> None:
-        """Removes the fault."""
-        self.point = ""
-        self.who: tuple[int, ...] = ()
-        self.make: Callable[[], BaseException] = ValueError
+    def set(self, point: str = "", who: Sequence[int] = (), make: Callable[[], BaseException] = ValueError) -> None:
+        """Sets the point and the replicas that raise; none without arguments. Code that runs once raises for all."""
+        self.point, self.who, self.make = point, tuple(who), make
         self.raised: list[BaseException] = []
         self.made: list[tuple[str, int]] = []
 
-    def set(self, point: str, who: Sequence[int], make: Callable[[], BaseException]) -> None:
-        """Sets the point and the replicas that raise. Code that runs once for all replicas raises for all."""
-        self.disarm()
-        self.point, self.who, self.make = point, tuple(who), make
-
-    def at(self, point: str) -> None:
-        """Called at each point, on a replica or in a merge function; raises if the fault is there."""
+    def at(self, point: str, replica: int | None = None) -> None:
+        """Called at each point, by a replica, for one by a host call, or in a merge function; may raise the fault."""
         if point == self.point:
-            replica = None if self._for_all else replica_id()
+            if replica is None and not self._for_all:
+                replica = replica_id()
             if replica is None or replica in self.who:
                 raise self.new()
 
@@ -69,11 +60,6 @@ class Arm:
         error = self.make()
         self.raised.append(error)
         return error
-
-    def on_host(self, point: str, replica: int) -> None:
-        """Called when a host call reaches a point."""
-        if point == self.point and replica in self.who:
-            raise self.new()
 
     def note(self, update: str) -> None:
         """Called when a replica has updated its own component of a variable."""
@@ -91,12 +77,7 @@ def replica_id() -> int | None:
 
 
 class Model:
-    """The variables and the steps of one strategy.
-
-    Args:
-        strategy: a strategy of any kind.
-        compiled: whether the strategy compiles bodies.
-    """
+    """The variables and the steps of one strategy, which compiles bodies or does not."""
 
     def __init__(self, strategy: tf.distribute.Strategy, compiled: bool):
         self.strategy = strategy
@@ -111,18 +92,14 @@ class Model:
             self.plain = tf.Variable(tf.zeros([WIDTH]))
             self.seen = tf.Variable(tf.zeros([WIDTH]), synchronization=on_read, aggregation=aggregation.SUM)
 
-        arm = self.arm
+        def on_host(point: str) -> Callable[[Any], Any]:
+            def called(x: Any) -> Any:
+                self.arm.at(point, int(xla.replica_id()))
+                return x
 
-        def early(x: Any) -> Any:
-            arm.on_host(HOST, int(xla.replica_id()))
-            return x
+            return xla.returns(tf.TensorSpec([WIDTH], tf.float32))(called) if compiled else called
 
-        def late(x: Any) -> Any:
-            arm.on_host(HOST_LATE, int(xla.replica_id()))
-            return x
-
-        returns = xla.returns(tf.TensorSpec([WIDTH], tf.float32)) if compiled else (lambda fn: fn)
-        self._early, self._late = returns(early), returns(late)
+        self._early, self._late = on_host(HOST), on_host(HOST_LATE)
 
     def step(self, x: Any) -> Any:
         """Makes the updates of all replicas, and returns twice the sum of `x`."""
@@ -169,7 +146,7 @@ class Model:
             return xla.outside_compilation(self._early, x)
 
         def host(x: np.ndarray, replica: np.ndarray) -> np.ndarray:
-            self.arm.on_host(HOST, int(replica))
+            self.arm.at(HOST, int(replica))
             return x
 
         context = tf.distribute.get_replica_context()
@@ -207,9 +184,7 @@ class Model:
 
     def inputs(self, numbers: np.ndarray) -> Any:
         """A row of numbers for each replica."""
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(numbers[context.replica_id_in_sync_group])
-        )
+        return distributed(self.strategy, numbers)
 
     def values(self, result: Any) -> list[np.ndarray]:
         """Each replica's value of a result or a variable."""
@@ -250,22 +225,19 @@ class Ledger:
             else:
                 self.seen[replica] += x[replica]
 
+    def rows(self) -> dict[str, list[Any]]:
+        """The values of each variable, one for each replica."""
+        size = len(self.plain)
+        merged = {"weight": [self.weight] * size, "count": [np.int64(self.count)] * size}
+        return {**merged, "plain": list(self.plain), "seen": list(self.seen)}
+
     def differences(self, model: Model) -> list[str]:
         """The differences between the model's variables and the ledger, bit by bit."""
-        size = len(self.plain)
-        wanted = {
-            "weight": [self.weight] * size,
-            "count": [np.int64(self.count)] * size,
-            "plain": list(self.plain),
-            "seen": list(self.seen),
-        }
-        found = {name: model.values(getattr(model, name)) for name in wanted}
-        if model.compiled:  # the host has one copy of each variable, and all copies of `seen`
-            wanted = {name: rows if len(found[name]) == size else rows[:1] for name, rows in wanted.items()}
-            found = {name: rows[: len(wanted[name])] for name, rows in found.items()}
-        return [
-            f"{name} is {np.stack(found[name]).tolist()}, not {np.stack(rows).tolist()}"
-            for name, rows in wanted.items()
-            if len(rows) != len(found[name])
-            or any(one.tobytes() != np.asarray(row).tobytes() for one, row in zip(found[name], rows, strict=True))
-        ]
+        wrong = []
+        for name, wanted in self.rows().items():
+            found = model.values(getattr(model, name))
+            if model.compiled:  # the host has one copy of each variable, and all copies of `seen`
+                wanted = wanted[: len(found)]
+            if [each.tobytes() for each in found] != [np.asarray(row).tobytes() for row in wanted]:
+                wrong.append(f"{name} is {np.stack(found).tolist()}, not {np.stack(wanted).tolist()}")
+        return wrong

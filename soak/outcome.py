@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 
 @dataclasses.dataclass
 class Outcome:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        suite: "faults", "processes", "restarts", "lost", "network", "checkpoints", "backups", "load", "parts"
-            or "trainings".
-        where: the strategy, or the kind of program.
-        what: the fault or load.
-        count: how often it was run.
-        seconds: the time for all of them.
-        problems: the failed checks.
-        found: the measurements as text.
-    """
-
-    suite: str
-    where: str
-    what: str
-    count: int = 0
-    seconds: float = 0.0
-    problems: list[str] = dataclasses.field(default_factory=list)
-    found: str = ""
+    suite: str  # a key of `__main__.SUITES`
+    where: str  # the strategy, or the kind of program
+    what: str  # the fault or load
+    count: int = 0  # how often it was run
+    seconds: float = 0.0  # the time for all of them
+    problems: list[str] = dataclasses.field(default_factory=list)  # the failed checks
+    found: str = ""  # the measurements as text
 
     def add(self, seconds: float, problems: list[str], count: int = 1) -> None:
         """Counts one more."""
@@ -35,6 +23,7 @@ class Outcome:
         self.seconds += seconds
         self.problems += problems
 
-    def as_json(self) -> dict[str, Any]:
-        """The outcome as JSON."""
-        return dataclasses.asdict(self)
+
+def tell(what: str, wrong: list[str], found: object = "") -> None:
+    """Prints how one of them ended."""
+    print(f"  {what}: {f'FAILED {wrong}' if wrong else f'ok, {found}'}", flush=True)

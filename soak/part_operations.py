@@ -13,21 +13,13 @@ import tensorflow as tf
 
 
 class Values(NamedTuple):
-    """What an operation works on.
+    """What an operation works on."""
 
-    Attributes:
-        x: numbers (batch, length, channels).
-        image: numbers (batch, length, length, channels).
-        table: numbers (rows, channels).
-        kernel: numbers (channels, channels).
-        i: indices (batch, length) of rows, int32 or int64.
-    """
-
-    x: Any
-    image: Any
-    table: Any
-    kernel: Any
-    i: Any
+    x: Any  # numbers (batch, length, channels)
+    image: Any  # numbers (batch, length, length, channels)
+    table: Any  # numbers (rows, channels)
+    kernel: Any  # numbers (channels, channels)
+    i: Any  # indices (batch, length) of rows, int32 or int64
 
     @property
     def rows(self) -> Any:

@@ -1,7 +1,5 @@
 """Operations of divided values, in many layouts and sizes: values and gradients must be those of one device.
 
-    python -m soak --only parts [--parts 300] [--seconds S]
-
 Each batch of operations (`soak/part_operations.py`) is a program for each layout, and all of these are in a process of
 their own (`soak/programs/parts.py`). A batch whose process ends, or whose program fails, is halved until the operation
 is known. A case is one operation in one layout and size, with one dtype of indices: its value, or its gradients.
@@ -9,6 +7,7 @@ is known. A case is one operation in one layout and size, with one dtype of indi
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -27,21 +26,14 @@ Axes = tuple[str | None, ...]
 
 
 class Layout(NamedTuple):
-    """How values are divided over the devices of a replica.
+    """How values are divided over the devices of a replica."""
 
-    Attributes:
-        mesh: the sizes of its axes, "batch" and "model".
-        values: the axes of the numbers (batch, length, channels). Images have those of the length for their height.
-        weights: the axes of the table and of the kernel.
-        results: the axes of the last two dimensions of each result.
-        replicas: the number of replicas.
-    """
-
-    mesh: tuple[int, int]
+    mesh: tuple[int, int]  # the sizes of its axes, "batch" and "model"
+    # the axes of the numbers (batch, length, channels). Images have those of the length for their height.
     values: Axes = ("batch", None, None)
-    weights: Axes = (None, None)
-    results: Axes = (None, None)
-    replicas: int = 1
+    weights: Axes = (None, None)  # the axes of the table and of the kernel
+    results: Axes = (None, None)  # the axes of the last two dimensions of each result
+    replicas: int = 1  # the number of replicas
 
 
 LAYOUTS = {
@@ -77,32 +69,30 @@ class Size(NamedTuple):
 SIZES = {"odd": Size(5, 7, 6, 11), "tiny": Size(1, 3, 2, 3), "even": Size(8, 8, 8, 16)}
 
 
-def run(count: int, seconds: float | None = None) -> Iterator[Outcome]:
+def outcomes(flags: argparse.Namespace) -> Iterator[Outcome]:
     """Sweeps over the operations, and yields an outcome for each layout.
 
-    Args:
-        count: the most operations, of all kinds; each dtype of indices is one of its own.
-        seconds: no other batch begins after this time.
+    Each dtype of indices counts as an operation. No other batch begins after `--seconds`.
     """
     from soak.part_operations import OPERATIONS
 
-    names = [*OPERATIONS][:: -(-len(OPERATIONS) // count)]
-    outcomes = {name: Outcome("parts", name, f"{len(names)} operations of values in parts") for name in LAYOUTS}
+    names = [*OPERATIONS][:: -(-len(OPERATIONS) // flags.parts)]
+    by_layout = {name: Outcome("parts", name, f"{len(names)} operations of values in parts") for name in LAYOUTS}
     began = time.monotonic()
     for size in SIZES:
         for first in range(0, len(names), BATCH):
-            if seconds is not None and time.monotonic() - began > seconds:
+            if time.monotonic() - began > flags.seconds:
                 break
             batch, start = names[first : first + BATCH], time.monotonic()
             print(f"  {size}, {batch[0]} ... {batch[-1]}", flush=True)
             for found in swept(size, list(LAYOUTS), batch):
                 problems = [f"{found['layout']}, {size}, {each}" for each in found["wrong"]]
-                outcomes[found["layout"]].add(0.0, problems, found["count"])
+                by_layout[found["layout"]].add(0.0, problems, found["count"])
                 for each in problems:
                     print(f"    {each}", flush=True)
-            for outcome in outcomes.values():
-                outcome.seconds += (time.monotonic() - start) / len(outcomes)
-    for outcome in outcomes.values():
+            for outcome in by_layout.values():
+                outcome.seconds += (time.monotonic() - start) / len(by_layout)
+    for outcome in by_layout.values():
         ended = sum("the process ended" in each for each in outcome.problems)
         outcome.found = f"{len(outcome.problems)} wrong, {ended} processes ended; in {outcome.seconds:.0f} s"
         yield outcome

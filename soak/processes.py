@@ -1,58 +1,49 @@
 """Faults that need a new process each: signals, exits, forks, full disks, lack of memory, stuck replicas.
 
-    python -m soak --only processes [--moments 6] [--seed 0]
-
 Each is a program in `soak/programs`. Its output, its exit status and its time are checked. Two run at a time.
 """
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import os
+import pathlib
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from soak.outcome import Outcome
+from benchmarks.measure import seconds
+from soak.outcome import Outcome, tell
 
-STRATEGIES = {
-    "threads": "MirroredStrategy",
-    "concurrent": "MirroredStrategy(concurrent=True)",
-    "compiled": "TPUStrategy",
-}
-TRAINS = {name: STRATEGIES[name] for name in ("threads", "compiled")}
+ROOT = pathlib.Path(__file__).parents[1]
 
-LONGEST = 120.0
-"""The longest time of a program, in seconds. Then it is killed and counts as failed."""
+TRAINS = {"threads": "MirroredStrategy", "compiled": "TPUStrategy"}
+STRATEGIES = {**TRAINS, "concurrent": "MirroredStrategy(concurrent=True)"}
+
+LONGEST = 120.0  # the longest time of a program, in seconds. Then it is killed and counts as failed.
 
 ANSWER = 2.0
 """The longest time from a signal to the answer, in seconds: the line "interrupted", or the end of the process."""
 
-AT_ONCE = 2
-"""The number of programs that run at a time."""
+AT_ONCE = 2  # the number of programs that run at a time
 
 
 @dataclasses.dataclass
 class Ended:
-    """How a program ended.
+    """How a program ended."""
 
-    Attributes:
-        code: its return code; for a signal, minus its number.
-        output: its stdout.
-        errors: its stderr.
-        seconds: the seconds from the signal to the answer; 0.0 without a signal.
-    """
-
-    code: int
-    output: str
-    errors: str
-    seconds: float = 0.0
+    code: int  # its return code; for a signal, minus its number
+    output: str  # its stdout
+    errors: str  # its stderr
+    seconds: float = 0.0  # the seconds from the signal to the answer; 0.0 without a signal
 
     @property
     def last(self) -> str:
@@ -67,27 +58,37 @@ class Ended:
         return [f"ended with {self.code}, not {code}; printed {self.output!r}; {self.errors[-1500:]}"]
 
 
-def program(
-    name: str, *arguments: object, send: int | None = None, after: float = 0.0, longest: float = LONGEST
-) -> Ended:
-    """Runs a program to its end.
+def program(name: str, *arguments: object, longest: float = LONGEST, **options: Any) -> Ended:
+    """Runs a module of `soak.programs` to its end; the options are those of `python`."""
+    return python("-m", f"soak.programs.{name}", *arguments, longest=longest, **options)
 
-    Args:
-        name: its module in `soak.programs`.
-        arguments: its arguments.
-        send: the signal to send to it.
-        after: the seconds from its line "ready" to the signal.
-        longest: the longest time in seconds.
+
+def python(
+    *arguments: object,
+    longest: float | None,
+    send: int | None = None,
+    after: float = 0.0,
+    stop: int = signal.SIGKILL,
+    env: Mapping[str, str] | None = None,
+) -> Ended:
+    """Runs Python to its end, or ends it by the signal `stop` after the longest time, in seconds; None for any.
+
+    The signal `send` is sent to it so many seconds `after` its line "ready".
     """
-    command = [sys.executable, "-m", f"soak.programs.{name}", *map(str, arguments)]
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, preexec_fn=_hear_interrupts
+        [sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        # A process in the background of a shell ignores Ctrl-C, and so would its children.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler),
     )
     first, sent, answered = "", 0.0, 0.0
     try:
         if send is not None:
-            assert process.stdout is not None
             first = process.stdout.readline()
             time.sleep(after)
             sent = time.monotonic()
@@ -96,15 +97,10 @@ def program(
             answered = time.monotonic()
         output, errors = process.communicate(timeout=longest)
     except subprocess.TimeoutExpired:
-        process.kill()
+        process.send_signal(stop)
         output, errors = process.communicate()
-        errors += f"\nkilled, since it had not ended after {longest:.0f} s"
+        errors += f"\nended, since it was not over after {longest:.0f} s"
     return Ended(process.returncode, first + output, errors, answered - sent)
-
-
-def _hear_interrupts() -> None:
-    """Restores Ctrl-C: a process in the background of a shell ignores it, and so would its children."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 Scenario = tuple[str, str, Callable[[], tuple[list[str], str]]]
@@ -113,6 +109,8 @@ Scenario = tuple[str, str, Callable[[], tuple[list[str], str]]]
 
 def stopped_in_training(strategy: str, number: int, after: float) -> tuple[list[str], str]:
     """Stops a training with a signal, resumes it from its last checkpoint, and compares with an undisturbed one."""
+    import tensorflow as tf
+
     with tempfile.TemporaryDirectory() as directory:
         ended = program("training", strategy, directory, "--steps", 4000, send=number, after=after)
         wrong = ended.wrong(-number, "ready")
@@ -120,7 +118,8 @@ def stopped_in_training(strategy: str, number: int, after: float) -> tuple[list[
             wrong.append(f"the answer came {ended.seconds:.1f} s after the signal")
         if number == signal.SIGINT and "KeyboardInterrupt" not in ended.errors:
             wrong.append(f"no KeyboardInterrupt: {ended.errors[-500:]}")
-        steps = 5 * (_last_step(directory) // 5) + 10
+        latest = tf.train.latest_checkpoint(directory) or "none-0"
+        steps = 5 * (int(latest.rpartition("-")[2]) // 5) + 10
         resumed = program("training", strategy, directory, "--steps", steps)
         with tempfile.TemporaryDirectory() as other:
             alone = program("training", strategy, other, "--steps", steps)
@@ -128,13 +127,6 @@ def stopped_in_training(strategy: str, number: int, after: float) -> tuple[list[
         if resumed.last.split(": ")[-1] != alone.last.split(": ")[-1]:
             wrong.append(f"resumed it came to {resumed.last}, undisturbed to {alone.last}")
         return wrong, f"answered after {ended.seconds:.2f} s, resumed {resumed.last.split(':')[0]}"
-
-
-def _last_step(directory: str) -> int:
-    import tensorflow as tf
-
-    latest = tf.train.latest_checkpoint(directory)
-    return 0 if latest is None else int(latest.rpartition("-")[2])
 
 
 def full_disk(strategy: str) -> tuple[list[str], str]:
@@ -149,9 +141,9 @@ def full_disk(strategy: str) -> tuple[list[str], str]:
     return wrong, ended[1].output.split("\n")[1]
 
 
-def one(name: str, *arguments: object, code: int = 0, longest: float = 60.0) -> tuple[list[str], str]:
+def one(name: str, *arguments: object, code: int = 0) -> tuple[list[str], str]:
     """Runs a program that does all checks itself."""
-    ended = program(name, *arguments, longest=longest)
+    ended = program(name, *arguments)
     return ended.wrong(code), ended.last
 
 
@@ -161,30 +153,18 @@ def not_left(strategy: str) -> tuple[list[str], str]:
     return [], "left" if not ended.wrong() else "not left, a known limit: killed after 30 s"
 
 
-def _make_scenario(
-    where: str, what: str, name: str, *arguments: object, code: int = 0, longest: float = LONGEST
-) -> Scenario:
-    return STRATEGIES[where], what, lambda: one(name, where, *arguments, code=code, longest=longest)
+def _make_scenario(where: str, what: str, name: str, *arguments: object, code: int = 0) -> Scenario:
+    return STRATEGIES[where], what, lambda: one(name, where, *arguments, code=code)
 
 
 def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
-    """All scenarios.
-
-    Args:
-        moments: the number of random moments for each signal and strategy.
-        seed: the seed of the moments.
-        rounds: how often each process that catches Ctrl-C is interrupted.
-    """
+    """All scenarios, with so many random moments for each signal, and rounds of each process that catches Ctrl-C."""
     draw = random.Random(f"moments {seed}")
     for name, where in TRAINS.items():
-        for number, what in (
-            (signal.SIGINT, "Ctrl-C ends a training, which goes on from its checkpoint"),
-            (signal.SIGTERM, "SIGTERM ends a training, which goes on from its checkpoint"),
-            (signal.SIGKILL, "kill -9 ends a training, which goes on from its checkpoint"),
-        ):
+        for number, who in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGKILL, "kill -9")):
             for _ in range(moments):
-                after = draw.uniform(0.0, 0.6)
-                yield where, what, functools.partial(stopped_in_training, name, number, after)
+                stopped = functools.partial(stopped_in_training, name, number, draw.uniform(0.0, 0.6))
+                yield where, f"{who} ends a training, which goes on from its checkpoint", stopped
         yield where, "the disk is full while a checkpoint is saved", functools.partial(full_disk, name)
         for what, way, code in (
             ("a run in an atexit function", "atexit", 0),
@@ -205,9 +185,7 @@ def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
         for k in range(max(1, moments // 2)):
             for who, flags in (("Ctrl-C", ()), ("an exception of another thread", ("--of-a-thread",))):
                 what = f"{who}, caught, {rounds} times in one process"
-                yield _make_scenario(
-                    name, what, "interrupts", "--rounds", rounds, "--seed", seed + k, *flags, longest=LONGEST
-                )
+                yield _make_scenario(name, what, "interrupts", "--rounds", rounds, "--seed", seed + k, *flags)
     for name in ("threads", "concurrent"):
         for what, text in (
             ("op", "a replica stuck in a C++ op"),
@@ -223,19 +201,15 @@ def scenarios(moments: int, seed: int, rounds: int = 200) -> Iterator[Scenario]:
     yield _make_scenario("compiled", "a host call that sleeps: Ctrl-C", "stuck", "host", "--interrupt")
 
 
-def run(all_of_them: Sequence[Scenario]) -> Iterator[Outcome]:
-    """Runs scenarios, and yields an outcome for each strategy and kind."""
-    outcomes: dict[tuple[str, str], Outcome] = {}
-
-    def timed(scenario: Scenario) -> tuple[float, tuple[list[str], str]]:
-        began = time.monotonic()
-        result = scenario[2]()
-        return time.monotonic() - began, result
-
+def outcomes(flags: argparse.Namespace) -> Iterator[Outcome]:
+    """Runs all scenarios, and yields an outcome for each strategy and kind."""
+    found_of: dict[tuple[str, str], Outcome] = {}
+    all_of_them = list(scenarios(flags.moments, flags.seed))
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        for (where, what, _), (seconds, (wrong, found)) in zip(all_of_them, pool.map(timed, all_of_them), strict=True):
-            outcome = outcomes.setdefault((where, what), Outcome("processes", where, what))
-            outcome.add(seconds, wrong)
+        timed = pool.map(lambda scenario: seconds(scenario[2]), all_of_them)
+        for (where, what, _), (taken, (wrong, found)) in zip(all_of_them, timed, strict=True):
+            outcome = found_of.setdefault((where, what), Outcome("processes", where, what))
+            outcome.add(taken, wrong)
             outcome.found = found or outcome.found
-            print(f"  {where}: {what}: {'FAILED ' + str(wrong) if wrong else 'ok, ' + found}", flush=True)
-    yield from outcomes.values()
+            tell(f"{where}: {what}", wrong, found)
+    yield from found_of.values()

@@ -4,51 +4,32 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
-from importlib.metadata import PackageNotFoundError, version
+import pathlib
 from typing import Any
 
-PAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "docs", "reliability.md")
+from benchmarks import report
+from benchmarks.page import between
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reliability.md"
 BEGIN, END = "<!-- begin: make soak -->", "<!-- end: make soak -->"
 
 
 def machine() -> dict[str, str]:
-    """Describes the machine and the versions."""
-    try:
-        tensorflow = version("tensorflow")
-    except PackageNotFoundError:
-        tensorflow = version("tensorflow-cpu")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "tensorflow": tensorflow,
-    } | {name: version(name) for name in ("jax", "keras", "numpy")}
+    """Describes the day, the machine and the versions."""
+    return {"date": datetime.date.today().isoformat()} | report.machine()
 
 
-def write(figures: str, page: str = PAGE) -> None:
+def write(figures: str, page: pathlib.Path = PAGE) -> None:
     """Writes the table between its two marks on the page; the text around it stays."""
-    with open(figures) as file:
-        data = json.load(file)
-    with open(page) as file:
-        text = file.read()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    with open(page, "w") as file:
-        file.write(f"{before}{BEGIN}\n{_table(data)}\n{END}{after}")
+    data = json.loads(pathlib.Path(figures).read_text())
+    page.write_text(between(page.read_text(encoding="utf-8"), _table(data), BEGIN, END), encoding="utf-8")
 
 
 def _table(data: dict[str, Any]) -> str:
     """The whole table in Markdown."""
-    about, outcomes = data["machine"], data["outcomes"]
+    outcomes = data["outcomes"]
     of = {suite: [each for each in outcomes if each["suite"] == suite] for suite in ("faults", *_TITLES)}
-    lines = [
-        f"{about['date']}, {about['machine']}, Python {about['python']}, TensorFlow {about['tensorflow']}, "
-        f"jax {about['jax']}.",
-        "",
-        _summary(of),
-    ]
+    lines = [f"Measured on: {report.described(data['machine'])}.", "", _summary(of)]
     columns = sorted({each["where"] for each in of["faults"]})
     lines += ["", "### Random faults in one process", "", f"| where it goes wrong | {' | '.join(columns)} | lost |"]
     lines.append(f"| --- |{' ---: |' * (len(columns) + 1)}")
@@ -86,13 +67,10 @@ def _summary(of: dict[str, list[dict[str, Any]]]) -> str:
     seconds = sum(each["seconds"] for each in of["faults"])
     return (
         f"**{count['faults']:,} random faults** in {seconds / 60:.0f} minutes, {count['processes']:,} scenarios in "
-        f"processes of their own, {count['restarts']:,} jobs with a killed worker, "
-        f"{count['lost']:,} with a lost one, {count['network']:,} faults in a network, "
-        f"{count['checkpoints']:,} killed while saving, {count['backups']:,} in a fit with backups, "
-        f"{count['load']:,} runs under load, "
-        f"{count['parts']:,} cases of operations in parts, "
-        f"{count['trainings']:,} random trainings. "
-        f"**{lost} lost.**"
+        f"processes of their own, {count['restarts']:,} jobs with a killed worker, {count['lost']:,} with a lost one, "
+        f"{count['network']:,} faults in a network, {count['checkpoints']:,} killed while saving, {count['backups']:,} "
+        f"in a fit with backups, {count['load']:,} runs under load, {count['parts']:,} cases of operations in parts, "
+        f"{count['trainings']:,} random trainings. **{lost} lost.**"
     )
 
 

@@ -1,9 +1,7 @@
 """Trains with `BackupAndRestore` until it is killed: `python -m soak.programs.backing_up`, for `soak/backups.py`.
 
-Each line of the input is a start: a folder and a kind of training, as JSON. It is made in a fork of this process, which
-has imported TensorFlow and not started it. The fork prints "goes" with the number of steps it found, when its first
-step is done, and "came" with a hash of all that the training came to. When it has ended, this process prints "ended"
-and its status.
+A fork prints "goes" with the number of steps it found, when its first step is done, and "came" with a hash of all that
+the training came to.
 """
 
 from __future__ import annotations
@@ -11,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 
-from soak.programs.common import say
+import numpy as np
+import tensorflow as tf
+
+from soak.programs.common import make_strategy, say, serve
 
 import replica_engine  # isort: skip
 import keras
@@ -23,14 +23,9 @@ EPOCHS, BATCHES = 20, 12
 
 def train(folder: str, kind: str) -> None:
     """Resumes and trains on until it is killed, or to its end."""
-    import numpy as np
-    import tensorflow as tf
-
-    devices = replica_engine.logical_devices(2)
-    strategy = replica_engine.MirroredStrategy(devices)
     if kind == "compiled":
         replica_engine.xla.set_cache_dir(os.path.join(os.path.dirname(folder), "programs"))
-        strategy = replica_engine.TPUStrategy(num_cores=2)
+    strategy = make_strategy(kind)
 
     class Says(keras.callbacks.Callback):
         said = False
@@ -68,21 +63,5 @@ def train(folder: str, kind: str) -> None:
     say(f"came {came.hexdigest()[:16]}")
 
 
-def main() -> None:
-    """Serves starts until the input ends."""
-    for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                train(**json.loads(line))
-                status = 0
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        say(f"pid {pid}")
-        say(f"ended {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}")
-
-
 if __name__ == "__main__":
-    main()
+    serve(train)

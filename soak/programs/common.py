@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -14,6 +18,8 @@ import replica_engine
 from replica_engine import logical_devices
 
 SIZE = 2
+
+GRACE = 5.0  # seconds in which threads must end
 
 
 def make_strategy(name: str, **options: Any) -> Any:
@@ -44,6 +50,40 @@ def check_works(strategy: Any) -> None:
     """Checks that the next run returns the right number."""
     values = [float(value) for value in strategy.experimental_local_results(strategy.run(all_reduce_ones))]
     check(values == [float(SIZE)] * SIZE, f"the next run returned {values}")
+
+
+def running_threads() -> list[str]:
+    """The names of all threads, without those that Python knows only from calls from C++."""
+    return sorted(thread.name for thread in threading.enumerate() if "Dummy" not in thread.name)
+
+
+def left_threads(before: int) -> list[str]:
+    """The problem with new threads, where there were so many before; waits for those that are about to end."""
+    deadline = time.monotonic() + GRACE
+    while len(names := running_threads()) > before:
+        if time.monotonic() > deadline:
+            return [f"there are {len(names)} threads where there were {before}: {names}"]
+        time.sleep(0.001)
+    return []
+
+
+def serve(train: Callable[..., None]) -> None:
+    """Trains in a fork of this process, which has not started TensorFlow, for each line of the input, as JSON.
+
+    Prints "pid" and the fork's, and "ended" and its status when it has ended.
+    """
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                train(**json.loads(line))
+                status = 0
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        say(f"pid {pid}")
+        say(f"ended {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}")
 
 
 def check(holds: bool, text: str) -> None:

@@ -1,19 +1,9 @@
-"""Ends a process while replicas are at work, in several ways.
-
-    python -m soak.programs.exits threads atexit
-
-- atexit: runs once more in a function registered with atexit;
-- error: raises on replica 1, and nothing catches it;
-- exit: calls sys.exit(3) on replica 1;
-- daemon: leaves daemon threads in the middle of their runs;
-- main dies: raises on the main thread while another thread continues its runs;
-- parked: ends with parked replica threads;
-- del: ends with the strategy in a reference cycle that has a finalizer.
-"""
+"""Ends a process while replicas are at work, in several ways: `python -m soak.programs.exits threads atexit`."""
 
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
 import threading
 from typing import Any
@@ -31,6 +21,8 @@ def main() -> None:
 
 
 def _atexit(strategy: Any) -> None:
+    """Runs once more in a function registered with atexit."""
+
     def run_again() -> None:
         check_works(strategy)
         say("done")
@@ -38,26 +30,18 @@ def _atexit(strategy: Any) -> None:
     atexit.register(run_again)
 
 
-def _fails(error: BaseException) -> Any:
+def _fails(error: BaseException, strategy: Any) -> None:
     def body() -> None:
         tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([]))
         if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) in (1, None):
             raise error
 
-    return body
-
-
-def _error(strategy: Any) -> None:
     say("done")
-    strategy.run(_fails(ValueError("nobody catches this")))
-
-
-def _exit(strategy: Any) -> None:
-    say("done")
-    strategy.run(_fails(SystemExit(3)))
+    strategy.run(body)
 
 
 def _daemon(strategy: Any) -> None:
+    """Leaves daemon threads in the middle of their runs."""
     begun = threading.Event()
     with strategy.scope():
         count = tf.Variable(0.0)
@@ -76,6 +60,7 @@ def _daemon(strategy: Any) -> None:
 
 
 def _main_dies(strategy: Any) -> None:
+    """Raises on the main thread while another thread continues its runs."""
     begun = threading.Event()
 
     def runs() -> None:
@@ -89,11 +74,9 @@ def _main_dies(strategy: Any) -> None:
     raise ValueError("the main thread ends here")
 
 
-def _parked(strategy: Any) -> None:
-    say("done")
-
-
 def _del(strategy: Any) -> None:
+    """Ends with the strategy in a reference cycle that has a finalizer."""
+
     class Cycle:
         def __init__(self) -> None:
             self.me, self.strategy = self, strategy
@@ -106,11 +89,11 @@ def _del(strategy: Any) -> None:
 
 _WAYS = {
     "atexit": _atexit,
-    "error": _error,
-    "exit": _exit,
+    "error": functools.partial(_fails, ValueError("nobody catches this")),  # on replica 1
+    "exit": functools.partial(_fails, SystemExit(3)),
     "daemon": _daemon,
     "main dies": _main_dies,
-    "parked": _parked,
+    "parked": lambda strategy: say("done"),  # and so are its replica threads
     "del": _del,
 }
 

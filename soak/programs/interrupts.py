@@ -1,7 +1,5 @@
 """Ctrl-C at random moments, many times in one process, which catches KeyboardInterrupt, checks its state and goes on.
 
-    python -m soak.programs.interrupts threads [--rounds 100] [--seed 0] [--within 1.0] [--of-a-thread]
-
 With `--of-a-thread`, another thread raises the exception in the main thread (`PyThreadState_SetAsyncExc`).
 
 If Ctrl-C arrives in a callback of a weak reference or in a `__del__`, Python prints the exception and continues. Such a
@@ -11,7 +9,9 @@ round is counted and ends.
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
+import operator
 import os
 import random
 import signal
@@ -21,7 +21,7 @@ import time
 
 import numpy as np
 
-from soak.programs.common import SIZE, check, make_strategy, say
+from soak.programs.common import SIZE, check, left_threads, make_strategy, running_threads, say
 
 from soak.model import Ledger, Model  # isort: skip
 
@@ -48,7 +48,7 @@ def main() -> None:
         ledger.whole_step(x)
     usual = time.perf_counter() - first
     check(not ledger.differences(model), str(ledger.differences(model)))
-    threads, slowest, parts = threading.active_count(), 0.0, 0
+    threads, slowest, parts = len(running_threads()), 0.0, 0
     ignored: list[None] = []
     sys.unraisablehook = lambda what: ignored.append(None) if what.exc_type is KeyboardInterrupt else None
     say("ready")
@@ -75,11 +75,8 @@ def main() -> None:
         ledger.whole_step(x)
         check(all((value == 2 * x.sum(axis=0)).all() for value in model.values(result)), "the next run's result")
         check(not ledger.differences(model), f"round {number}: after the next run {ledger.differences(model)}")
-    deadline = time.monotonic() + 5
-    while threading.active_count() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    names = sorted(thread.name for thread in threading.enumerate())
-    check(threading.active_count() <= threads, f"threads stay: {names}")
+    left = left_threads(threads)
+    check(not left, str(left))
     check(slowest < flags.within, f"Ctrl-C took {slowest:.2f} s")
     took = time.perf_counter() - began
     found = f"{flags.rounds} interrupts in {took:.0f} s, the slowest answered in {slowest * 1e3:.0f} ms"
@@ -107,25 +104,18 @@ def _look(model: Model, ledger: Ledger, x: np.ndarray, number: int, compiled: bo
     Returns:
         1 if some variables are from before and some from after, else 0.
     """
-    after = Ledger(ledger.weight, ledger.count, ledger.plain.copy(), ledger.seen.copy())
+    before, after, made = ledger.rows(), copy.deepcopy(ledger), {}
     after.whole_step(x)
-    made = {}
-    for name in ("weight", "count", "plain", "seen"):
-        old, new = getattr(ledger, name), getattr(after, name)
-        rows = model.values(getattr(model, name))
-        if name in ("weight", "count"):
-            olds, news = [old] * len(rows), [new] * len(rows)
-        else:
-            olds, news = list(old), list(new)
+    for name, news in after.rows().items():
+        olds, rows = before[name], model.values(getattr(model, name))
         is_new = [(row == new).all() for row, new in zip(rows, news, strict=False)]
         is_old = [(row == old).all() for row, old in zip(rows, olds, strict=False)]
         text = f"round {number}: {name} is {np.stack(rows).tolist()}, was {np.stack(olds).tolist()}"
-        if name in ("weight", "count"):
-            check(all(is_new) or all(is_old), f"{text}: replicas differ, or it is from no whole step")
-        check(all(one or other for one, other in zip(is_new, is_old, strict=True)), f"{text}: of no whole step")
+        check(all(map(operator.or_, is_new, is_old)), f"{text}: of no whole step")
         made[name] = is_new
         if name in ("weight", "count"):
-            setattr(ledger, name, new if all(is_new) else old)
+            check(all(is_new) or all(is_old), f"{text}: replicas differ")
+            setattr(ledger, name, getattr(after if all(is_new) else ledger, name))
         else:
             rows = [news[index] if is_new[min(index, len(is_new) - 1)] else olds[index] for index in range(SIZE)]
             setattr(ledger, name, np.stack(rows))

@@ -1,7 +1,4 @@
-"""A worker of a job of two: it gets lost in one of several ways, or tells when it was told that the other one is lost.
-
-replica-engine launch --workers 2 soak/programs/lost.py workers killed 1
-"""
+"""A worker of a job of two: it gets lost in one of several ways, or tells when it was told that the other one is."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from collections.abc import Callable
 from replica_engine.errors import WorkerLostError
 from soak.programs.common import all_reduce_ones, make_strategy, say
 
-STEPS = 20
-"""Steps before the fault."""
+STEPS = 20  # steps before the fault
 
 
 def _raise() -> None:

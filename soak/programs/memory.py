@@ -1,8 +1,4 @@
-"""One replica runs out of memory: it asks for more than the machine has, or meets a limit of the operating system.
-
-python -m soak.programs.memory threads huge
-python -m soak.programs.memory threads limit
-"""
+"""One replica runs out of memory: it asks for more than the machine has ("huge"), or meets a "limit" of the system."""
 
 from __future__ import annotations
 
@@ -14,11 +10,9 @@ import tensorflow as tf
 
 from soak.programs.common import check, check_works, make_strategy, say
 
-HUGE = 10**12
-"""Elements: 4 TB."""
+HUGE = 10**12  # elements: 4 TB
 
-SPARE = 2**30
-"""The bytes that the process may still take under the limit."""
+SPARE = 2**30  # the bytes that the process may still take under the limit
 
 
 def main() -> None:

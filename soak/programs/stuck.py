@@ -1,8 +1,5 @@
 """Replicas and merge functions that do not return, and how `run` still ends.
 
-    python -m soak.programs.stuck threads op --timeout 0.5
-    python -m soak.programs.stuck threads op --interrupt
-
 What is stuck:
 
 - op: a replica, in an op in C++;
@@ -16,6 +13,7 @@ What is stuck:
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import os
 import signal
 import threading
@@ -29,6 +27,8 @@ from replica_engine import errors, xla
 from soak.programs.common import check, check_works, make_strategy, say
 
 TOO_LONG = 600.0
+
+_go = threading.Event()
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     with strategy.scope():
         count = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
     strategy.run(lambda: count.assign_add(1))
-    body = _bodies(strategy)[flags.what]
+    body = _bodies()[flags.what]
     for number in range(2):
         if flags.interrupt:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -53,7 +53,8 @@ def main() -> None:
         found: BaseException | None = None
         try:
             if flags.what == "other thread":
-                _in_thread(lambda: strategy.run(body))
+                with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                    pool.submit(strategy.run, body).result()
             else:
                 strategy.run(body)
         except BaseException as error:
@@ -63,7 +64,10 @@ def main() -> None:
         check(isinstance(found, wanted), f"{found!r} came out")
         limit = 0.5 if flags.interrupt else flags.timeout
         check(took < limit + 1.0, f"it took {took:.2f} s")
-        _let_go()
+        # A host call that sleeps goes on: its program occupies the devices until the call ends.
+        _go.set()
+        time.sleep(0.3)
+        _go.clear()
         check_works(strategy)
         strategy.run(lambda: count.assign_add(1))
         check(int(count.numpy()) == number + 2, f"{int(count.numpy())} steps were counted")
@@ -71,37 +75,22 @@ def main() -> None:
     say("done")
 
 
-_queue = None
-_go = threading.Event()
-
-
-def _let_go() -> None:
-    """Lets a sleeping host call continue: its program occupies the devices until the call ends."""
-    _go.set()
-    time.sleep(0.3)
-    _go.clear()
-
-
-def _bodies(strategy: Any) -> dict[str, Callable[[], Any]]:
-    global _queue
-    _queue = tf.queue.FIFOQueue(1, [tf.float32])  # empty for ever
+def _bodies() -> dict[str, Callable[[], Any]]:
+    queue = tf.queue.FIFOQueue(1, [tf.float32])  # empty for ever
 
     def is_last() -> bool:
         return tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == 1
 
     def op() -> None:
         if is_last():
-            _queue.dequeue()
+            queue.dequeue()
 
     def loop() -> None:
         while is_last():
             pass
 
-    def merge() -> None:
-        tf.distribute.get_replica_context().merge_call(lambda strategy: time.sleep(TOO_LONG))
-
-    def merge_op() -> None:
-        tf.distribute.get_replica_context().merge_call(lambda strategy: _queue.dequeue())
+    def merge(stuck: Callable[[], Any]) -> Callable[[], None]:
+        return lambda: tf.distribute.get_replica_context().merge_call(lambda strategy: stuck())
 
     def host() -> None:
         def wait(replica: Any) -> None:
@@ -110,24 +99,8 @@ def _bodies(strategy: Any) -> dict[str, Callable[[], Any]]:
 
         xla.outside_compilation(wait, xla.replica_id())
 
-    return {"op": op, "loop": loop, "merge": merge, "merge op": merge_op, "host": host, "other thread": op}
-
-
-def _in_thread(work: Callable[[], Any]) -> None:
-    """Calls a function on another thread, and raises its exception here."""
-    failures: list[BaseException] = []
-
-    def caught() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=caught)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
+    asleep = merge(lambda: time.sleep(TOO_LONG))
+    return {"op": op, "loop": loop, "merge": asleep, "merge op": merge(queue.dequeue), "host": host, "other thread": op}
 
 
 if __name__ == "__main__":

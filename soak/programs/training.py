@@ -1,7 +1,5 @@
 """Trains, saves a checkpoint every few steps, and resumes from the last one.
 
-    python -m soak.programs.training threads directory [--steps 40] [--full-disk] [--kill 1 17 0.01]
-
 With the strategy "workers" or "compiled workers" it is one of the workers of a job, and with `--kill` that worker gets
 kill -9 so many seconds after the beginning of that step, unless the job was started again. It prints a hash of the
 variables at the end, which does not depend on how often the training was stopped.
@@ -23,8 +21,7 @@ import tensorflow as tf
 
 from soak.programs.common import SIZE, check, check_works, make_strategy, say
 
-EVERY = 5
-"""The number of steps from one checkpoint to the next."""
+EVERY = 5  # the number of steps from one checkpoint to the next
 
 
 def main() -> None:
@@ -41,17 +38,10 @@ def main() -> None:
 
 
 def train(strategy: Any, directory: str, to: int, full_disk: bool = False, kill: Sequence[float] | None = None) -> str:
-    """Trains from the last checkpoint in a directory, or from the beginning.
+    """Trains from the last checkpoint in a directory, or from the beginning, to a step.
 
-    Args:
-        strategy: the strategy to train on.
-        directory: the folder of the checkpoints.
-        to: the number of the last step.
-        full_disk: whether the disk is full at the second checkpoint.
-        kill: the worker that is killed, in which step, and how many seconds later; None for none.
-
-    Returns:
-        The step where it resumed, and a hash of the variables at the end.
+    The disk may be full at the second checkpoint. `kill` has the worker that is killed, in which step, and how many
+    seconds later. Returns the step where it resumed, and a hash of the variables at the end.
     """
     with strategy.scope():
         weight = tf.Variable(tf.random.stateless_normal([64, 64], [1, 2]))
@@ -74,9 +64,7 @@ def train(strategy: Any, directory: str, to: int, full_disk: bool = False, kill:
         if kill is not None and number == kill[1]:
             _kill_soon(int(kill[0]), kill[2])
         x = strategy.experimental_distribute_values_from_function(
-            lambda context, number=number: tf.random.stateless_normal(
-                [16, 64], [number, context.replica_id_in_sync_group]
-            )
+            lambda context, step=number: tf.random.stateless_normal([16, 64], [step, context.replica_id_in_sync_group])
         )
         strategy.run(step, args=(x,))
         if (number + 1) % EVERY == 0:
@@ -90,12 +78,8 @@ def train(strategy: Any, directory: str, to: int, full_disk: bool = False, kill:
     copies = [np.asarray(value) for value in strategy.experimental_local_results(weight)]
     check(all(copy.tobytes() == copies[0].tobytes() for copy in copies), "the replicas' weights differ")
     check(int(steps.numpy()) == to, f"{int(steps.numpy())} steps were made, on {SIZE} replicas")
-    return f"from {began}: {make_hash(copies[0])} {make_hash(momentum.numpy())}"
-
-
-def make_hash(array: np.ndarray) -> str:
-    """A hash of the bytes of arrays."""
-    return hashlib.sha256(array.tobytes()).hexdigest()[:16]
+    hashes = [hashlib.sha256(array.tobytes()).hexdigest()[:16] for array in (copies[0], momentum.numpy())]
+    return f"from {began}: {' '.join(hashes)}"
 
 
 def _kill_soon(worker: int, seconds: float) -> None:

@@ -45,11 +45,8 @@ class SetWeights(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 1:
-            self.model.set_weights([_smaller(weight) for weight in self.model.get_weights()])
-
-
-def _smaller(weight: np.ndarray) -> np.ndarray:
-    return weight * 0.9 if np.issubdtype(weight.dtype, np.floating) else weight
+            weights = self.model.get_weights()
+            self.model.set_weights([each * 0.9 if np.issubdtype(each.dtype, np.floating) else each for each in weights])
 
 
 def made(spec: Spec, numbers: Numbers, when: str, folder: str) -> list[keras.callbacks.Callback]:
@@ -60,14 +57,10 @@ def made(spec: Spec, numbers: Numbers, when: str, folder: str) -> list[keras.cal
         "schedule": lambda: keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),
         "plateau": lambda: keras.callbacks.ReduceLROnPlateau(monitor=monitor, patience=0, min_delta=0.5),
         "early_stopping": lambda: keras.callbacks.EarlyStopping(
-            monitor=monitor, patience=0, min_delta=0.3, restore_best_weights=True, mode="min"
+            monitor, min_delta=0.3, restore_best_weights=True, mode="min"
         ),
         "checkpoint": lambda: keras.callbacks.ModelCheckpoint(
-            os.path.join(folder, "best.weights.h5"),
-            save_weights_only=True,
-            monitor=monitor,
-            save_best_only=True,
-            mode="min",
+            os.path.join(folder, "best.weights.h5"), monitor, save_weights_only=True, save_best_only=True, mode="min"
         ),
         "set_rate": SetRate,
         "set_weights": SetWeights,

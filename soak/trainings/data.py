@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -89,12 +88,6 @@ def dataset(made: list[tuple[Any, ...]], known_length: bool) -> tf.data.Dataset:
     signature = tf.nest.map_structure(lambda each: tf.TensorSpec((None, *each.shape[1:]), each.dtype), made[0])
     result = tf.data.Dataset.from_generator(lambda: iter(made), output_signature=signature)
     return result.apply(tf.data.experimental.assert_cardinality(len(made))) if known_length else result
-
-
-def endless(made: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """A Python generator of the batches, again and again."""
-    while True:
-        yield from made
 
 
 class Batches(keras.utils.PyDataset):

@@ -28,8 +28,7 @@ SCHEDULES = (
     Part("PolynomialDecay", {"decay_steps": 6, "end_learning_rate": 0.001}),
 )
 CALLBACKS = ("each_batch", "schedule", "plateau", "early_stopping", "checkpoint", "set_rate", "set_weights", "swap_ema")
-SUSPECTS = 0.05
-"""The part of all trainings that are like one that went wrong."""
+SUSPECTS = 0.05  # the part of all trainings that are like one that went wrong
 
 BETWEEN = ("save", "weights", "checkpoint", "recompile", "freeze", "original")
 """The last one trains the original of a replicated model; in a scope there is none."""

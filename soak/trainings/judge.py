@@ -24,8 +24,7 @@ import tensorflow as tf
 from soak.trainings.callbacks import Numbers
 from soak.trainings.spec import COMPILED, Spec
 
-TOLERANCES = {"float32": (1e-3, 1e-5), "float64": (1e-7, 1e-9)}
-"""Relative and absolute, by dtype."""
+TOLERANCES = {"float32": (1e-3, 1e-5), "float64": (1e-7, 1e-9)}  # relative and absolute, by dtype
 
 PARTLY_FLOAT32 = (1e-5, 1e-7)
 """The tolerance of a training in float64 in which Keras computes something in float32."""
@@ -41,19 +40,13 @@ Train = Callable[..., Numbers]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What came of a training.
+    """What came of a training."""
 
-    Attributes:
-        problem: None, or what is wrong: `RUNS`, `DEVICE`, or `RAISES` and the name of an exception.
-        details: the first differences, or the traceback.
-        rounding: whether numbers differ from one device's by more than the tolerance, which was found to be rounding.
-        refused: whether one device raises too, so that the spec is no training.
-    """
-
-    problem: str | None = None
-    details: str = ""
+    problem: str | None = None  # None, or what is wrong: `RUNS`, `DEVICE`, or `RAISES` and the name of an exception
+    details: str = ""  # the first differences, or the traceback
+    # whether numbers differ from one device's by more than the tolerance, which was found to be rounding
     rounding: bool = False
-    refused: bool = False
+    refused: bool = False  # whether one device raises too, so that the spec is no training
 
 
 def judged(spec: Spec, train: Train, repeats: int = 3) -> Verdict:
@@ -81,11 +74,7 @@ def keras_differs(spec: Spec, train: Train, repeats: int) -> bool:
 
 def unequal(one: Numbers, other: Numbers) -> list[str]:
     """The names of numbers that are not bitwise the same."""
-    return [
-        name
-        for name in one | other
-        if name not in one or name not in other or one[name].tobytes() != other[name].tobytes()
-    ]
+    return [name for name in one | other if not _both(name, one, other) or one[name].tobytes() != other[name].tobytes()]
 
 
 def against_device(spec: Spec, train: Train, device: Numbers, numbers: Numbers) -> Verdict:
@@ -96,9 +85,12 @@ def against_device(spec: Spec, train: Train, device: Numbers, numbers: Numbers) 
     if spec.strategy == COMPILED and _are_xlas(numbers, spec, train):
         return Verdict(rounding=True)
     nudged = [train(spec, one_device=True, nudge=seed) for seed in range(NUDGES)]
-    if moved := _moved_far(device, nudged):
-        return Verdict(details=f"a unit in the last place moves {moved} of one device by more than 1%", refused=True)
-    names = [name for name in names if not _is_rounding(name, device, numbers, nudged)]
+    moved = {name: max(_distance(name, device, each) for each in nudged) for name in device | numbers}
+    for name in (name for name in device if " weight " in name):
+        # Nothing can be compared: the direction of a vector of length 0, say, whose gradient is divided by the length.
+        if moved[name] > 0.01 * np.abs(device[name].astype("float64")).max(initial=0):
+            return Verdict(details=f"a unit in the last place moves {name} of one device by more than 1%", refused=True)
+    names = [name for name in names if _distance(name, device, numbers) > FACTOR * moved[name]]
     if names:
         return Verdict(DEVICE, f"{spec.dtype}: {len(names)} differ: {_shown(names, device, numbers)}")
     if spec.dtype == "float64":
@@ -116,27 +108,16 @@ def tolerance(spec: Spec) -> tuple[float, float]:
 
 def far(one: Numbers, other: Numbers, within: tuple[float, float]) -> list[str]:
     """The names of numbers that are not within a tolerance, relative and absolute."""
-    relative, absolute = within
     return [
         name
         for name in one | other
-        if name not in one
-        or name not in other
-        or one[name].shape != other[name].shape
-        or not np.allclose(one[name], other[name], relative, absolute, equal_nan=True)
+        if not _both(name, one, other) or not np.allclose(one[name], other[name], *within, equal_nan=True)
     ]
 
 
-def _moved_far(device: Numbers, nudged: list[Numbers]) -> str:
-    """A weight that rounding alone moves so far that nothing can be compared; "" if there is none.
-
-    The direction of a vector of length 0 is such a thing: its gradient is divided by the length.
-    """
-    for name in (name for name in device if " weight " in name):
-        largest = float(np.abs(device[name].astype("float64")).max(initial=0))
-        if max(_distance(name, device, each) for each in nudged) > 0.01 * largest:
-            return name
-    return ""
+def _both(name: str, one: Numbers, other: Numbers) -> bool:
+    """Whether both have this number, in one shape."""
+    return name in one and name in other and one[name].shape == other[name].shape
 
 
 def _are_xlas(numbers: Numbers, spec: Spec, train: Train) -> bool:
@@ -147,19 +128,13 @@ def _are_xlas(numbers: Numbers, spec: Spec, train: Train) -> bool:
         return False  # TensorFlow cannot compile the step: of words, for example
 
 
-def _is_rounding(name: str, device: Numbers, numbers: Numbers, nudged: list[Numbers]) -> bool:
-    """Whether one device's own numbers move as far when its weights change by a unit in the last place."""
-    moved = max(_distance(name, device, each) for each in nudged)
-    return _distance(name, device, numbers) <= FACTOR * moved
-
-
 def _distance(name: str, one: Numbers, other: Numbers) -> float:
     """The largest difference of two arrays; infinity if it cannot be said."""
-    if name not in one or name not in other or one[name].shape != other[name].shape:
+    if not _both(name, one, other):
         return np.inf
-    difference = np.abs(one[name].astype("float64") - other[name].astype("float64"))
-    same = np.isnan(one[name].astype("float64")) & np.isnan(other[name].astype("float64"))
-    return float(np.nan_to_num(np.where(same, 0, difference), nan=np.inf).max(initial=0))
+    first, second = one[name].astype("float64"), other[name].astype("float64")
+    difference = np.where(np.isnan(first) & np.isnan(second), 0, np.abs(first - second))
+    return float(np.nan_to_num(difference, nan=np.inf).max(initial=0))
 
 
 def _shown(names: list[str], one: Numbers, other: Numbers) -> str:

@@ -28,7 +28,7 @@ def drawn(draw: random.Random, inputs: str, mask_zero: bool) -> tuple[Part, ...]
         end = draw.choice(ends)
         body.append(Part(end, {"units": 3} if end in ("GRU", "LSTM") else {}))
     for _ in range(draw.choice((0, 0, 1, 1, 2))):
-        body.insert(draw.randint(1, len(body)), _normalization(draw))
+        body.insert(draw.randint(1, len(body)), draw.choice(_NORMALIZATIONS))
     if draw.random() < 0.3:
         body.append(_dense(draw))
     if draw.random() < 0.1:
@@ -40,24 +40,17 @@ def drawn(draw: random.Random, inputs: str, mask_zero: bool) -> tuple[Part, ...]
 
 def _dense(draw: random.Random) -> Part:
     regularizer = draw.choice((None, None, None, "l2", "l1"))
-    options: dict[str, Any] = {
-        "units": draw.randint(2, 7),
-        "activation": draw.choice(ACTIVATIONS),
-        "kernel_regularizer": regularizer,
-    }
+    options = {"units": draw.randint(2, 7), "activation": draw.choice(ACTIVATIONS), "kernel_regularizer": regularizer}
     return Part("Dense", options)
 
 
-def _normalization(draw: random.Random) -> Part:
-    return draw.choice(
-        (
-            Part("LayerNormalization"),
-            Part("BatchNormalization", {"synchronized": True, "momentum": 0.7}),
-            Part("GroupNormalization", {"groups": -1}),
-            Part("UnitNormalization"),
-            Part("LayerNormalization", {"center": False}),
-        )
-    )
+_NORMALIZATIONS = (
+    Part("LayerNormalization"),
+    Part("BatchNormalization", {"synchronized": True, "momentum": 0.7}),
+    Part("GroupNormalization", {"groups": -1}),
+    Part("UnitNormalization"),
+    Part("LayerNormalization", {"center": False}),
+)
 
 
 def _convolution(name: str, rank: int) -> Draw:

@@ -12,9 +12,6 @@ from soak.trainings import data
 from soak.trainings.data import SHAPES, TOKENS, WORDS
 from soak.trainings.spec import SCOPE, THREADS, Head, Part, Spec
 
-_OF_QUERY_AND_VALUE = frozenset({"MultiHeadAttention", "GroupQueryAttention"})
-_OF_A_LIST = frozenset({"Attention"})
-
 
 def built(spec: Spec) -> keras.Model:
     """The model, with its initial weights, not yet compiled. Weights depend on the seed alone."""
@@ -41,15 +38,16 @@ def compile_model(model: keras.Model, spec: Spec, one_device: bool) -> None:
     """Compiles the model with the optimizer, the losses and the metrics of the spec."""
     single = len(spec.heads) == 1
     on_threads_in_scope = spec.strategy == THREADS and spec.api == SCOPE
-    losses = [_loss(head.loss) for head in spec.heads]
-    metrics = [[_metric(part) for part in head.metrics] for head in spec.heads]
-    weighted = [[_metric(part) for part in head.weighted] for head in spec.heads]
+
+    def of_heads(made: list[Any]) -> Any:
+        return made[0] if single else made
+
     model.compile(
         optimizer(spec),
-        losses[0] if single else losses,
-        metrics=metrics[0] if single else metrics,
-        weighted_metrics=weighted[0] if single else weighted,
-        loss_weights=[0.3, 2.0][: len(losses)] if spec.loss_weights and not single else None,
+        of_heads([_loss(head.loss) for head in spec.heads]),
+        metrics=of_heads([[_metric(part) for part in head.metrics] for head in spec.heads]),
+        weighted_metrics=of_heads([[_metric(part) for part in head.weighted] for head in spec.heads]),
+        loss_weights=[0.3, 2.0][: len(spec.heads)] if spec.loss_weights and not single else None,
         steps_per_execution=spec.steps_per_execution,
         run_eagerly=spec.run_eagerly,
         # It changes nothing under a strategy, except that TensorFlow compiles no step of threads in a scope.
@@ -89,9 +87,9 @@ def _embedding(spec: Spec) -> keras.layers.Layer:
 
 def _applied(part: Part, x: Any) -> Any:
     layer = _layer(part)
-    if part.name in _OF_QUERY_AND_VALUE:
+    if part.name in ("MultiHeadAttention", "GroupQueryAttention"):
         return layer(x, x)
-    return layer([x, x] if part.name in _OF_A_LIST else x)
+    return layer([x, x] if part.name == "Attention" else x)
 
 
 def _layer(part: Part) -> keras.layers.Layer:

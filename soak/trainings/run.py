@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import tempfile
 from typing import Any
@@ -18,8 +19,7 @@ from soak.trainings import callbacks, data, model
 from soak.trainings.callbacks import Numbers
 from soak.trainings.spec import COMPILED, REPLICATE, SCOPE, Spec
 
-TEST_BATCH = 5
-"""The size of the batches of `evaluate`, of which there are two."""
+TEST_BATCH = 5  # the size of the batches of `evaluate`, of which there are two
 
 
 @functools.cache
@@ -53,45 +53,37 @@ def trained(
     keras.config.set_floatx(spec.dtype)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return _Training(spec, one_device, nudge, compiled, uses, test_batch, folder).numbers
+            training = _Training(spec, one_device, compiled, test_batch, folder)
+            training.train(nudge)
+            training.use(uses)
+            return training.numbers
     finally:
         keras.config.set_floatx(before)
 
 
 class _Training:
-    """One training, from the model to its predictions.
+    """One training, from the model to its predictions; `numbers` are what came out."""
 
-    Attributes:
-        numbers: what came out.
-    """
-
-    def __init__(
-        self,
-        spec: Spec,
-        one_device: bool,
-        nudge: int | None,
-        compiled: bool,
-        uses: tuple[str, ...],
-        test_batch: int,
-        folder: str,
-    ):
+    def __init__(self, spec: Spec, one_device: bool, compiled: bool, test_batch: int, folder: str):
         self.spec, self.one_device, self.folder = spec, one_device, folder
         self._test_batch = test_batch
         self._compiled = compiled
         self._is_plain = one_device  # what trains now is plain Keras
         self.numbers: Numbers = {}
         self._strategy = None if one_device else make_shared_strategy(spec.strategy, spec.replicas)
+
+    def train(self, nudge: int | None) -> None:
+        """`fit`, and what comes between two of them."""
         with self._scope():
-            self.model = model.built(spec)
+            self.model = model.built(self.spec)
         self._compile(self.model)
         if nudge is not None:
             model.nudged(self.model, nudge)
         self.runner = self._replicated(self.model)
-        self._fit("first", self.runner, spec.epochs)
-        if spec.between is not None:
-            self._between(spec.between)
+        self._fit("first", self.runner, self.spec.epochs)
+        if self.spec.between is not None:
+            self._between(self.spec.between)
             self._fit("second", self.runner, 1)
-        self._use(uses)
 
     def _scope(self) -> contextlib.AbstractContextManager[object]:
         """Where models are made."""
@@ -139,13 +131,10 @@ class _Training:
             return {"x": self._dataset(batches)}
         if spec.feed == "PyDataset":
             return {"x": data.Batches(batches)}
-        return {"x": data.endless(batches), "steps_per_epoch": len(batches)}
+        return {"x": (batch for batch in itertools.cycle(batches)), "steps_per_epoch": len(batches)}
 
     def _dataset(self, batches: list[tuple[Any, ...]]) -> tf.data.Dataset:
-        """A dataset whose length nobody knows, except plain Keras.
-
-        It begins a step when such a dataset has ended, and makes the part of it that needs no data.
-        """
+        # Plain Keras begins a step when a dataset of unknown length has ended: it makes the part that needs no data.
         return data.dataset(batches, known_length=self._is_plain)
 
     def _limit(self) -> int | None:
@@ -160,10 +149,8 @@ class _Training:
         size = self._test_batch
         if self.spec.feed == "dataset":
             return {"validation_data": self._dataset(data.batches(self.spec, (size, size), data.VALIDATION))}
-        return {
-            "validation_data": data.samples(self.spec, 2 * size, data.VALIDATION),
-            "validation_batch_size": size,
-        }
+        samples = data.samples(self.spec, 2 * size, data.VALIDATION)
+        return {"validation_data": samples, "validation_batch_size": size}
 
     def _on_batches(self, when: str, runner: keras.Model, epochs: int) -> None:
         batches = data.batches(self.spec, self.spec.sizes, data.BATCHES) * epochs
@@ -172,9 +159,8 @@ class _Training:
             given = {"sample_weight": weights[0]} if weights else {}
             logs.append((f"train {index}", runner.train_on_batch(x, y, return_dict=True, **given)))
         logs.append(("test", runner.test_on_batch(*batches[0], return_dict=True)))
-        self.numbers |= {
-            f"{when} {step} {name}": np.asarray(value) for step, log in logs for name, value in log.items()
-        }
+        for step, log in logs:
+            self.numbers |= {f"{when} {step} {name}": np.asarray(value) for name, value in log.items()}
 
     def _write(self, name: str, variables: list[Any]) -> None:
         for index, variable in enumerate(variables):
@@ -209,7 +195,7 @@ class _Training:
                     layer.trainable = False
             self._compile(made)
 
-    def _use(self, uses: tuple[str, ...]) -> None:
+    def use(self, uses: tuple[str, ...]) -> None:
         """`evaluate` and `predict`."""
         size = self._test_batch
         x, y, *weights = data.samples(self.spec, 2 * size, data.TEST)

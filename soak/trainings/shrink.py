@@ -7,41 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from soak.trainings.spec import SGD, Head, Part, Spec
+from soak.trainings.spec import Head, Part, Spec
 
-_SIMPLE: tuple[tuple[str, Any], ...] = (
-    ("between", None),
-    ("callbacks", ()),
-    ("body", ()),
-    ("validation", None),
-    ("style", "functional"),
-    ("schedule", None),
-    ("loss_scale", False),
-    ("loss_weights", False),
-    ("sample_weight", False),
-    ("class_weight", False),
-    ("run_eagerly", False),
-    ("jit_compile", False),
-    ("limit", None),
-    ("shared", False),
-    ("mask_zero", False),
-    ("steps_per_execution", 1),
-    ("feed", "arrays"),
-    ("epochs", 1),
-    ("optimizer", SGD),
-    ("inputs", "vector"),
-    ("rate", 0.05),
-)
-"""Fields with their simplest values, those that say most first. The dtype stays: it may be the cause."""
+_FIELDS = ("between", "callbacks", "body", "validation", "style", "schedule", "loss_scale", "loss_weights")
+_FIELDS += ("sample_weight", "class_weight", "run_eagerly", "jit_compile", "limit", "shared", "mask_zero")
+_FIELDS += ("steps_per_execution", "feed", "epochs", "optimizer", "inputs", "rate")
+"""Fields that may be simpler, those that say most first. The dtype stays: it may be the cause."""
 
 
 def smallest(spec: Spec, fails: Callable[[Spec], bool], seconds: float = float("inf")) -> Spec:
-    """The smallest training found that still fails.
+    """The smallest training found that still fails; no other one is tried after so many seconds.
 
-    Args:
-        spec: a training that fails.
-        fails: says whether a training fails in the same way. It is called once for each one that is tried.
-        seconds: no other training is tried after this time.
+    `fails` says whether a training fails in the same way. It is called once for each one that is tried.
     """
     until = time.monotonic() + seconds
     tried: list[Spec] = [spec]
@@ -62,12 +39,13 @@ def smallest(spec: Spec, fails: Callable[[Spec], bool], seconds: float = float("
 
 def candidates(spec: Spec) -> Iterator[Spec]:
     """Trainings with one thing less. Each is smaller, so a chain of them ends."""
-    for name, value in _SIMPLE:
+    for name in _FIELDS:
+        value = "vector" if name == "inputs" else getattr(Spec, name)
         if getattr(spec, name) != value:
-            yield _fitting(_replaced(spec, name, value))
+            yield _fitting(dataclasses.replace(spec, **{name: value}))
     for name in ("body", "callbacks"):
         for parts in _fewer(getattr(spec, name)):
-            yield _replaced(spec, name, parts)
+            yield dataclasses.replace(spec, **{name: parts})
     for heads in _fewer(spec.heads):
         if heads:
             yield _fitting(dataclasses.replace(spec, heads=heads))
@@ -82,20 +60,11 @@ def candidates(spec: Spec) -> Iterator[Spec]:
     yield from _smaller_data(spec)
 
 
-def _replaced(spec: Spec, name: str, value: Any) -> Spec:
-    changes: dict[str, Any] = {name: value}
-    return dataclasses.replace(spec, **changes)
-
-
 def _fitting(spec: Spec) -> Spec:
     """Without what other fields no longer allow."""
-    if spec.inputs != "tokens":
-        spec = dataclasses.replace(spec, mask_zero=spec.inputs == "several" and spec.mask_zero)
-    if spec.inputs != "vector":
-        spec = dataclasses.replace(spec, shared=False)
-    if len(spec.heads) == 1:
-        spec = dataclasses.replace(spec, loss_weights=False)
-    return spec
+    masked = spec.mask_zero and spec.inputs in ("tokens", "several")
+    shared, loss_weights = spec.shared and spec.inputs == "vector", spec.loss_weights and len(spec.heads) > 1
+    return dataclasses.replace(spec, mask_zero=masked, shared=shared, loss_weights=loss_weights)
 
 
 def _smaller_data(spec: Spec) -> Iterator[Spec]:

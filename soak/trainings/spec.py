@@ -27,23 +27,14 @@ SGD = Part("SGD")
 
 
 class Head(NamedTuple):
-    """One output of the model.
+    """One output of the model."""
 
-    Attributes:
-        labels: "numbers", "binary", "one_hot" or "classes".
-        loss: the loss.
-        metrics: metrics that ignore sample weights.
-        weighted: metrics that take them.
-        positive: whether outputs and labels are above 0.
-        logits: whether the outputs are logits.
-    """
-
-    labels: str
-    loss: Part
-    metrics: tuple[Part, ...] = ()
-    weighted: tuple[Part, ...] = ()
-    positive: bool = False
-    logits: bool = False
+    labels: str  # "numbers", "binary", "one_hot" or "classes"
+    loss: Part  # the loss
+    metrics: tuple[Part, ...] = ()  # metrics that ignore sample weights
+    weighted: tuple[Part, ...] = ()  # metrics that take them
+    positive: bool = False  # whether outputs and labels are above 0
+    logits: bool = False  # whether the outputs are logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,65 +42,37 @@ class Spec:
     """A training.
 
     The defaults are the simplest values. `shrink.py` tries them in the place of what was drawn.
-
-    Attributes:
-        seed: the seed of weights and data.
-        strategy: MirroredStrategy or TPUStrategy.
-        replicas: the number of replicas.
-        api: "scope" builds the model in `strategy.scope()`; "replicate_model" replicates a plain one.
-        inputs: "vector", "sequence", "image", "volume", "tokens", "several" or "text".
-        optimizer: the optimizer, without its learning rate.
-        heads: the outputs.
-        body: the layers between inputs and heads.
-        sizes: the rows of each batch of an epoch. Arrays are divided by Keras: into batches of the first size.
-        feed: one of `FEEDS`.
-        dtype: Keras' floatx: "float32" or "float64".
-        mask_zero: whether embeddings mask token 0.
-        shared: whether one layer is called twice at the beginning.
-        style: "functional", "subclass" or "own_train_step".
-        rate: the learning rate.
-        schedule: the schedule of the learning rate, which begins with `rate`.
-        loss_scale: whether the optimizer scales the loss.
-        loss_weights: whether heads have weights.
-        epochs: the number of epochs.
-        limit: `steps_per_epoch` of arrays.
-        steps_per_execution: as in `compile`.
-        run_eagerly: as in `compile`.
-        jit_compile: as in `compile`.
-        sample_weight: whether samples have weights.
-        class_weight: whether classes have weights.
-        validation: None, "split" or "data".
-        callbacks: names in `callbacks.py`.
-        between: what happens between a first and a second `fit`: None for no second one, or a name in `run.py`.
     """
 
-    seed: int
-    strategy: str
-    replicas: int
-    api: str
-    inputs: str
-    heads: tuple[Head, ...]
-    body: tuple[Part, ...] = ()
-    optimizer: Part = SGD
+    seed: int  # the seed of weights and data
+    strategy: str  # MirroredStrategy or TPUStrategy
+    replicas: int  # the number of replicas
+    api: str  # "scope" builds the model in `strategy.scope()`; "replicate_model" replicates a plain one
+    inputs: str  # "vector", "sequence", "image", "volume", "tokens", "several" or "text"
+    heads: tuple[Head, ...]  # the outputs
+    body: tuple[Part, ...] = ()  # the layers between inputs and heads
+    optimizer: Part = SGD  # the optimizer, without its learning rate
+    # the rows of each batch of an epoch. Arrays are divided by Keras: into batches of the first size.
     sizes: tuple[int, ...] = (4,)
-    feed: str = "arrays"
-    dtype: str = "float32"
-    mask_zero: bool = False
-    shared: bool = False
-    style: str = "functional"
-    rate: float = 0.05
-    schedule: Part | None = None
-    loss_scale: bool = False
-    loss_weights: bool = False
-    epochs: int = 1
-    limit: int | None = None
-    steps_per_execution: int = 1
-    run_eagerly: bool = False
-    jit_compile: bool | str = False
-    sample_weight: bool = False
-    class_weight: bool = False
-    validation: str | None = None
-    callbacks: tuple[str, ...] = ()
+    feed: str = "arrays"  # one of `FEEDS`
+    dtype: str = "float32"  # Keras' floatx: "float32" or "float64"
+    mask_zero: bool = False  # whether embeddings mask token 0
+    shared: bool = False  # whether one layer is called twice at the beginning
+    style: str = "functional"  # "functional", "subclass" or "own_train_step"
+    rate: float = 0.05  # the learning rate
+    schedule: Part | None = None  # the schedule of the learning rate, which begins with `rate`
+    loss_scale: bool = False  # whether the optimizer scales the loss
+    loss_weights: bool = False  # whether heads have weights
+    epochs: int = 1  # the number of epochs
+    limit: int | None = None  # `steps_per_epoch` of arrays
+    steps_per_execution: int = 1  # as in `compile`
+    run_eagerly: bool = False  # as in `compile`
+    jit_compile: bool | str = False  # as in `compile`
+    sample_weight: bool = False  # whether samples have weights
+    class_weight: bool = False  # whether classes have weights
+    validation: str | None = None  # None, "split" or "data"
+    callbacks: tuple[str, ...] = ()  # names in `callbacks.py`
+    # what happens between a first and a second `fit`: None for no second one, or a name in `run.py`
     between: str | None = None
 
     @property
@@ -119,9 +82,8 @@ class Spec:
 
     def to_json(self) -> str:
         """The spec as one line of JSON, without the fields that have their default."""
-        fields = {field.name: field for field in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in fields}
-        return json.dumps({name: value for name, value in values.items() if value != fields[name].default})
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps({field.name: value for field, value in values.items() if value != field.default})
 
     @classmethod
     def from_json(cls, text: str) -> Spec:

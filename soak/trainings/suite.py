@@ -1,41 +1,41 @@
-"""Random trainings, one after the other; a failing one is made small.
-
-python -m soak --only trainings [--trainings 500] [--repeats 3] [--seed 0] [--seconds S]
-python -m soak --only trainings --seed 17 --trainings 1         the training that was drawn from 17
-python -m soak --only trainings --training '{"seed": 17, ...}'  the training that a failure printed
-"""
+"""Random trainings, one after the other; a failing one is made small."""
 
 from __future__ import annotations
 
+import argparse
 import gc
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 
+import replica_engine
 from soak.outcome import Outcome
 from soak.trainings import draw, judge, shrink
 from soak.trainings.run import trained
 from soak.trainings.spec import Spec
 
-SHRINKING = 600.0
-"""Seconds to make one failing training small."""
+SHRINKING = 600.0  # seconds to make one failing training small
+
+
+def outcomes(flags: argparse.Namespace) -> Iterator[Outcome]:
+    """Judges the training that is given, or drawn ones, and yields an outcome for each strategy and API."""
+    replica_engine.logical_devices(64)
+    specs = [Spec.from_json(flags.training)] if flags.training else drawn(flags.seed, flags.trainings)
+    with tempfile.TemporaryDirectory() as folder:
+        replica_engine.xla.set_cache_dir(folder)  # a training that is repeated compiles its programs once
+        yield from run(specs, flags.repeats, flags.seconds)
+        replica_engine.xla.set_cache_dir(None)
 
 
 def run(
-    specs: Iterable[Spec], repeats: int, seconds: float | None = None, train: judge.Train = trained
+    specs: Iterable[Spec], repeats: int, seconds: float = float("inf"), train: judge.Train = trained
 ) -> Iterator[Outcome]:
-    """Judges trainings, and yields an outcome for each strategy and API.
-
-    Args:
-        specs: the trainings.
-        repeats: how often each one is trained on its strategy.
-        seconds: no other training begins after this time.
-        train: trains a spec.
-    """
+    """Judges trainings, each trained so often on its strategy; no other one begins after this time."""
     gc.set_threshold(50_000, 20, 20)  # tracing makes many objects that stay
     outcomes: dict[tuple[str, str], Outcome] = {}
     began = time.monotonic()
     for spec in specs:
-        if seconds is not None and time.monotonic() - began > seconds:
+        if time.monotonic() - began > seconds:
             break
         what = f"trainings of Keras, {spec.api}"
         outcome = outcomes.setdefault((spec.strategy, spec.api), Outcome("trainings", spec.strategy, what))
