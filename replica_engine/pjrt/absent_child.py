@@ -18,15 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from replica_engine.pjrt.jaxlib import (
-    RUNTIME_ERRORS,
-    DeviceList,
-    absent_gpus,
-    absent_tpus,
-    compile_options,
-    ir,
-    program_context,
-)
+from replica_engine.pjrt import jaxlib
 from replica_engine.pjrt.plan import make_plan
 
 # Without a GPU to try tiles on, XLA takes one, which does not suit all products. Then cuBLAS may have them.
@@ -38,7 +30,7 @@ def main(folder: pathlib.Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     try:
         answer = _answer(request, folder)
-    except RUNTIME_ERRORS as error:
+    except jaxlib.RUNTIME_ERRORS as error:
         answer = {"error": str(error)}
     whole = folder / "answer.part"  # on a full disk, or if the process is killed now, there must be no half an answer
     whole.write_text(json.dumps(answer))
@@ -48,24 +40,24 @@ def main(folder: pathlib.Path) -> None:
 def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     replicas, parts = request["replicas"], request["parts"]
     if request["platform"] == "tpu":
-        devices = absent_tpus(request["topology"], **request["options"])
+        devices = jaxlib.absent_tpus(request["topology"], **request["options"])
     else:
-        devices = absent_gpus(request["library"], request["target"], request["topology"])
+        devices = jaxlib.absent_gpus(request["library"], request["target"], request["topology"])
     devices = devices[: replicas * parts]
     ids = np.array([device.id for device in devices])
-    options = compile_options(ids.reshape((replicas, 1) if parts == 1 else (1, replicas * parts)), parts > 1)
-    program, on = (folder / "program.mlir").read_text(), DeviceList(tuple(devices))
+    options = jaxlib.compile_options(ids.reshape((replicas, 1) if parts == 1 else (1, replicas * parts)), parts > 1)
+    program, on = (folder / "program.mlir").read_text(), jaxlib.DeviceList(tuple(devices))
 
     def compiled(extra: list[tuple[str, object]]) -> Any:
         options.env_option_overrides = [*map(tuple, request["compile_options"]), *extra]
-        with program_context():
-            module = ir.Module.parse(program)
+        with jaxlib.program_context():
+            module = jaxlib.ir.Module.parse(program)
             return devices[0].client.compile(module, executable_devices=on, compile_options=options)
 
     began = time.perf_counter()
     try:
         made = compiled([])
-    except RUNTIME_ERRORS as error:
+    except jaxlib.RUNTIME_ERRORS as error:
         if _NO_TILES not in str(error):
             raise
         made = compiled([("xla_gpu_enable_triton_gemm", False)])

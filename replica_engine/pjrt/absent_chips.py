@@ -19,9 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from replica_engine.errors import BackendMissingError, DeviceError, ProgramError, ReplicaTimeoutError
-from replica_engine.pjrt.accelerators import LIBTPU
-from replica_engine.pjrt.executable import prepared
-from replica_engine.pjrt.jaxlib import JAXLIB_VERSION
+from replica_engine.pjrt import accelerators, executable, jaxlib
 from replica_engine.pjrt.plan import Collective, Cost, Memory, Plan, Slice, slice_named
 from replica_engine.pjrt.stablehlo import markers
 from replica_engine.process.interrupts import wait_within
@@ -76,7 +74,7 @@ def compile_absent(
         ReplicaTimeoutError: the compiler took too long.
     """
     slice_, request = check_absent(topology, replicas * parts)
-    module = prepared(text, slice_.chip.platform)
+    module = executable.prepared(text, slice_.chip.platform)
     markers.convert(module)  # for GPUs too: the compiler knows their call only where a GPU is
     request |= {"name": name, "replicas": replicas, "parts": parts, "memory": slice_.chip.memory}
     with tempfile.TemporaryDirectory(prefix="replica_engine_plan_") as folder:
@@ -119,7 +117,7 @@ def _request(slice_: Slice) -> dict[str, Any]:
     chip, sizes = slice_.chip, "x".join(map(str, slice_.shape))
     request: dict[str, Any] = {"platform": chip.platform, "devices": slice_.name, "options": {}, "compile_options": []}
     if chip.platform == "tpu":
-        if importlib.util.find_spec("libtpu") is None and LIBTPU not in os.environ:
+        if importlib.util.find_spec("libtpu") is None and accelerators.LIBTPU not in os.environ:
             raise BackendMissingError.no_compiler("TPUs", "libtpu")
         request["topology"] = f"{'tpu' if chip.name == '7x' else ''}{chip.name}:{sizes}"
         request["options"] = dict(chip.options)
@@ -129,11 +127,11 @@ def _request(slice_: Slice) -> dict[str, Any]:
     found = importlib.util.find_spec(_PLUGIN) if importlib.util.find_spec("jax_plugins") else None
     if found is None or found.origin is None:
         raise BackendMissingError.no_compiler("GPUs", "jax-cuda12-pjrt")
-    version = importlib.metadata.version("jax-cuda12-pjrt")
-    if version != JAXLIB_VERSION:
+    version, wanted = importlib.metadata.version("jax-cuda12-pjrt"), jaxlib.JAXLIB_VERSION
+    if version != wanted:
         raise BackendMissingError(
-            f"jax-cuda12-pjrt {version} is installed, which does not fit jaxlib {JAXLIB_VERSION}. Install it with\n"
-            f"    pip install jax-cuda12-pjrt=={JAXLIB_VERSION}"
+            f"jax-cuda12-pjrt {version} is installed, which does not fit jaxlib {wanted}. Install it with\n"
+            f"    pip install jax-cuda12-pjrt=={wanted}"
         )
     request["library"] = str(pathlib.Path(found.origin).with_name(_LIBRARY))
     request["target"] = pathlib.Path(__file__).with_name(f"{chip.name}.txtpb").read_text()

@@ -3,7 +3,7 @@
 Collectives of several workers meet by the order of their launches. Where two workers swap two programs, Gloo adds up
 values of both, or ends the process if their sizes differ. The log of launches finds that a tenth of a second later.
 
-Gloo has connections of their own for each order of devices. So a small program gathers the digests of what all workers
+Gloo has separate connections for each order of devices. So a small program gathers the digests of what all workers
 launch next, over their first devices in reverse order, and its messages never meet those of another program. A worker
 that launches what it launched last asks nothing. Up to the last launch all have launched the same, so one of two
 workers that differ asks at least. If both ask, they see that they differ. If one does, it waits here, and the other in
@@ -62,7 +62,7 @@ class Agreement:
         Args:
             program: the program.
             limits: of waits at the coordinator: the seconds until an error, and until a warning.
-            launch: is called with signals held off. Ctrl-C ends what is before that, and takes the launch back.
+            launch: is called with signals held off. Before that, Ctrl-C ends the wait and takes the launch back.
             left: an event that ends the wait: nobody needs the launch any more.
 
         Raises:

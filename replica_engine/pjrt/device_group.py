@@ -5,13 +5,14 @@ library and the program know that the values may differ by replica.
 
 Nothing waits for an abandoned program, and it may never end. When a client of jaxlib is destroyed, it waits for its
 threads, and so for its programs. If the garbage collector or the exit of the process destroyed it while an abandoned
-program runs, it would wait for ever. So devices with an abandoned program are kept alive (`add`). At exit the client of
+program runs, it would wait forever. So devices with an abandoned program are kept alive (`add`). At exit the client of
 devices on which such a program still runs is never destroyed.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import operator
@@ -25,22 +26,10 @@ import numpy as np
 
 from replica_engine.errors import DeviceError, ProgramError, StuckProgramError
 from replica_engine.errors.base import at
-from replica_engine.pjrt.jaxlib import (
-    RUNTIME_ERRORS,
-    ArrayImpl,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    ShapedArray,
-    SingleDeviceSharding,
-    batched_device_put,
-    buffer_to_dlpack_managed_tensor,
-    collect_garbage,
-)
+from replica_engine.pjrt import jaxlib
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh
-from replica_engine.process import interrupts
+from replica_engine.process import interrupts, threads
 from replica_engine.process.interrupts import MISSED, wait_for_ever
-from replica_engine.process.threads import LeftCall
 from replica_engine.watch.watchdog import Wait
 from replica_engine.workers import Member, Program
 
@@ -79,7 +68,7 @@ def _at_exit() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(devices.devices[0].client))
 
 
-Array: TypeAlias = ArrayImpl
+Array: TypeAlias = jaxlib.ArrayImpl
 """An array on the devices of a group: a `jax.Array`."""
 
 T = TypeVar("T")
@@ -112,22 +101,13 @@ class NobodyWaits(Exception):
     """What ends a thread that waits for others before a launch which nobody needs any more."""
 
 
-class needed_by_a_program:
+def needed_by_a_program(why: Callable[[], Exception]) -> contextlib.AbstractContextManager[object]:
     """Inside, a running program waits for this thread, so code inside must never wait for the program.
 
     Args:
         why: makes the error to raise if code inside is about to wait.
     """
-
-    def __init__(self, why: Callable[[], Exception]):
-        self._why = why
-
-    def __enter__(self) -> None:
-        self._before = getattr(_thread, "why", None)
-        _thread.why = self._why
-
-    def __exit__(self, *_: object) -> None:
-        _thread.why = self._before
+    return threads.attribute(_thread, "why", why)
 
 
 def is_needed_by_a_program() -> bool:
@@ -226,7 +206,7 @@ class ProgramTurn:
         taken: list[bool] = []
         try:
             self._enter(taken)
-        except BaseException:
+        except BaseException:  # whatever it is: without `__exit__`, nobody would ever have a turn again
             if any(taken):
                 self._lock.release()
             raise
@@ -244,6 +224,7 @@ def _comes_within(seconds: float, is_ready: Callable[[], bool]) -> bool:
         waited = time.monotonic() - began
         if waited > seconds:
             return False
+        # Late by a fiftieth of the time so far at most, however long that is.
         time.sleep(min(max(1e-4, waited / 50), 0.01))
     return True
 
@@ -252,7 +233,7 @@ def _are_ready(arrays: Sequence[Array]) -> bool:
     return all(array.is_ready() for array in arrays)
 
 
-make_aval = functools.lru_cache(maxsize=1024)(ShapedArray)  # jax takes 4 us to make one
+make_aval = functools.lru_cache(maxsize=1024)(jaxlib.ShapedArray)  # jax takes 4 us to make one
 
 
 def on_host(shard: Any) -> np.ndarray:
@@ -333,10 +314,10 @@ class DeviceGroup:
         place = "" if member is None else f"worker {member.worker}, "
         self.names = [f"{place}{platform.upper()}:{index}" for index in range(self.size)]
         self.device_names = tuple(self.names)
-        mesh = Mesh(np.array(self.everywhere), ("replica",))
-        self.sharding = NamedSharding(mesh, PartitionSpec())
-        self._split = NamedSharding(mesh, PartitionSpec("replica"))
-        self._single = [SingleDeviceSharding(device) for device in devices]
+        mesh = jaxlib.Mesh(np.array(self.everywhere), ("replica",))
+        self.sharding = jaxlib.NamedSharding(mesh, jaxlib.PartitionSpec())
+        self._split = jaxlib.NamedSharding(mesh, jaxlib.PartitionSpec("replica"))
+        self._single = [jaxlib.SingleDeviceSharding(device) for device in devices]
         self.in_flight = _orders.setdefault(platform, ProgramOrder())
         self.running: Any = None
         self.running_name = ""
@@ -376,16 +357,17 @@ class DeviceGroup:
         if first.ndim:  # as a sharded array: for a replicated one jax would use the first value for all
             whole = make_aval((first.shape[0] * self.replicas, *first.shape[1:]), first.dtype)
             return self._put(whole, self._split, list(values), list(self.devices))
+        # A scalar has no dimension to divide: an array is put together from one for each device.
         parts = [
             self._put(aval, single, [value], [device])
             for single, value, device in zip(self._single, values, self.devices, strict=True)
         ]
-        return ArrayImpl(aval, self.sharding, parts, committed=True, _skip_checks=True)
+        return jaxlib.ArrayImpl(aval, self.sharding, parts, committed=True, _skip_checks=True)
 
-    def _put(self, aval: ShapedArray, sharding: Any, values: list[np.ndarray], devices: list[Any]) -> Array:
+    def _put(self, aval: jaxlib.ShapedArray, sharding: Any, values: list[np.ndarray], devices: list[Any]) -> Array:
         try:
-            return batched_device_put(aval, sharding, values, devices, True, enable_x64=True)
-        except RUNTIME_ERRORS as error:
+            return jaxlib.batched_device_put(aval, sharding, values, devices, True, enable_x64=True)
+        except jaxlib.RUNTIME_ERRORS as error:
             names = [self.device_names[self.devices.index(device)] for device in devices]
             raise DeviceError(
                 f"A value of {aval.str_short()} cannot be put on {', '.join(names)}:\n{str(error).strip()}\n"
@@ -440,8 +422,8 @@ class DeviceGroup:
         Raises:
             RuntimeError: DLPack has no name for the dtype.
         """
-        collect_garbage()  # jaxlib only notes the array of a view that is gone
-        return [buffer_to_dlpack_managed_tensor(shard, None) for shard in array._arrays]
+        jaxlib.collect_garbage()  # jaxlib only notes the array of a view that is gone
+        return [jaxlib.buffer_to_dlpack_managed_tensor(shard, None) for shard in array._arrays]
 
     def wait_for_interrupted(self) -> bool:
         """Waits for a program whose wait was interrupted. The caller holds `in_flight`.
@@ -492,7 +474,7 @@ class DeviceGroup:
                     wait_for_ever(lambda seconds: _comes_within(seconds, lambda: _are_ready(arrays)))
             for array in arrays:
                 array.block_until_ready()
-        except RUNTIME_ERRORS as error:
+        except jaxlib.RUNTIME_ERRORS as error:
             raise ProgramError.failed(str(of or Computed(self.running_name)), self.names, str(error)) from error
         except BaseException:  # nothing waits for the program any more, but the next launch must
             self.running, self.interrupted = arrays[0], True
@@ -508,7 +490,7 @@ class DeviceGroup:
         """Waits up to `seconds` for the program launched last. Returns whether it ended."""
         return _comes_within(seconds, self._is_ready)
 
-    def leave_to(self, thread: LeftCall[Any]) -> None:
+    def leave_to(self, thread: threads.LeftCall[Any]) -> None:
         """Leaves the next launch to another thread. Until then, the program runs as long as that thread is alive."""
         self.running, self.interrupted = thread, True
 
@@ -516,7 +498,7 @@ class DeviceGroup:
     def is_left_to_a_thread(self) -> bool:
         """Whether another thread was left to launch the program, and has not ended; see `leave_to`."""
         running = self.running  # read once, see `_is_ready`
-        return isinstance(running, LeftCall) and not running.is_ready()
+        return isinstance(running, threads.LeftCall) and not running.is_ready()
 
     def has_ended(self, replica: int) -> bool:
         """Whether the program launched last has ended on a replica's device, as far as can be seen."""

@@ -11,9 +11,8 @@ from typing import Any
 from replica_engine import workers
 from replica_engine.errors import DeviceError
 from replica_engine.errors.base import positive_int, shown
-from replica_engine.pjrt import accelerators, job_devices, plan
+from replica_engine.pjrt import accelerators, jaxlib, job_devices, plan
 from replica_engine.pjrt.device_group import DeviceGroup, let_go
-from replica_engine.pjrt.jaxlib import make_cpu_client
 from replica_engine.pjrt.partitioned_group import make_device_group
 from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
 from replica_engine.process import cores
@@ -25,6 +24,7 @@ MOST_CPU_DEVICES = 1024
 """The most CPU devices. Each costs a few threads; more than this is a mistake in the program."""
 
 _lock = threading.Lock()
+# Kept: strategies with as many replicas share a group, so they can use each other's variables where these are.
 _cpu_groups: dict[tuple[int, ReplicaMesh | None], DeviceGroup] = {}
 
 
@@ -51,6 +51,7 @@ def device_group(platform: str | None = None, count: int | None = None, mesh: Re
         let_go()
         with _lock:
             group = _cpu_groups.get((count, mesh))
+            # While an abandoned program runs, its devices are busy, perhaps forever: a new client has others.
             if group is None or (group.interrupted and not group.ends_within(0.0)):
                 group = _cpu_groups[count, mesh] = _cpu_group(count, mesh)
             return group
@@ -160,7 +161,7 @@ def memory_limit(devices: DeviceGroup) -> int | None:
 
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != resource.RLIM_INFINITY:
-            limits.append(max(1, soft - _mapped()))
+            limits.append(max(1, soft - _mapped()))  # 0 would count as unknown
     return min((limit for limit in limits if limit > 0), default=None)
 
 
@@ -176,7 +177,7 @@ def _cpu_group(count: int, mesh: ReplicaMesh | None) -> DeviceGroup:
     jax's own client has the number of devices that was set before jax started. A separate client leaves jax's client
     alone, and has at least one thread for each device, which replicas that wait for each other need.
     """
-    client: Any = make_cpu_client(num_devices=count)
+    client: Any = jaxlib.make_cpu_client(num_devices=count)
     return make_device_group("cpu", tuple(client.devices()), mesh)
 
 

@@ -21,6 +21,7 @@ import platform
 import re
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,26 +30,11 @@ import numpy as np
 
 from replica_engine._version import __version__
 from replica_engine.errors.worker_errors import JOB_FAILURES
-from replica_engine.pjrt import rewrites
+from replica_engine.pjrt import jaxlib, rewrites
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup, held_off
-from replica_engine.pjrt.jaxlib import (
-    APART,
-    BY_TRANSFERS,
-    CPU_OPTIONS,
-    HOST_CALL_TARGETS,
-    JAXLIB_VERSION,
-    RUNTIME_ERRORS,
-    CompileOptions,
-    DeviceList,
-    ShapedArray,
-    compile_options,
-    ir,
-    result_handler,
-)
 from replica_engine.pjrt.plan import Memory, Plan, exchanges_in_branches, hlo_text, make_plan, read_memory
 from replica_engine.pjrt.stablehlo import markers, mlir
-from replica_engine.pjrt.stablehlo.markers import VERSION as MARKERS_VERSION
-from replica_engine.pjrt.stablehlo.markers import WORK, add_work, expand_markers
+from replica_engine.pjrt.stablehlo.markers import expand_markers
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes
 from replica_engine.pjrt.stablehlo.partition_program import partition
 from replica_engine.process import threads
@@ -74,7 +60,7 @@ class Stores:
 
     Attributes:
         objects: the objects.
-        targets, names, notes: what is set, beside the results: the objects, of each the attribute, and the last values.
+        targets, names, notes: what `setattr` gets: objects, names of attributes, and the values behind the results.
         patience: seconds that an interrupted launch waits for the program to end, so that it can call `launched`.
     """
 
@@ -106,13 +92,6 @@ class Stores:
             variable.invalidate()
 
 
-class _Launched:
-    """The results of one launch."""
-
-    __slots__ = ("results",)
-    results: list[Array]
-
-
 _NAMES = ("results", "running")
 
 NO_STORES = Stores()
@@ -128,7 +107,7 @@ class Executable:
         results: shape and dtype of each result.
         axes: how each result is divided over the devices of a replica; none if a replica has one device.
         host_calls: functions that the program calls, by their index. Each gets and returns arrays, of exactly the
-            dtypes and shapes that the program declares. They should never raise: other replicas would wait for ever.
+            dtypes and shapes that the program declares. They should never raise: other replicas would wait forever.
         compiled: the bytes of this program, compiled before (`serialized`) for the same `circumstances`.
         compared: the program as `agreed` gives it, if it concerns other workers; each launch is compared with theirs.
         limits: seconds that a launch may take, and the wait for other workers at the first one, or None for no limit;
@@ -172,17 +151,17 @@ class Executable:
             devices.member is not None and devices.platform == "cpu" and len(devices.devices) == 1
         )
         each_axes = axes or [WHOLE] * len(results)
-        client, on = devices.devices[0].client, DeviceList(devices.everywhere)
+        client, on = devices.devices[0].client, jaxlib.DeviceList(devices.everywhere)
         options = _options(devices, apart=_is_better_apart(devices, results, each_axes))
         began = time.perf_counter()
         called: list[Any] = list(host_calls)
         if devices.platform == "cpu":
             keep_freed_memory()
-        transfers = bool(host_calls) and HOST_CALL_TARGETS[devices.platform] == BY_TRANSFERS
+        transfers = bool(host_calls) and jaxlib.HOST_CALL_TARGETS[devices.platform] == jaxlib.BY_TRANSFERS
         if compiled is None or transfers:
             module = prepared(program, devices.platform)
             if works_more:
-                add_work(module)
+                markers.add_work(module)
         if transfers:
             made = markers.convert(module)
             called = [markers.callback(client, each, host_calls[each.index]) for each in made]
@@ -196,17 +175,19 @@ class Executable:
             for (shape, dtype), each in zip(results, each_axes, strict=True)
         ]
         if works_more:
-            divided.append((*WORK, devices.sharding))
+            divided.append((*markers.WORK, devices.sharding))
         memory = self._executable.get_compiled_memory_stats()
         self.bytes_needed = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        handlers = [result_handler(ShapedArray(shape, dtype), sharding) for shape, dtype, sharding in divided]
+        handlers = [
+            jaxlib.result_handler(jaxlib.ShapedArray(shape, dtype), sharding) for shape, dtype, sharding in divided
+        ]
         self._take = operator.methodcaller("consume_with_handlers", handlers)
 
     def serialized(self) -> bytes | None:
         """The compiled program as bytes; None if programs of this platform cannot leave the process."""
         try:
             return self._executable.serialize()
-        except RUNTIME_ERRORS:
+        except jaxlib.RUNTIME_ERRORS:
             return None
 
     def plan(self, name: str, chip: int | None) -> Plan:
@@ -242,7 +223,7 @@ class Executable:
             WorkerLostError or another failure of the job of several workers: the arrays may be gone, so `stores` are
                 invalid.
         """
-        devices, launched = self._devices, _Launched()
+        devices, launched = self._devices, types.SimpleNamespace()  # for the results
         try:
             if devices.agreement is not None and self.compared is not None:
                 devices.agreement.launches(self.compared, self._is_compared_again)
@@ -253,14 +234,14 @@ class Executable:
             devices.interrupted = True  # until `wait` has waited for it
             try:
                 deque(map(setattr, objects, names, values), 0)
-            except RUNTIME_ERRORS as error:
+            except jaxlib.RUNTIME_ERRORS as error:
                 if devices.member is not None:
                     devices.member.explain(error)
                 raise
         except JOB_FAILURES:
             stores.invalidate()
             raise
-        return launched.results[: self._results]
+        return launched.results[: self._results]  # without that of `add_work`
 
     def wait_for_turn(self) -> None:
         """Waits for its turn on the devices, and before the first launch for the other workers.
@@ -301,7 +282,7 @@ class Executable:
                 return
             try:
                 running.block_until_ready()
-            except RUNTIME_ERRORS as error:
+            except jaxlib.RUNTIME_ERRORS as error:
                 if member is not None:
                     member.explain(error)
                 raise
@@ -313,7 +294,7 @@ class Executable:
         A program that calls the host needs the interpreter lock, so this thread sleeps between its checks.
 
         A program that ends while this thread sleeps was not measured: the sleep was. Since it is a fraction of the time
-        that is expected, and to be woken takes time too, a small program would be expected to take 2 to 3 ms for ever.
+        that is expected, and to be woken takes time too, a small program would be expected to take 2 to 3 ms forever.
         """
         member = self._devices.member
         began, early = time.perf_counter(), 0.0
@@ -384,9 +365,8 @@ class Flight:
         if devices.agreement is not None and executable.compared is not None:
             try:
                 return devices.agreement.launch(executable.compared, executable.limits, launch, left)
-            except BaseException:
+            finally:  # after a launch no comparison is left, and this does nothing
                 devices.agreement.leave_to(devices)
-                raise
         return held_off().around(launch) if relied_on else launch()
 
     def apart(
@@ -405,18 +385,16 @@ class Flight:
         thread = threads.LeftCall(fly, f"launch of {self._name}", woken.set)
         self._devices.leave_to(thread)
         self._devices.running_name = self._name
+        is_left = True  # also by an exception that comes between any two lines here
         try:
             threads.start(thread)
             wait_for_ever(woken.wait)
-        except BaseException:
-            left.set()
-            thread.leave()
-            raise
-        if thread.has_result:
-            return thread.result()
-        left.set()
-        thread.leave()
-        return None
+            is_left = not thread.has_result
+        finally:
+            if is_left:
+                left.set()
+                thread.leave()
+        return None if is_left else thread.result()
 
 
 def agreed(
@@ -427,12 +405,12 @@ def agreed(
 ) -> Program | None:
     """Waits until all workers are about to compile the same program, or to read what was compiled of it before.
 
-    Once for a program, whichever of the two comes of it: the workers count where they meet.
+    Called once for each program, whether it is compiled or read: the workers count their meetings.
 
     Args:
         program: the text of the module.
         devices: the devices that it is for.
-        name: what the program was made of, where that is, and perhaps the arguments in words.
+        name: the name of its function, the line of it, and perhaps the arguments as text.
         limits: as for `Executable`.
 
     Returns:
@@ -450,7 +428,7 @@ def agreed(
     return compared
 
 
-def prepared(program: str, platform: str) -> ir.Module:
+def prepared(program: str, platform: str) -> jaxlib.ir.Module:
     """The module of a program as the compiler of a platform gets it."""
     module = expand_markers(program, platform)
     if rewrites.enabled():
@@ -470,19 +448,19 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
         "the worker": f"{client.process_index()} of {len({device.process_index for device in devices.everywhere})}",
         "the CPU": _cpu(),
         "the rewrites for CPU": str(rewrites.VERSION) if rewrites.enabled() else "off",
-        "the forms of markers": str(MARKERS_VERSION),
+        "the forms of markers": str(markers.VERSION),
         "the forms of conversions": str(mlir.VERSION),
-        "the version of jaxlib": JAXLIB_VERSION,
+        "the version of jaxlib": jaxlib.JAXLIB_VERSION,
         "the version of replica_engine": __version__,
         "XLA_FLAGS": " ".join(sorted(flags)),
         "the compile options": hashlib.sha256(_options(devices).SerializeAsString()).hexdigest()[:16],
     }
 
 
-def _options(devices: DeviceGroup, apart: bool = False) -> CompileOptions:
-    options = compile_options(devices.grid, devices.mesh is not None)
+def _options(devices: DeviceGroup, apart: bool = False) -> jaxlib.CompileOptions:
+    options = jaxlib.compile_options(devices.grid, devices.mesh is not None)
     if devices.platform == "cpu":
-        options.env_option_overrides = [*CPU_OPTIONS, *([APART] if apart else [])]
+        options.env_option_overrides = [*jaxlib.CPU_OPTIONS, *([jaxlib.APART] if apart else [])]
     return options
 
 

@@ -24,17 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
-from replica_engine.pjrt import accelerators, rendezvous
+from replica_engine.pjrt import accelerators, jaxlib, rendezvous
 from replica_engine.pjrt.agreement import Agreement
 from replica_engine.pjrt.device_group import DeviceGroup
-from replica_engine.pjrt.jaxlib import (
-    RUNTIME_ERRORS,
-    get_distributed_runtime_client,
-    global_state,
-    jax,
-    make_cpu_client,
-    make_gloo_tcp_collectives,
-)
 from replica_engine.pjrt.partitioned_group import make_device_group
 from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
 from replica_engine.process import cores, threads
@@ -70,9 +62,11 @@ class _Workers:
         with raises_job_failure(member):
             self.platform, devices = _unless_it_fails(member, lambda: self._find(place, platform, count))
         self.devices = [
+            # In one order on all workers.
             tuple(sorted((each for each in devices if each.process_index == worker), key=lambda device: device.id))
             for worker in range(cluster.num_processes)
         ]
+        # A client that is destroyed at exit waits for its programs, and those for a worker that may be lost.
         _keep(self.devices[cluster.process_id][0].client)
         counts: dict[int, list[int]] = {}
         for worker, own in enumerate(self.devices):
@@ -92,17 +86,18 @@ class _Workers:
         return group
 
     def _place(self) -> dict[str, str]:
-        """Where the service is, which worker 0 starts."""
+        """The place of the service that worker 0 starts."""
         if self.cluster.process_id == 0:
             place = rendezvous.start(self.cluster.num_processes, self._host)
             self.member.put(_SERVICE, place)
             return place
-        found: dict[str, str] = self.member.get(_SERVICE)
-        return found
+        return self.member.get(_SERVICE)
 
-    def _find(self, place: dict[str, str], platform: str | None, count: int | None) -> tuple[str, Sequence[jax.Device]]:
+    def _find(
+        self, place: dict[str, str], platform: str | None, count: int | None
+    ) -> tuple[str, Sequence[jaxlib.jax.Device]]:
         """The platform, and its devices of all workers; waits inside jaxlib for the other workers."""
-        client = get_distributed_runtime_client(
+        client = jaxlib.get_distributed_runtime_client(
             place["address"],
             self.cluster.process_id,
             init_timeout=300,
@@ -115,9 +110,9 @@ class _Workers:
         found = () if platform == "cpu" else self._accelerators(client, platform)
         return (found[0].platform, found) if found else ("cpu", self._cpu_devices(client, count or cores()))
 
-    def _cpu_devices(self, client: object, count: int) -> list[jax.Device]:
-        collectives = make_gloo_tcp_collectives(client, hostname=self._host)
-        made: Any = make_cpu_client(
+    def _cpu_devices(self, client: object, count: int) -> list[jaxlib.jax.Device]:
+        collectives = jaxlib.make_gloo_tcp_collectives(client, hostname=self._host)
+        made: Any = jaxlib.make_cpu_client(
             distributed_client=client,
             node_id=self.cluster.process_id,
             num_nodes=self.cluster.num_processes,
@@ -131,9 +126,9 @@ class _Workers:
 
         jax makes the clients for them, and takes from its global state that there are other processes.
         """
-        global_state.client = client
-        global_state.process_id = self.cluster.process_id
-        global_state.num_processes = self.cluster.num_processes
+        jaxlib.global_state.client = client
+        jaxlib.global_state.process_id = self.cluster.process_id
+        jaxlib.global_state.num_processes = self.cluster.num_processes
         for name in ("tpu", "gpu") if platform is None else (platform,):
             if found := accelerators.list_job_devices(name):
                 return found
@@ -189,7 +184,7 @@ def group_of_job(
 
 def versions_of_jax() -> dict[str, str]:
     """The versions of jax and jaxlib, which must be equal on all workers."""
-    return {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
+    return {"jax": jaxlib.jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
 
 
 def cpu_of_each(cluster: Cluster, member: Member) -> DeviceGroup:
@@ -206,6 +201,7 @@ def _join(cluster: Cluster, platform: str | None, count: int | None, versions: d
     member = join(cluster, versions={**versions, **versions_of_jax()}, replicas=replicas)
     try:
         return _Workers(cluster, member, platform, count)
+    # Whatever it is, also Ctrl-C: the other workers wait for this one, and are told why it does not come.
     except BaseException as error:
         member.tell_exception(error)
         member.close()
@@ -230,7 +226,9 @@ def _unless_it_fails(member: Member, find: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def raises_job_failure(member: Member, errors: tuple[type[BaseException], ...] = RUNTIME_ERRORS) -> Iterator[None]:
+def raises_job_failure(
+    member: Member, errors: tuple[type[BaseException], ...] = jaxlib.RUNTIME_ERRORS
+) -> Iterator[None]:
     """Inside, an error of the runtime becomes the failure of the job that is its cause, if there is one.
 
     Raises:

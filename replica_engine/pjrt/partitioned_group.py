@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -41,14 +41,17 @@ class PartitionedGroup(DeviceGroup):
     ):
         super().__init__(platform, devices, everywhere, member)
         self.mesh = mesh
+        # For exchanges between workers, in which each device counts for itself.
         self.flat = DeviceGroup(platform, devices, everywhere, member)
         self.spans = self.size < mesh.size
+        # A worker that has only some devices of a replica runs that replica with the others.
         self.size = max(1, self.size // mesh.size)
         self.replicas //= mesh.size
         self.first //= mesh.size
         self.rows = self.replicas > 1
         each = len(devices) // self.size
         own = [self.names[index * each : (index + 1) * each] for index in range(self.size)]
+        # CPU:0-3: the name of the first device, and the number of the last one.
         self.names = [f"{names[0]}-{names[-1].rpartition(':')[2]}" if len(names) > 1 else names[0] for names in own]
         shape, axes = [size for _, size in mesh.axes], [name for name, _ in mesh.axes]
         if self.rows:
@@ -81,16 +84,26 @@ class PartitionedGroup(DeviceGroup):
     def put(self, values: Sequence[np.ndarray], axes: Axes = WHOLE) -> Array:
         """An array with one value for each replica, divided over its devices; a single value is for all replicas."""
         shape = self.stored(values[0].shape, axes)
-        sharding = self.make_sharding(axes)
         padded = [_padded(value, shape[1:] if self.rows else shape) for value in values]
-        devices, parts = [], []
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            assert index is not None, "a slice for each dimension"
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            # A single value is that of all rows.
             row = (index[0].start or 0) - self.first if self.rows and len(padded) > 1 else 0
-            part = padded[row][index[int(self.rows) :]]
+            return padded[row][index[int(self.rows) :]]
+
+        return self._put_each(shape, axes, values[0].dtype, part)
+
+    def _put_each(
+        self, stored: tuple[int, ...], axes: Axes, dtype: np.dtype, part: Callable[[tuple[slice, ...]], np.ndarray]
+    ) -> Array:
+        """An array. `part` returns what a device has, without the row, for its place in the stored value."""
+        devices, parts, sharding = [], [], self.make_sharding(axes)
+        for device, index in sharding.addressable_devices_indices_map(stored).items():
+            assert index is not None, "a slice for each dimension"
             devices.append(device)
-            parts.append(np.asarray(part[np.newaxis] if self.rows else part, order="C"))
-        return self._put(make_aval(shape, values[0].dtype), sharding, parts, devices)
+            value = part(index)
+            parts.append(np.asarray(value[np.newaxis] if self.rows else value, order="C"))
+        return self._put(make_aval(stored, dtype), sharding, parts, devices)
 
     def parts_here(self, shape: tuple[int, ...], axes: Axes) -> list[ValuePart]:
         """The parts of a value that this process has, each once, whichever replica has them.
@@ -127,18 +140,15 @@ class PartitionedGroup(DeviceGroup):
         return [tuple(each.start or 0 for each in places[device][int(self.rows) :]) for device in own]
 
     def put_parts(self, parts: Mapping[ValuePart, np.ndarray], shape: tuple[int, ...], axes: Axes) -> Array:
-        """An array of which all replicas have one value; the parts are all of `parts_here`."""
-        stored, sharding = self.stored(shape, axes), self.make_sharding(axes)
+        """An array with one value for all replicas; `parts` has all of `parts_here`."""
         given = {part.place: value for part, value in parts.items()}
         dtype, size = next(iter(given.values())).dtype, self.on_each(shape, axes)
-        devices, values = [], []
-        for device, index in sharding.addressable_devices_indices_map(stored).items():
-            assert index is not None, "a slice for each dimension"
+
+        def padded(index: tuple[slice, ...]) -> np.ndarray:
             place = _place(index[int(self.rows) :], shape)
-            value = _padded(given[place], size) if place in given else np.zeros(size, dtype)
-            devices.append(device)
-            values.append(np.asarray(value[np.newaxis] if self.rows else value, order="C"))
-        return self._put(make_aval(stored, dtype), sharding, values, devices)
+            return _padded(given[place], size) if place in given else np.zeros(size, dtype)
+
+        return self._put_each(self.stored(shape, axes), axes, dtype, padded)
 
     def _parts_ready(self, shards: Sequence[Array], replica: int) -> bool:
         size = self.mesh.size
@@ -147,6 +157,7 @@ class PartitionedGroup(DeviceGroup):
     def fetch(self, array: Array, replica: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """One replica's value, put together on the host."""
         parts = array._arrays
+        # Each device has all of it: no copy.
         if array.sharding.is_fully_replicated:
             value = on_host(parts[0])
             value = value[0] if self.rows else value
@@ -170,6 +181,7 @@ class PartitionedGroup(DeviceGroup):
         places = array.sharding.addressable_devices_indices_map(shape)
         for part, index in zip(array._arrays, places.values(), strict=True):
             found = on_host(part)
+            # The row of another replica, which may have another value.
             if self.rows and (index[0].start or 0) != self.first + replica:
                 continue
             wanted = padded[index[int(self.rows) :]]
@@ -189,14 +201,14 @@ def make_device_group(
     everywhere: tuple | None = None,
     member: Member | None = None,
 ) -> DeviceGroup:
-    """A group of devices, of which each replica has those of a mesh, or one; see the two classes."""
+    """A group of devices in which each replica has one device, or those of a mesh; see the two classes."""
     if mesh is None:
         return DeviceGroup(platform, devices, everywhere, member)
     return PartitionedGroup(platform, devices, mesh, everywhere, member)
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Where a part lies in a value of this shape, without what is behind it."""
+    """The place of a part in a value of this shape, without the zeros behind the value."""
     starts = [each.start or 0 for each in index]
     stops = [size if each.stop is None else min(each.stop, size) for each, size in zip(index, shape, strict=True)]
     return tuple((start, max(0, stop - start)) for start, stop in zip(starts, stops, strict=True))

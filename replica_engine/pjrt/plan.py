@@ -57,7 +57,7 @@ CHIPS = {
         # Without this option, libtpu takes the two cores of a chip for two devices; jax on a real v4 has one.
         Chip("v4", "tpu", 32 * _GIB, 3, 1, "TPU v4", (("chip_config_name", "megacore"),)),
         Chip("v5e", "tpu", 16 * _GIB, 2, 1, "TPU v5 lite"),
-        Chip("v5p", "tpu", 95 * _GIB, 3, 1, "TPU v5"),
+        Chip("v5p", "tpu", 95 * _GIB, 3, 1, "TPU v5"),  # PJRT does not write the p
         Chip("v6e", "tpu", 32 * _GIB, 2, 1, "TPU v6 lite"),
         Chip("7x", "tpu", 96 * _GIB, 3, 2, "TPU7x"),
         Chip("h100", "gpu", 84_978_892_800, 1, 1, "NVIDIA H100 80GB HBM3"),
@@ -179,6 +179,7 @@ def _meant(name: str) -> str | None:
 
     If the name says how many chips, it is one of that many; of a shape that no slice has, one of about as many.
     """
+    # v5e-8 is how the cloud writes a slice of 8 chips.
     kind, _, size = name.replace("-", ":", 1).partition(":")
     kind = _OTHER_NAMES.get(kind, kind)
     kinds = [kind] if kind in CHIPS else difflib.get_close_matches(kind, CHIPS, n=len(CHIPS))
@@ -246,6 +247,7 @@ def exchanges_in_branches(text: str) -> bool:
     """Whether a program has a permutation of all devices in a branch or loop: XLA groups all other exchanges."""
     is_main = False
     for line in text.splitlines():
+        # A computation begins at the margin, and its operations are indented.
         if not line.startswith((" ", "}")):
             is_main = line.startswith("ENTRY")
         elif not is_main and (" collective-permute(" in line or " collective-permute-start(" in line):

@@ -4,7 +4,7 @@ Later processes read the programs instead of compiling. The layout is that of ja
 serves both. `KEY-cache` holds, compressed, four bytes with the seconds that compiling took, and then the executable.
 `KEY-atime` holds the time of its last use, by which the oldest are removed (`jax_compilation_cache_max_size`). jax's
 functions for it are private and are not used. Nor are they enough, since they write in place: another process could
-read half a file, and a broken file would stay for ever. Here a file appears whole or not at all, and a broken one is
+read half a file, and a broken file would stay forever. Here a file appears whole or not at all, and a broken one is
 replaced. `KEY-about` says what the program was compiled for, so that a later process can say why it has to compile
 again.
 
@@ -44,9 +44,9 @@ class UntrustedPathError(Exception):
 def check(path: pathlib.Path) -> None:
     """Checks that nobody but this user and root can change what an absolute path leads to.
 
-    Who may write to a folder may replace what is in it, and so may who owns it, since an owner may change the
-    permissions. The same holds for each folder around it, and for each symbolic link on the way. A folder with the
-    sticky bit, such as /tmp, lets others add entries, but not replace an entry that belongs to somebody else.
+    A user who may write to a folder may replace what is in it. So may its owner, who may change the permissions. The
+    same holds for each folder around it, and for each symbolic link on the way. A folder with the sticky bit, such as
+    /tmp, lets others add entries, but not replace an entry that belongs to somebody else.
 
     Permissions of the group count as those of others: a group may have members that this process does not know of, and
     where there are access control lists, the bits of the group say what those allow at most.
@@ -193,10 +193,9 @@ class CacheFolder:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
             os.replace(partial, self.path / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
+        finally:
+            with contextlib.suppress(OSError):  # it has its name by now, unless something has failed
                 os.unlink(partial)
-            raise
 
     def _tidy(self) -> None:
         """Removes half-written files of killed processes, and `KEY-about` files of programs that jax has removed."""

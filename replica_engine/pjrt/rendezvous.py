@@ -112,7 +112,7 @@ class _Lifelines:
         self._held: set[socket.socket] = set()
 
     def wait(self) -> None:
-        """Waits until there was a lifeline and there is none any more."""
+        """Waits until the first lifeline has come and the last one has gone."""
         until: float | None = time.monotonic() + _PATIENCE
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.thread_errors import note_workers
 from replica_engine.pjrt import device_group
-from replica_engine.pjrt.device_group import Array, DeviceGroup, NobodyWaits
+from replica_engine.pjrt.device_group import Array, DeviceGroup, Limits, NobodyWaits
 from replica_engine.pjrt.executable import Executable, Flight, agreed
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.stablehlo.partition_local import Axes
@@ -28,7 +28,6 @@ from replica_engine.watch.watchdog import Wait, workers
 from replica_engine.workers import Program
 
 T = TypeVar("T")
-Limits = tuple[float | None, float | None]
 
 _SMALLEST = 256  # words; sizes are powers of two, so that few programs serve all
 _LARGEST = 1 << 24  # words at a time: devices that share a large value may not have the memory for all of it
@@ -80,6 +79,7 @@ def least(devices: DeviceGroup, number: int, limits: Limits = (None, None)) -> i
     return _together(devices, _LEAST.body, limits, ready)
 
 
+# Only its digest is compared: the agreement's own program carries the numbers.
 _LEAST = Program(hashlib.sha256(b"a minimum over workers").hexdigest()[:16], "a minimum over workers")
 
 
@@ -111,7 +111,7 @@ def _together(
 
     Args:
         devices: the devices of all workers.
-        what: the exchange, in words.
+        what: the exchange, as text.
         limits: as above.
         ready: waits for the turn, and returns what makes the exchange, which is given an event that ends its waits.
     """
@@ -135,16 +135,11 @@ def _together(
         exchange = ready()
         wait = Wait(None, timeout=timeout, late=TimeoutError, breaker=left.set)
         try:
-            wait.__enter__()
-            result = exchange(left)
-            wait.__exit__(None, None, None)
-        except BaseException as error:
+            return wait.around(lambda: exchange(left))
+        except NobodyWaits:
+            raise late() from None
+        finally:
             _leave(devices)
-            wait.__exit__(None, None, None)
-            if isinstance(error, NobodyWaits):
-                raise late() from None
-            raise
-        return result
 
 
 def _wait_for_turn(executable: Executable, devices: DeviceGroup) -> None:
@@ -154,11 +149,15 @@ def _wait_for_turn(executable: Executable, devices: DeviceGroup) -> None:
 
 
 def _leave(devices: DeviceGroup) -> None:
-    """Leaves the program that was launched last on the `flat` of devices: their own next program waits for its end."""
+    """Leaves the program that was launched last on the `flat` of devices: their own next program waits for its end.
+
+    After a program that has ended, this changes nothing.
+    """
     flat = devices.flat
     if devices.agreement is not None:
         devices.agreement.leave_to(flat)
-    devices.running, devices.running_name, devices.interrupted = flat.running, flat.running_name, flat.interrupted
+    if flat.interrupted:
+        devices.running, devices.running_name, devices.interrupted = flat.running, flat.running_name, True
     device_group.add(devices)
 
 
@@ -177,7 +176,7 @@ def whole(
         devices: the devices of all workers.
         array: the value.
         axes: how it is divided.
-        what: the value and its state in words, equal on all workers: "the variable 'w' after 3 steps".
+        what: the value and its state as text, equal on all workers: "the variable 'w' after 3 steps".
         into: gets the value; has its shape and dtype.
         limits: as above.
 
@@ -198,6 +197,7 @@ def whole(
         flight = Flight(executable, flat, what)
         _wait_for_turn(executable, devices)
         try:
+            # All pieces have one size, so that one program reads them: the last one begins earlier.
             for begin in (min(each, size - width) for each in range(0, size, width)):
                 (result,) = flight.start([parts, flat.put([np.array(begin, np.int32)])])
                 executable.wait()
@@ -205,9 +205,8 @@ def whole(
                     at = [first + begin * (axis == along) for axis, first in enumerate(place)]
                     there = into[tuple(map(slice, at, map(int.__add__, at, piece.shape)))]
                     there[...] = piece[tuple(map(slice, there.shape))]
-        except BaseException:
+        finally:
             _leave(devices)
-            raise
 
 
 def _gather(
@@ -218,12 +217,8 @@ def _gather(
     if key not in _programs:
         size, element = devices.devices_each, element_name(dtype)
         sizes = [*part[:along], width, *part[along + 1 :]]
-
-        def kind(*sizes: int) -> str:
-            return f"tensor<{''.join(f'{each}x' for each in sizes)}{element}>"
-
-        stored, plain, piece = kind(*[1] * devices.rows, *part), kind(*part), kind(*sizes)
-        row, gathered = kind(1, *sizes), kind(size, *sizes)
+        shapes = [*[1] * devices.rows, *part], part, sizes, [1, *sizes], [size, *sizes]
+        stored, plain, piece, row, gathered = (tensor_type(each, element) for each in shapes)
         begins = ", ".join("%begin" if axis == along else "%zero" for axis in range(len(part)))
         numbers = ", ".join(["tensor<i32>"] * len(part))
         groups = np.arange(devices.replicas * size).reshape(-1, size).tolist()
@@ -243,6 +238,11 @@ def _gather(
         name = f"reading a divided variable, {dtype}{list(part)} on each device", ""
         _programs[key] = _compiled(text, devices.flat, ((size, *sizes), dtype), name, limits)
     return _programs[key]
+
+
+def tensor_type(sizes: Sequence[int], element: str) -> str:
+    """The type of a tensor in StableHLO."""
+    return f"tensor<{''.join(f'{size}x' for size in sizes)}{element}>"
 
 
 def element_name(dtype: np.dtype) -> str:

@@ -8,6 +8,7 @@ with it, in one round, and is added up on each host in the order of the workers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -16,12 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from replica_engine.errors import ProgramError
-from replica_engine.pjrt import device_group
+from replica_engine.pjrt import device_group, jaxlib
 from replica_engine.pjrt.agreement import gather_program, groups
-from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.executable import Executable, Flight
-from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
-from replica_engine.pjrt.worker_exchange import element_name, from_chief
+from replica_engine.pjrt.worker_exchange import element_name, from_chief, tensor_type
 from replica_engine.workers import Program
 
 PACKED = 1 << 20
@@ -58,7 +57,7 @@ class WorkerSums:
     failed: ProgramError | None = None
     _is_missing = False  # whether the others are told of a launch that was not made, or failed
 
-    def __init__(self, devices: DeviceGroup):
+    def __init__(self, devices: device_group.DeviceGroup):
         assert devices.member is not None, "there are several workers"
         self._devices, self._member = devices, devices.member
         self._programs: dict[tuple[object, ...], Executable] = {}
@@ -135,9 +134,8 @@ class WorkerSums:
 
     def _run(self, operation: str, arrays: Sequence[np.ndarray], call: WorkersCall, *more: object) -> list[np.ndarray]:
         key = operation, *((each.shape, each.dtype.str) for each in arrays)
-        return self._launch(key, lambda: _compiled(self._devices, operation, arrays), arrays, b"", call, (*key, *more))[
-            0
-        ]
+        compiled = functools.partial(_compiled, self._devices, operation, arrays)
+        return self._launch(key, compiled, arrays, b"", call, (*key, *more))[0]
 
     def _launch(
         self,
@@ -167,6 +165,7 @@ class WorkerSums:
         """
         devices = self._devices
         shapes = hashlib.sha256(repr(key).encode()).digest()[:8]
+        # Shapes too, since logs of launches do not have them: Gloo ends a process that adds values of other sizes.
         head = bytes.fromhex(call.program.digest[:16]) + shapes + call.number.to_bytes(4, "little")
         said = np.frombuffer((head + data).ljust(4 * _WORDS, b"\0"), np.int32).reshape(1, _WORDS)
         with devices.in_flight:
@@ -179,15 +178,13 @@ class WorkerSums:
                 *results, by_all = Flight(executable, devices, call.program.body).start(put)
                 self._is_missing = False
                 executable.wait()
-            except RUNTIME_ERRORS as error:
+            except jaxlib.RUNTIME_ERRORS as error:
                 self._is_missing = True
-                device_group.add(devices)
                 name = f"{call.program.words}, call {call.number + 1}"
                 self.failed = ProgramError.over_workers(name, self._member.worker, str(error))
                 raise self.failed from error
-            except BaseException:
-                device_group.add(devices)
-                raise
+            finally:
+                device_group.add(devices)  # which does nothing if the program has ended
             theirs = devices.fetch(by_all, 0)
             self._compare(theirs[:, :_HEAD], said[:, :_HEAD], call, key)
             return [devices.fetch(each, 0) for each in results], theirs
@@ -225,18 +222,14 @@ def _power(size: int) -> int:
     return max(_SMALLEST, 1 << max(0, size - 1).bit_length())
 
 
-def _kind(shape: Sequence[int], element: str) -> str:
-    return f"tensor<{''.join(f'{size}x' for size in shape)}{element}>"
-
-
-def _compiled(devices: DeviceGroup, operation: str, arrays: Sequence[np.ndarray]) -> Executable:
+def _compiled(devices: device_group.DeviceGroup, operation: str, arrays: Sequence[np.ndarray]) -> Executable:
     """The program that sums or gathers arrays of these shapes, where all workers launch the same."""
     dtype, shapes = arrays[0].dtype, [each.shape for each in arrays]
     element, workers = element_name(dtype), devices.replicas
     body = _sums if operation == "all_reduce" else _gathers
     lines, outputs = body(shapes, dtype, element, workers)
-    given = ", ".join(f"%x{index}: {_kind(shape, element)}" for index, shape in enumerate(shapes))
-    kinds = [_kind(shape, element) for shape in outputs]
+    given = ", ".join(f"%x{index}: {tensor_type(shape, element)}" for index, shape in enumerate(shapes))
+    kinds = [tensor_type(shape, element) for shape in outputs]
     zero = "false" if element == "i1" else "(0.0, 0.0)" if dtype.kind == "c" else "0" if dtype.kind in "iu" else "0.0"
     zeros = "\n".join(f"%z{index} = stablehlo.constant dense<{zero}> : {kind}" for index, kind in enumerate(kinds))
     names = {letter: ", ".join(f"%{letter}{index}" for index in range(len(kinds))) for letter in "rz"}
@@ -279,7 +272,7 @@ def _sums(
         flat = f"tensor<{sum(sizes[index] for index in small)}x{element}>"
         flats = [f"tensor<{sizes[index]}x{element}>" for index in small]
         for index, kind in zip(small, flats, strict=True):
-            lines.append(f"%f{index} = stablehlo.reshape %x{index} : ({_kind(shapes[index], element)}) -> {kind}")
+            lines.append(f"%f{index} = stablehlo.reshape %x{index} : ({tensor_type(shapes[index], element)}) -> {kind}")
         values = ", ".join(f"%f{index}" for index in small)
         lines.append(f"%flat = stablehlo.concatenate {values}, dim = 0 : ({', '.join(flats)}) -> {flat}")
         reduce("%sum", "%flat", flat)
@@ -287,11 +280,11 @@ def _sums(
         for index, kind in zip(small, flats, strict=True):
             end = begin + sizes[index]
             lines.append(f"%c{index} = stablehlo.slice %sum [{begin}:{end}] : ({flat}) -> {kind}")
-            lines.append(f"%r{index} = stablehlo.reshape %c{index} : ({kind}) -> {_kind(shapes[index], element)}")
+            lines.append(f"%r{index} = stablehlo.reshape %c{index} : ({kind}) -> {tensor_type(shapes[index], element)}")
             begin = end
     for index in range(len(shapes)):
         if index not in small:
-            reduce(f"%r{index}", f"%x{index}", _kind(shapes[index], element))
+            reduce(f"%r{index}", f"%x{index}", tensor_type(shapes[index], element))
     return "\n".join(lines), shapes
 
 
@@ -300,7 +293,7 @@ def _gathers(
 ) -> tuple[str, list[tuple[int, ...]]]:
     """One gather of one array, in a new first dimension."""
     (shape,) = shapes
-    own, row, rows = (_kind(each, element) for each in (shape, (1, *shape), (workers, *shape)))
+    own, row, rows = (tensor_type(each, element) for each in (shape, (1, *shape), (workers, *shape)))
     lines = f"""%row = stablehlo.reshape %x0 : ({own}) -> {row}
     %r0 = "stablehlo.all_gather"(%row) {{all_gather_dim = 0 : i64, {groups(workers)}}} : ({row}) -> {rows}"""
     return lines, [(workers, *shape)]

@@ -56,7 +56,7 @@ def named(
 
 
 def describe_placeholder(placeholder: tf.Tensor) -> str:
-    """A placeholder in words: "the argument `x` of `step`"."""
+    """What messages call a placeholder: "the argument `x` of `step`"."""
     for tensor, described in _named():
         if tensor is placeholder:
             return described
@@ -66,7 +66,7 @@ def describe_placeholder(placeholder: tf.Tensor) -> str:
 
 
 def behind(tensor: tf.Tensor, wanted: Callable[[tf.Tensor], bool]) -> list[str]:
-    """The arguments, and tensors from outside, that a tensor of a body depends on and that are `wanted`; in words."""
+    """The arguments, and tensors from outside, that a tensor of a body depends on and that are `wanted`, as text."""
     found: dict[str, None] = {}
     for each in _tensors_behind(tensor):
         if each.op.type == "Placeholder" and wanted(each):
@@ -116,7 +116,7 @@ def _describe_outside(tensor: tf.Tensor) -> str:
 
 
 def _named() -> list[tuple[tf.Tensor, str]]:
-    return getattr(_thread, "named", None) or []
+    return getattr(_thread, "named", None) or []  # None once a block has ended, see `threads.attribute`
 
 
 def _name(fn: Callable[..., object]) -> str:
@@ -208,6 +208,7 @@ class Arguments:
         self.summary_step: int | None = None
         build_args, key_args = self._open(tuple(args), "args")
         build_kwargs, key_kwargs = self._open(dict(kwargs), "kwargs")
+        # A list inside `tuple`, since a generator takes longer, and each call makes a key.
         self.key: Hashable = (key_args, key_kwargs, tuple([slot.dtype for slot in self.slots]))
         self.rebuild: Build = lambda tensors: (build_args(tensors), build_kwargs(tensors))
 
@@ -284,6 +285,7 @@ class Arguments:
         number = self._numbers and isinstance(value, (int, float, complex)) and not isinstance(value, bool)
         if number or _is_array(value):
             build = self._add(name, [as_tensor(value, name)])
+            # Arrays and numbers count as each replica's own: to add up a constant is allowed.
             self.slots[-1].is_shared = isinstance(value, tf.Tensor)
             return build, "tensor"
         if isinstance(value, tf.__internal__.CompositeTensor):
@@ -356,6 +358,7 @@ class Arguments:
 
 def difference(given: Sequence[Slot], names: Sequence[str], specs: Sequence[tf.TensorSpec]) -> str:
     """Describes the first tensor that differs or is missing. `names` and `specs` describe the wanted tensors."""
+    # One pass for each kind of difference: a missing tensor says more than a dtype, and a dtype more than a shape.
     wanted = dict(zip(names, specs, strict=True))
     there = {slot.name for slot in given}
     for name in names:
@@ -430,6 +433,7 @@ class Outputs:
             returned = None if isinstance(value, tf.Operation) else value
             return lambda _: returned
         if isinstance(value, tf.Variable):
+            # A component of a distributed variable: the user gets that variable.
             container = distribute.value_container(value)
             if container is not value and not isinstance(value, distribute.UnreadVariable):
                 return lambda _: container
@@ -439,6 +443,7 @@ class Outputs:
             self.is_plain = False
             return build_composite(value, [self._add(as_tensor(part, _RESULT)) for part in components(value, _RESULT)])
         if self._numbers and isinstance(value, (bool, int, float, complex, str, bytes)):
+            # Outside of the body: one tensor for all replicas, and no result of the program.
             with tf.init_scope():
                 value = as_tensor(value, _RESULT)
         return lambda _: value
@@ -472,6 +477,7 @@ class UnknownResults:
     _error: Callable[[], HostResultError]
 
     def __init__(self, error: Callable[[], HostResultError]):
+        # Its own `__setattr__` is one of the uses that raise.
         object.__setattr__(self, "_error", error)
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine.diagnostics.flight_record import CollectiveCall, LaunchRecord, SyncPointRecord, launch_records
-from replica_engine.diagnostics.misuse import Named
+from replica_engine.diagnostics import flight_record, misuse
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, GraphModeError, LoweringError, NotInBodyError
@@ -26,8 +25,7 @@ from replica_engine.process import threads
 from replica_engine.traced_steps import supervised_call
 from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
-from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait
+from replica_engine.watch import timeline, watchdog
 from replica_engine.xla import corrected_ops
 
 
@@ -42,7 +40,7 @@ def install() -> None:
 
 
 def _custom_gradient(original: Callable[..., object], fn: object, args: object, kwargs: object) -> object:
-    """A function with a gradient of its own: TensorFlow would keep the gradient, and so the graph, for ever."""
+    """A function with a gradient of its own: TensorFlow would keep the gradient, and so the graph, forever."""
     results = original(fn, args, kwargs)
     if operators.in_body():
         operators.keep_by_graph(results)
@@ -53,6 +51,7 @@ def _make_op(original: Callable[..., object], kind: str, name: str | None = None
     """Makes an op. XLA has no kernel for some, and the host cannot compute them, because their state is on devices."""
     if kind == "StatefulRandomBinomial" and operators.in_body():
         drawn = _binomial(**given)
+        # As TensorFlow's function: the structure of the outputs, whether the op has a state, the op, and its outputs.
         return None, True, drawn.op, [drawn]
     return xla_ops.update_all(original, kind, name, **given)
 
@@ -129,6 +128,7 @@ def _size(op: tf.Operation, sizes: dict[tf.Operation, int | None]) -> int | None
 
 
 _thread = threading.local()
+# These need no other replica, so they work in a branch that only some take.
 _OF_ONE_REPLICA = ("replica_id", "num_replicas")
 _KEPT = 100  # launches, and collectives of them
 
@@ -203,7 +203,7 @@ class Body:
         launched: the number of launches so far.
         steps: the number of the user's steps so far that replicas make together; a device loop has several in a launch.
         random: what its random ops draw from.
-        told: what has been warned of.
+        told: the causes of warnings that were given.
         shared: the plain variables that have been warned of.
         last_program: a weak reference to the `Compiled` that was launched last; None before the first.
         of_strategy: whether a strategy runs it, so that variables can be made under a scope.
@@ -220,14 +220,14 @@ class Body:
         self.order = order
         self.name = name
         self.limits = limits
-        self.launches: deque[LaunchRecord] = deque(maxlen=_KEPT)
+        self.launches: deque[flight_record.LaunchRecord] = deque(maxlen=_KEPT)
         self.launched = 0
         self.steps = 0
         self.random = random
         self.last_program: Callable[[], Any] | None = None
         self.told: set[Hashable] = set()
-        self.shared = Named()
-        self.of_strategy = name != "xla"
+        self.shared = misuse.Named()
+        self.of_strategy = name != "xla"  # the name of programs without a strategy
         self._soft = soft
 
     @property
@@ -235,24 +235,24 @@ class Body:
         """Whether ops that XLA cannot compile run on the host."""
         return eager.soft_placement() if self._soft is None else self._soft
 
-    def note_launch(self, collectives: list[CollectiveCall], began: float, ended: float) -> None:
+    def note_launch(self, collectives: list[flight_record.CollectiveCall], began: float, ended: float) -> None:
         """Records a finished launch; `began` and `ended` are times of `time.perf_counter`, in seconds."""
-        self.launches.append(LaunchRecord(self.launched, collectives, began, ended))
+        self.launches.append(flight_record.LaunchRecord(self.launched, collectives, began, ended))
         self.launched += 1
 
-    def records(self) -> list[SyncPointRecord]:
+    def records(self) -> list[flight_record.SyncPointRecord]:
         """The collectives of the last launches."""
-        return launch_records(self.launches, self._names, _KEPT)
+        return flight_record.launch_records(self.launches, self._names, _KEPT)
 
     @contextlib.contextmanager
     def compiling(self, what: str, slow: Callable[[float], str] | None = None) -> Iterator[None]:
         """Inside is a stage of compiling, `what` on timelines; `slow` makes a warning of the seconds that it takes."""
         track = timeline.Track(self.name, "compile", order=-3)
-        with timeline.span(track, what, "compile"), Wait(slow, self.limits.warn_after):
+        with timeline.span(track, what, "compile"), watchdog.Wait(slow, self.limits.warn_after):
             yield
 
     @contextlib.contextmanager
-    def entered(self, host_calls: object, collectives: list[CollectiveCall]) -> Iterator[None]:
+    def entered(self, host_calls: object, collectives: list[flight_record.CollectiveCall]) -> Iterator[None]:
         """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
         with (
             threads.attribute(_thread, "body", self),
@@ -284,18 +284,12 @@ class HostCallSite(NamedTuple):
     where: str
 
 
-class on_host:
+@contextlib.contextmanager
+def on_host(side: HostCallSite) -> Iterator[None]:
     """Inside, code belongs to a host call, and not to a body."""
-
-    def __init__(self, side: HostCallSite):
-        self._side = side
-
-    def __enter__(self) -> None:
-        self._before = in_body(), host_call_site()
-        _thread.body, _thread.side = None, self._side
-
-    def __exit__(self, *_: object) -> None:
-        _thread.body, _thread.side = self._before
+    # No body: `replica_id()` must then be the id of the replica that called, and no op of the body's graph.
+    with threads.attribute(_thread, "body", None), threads.attribute(_thread, "side", side):
+        yield
 
 
 def host_call_site() -> HostCallSite | None:
@@ -308,13 +302,13 @@ def in_body() -> Body | None:
     return getattr(_thread, "body", None)
 
 
-def note_collective(kind: str, where: str, x: tf.Tensor) -> None:
-    """Records a collective of `x` in the body that this thread is tracing."""
-    _thread.collectives.append(CollectiveCall(kind, where, x.dtype, x.shape))
+def note_collective(kind: str, x: tf.Tensor) -> None:
+    """Records a collective of `x`, and the user's line, in the body that this thread is tracing."""
+    _thread.collectives.append(flight_record.CollectiveCall(kind, here(), x.dtype, x.shape))
 
 
 def gathered_host_calls() -> Any:
-    """The object that `Body.entered` collects host calls in. `host_call.current_calls` knows its type."""
+    """The `host_call.HostCalls` that `Body.entered` collects the host calls of this thread's body in."""
     return _thread.calls
 
 

@@ -90,7 +90,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
 
     @operators.artifact
     def reduce_scatter(self, value: object, axis: int = 0) -> Any:
-        """The sum over all replicas, of which replica i gets part i along `axis`; as `replica_engine.ReplicaContext`'s.
+        """Sums a value over all replicas, and gives replica i part i along `axis`; see `replica_engine.ReplicaContext`.
 
         Args:
             value: a tensor or nested structure of tensors, of equal shapes on all replicas.
@@ -147,12 +147,12 @@ def _check_in_run() -> None:
 
 
 def _exchange_leaves(value: object, exchange: Callable[[Any], object]) -> Any:
-    """A structure of values, each of which the replicas exchange."""
+    """Exchanges each leaf of a structure between the replicas."""
     _check_in_run()
     return replica_weights.reduced(value, functools.partial(tf.nest.map_structure, exchange))
 
 
-_SPARSE = ("SUM", "MEAN")  # reductions of which the result of sparse values is sparse
+_SPARSE = ("SUM", "MEAN")  # reductions that keep sparse values sparse
 
 
 def reduce_leaf(reduce_op: tf.distribute.ReduceOp | str, value: object) -> tf.Tensor | tf.IndexedSlices:
@@ -175,6 +175,7 @@ def _reduced_rows(name: str, value: tf.IndexedSlices) -> tf.IndexedSlices:
     body, origin = in_body(), table_rows.origin(value.indices)
     shape = value.dense_shape if value.dense_shape is None else tf.convert_to_tensor(value.dense_shape)
     values = value.values
+    # Before rows are joined, so that the sum of the rows of one index is their mean.
     if name == "MEAN":
         values /= tf.cast(num_replicas(), values.dtype)
     is_of_one_process = body is not None and body.own == body.size
@@ -189,10 +190,8 @@ def gather_leaf(value: object, axis: int) -> tf.Tensor:
     if isinstance(value, (tf.IndexedSlices, tf.SparseTensor)):
         raise NotImplementedError("all_gather does not support IndexedSlices/SparseTensor")
     tensor = as_tensor(value, "The value to all_gather")
-    if tensor.shape.rank == 0:
-        raise CollectiveError.no_axis(
-            "all_gather", as_axis("all_gather", axis), str(tensor.shape)
-        )  # as in tf.distribute
+    if tensor.shape.rank == 0:  # an error in tf.distribute too; `xla.all_gather` makes a vector of scalars
+        raise CollectiveError.no_axis("all_gather", as_axis("all_gather", axis), str(tensor.shape))
     return all_gather(tensor, axis=axis)
 
 
@@ -257,8 +256,8 @@ def update_each(
 ) -> list[T]:
     """Updates the one variable of all replicas with the arguments of each; afterwards each replica has its own value.
 
-    So has each other variable that `fn` changes, such as a slot of an optimizer: on the host it is one variable too,
-    and gets the value of the replica before `fn` sees it.
+    The same holds for each other variable that `fn` changes, such as a slot of an optimizer: on the host it is one
+    variable too, and gets the value of the replica before `fn` sees it.
 
     Args:
         component: the variable on the host.

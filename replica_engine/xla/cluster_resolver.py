@@ -153,6 +153,7 @@ def _cluster(address: str | None, size: int | None, index: int | None) -> worker
         return workers.find_cluster({_FIELDS[name]: str(value) for name, value in given.items()})
     except ClusterConfigError as error:
         words, names = str(error), {field: name for name, field in _FIELDS.items()}
+        # The user has passed arguments, and may not know the environment variables.
         for field, name in names.items():
             words = words.replace(field, name)
         error.args, error.field = (words,), names.get(error.field, error.field)

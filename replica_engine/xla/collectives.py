@@ -46,7 +46,7 @@ _thread = threading.local()
 
 
 class SharedSums:
-    """What one trace of a body adds up, to find sums over replicas of one tensor that all replicas share.
+    """The tensors that one trace of a body adds up over replicas; it finds those that all replicas share.
 
     A replica thread brings a tensor that only it has, or one that all have. A body is traced once: a tensor that the
     caller passes to all replicas, and one that the body uses from outside, look like any other there. So a body notes
@@ -91,7 +91,7 @@ class SharedSums:
 
 
 def note(value: object) -> None:
-    """Called with a value of which a body asks for the sum over its replicas.
+    """Called when a body asks for the sum of a value over its replicas.
 
     Raises:
         ReplicaValueError: it is one value for all replicas.
@@ -99,6 +99,7 @@ def note(value: object) -> None:
     body = in_body()
     if body is None or body.own == 1:  # a worker with one replica has that replica's tensors
         return
+    # A plain variable has one value for all replicas; a distributed one may have one for each.
     is_variable = isinstance(value, tf.Variable)
     if distribute.is_mirrored(value) or (is_variable and not isinstance(value, distribute.DistributedVariable)):
         raise ReplicaValueError.sum_of_one(value, is_variable)
@@ -109,7 +110,7 @@ def note(value: object) -> None:
 
 
 def _origin(tensor: tf.Tensor, body: tf.Graph) -> tf.Tensor | None:
-    """The input of a body's graph that a tensor in it is; None if an op makes the tensor."""
+    """The input of the body's graph that a tensor stands for; None if an op makes the tensor."""
     while tensor.op.type == "Placeholder" and tensor.graph is not body:
         outside = graph_walk.captured(tensor)
         if outside is None:
@@ -131,7 +132,7 @@ def _passed(argument: tf.Tensor, graph: tf.Graph) -> tf.Tensor | None:
 
 Groups = Sequence[Sequence[int]]
 _PREFIX = "replica_engine."
-_NARROW = (tf.float16, tf.bfloat16)  # a sum of a few has lost what a sum of floats still has
+_NARROW = (tf.float16, tf.bfloat16)  # a sum of few such numbers has lost digits that float32 keeps
 
 
 @operators.artifact
@@ -152,6 +153,7 @@ def cross_replica_sum(x: object, groups: Groups | None = None) -> tf.Tensor:
         >>> [float(each) for each in sums]
         [3.0, 3.0]
     """
+    # First, so that an error has the name of the function that was called.
     current("cross_replica_sum")
     return all_reduce(x, "SUM", groups)
 
@@ -292,6 +294,7 @@ def collective_permute(x: object, pairs: Sequence[tuple[int, int]]) -> tf.Tensor
         links = [(int(source), int(target)) for source, target in pairs]
     except (TypeError, ValueError):
         raise CollectiveError.bad_pairs(pairs, size) from None
+    # The replicas that send, and then those that receive.
     for side in zip(*links, strict=True):
         if len(set(side)) < len(side) or not set(side) <= set(range(size)):
             raise CollectiveError.bad_pairs(links, size)
@@ -310,7 +313,7 @@ def _operand(name: str, x: object) -> tf.Tensor:
 
 
 def _reduced(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
-    note_collective("all_reduce", here(), x)
+    note_collective("all_reduce", x)
     if all(len(row) == 1 for row in rows):  # XLA on CPU would copy the value
         return tf.identity(x)
     if x.dtype.is_complex:
@@ -325,6 +328,7 @@ def _reduced_numbers(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
     if is_even and xla_ops.takes_all_reduce(x.dtype):
         return xla_ops.all_reduce(x, rows, op)
     if is_even and not x.shape.is_fully_defined():
+        # XLA's op does not take the dtype, and a marker no unknown shape.
         return _FOLDS[op](_stacked(x, rows), axis=0)
     return _emit("all_reduce", x, x.shape, groups=rows, op=op)
 
@@ -357,11 +361,12 @@ def _sum(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
 
 def _mean(x: tf.Tensor, rows: list[list[int]]) -> tf.Tensor:
     sizes = {len(row) for row in rows}
+    # With groups of several sizes no single number divides the sum before it is rounded.
     if x.dtype in _NARROW and len(sizes) > 1:
         return tf.cast(_mean(tf.cast(x, tf.float32), rows), x.dtype)
     if x.dtype in _NARROW and sizes != {1}:
         x = tf.identity(x)
-        note_collective("all_reduce", here(), x)
+        note_collective("all_reduce", x)
         return _differentiable(_added(x, rows, len(rows[0])), x, lambda dy: _mean(dy, rows))
     total = _sum(x, rows)
     if len(sizes) == 1:
@@ -404,7 +409,7 @@ def _gather(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
 def _gather_of_unknown_size(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     """Like `_gather`, but by a sum over replicas: the only collective whose result has the shape of its operand."""
     x, size = tf.identity(x), len(rows[0])
-    note_collective("all_gather", here(), x)
+    note_collective("all_gather", x)
 
     def gradient(dy: tf.Tensor) -> tf.Tensor:
         return tf.gather(tf.stack(tf.split(_sum(dy, rows), size, axis)), _position(rows))
@@ -456,7 +461,7 @@ def _mark_unless_empty(name: str, x: tf.Tensor, shape: list[int], **parameters: 
 
 
 def _marker(name: str, x: tf.Tensor, shape: tf.TensorShape | Sequence[int], **parameters: object) -> tf.Tensor:
-    note_collective(name, here(), x)
+    note_collective(name, x)
     return _emit(name, x, shape, **parameters)
 
 
@@ -466,6 +471,7 @@ def _emit(name: str, x: tf.Tensor, shape: tf.TensorShape | Sequence[int], **para
 
 
 def _axis(name: str, x: tf.Tensor, axis: int) -> int:
+    # A gather may have unknown sizes, if they come from an argument or from the host: then it is made of a sum.
     if name != "all_gather" or x.shape.rank is None or not (_sources(x) or _is_made_on_host(x)):
         _check_static(name, x)
     rank, axis = x.shape.rank, as_axis(name, axis)
@@ -509,7 +515,7 @@ def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[in
         return [list(range(size))]
     try:
         rows = [[operator.index(replica) for replica in group] for group in groups]
-    except Exception:  # a table, for example, raises AttributeError when it is iterated
+    except (TypeError, ValueError, AttributeError, NotImplementedError):  # a table has no attribute to iterate over
         raise CollectiveError.bad_groups(groups, size) from None
     if not all(rows) or sorted(replica for row in rows for replica in row) != list(range(size)):
         raise CollectiveError.bad_groups(rows, size)

@@ -59,6 +59,7 @@ def constrain(x: object, axes: Sequence[Entry]) -> tf.Tensor:
         raise DistributionError("constrain needs a value whose number of dimensions is known while the body is traced.")
     if len(entries) > tensor.shape.rank:
         raise DistributionError.too_many_axes("the value passed to constrain", tensor.shape.as_list(), tuple(axes))
+    # After the checks: a wrong call is an error with one device too.
     if mesh is None:
         return tf.identity(tensor)
     used = [name for entry in entries for name in entry or ()]
@@ -97,6 +98,7 @@ def _factored(mesh: ReplicaMesh, parts: Sequence[int]) -> Axes:
     for wanted in parts:
         taken = []
         while wanted > 1:
+            # There is one: all parts together are as many as the devices of the mesh.
             name, before, rest = next(each for each in left if math.gcd(each[2], wanted) > 1)
             size = math.gcd(rest, wanted)
             taken.append(name if size == sizes[name] else f"{name}:({before}){size}")

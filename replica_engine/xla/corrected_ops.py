@@ -1,11 +1,11 @@
 """Ops that TensorFlow lowers to XLA wrongly: other numbers than its kernels', a result of another dtype, or not at all.
 
-- `InTopK` of a target that is no class, or of a row with an infinity.
+- `InTopK` of a target that is not a class, or of a row with an infinity.
 - The gradients of `sqrt`, `rsqrt` and `reciprocal`: where nothing comes back to a result, TensorFlow's kernels give 0.
   XLA multiplies that 0 by what is infinite at 0. And for complex numbers it leaves the conjugate out.
-- The gradients of activations: that of `selu` is another one at 0. A row of zeros, such as padding, is there.
-- The variance of `fused_batch_norm`: XLA subtracts the square of the mean from the mean of the squares, of which
-  nothing is left if the mean is large.
+- The gradients of activations: that of `selu` differs at 0, which each number of a padded row is.
+- The variance of `fused_batch_norm`: XLA subtracts the square of the mean from the mean of the squares, and loses all
+  digits if the mean is large.
 - The gradient of resizing an image of float64 has another dtype.
 - `bincount` with limits that tell the number of places does not compile.
 - The place of the largest or smallest element, of a row with a NaN: TensorFlow's kernels pass over a NaN.
@@ -30,6 +30,7 @@ from replica_engine.upstream.graphs import graph_walk
 Attribute = Callable[[str], Any]
 """Returns an attribute of an op by its name: a number, a text, a dtype."""
 
+# The constants of TensorFlow's kernel.
 _SELU_SCALE, _SELU_SCALE_ALPHA = 1.0507009873554804934193349852946, 1.7580993408473768599402175208123
 
 
@@ -124,6 +125,7 @@ def _fused_batch_norm(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribu
         centered = wide - spread(own_mean)
         own_variance = tf.reduce_mean(tf.square(centered), axes)
         count = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), scale.dtype)
+        # Only the running variance is divided by count - 1, as in TensorFlow's kernel.
         unbiased = own_variance * (count / tf.maximum(count - 1, 1))
         new = attribute("exponential_avg_factor")
         results = [own_mean, unbiased]
@@ -135,6 +137,7 @@ def _fused_batch_norm(kind: str, inputs: Sequence[tf.Tensor], attribute: Attribu
         results = [mean, variance]
     factor = tf.math.rsqrt(own_variance + attribute("epsilon")) * scale
     y = tf.cast(centered * spread(factor) + spread(offset), x.dtype)
+    # What V3 returns for its gradient is memory of cuDNN, which no CPU or XLA kernel reads.
     unused = [tf.zeros([], scale.dtype)] if kind == "FusedBatchNormV3" else []
     return [y, *results, own_mean, own_variance, *unused]
 
@@ -187,7 +190,7 @@ _RANKED: dict[str, Callable[..., list[tf.Tensor]]] = {
     "UpperBound": _place,
     "Bucketize": _bucket,
 }
-"""The ops of which XLA gives a NaN another rank. Of integers its results are right."""
+"""The ops in which XLA ranks a NaN differently. For integers its results are right."""
 
 _CORRECTED: dict[str, Callable[..., list[tf.Tensor] | None]] = {
     **_RANKED,
@@ -233,6 +236,7 @@ def bounds(number: tf.Tensor, known: Callable[[tf.Tensor], Any] = tf.get_static_
         return None, None
     both = [bounds(each, known) for each in op.inputs]
     least, most = ([end for end in ends if end is not None] for ends in zip(*both, strict=True))
+    # One input is enough to limit a minimum from above; from below it takes both. A maximum is the reverse.
     if op.type == "Minimum":
         return (min(least) if len(least) == 2 else None), min(most, default=None)
     return max(least, default=None), (max(most) if len(most) == 2 else None)

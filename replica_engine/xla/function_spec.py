@@ -88,7 +88,7 @@ class FunctionSpec:
         return function_key(self.fn, hosts) if self.declared is None else self.declared
 
     def used(self, hosts: Hosts) -> list[Any] | None:
-        """The objects that `key` is made of: the key is as before if they are the very same. None if that is not so."""
+        """The objects that `key` depends on: while they are the very same, so is the key. None if it may change."""
         return used_objects(self.fn, hosts) if self.declared is None else None
 
     def arguments(self, args: Any, kwargs: Any, size: int) -> tuple[Arguments, Shapes]:
@@ -102,6 +102,7 @@ class FunctionSpec:
             return arguments, arguments.shapes
         bound = inspect.signature(self.fn).bind(*args, **kwargs)
         bound.apply_defaults()
+        # A signature may be shorter than the parameters: the others have defaults, and are compiled in.
         specs = tf.nest.flatten(self.signature)
         values = tf.nest.flatten(bound.args[: len(self.signature)])
         if len(specs) != len(values):
@@ -113,6 +114,7 @@ class FunctionSpec:
         packed = tf.nest.pack_sequence_as(list(bound.args[: len(self.signature)]), cast)
         arguments = Arguments((*packed, *bound.args[len(self.signature) :]), {}, size)
         declared = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
+        # Specs of ragged and sparse tensors declare no shape of a slot, and each is several slots.
         if len(declared) != len(arguments.slots):
             return arguments, arguments.shapes
         for slot, shape in zip(arguments.slots, declared, strict=True):
@@ -212,6 +214,7 @@ def used_objects(fn: Any, hosts: Hosts, depth: int = 3) -> list[Any] | None:
                 return None
             found += inner
     for name in _names(code, hosts):
+        # `_names` stands for a missing global, such as a builtin or the name of an attribute: no global can be that.
         value = fn.__globals__.get(name, _names)
         found.append(value)
         if type(value) in PLAIN:
@@ -266,6 +269,7 @@ def assigns(code: CodeType, name: str) -> bool:
     return any(assigns(each, name) for each in _inner(code) if name in each.co_freevars)
 
 
+# LOAD_CLASSDEREF until Python 3.11, LOAD_FROM_DICT_OR_DEREF since 3.12: a class body that reads the variable.
 _USES = ("LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 
 

@@ -18,11 +18,9 @@ from replica_engine.pjrt.devices import device_group
 from replica_engine.process.setup import check_not_forked
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import operators
+from replica_engine.xla import body, function_spec
 from replica_engine.xla.arguments import Arguments
-from replica_engine.xla.body import check_mode, in_body
-from replica_engine.xla.calls.graph_op import call
-from replica_engine.xla.calls.program_table import ProgramTable
-from replica_engine.xla.function_spec import FunctionSpec
+from replica_engine.xla.calls import graph_op, program_table
 from replica_engine.xla.stages.lowered import Lowered
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE of Python 3.13
@@ -117,7 +115,8 @@ def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas
     check_not_forked()
     arguments, programs = _prepare(inputs, num_replicas)
     try:
-        return call(programs, FunctionSpec.from_callable(fn), arguments, arguments.shapes)
+        return graph_op.call(programs, function_spec.FunctionSpec.from_callable(fn), arguments, arguments.shapes)
+    # Errors of the user's function too: all are cut to the user's frames, and none is kept.
     except Exception as error:
         raise shortened(error)
 
@@ -145,16 +144,16 @@ def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: in
         4000
     """
     arguments, programs = _prepare(with_values(inputs, "lower"), num_replicas)
-    return programs.trace(FunctionSpec.from_callable(fn), arguments, arguments.shapes).traced.lower()
+    return programs.trace(function_spec.FunctionSpec.from_callable(fn), arguments, arguments.shapes).traced.lower()
 
 
-def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, ProgramTable]:
-    if in_body() is not None:
+def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, program_table.ProgramTable]:
+    if body.in_body() is not None:
         raise InputsError(
             "A replicated body cannot be replicated again. Call the function directly. To combine values of only "
             "some replicas, pass `groups` to xla.cross_replica_sum or another cross-replica operation."
         )
-    check_mode()  # before anything is made that would belong to the graph, and be found again in eager mode
+    body.check_mode()  # before anything is made that would belong to the graph, and be found again in eager mode
     if size is not None:
         size, given = positive_int(size), size
         if size is None:
@@ -166,7 +165,7 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, Progra
     return Arguments.from_inputs(None, devices.size), _programs(devices)
 
 
-def _programs(devices: DeviceGroup) -> ProgramTable:
+def _programs(devices: DeviceGroup) -> program_table.ProgramTable:
     if devices.programs is None:
-        devices.programs = ProgramTable(devices)
+        devices.programs = program_table.ProgramTable(devices)
     return devices.programs

@@ -30,7 +30,7 @@ def _two_gpus(monkeypatch):
 
 @pytest.fixture
 def _as_on_a_tpu(monkeypatch):
-    monkeypatch.setattr(executable, "HOST_CALL_TARGETS", {"cpu": BY_TRANSFERS})
+    monkeypatch.setattr(executable.jaxlib, "HOST_CALL_TARGETS", {"cpu": BY_TRANSFERS})
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_a_program_that_is_too_large_is_not_launched(compiled, monkeypatch):
 
 
 def test_a_value_without_room(compiled, monkeypatch):
-    monkeypatch.setattr(device_group, "batched_device_put", fails)
+    monkeypatch.setattr(device_group.jaxlib, "batched_device_put", fails)
     with pytest.raises(DeviceError, match=r"(?s)A value of float32\[7\] cannot be put on .*13.43GiB.*fsdp"):
         compiled.run(lambda x: x + 1.0, args=(tf.zeros([7]),))
 

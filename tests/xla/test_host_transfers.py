@@ -98,7 +98,7 @@ def as_on_tpus(monkeypatch):
             make_custom_calls(module, transfers)
         return transfers
 
-    monkeypatch.setattr(executable, "HOST_CALL_TARGETS", {"cpu": BY_TRANSFERS})
+    monkeypatch.setattr(executable.jaxlib, "HOST_CALL_TARGETS", {"cpu": BY_TRANSFERS})
     monkeypatch.setattr(markers, "convert", and_back)
     monkeypatch.setattr(markers, "callback", lambda _, *arguments: callback(client, *arguments))
 

@@ -311,7 +311,7 @@ def test_a_read_only_folder_is_read(folder, caplog, monkeypatch):
 
 def test_other_options_are_another_program(monkeypatch):
     compiled(double)
-    monkeypatch.setattr(executable, "CPU_OPTIONS", ())
+    monkeypatch.setattr(executable.jaxlib, "CPU_OPTIONS", ())
     assert compiled(double)[1] == (1, 0)
     assert compiled(double)[1] == (0, 1)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
@@ -504,7 +504,7 @@ def test_an_about_whose_program_is_gone_is_removed(folder):
 
 def test_other_forms_of_markers_are_another_program(monkeypatch):
     compiled(double)
-    monkeypatch.setattr(executable, "MARKERS_VERSION", 0)
+    monkeypatch.setattr(executable.markers, "VERSION", 0)
     assert compiled(double)[1] == (1, 0)
 
 

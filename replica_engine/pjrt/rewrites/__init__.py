@@ -33,9 +33,10 @@ One switch turns all of them off: `set_cpu_rewrites(False)`, or `REPLICA_ENGINE_
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from replica_engine.errors.base import warning
@@ -87,8 +88,9 @@ def rewrite(module: ir.Module, platform: str = "cpu") -> dict[str, int]:
     with module.context:
         defined = functions(module)
         for loop in operations(module, filled_loops.WHILE):
-            if count := _arrays(loop, defined):
-                done[filled_loops.WHILE] = done.get(filled_loops.WHILE, 0) + count
+            with _failure_told(loop):  # the rule looks at all that it changes before it changes anything
+                if count := filled_loops.rewritten(loop, defined):
+                    done[filled_loops.WHILE] = done.get(filled_loops.WHILE, 0) + count
         for operation in operations(module, *rules):
             name = operation.name
             new = _made(operation, rules[name])
@@ -99,22 +101,18 @@ def rewrite(module: ir.Module, platform: str = "cpu") -> dict[str, int]:
     return done
 
 
-def _arrays(loop: ir.Operation, functions: dict[str, ir.Operation]) -> int:
-    """How many arrays of a loop were rewritten."""
+@contextlib.contextmanager
+def _failure_told(operation: ir.Operation) -> Iterator[None]:
+    """Inside, a rule may fail: a warning says so, once for each kind of operation."""
     try:
-        return filled_loops.rewritten(loop, functions)
-    except Exception as error:  # the rule looks at all that it changes before it changes anything
-        _tell(loop.name, error)
-        return 0
-
-
-def _tell(name: str, error: Exception) -> None:
-    """Warns, once for each kind of operation, of a rule that failed."""
-    if name not in _failed:
-        _failed.add(name)
+        yield
+    except Exception as error:  # whatever the rule did not think of: the program is right without the rewrite
+        if operation.name in _failed:
+            return
+        _failed.add(operation.name)
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         text = (
-            f"An operation {name} stays as it is: writing it in a form that is faster failed ({reason}). The "
+            f"An operation {operation.name} stays as it is: writing it in a form that is faster failed ({reason}). The "
             "results are right; the program may take longer. Please report this with the program. "
             "replica_engine.xla.set_cpu_rewrites(False) leaves all operations as they are."
         )
@@ -125,16 +123,15 @@ def _made(operation: ir.Operation, rule: Callable[[Any], ir.Value | None]) -> ir
     """What the rule of an operation makes in front of it; None if it makes nothing."""
     around = operation.block.operations
     before = len(around)
-    try:
+    with _failure_told(operation):
         with ir.InsertionPoint(operation), operation.location:
             new = rule(operation.opview)
-        if new is not None and new.type != operation.results[0].type:
-            raise TypeError(f"{new.type} instead of {operation.results[0].type}")
-    except Exception as error:  # whatever the rule did not think of: the program is right without the rewrite
-        now = [each.operation for each in around]
-        end = now.index(operation)
-        for half_made in reversed(now[end - (len(now) - before) : end]):
-            half_made.erase()
-        _tell(operation.name, error)
-        return None
-    return new
+        if new is None or new.type == operation.results[0].type:
+            return new
+        raise TypeError(f"{new.type} instead of {operation.results[0].type}")
+    # It has failed. What it has made lies right before the operation, and must go: XLA would compile it too.
+    now = [each.operation for each in around]
+    end = now.index(operation)
+    for half_made in reversed(now[end - (len(now) - before) : end]):
+        half_made.erase()
+    return None

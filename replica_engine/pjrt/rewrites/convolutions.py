@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.stablehlo import mlir
-from replica_engine.pjrt.stablehlo.mlir import Value, reduced_over
 
 MOST_SLICES = 49
 """The most elements of a kernel (7x7), and so slices of the input: each is an operation of its own to compile."""
@@ -75,11 +74,11 @@ class Convolution:
         """The size of the result in space."""
         return [self.shape[dimension] for dimension in self.result_space]
 
-    def padded(self) -> Value:
+    def padded(self) -> mlir.Value:
         """The input with its padding and dilation."""
         return self.spread(self.input, self.space)
 
-    def spread(self, value: Value, space: list[int]) -> Value:
+    def spread(self, value: mlir.Value, space: list[int]) -> mlir.Value:
         """A value with the padding and dilation of the input, whose dimensions of space are these."""
         low, high, interior = ([0] * len(self.shape) for _ in range(3))
         for index, dimension in enumerate(space):
@@ -87,12 +86,12 @@ class Convolution:
             interior[dimension] = self.input_dilation[index] - 1
         return mlir.pad(value, low, high, interior)
 
-    def forward_kernel(self) -> Value:
+    def forward_kernel(self) -> mlir.Value:
         """The kernel, to be read forwards."""
         backwards = [dimension for dimension, reverse in zip(self.window, self.reverse, strict=True) if reverse]
         return hlo.reverse(self.kernel, backwards) if backwards else self.kernel
 
-    def product(self, value: Value, kernel: Value) -> Value:
+    def product(self, value: mlir.Value, kernel: mlir.Value) -> mlir.Value:
         """A product over the features of a value, which lie as those of the input, and the rows of a kernel.
 
         The rows are the pixels of the kernel, with the features of each; the columns are the features of the result,
@@ -102,19 +101,22 @@ class Convolution:
         *of_row, count = mlir.shape(rows)
         flat = mlir.reshape(rows, [math.prod(of_row), count])
         found = mlir.product(value, flat, ([self.features], [0]))
+        # The product has the dimensions of the value without the features, and then the columns.
         left = [dimension for dimension in range(len(self.shape)) if dimension != self.features]
         return mlir.transpose(found, _order(self, [left.index(self.batch), len(left), *map(left.index, self.space)]))
 
 
-def rewritten(operation: hlo.ConvolutionOp) -> Value | None:
+def rewritten(operation: hlo.ConvolutionOp) -> mlir.Value | None:
     """The result of a convolution in a faster form; None if its own is the fastest."""
     if not mlir.is_static_float(operation.lhs, operation.rhs, operation.result):
         return None
     each = Convolution(operation)
     slices, positions = math.prod(each.window_size), math.prod(each.result_size)
     kernel = mlir.shape(each.kernel)
+    # Each form begins with the padded input.
     if not _fits(each, _padded_elements(each)):
         return None
+    # In the gradient of a depthwise kernel each feature is a group of the batch.
     if each.batch_groups > 1:
         one_a_group = mlir.shape(each.input)[each.batch] == kernel[each.outputs] == each.batch_groups
         return _depthwise_kernel(each) if one_a_group and positions <= MOST_SLICES else None
@@ -133,7 +135,7 @@ def rewritten(operation: hlo.ConvolutionOp) -> Value | None:
 def is_slow(each: Convolution) -> bool:
     """Whether the kernel has more pixels than the input.
 
-    XLA then lets the two change places, and no fast code of XLA:CPU takes the convolution that comes of it. In any
+    XLA then lets the two change places, and no fast code of XLA:CPU takes such a convolution. In any
     other shape XLA:CPU's own code is as fast as patches, or up to ten times faster.
     """
     return math.prod(each.window_size) > math.prod(each.input_size)
@@ -159,21 +161,21 @@ def _elements_a_position(each: Convolution) -> int:
     return mlir.shape(each.input)[each.batch] * mlir.shape(each.input)[each.features]
 
 
-def _patches(each: Convolution) -> Value:
+def _patches(each: Convolution) -> mlir.Value:
     """Slices side by side, one for each element of the kernel, and a product with all of the kernel."""
     padded = each.padded()
     slices = [_slice(each, padded, offset) for offset in _offsets(each.window_size)]
     return each.product(mlir.join(slices, each.features), each.forward_kernel())
 
 
-def _multiply_pixels(each: Convolution) -> Value:
+def _multiply_pixels(each: Convolution) -> mlir.Value:
     """The kernel has one pixel, and no strides: a product. Zeros between pixels are put into the result, not before."""
     if max(each.input_dilation) == 1:
         return each.product(each.padded(), each.kernel)
     return each.spread(each.product(each.input, each.kernel), each.result_space)
 
 
-def _to_one_pixel(each: Convolution) -> Value:
+def _to_one_pixel(each: Convolution) -> mlir.Value:
     """The result has one pixel: a product over space and features."""
     taken = _cut(each.space, each.padded(), [0] * len(each.space), each.window_size, each.kernel_dilation)
     found = mlir.product(taken, each.forward_kernel(), ([*each.space, each.features], [*each.window, each.inputs]))
@@ -182,7 +184,7 @@ def _to_one_pixel(each: Convolution) -> Value:
     )
 
 
-def _depthwise(each: Convolution) -> Value:
+def _depthwise(each: Convolution) -> mlir.Value:
     """Each feature is convolved alone: a sum of slices, each times one element of the kernel for each feature."""
     padded, kernel = each.padded(), each.forward_kernel()
     terms = []
@@ -195,7 +197,7 @@ def _depthwise(each: Convolution) -> Value:
     return mlir.transpose(functools.reduce(hlo.add, terms), order)
 
 
-def _depthwise_kernel(each: Convolution) -> Value:
+def _depthwise_kernel(each: Convolution) -> mlir.Value:
     """The gradient of a depthwise kernel: for each of its few elements, the sum of a slice times the whole "kernel"."""
     other = [0] * len(each.shape)
     other[each.batch], other[each.features] = each.outputs, each.inputs
@@ -207,22 +209,22 @@ def _depthwise_kernel(each: Convolution) -> Value:
     for position in _offsets(each.result_size):
         start = list(map(operator.mul, position, each.strides))
         taken = _cut(each.space, padded, start, each.window_size, each.kernel_dilation)
-        found = reduced_over(hlo.multiply(taken, kernel), summed, 0.0, hlo.add)
+        found = mlir.reduced_over(hlo.multiply(taken, kernel), summed, 0.0, hlo.add)
         columns.append(mlir.reshape(found, [1, each.batch_groups]))
     table = mlir.reshape(mlir.join(columns, 0), [*each.result_size, 1, each.batch_groups])
     places = [*each.result_space, each.result_batch, each.result_features]
     return mlir.transpose(table, [places.index(dimension) for dimension in range(len(each.shape))])
 
 
-def _slice(each: Convolution, padded: Value, offset: Sequence[int]) -> Value:
+def _slice(each: Convolution, padded: mlir.Value, offset: Sequence[int]) -> mlir.Value:
     """The elements of the padded input that one element of the kernel is multiplied with, one for each result."""
     start = list(map(operator.mul, offset, each.kernel_dilation))
     return _cut(each.space, padded, start, each.result_size, each.strides)
 
 
 def _cut(
-    space: Sequence[int], value: Value, start: Sequence[int], counts: Sequence[int], strides: Sequence[int]
-) -> Value:
+    space: Sequence[int], value: mlir.Value, start: Sequence[int], counts: Sequence[int], strides: Sequence[int]
+) -> mlir.Value:
     """So many elements of each dimension of space, from a start, with a stride; all of the other dimensions."""
     starts, sizes, steps = [0] * len(mlir.shape(value)), mlir.shape(value), [1] * len(mlir.shape(value))
     for index, dimension in enumerate(space):

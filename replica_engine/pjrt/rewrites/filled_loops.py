@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.stablehlo import mlir
-from replica_engine.pjrt.stablehlo.mlir import Value, callee, made_by
 
 WHILE = "stablehlo.while"
 
@@ -53,7 +52,7 @@ def rewritten(loop: ir.Operation, functions: Functions) -> int:
     return len(found)
 
 
-def _filled_with(loop: ir.Operation, index: int, steps: int, functions: Functions) -> Value | None:
+def _filled_with(loop: ir.Operation, index: int, steps: int, functions: Functions) -> mlir.Value | None:
     """The value, from outside a loop, that all rows of an array are after it; None if they are not one value.
 
     Args:
@@ -63,9 +62,10 @@ def _filled_with(loop: ir.Operation, index: int, steps: int, functions: Function
         functions: the functions of the module.
     """
     body, condition = (region.blocks[0] for region in reversed(list(loop.regions)))
-    array, write = body.arguments[index], made_by(_end(body).operands[index], "stablehlo.dynamic_update_slice")
+    array, write = body.arguments[index], mlir.made_by(_end(body).operands[index], "stablehlo.dynamic_update_slice")
     if write is None or not ir.RankedTensorType(array.type).has_static_shape:
         return None
+    # Each step only writes its row and passes the array on: a read in the loop would see rows of steps before.
     if write.operands[0] != array or len(list(array.uses)) != 1 or len(list(write.results[0].uses)) != 1:
         return None
     if _is_read(condition.arguments[index], functions):
@@ -73,21 +73,24 @@ def _filled_with(loop: ir.Operation, index: int, steps: int, functions: Function
     row, at, *others = list(write.operands)[1:]
     if mlir.shape(row) != [1, *mlir.shape(array)[1:]] or any(_integer(each) != 0 for each in others):
         return None
+    # With fewer steps than rows, the last rows keep what they had before the loop.
     if steps < mlir.shape(array)[0] or not _counts(loop, _place(body, at)):
         return None
-    converted = made_by(_same(row), "stablehlo.convert")  # to another type, as a step of bfloat16 uses a variable
+    converted = mlir.made_by(_same(row), "stablehlo.convert")  # to another type, as a step of bfloat16 uses a variable
     place = _place(body, row if converted is None else converted.operands[0])
+    # A value that the loop changes is another one in each row.
     if place is None or _place(body, _end(body).operands[place]) != place:
         return None
     value = loop.operands[place]
     return value if mlir.shape(value) == mlir.shape(array)[1:] else None
 
 
-def _reads(array: Value, functions: Functions) -> list[ir.Operation] | None:
+def _reads(array: mlir.Value, functions: Functions) -> list[ir.Operation] | None:
     """The operations that read a row of an array in the loops that get it; None if anything else is done with it."""
     reads = []
     for use in array.uses:
         loop, index = use.owner.operation, use.operand_number
+        # After the loop the array may be used as a whole, and then its rows must be there.
         if loop.name != WHILE or list(loop.results[index].uses):
             return None
         condition, body = (region.blocks[0] for region in loop.regions)
@@ -115,21 +118,20 @@ def _steps(loop: ir.Operation, functions: Functions) -> int:
     return max(0, min(limit for _, limit in limits))
 
 
-def _limits(value: Value, block: ir.Block, functions: Functions) -> list[tuple[int, int]] | None:
-    """The comparisons, all of which must hold for a value to be true: which argument of its block is less than which
-    constant.
+def _limits(value: mlir.Value, block: ir.Block, functions: Functions) -> list[tuple[int, int]] | None:
+    """The comparisons behind a truth value: pairs of an argument of its block and the constant that it is less than.
 
-    None for a value that is something else.
+    The value is true if all of them hold. None for a value that is made in another way.
     """
     value = _same(value)
-    owner = made_by(value, "stablehlo.and", "func.call", "stablehlo.compare")
+    owner = mlir.made_by(value, "stablehlo.and", "func.call", "stablehlo.compare")
     if owner is None:
         return None
     if owner.name == "stablehlo.and":
         both = [_limits(each, block, functions) for each in owner.operands]
         return None if None in both else [limit for each in both for limit in each or ()]
     if owner.name == "func.call":
-        function = functions.get(callee(owner))
+        function = functions.get(mlir.callee(owner))
         if function is None:
             return None
         entry = function.regions[0].blocks[0]
@@ -147,7 +149,7 @@ def _counts(loop: ir.Operation, place: int | None) -> bool:
     if place is None or _integer(loop.operands[place]) != 0:
         return False
     body = loop.regions[1].blocks[0]
-    after = made_by(_same(_end(body).operands[place]), "stablehlo.add")
+    after = mlir.made_by(_same(_end(body).operands[place]), "stablehlo.add")
     return (
         after is not None
         and _place(body, after.operands[0]) == place
@@ -156,32 +158,32 @@ def _counts(loop: ir.Operation, place: int | None) -> bool:
     )
 
 
-def _is_read(value: Value, functions: Functions) -> bool:
+def _is_read(value: mlir.Value, functions: Functions) -> bool:
     """Whether anything uses a value, other than functions that do not use their argument."""
     for use in value.uses:
         call = use.owner.operation
-        function = functions.get(callee(call)) if call.name == "func.call" else None
+        function = functions.get(mlir.callee(call)) if call.name == "func.call" else None
         if function is None or _is_read(function.regions[0].blocks[0].arguments[use.operand_number], functions):
             return True
     return False
 
 
-def _place(block: ir.Block, value: Value) -> int | None:
-    """Which argument of a block a value is; None if it is none of them."""
+def _place(block: ir.Block, value: mlir.Value) -> int | None:
+    """The index of the argument that a value is; None if it is not an argument of the block."""
     value = _same(value)
     return next((place for place, each in enumerate(block.arguments) if each == value), None)
 
 
-def _same(value: Value) -> Value:
+def _same(value: mlir.Value) -> mlir.Value:
     """A value without the operations that leave its elements as they are, in the same order."""
-    while (change := made_by(value, "stablehlo.reshape", "mhlo.copy")) is not None:
+    while (change := mlir.made_by(value, "stablehlo.reshape", "mhlo.copy")) is not None:
         value = change.operands[0]
     return value
 
 
-def _integer(value: Value) -> int | None:
+def _integer(value: mlir.Value) -> int | None:
     """The integer that a value is in each run; None if it is not known."""
-    constant = made_by(_same(value), "stablehlo.constant")
+    constant = mlir.made_by(_same(value), "stablehlo.constant")
     if constant is None or str(mlir.element_type(value)) not in ("i32", "i64"):
         return None
     elements = ir.DenseIntElementsAttr(constant.attributes["value"])

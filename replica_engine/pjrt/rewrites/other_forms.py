@@ -10,12 +10,11 @@ import numpy as np
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.stablehlo import mlir
-from replica_engine.pjrt.stablehlo.mlir import Value, barrier, compared, made_by
 
 _PRODUCT, _TRANSPOSE = "stablehlo.dot_general", "stablehlo.transpose"
 
 
-def products_rewritten(operation: hlo.ReduceOp) -> Value | None:
+def products_rewritten(operation: hlo.ReduceOp) -> mlir.Value | None:
     """The result of a batched matrix product whose batch is then summed; None if the operation is another.
 
     The gradient of `w` in `x @ w` with an `x` of rank 3 is lowered to this: a product for each row of the batch, all of
@@ -30,11 +29,13 @@ def products_rewritten(operation: hlo.ReduceOp) -> Value | None:
     if body != ["stablehlo.add", "stablehlo.return"]:
         return None
     found = _find_product(reduce.operands[0])
+    # One dtype in all of it: another one between the product and the sum would round in another way.
     if found is None or not mlir.is_static_float(*found.operands, reduce.operands[0], reduce.results[0]):
         return None
     numbers = hlo.DotDimensionNumbers(found.attributes["dot_dimension_numbers"])
     left, right = list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)
     summed = list(operation.dimensions)
+    # A product has its batch dimensions first.
     if not left or any(index >= len(left) for index in summed):
         return None
     batch = [index for index in range(len(left)) if index not in summed]
@@ -46,10 +47,11 @@ def products_rewritten(operation: hlo.ReduceOp) -> Value | None:
     return mlir.product(x, y, contract, ([left[index] for index in batch], [right[index] for index in batch]))
 
 
-def _find_product(value: Value) -> ir.Operation | None:
+def _find_product(value: mlir.Value) -> ir.Operation | None:
     """The product that a value is, perhaps under operations that change nothing; None if something else uses it."""
     while True:
-        owner = made_by(value, _PRODUCT, _TRANSPOSE, "stablehlo.convert")
+        owner = mlir.made_by(value, _PRODUCT, _TRANSPOSE, "stablehlo.convert")
+        # With another use, the product would be computed twice.
         if owner is None or len(list(value.uses)) != 1:
             return None
         if owner.name == _PRODUCT:
@@ -68,7 +70,7 @@ _LEAST_RANK = 3
 """A softmax over classes, which has rank 2, is followed by products that are small beside it."""
 
 
-def softmax_rewritten(operation: hlo.MulOp) -> Value | None:
+def softmax_rewritten(operation: hlo.MulOp) -> mlir.Value | None:
     """The result of a multiplication behind a barrier; None if it isn't the last one of a softmax's gradient.
 
     So the gradient of a softmax in attention is computed once on a TPU. TensorFlow's gradient is `(gradient -
@@ -80,23 +82,24 @@ def softmax_rewritten(operation: hlo.MulOp) -> Value | None:
     left, right = operation.operands
     if len(mlir.shape(left)) < _LEAST_RANK or not (_ends(left, right) or _ends(right, left)):
         return None
-    return barrier(hlo.multiply(left, right))
+    return mlir.barrier(hlo.multiply(left, right))
 
 
-def _ends(difference: Value, softmax: Value) -> bool:
+def _ends(difference: mlir.Value, softmax: mlir.Value) -> bool:
     """Whether the first value is a gradient minus a sum of its products with the second."""
-    subtraction = made_by(difference, "stablehlo.subtract")
+    subtraction = mlir.made_by(difference, "stablehlo.subtract")
     if subtraction is None:
         return False
     gradient, total = subtraction.operands
-    while (change := made_by(total, *_CHANGES)) is not None:
+    while (change := mlir.made_by(total, *_CHANGES)) is not None:
         total = change.operands[0]
-    reduction = made_by(total, "stablehlo.reduce")
+    reduction = mlir.made_by(total, "stablehlo.reduce")
     if reduction is None:
         return False
     summed = reduction.operands[0]
-    conversion = made_by(summed, "stablehlo.convert")
-    product = made_by(summed if conversion is None else conversion.operands[0], "stablehlo.multiply")
+    # A softmax of narrow floats is summed in float32.
+    conversion = mlir.made_by(summed, "stablehlo.convert")
+    product = mlir.made_by(summed if conversion is None else conversion.operands[0], "stablehlo.multiply")
     return product is not None and list(product.operands) in ([gradient, softmax], [softmax, gradient])
 
 
@@ -107,7 +110,7 @@ MOST_OVERLAP = 3.0
 """In how many windows an element may be. In more, adding up their gradients takes longer than XLA's loop."""
 
 
-def pooling_rewritten(operation: hlo.SelectAndScatterOp) -> Value | None:
+def pooling_rewritten(operation: hlo.SelectAndScatterOp) -> mlir.Value | None:
     """The result of a `select_and_scatter`; None if it is not the gradient of max-pooling, or the windows are large.
 
     XLA's operation loops over the windows: it looks for the first largest element of each and adds the window's
@@ -125,6 +128,7 @@ def pooling_rewritten(operation: hlo.SelectAndScatterOp) -> Value | None:
     window, strides = (mlir.numbers(each, ones) for each in (operation.window_dimensions, operation.window_strides))
     low, high = mlir.padding(operation, rank)
     overlap = math.prod(window) / math.prod(strides)
+    # Negative padding cuts elements off: the slices below do not do that.
     if math.prod(window) > MOST_SLICES or overlap > MOST_OVERLAP or min(*low, *high) < 0:
         return None
     results = mlir.shape(source)
@@ -135,20 +139,20 @@ def pooling_rewritten(operation: hlo.SelectAndScatterOp) -> Value | None:
     chosen = _spread(np.argmax(_inside(sizes, low, high, offsets, results, strides), 0), results)
     for number, offset in enumerate(offsets[1:], start=1):
         value = mlir.cut(padded, offset, results, strides)
-        is_larger = compared(best, value, "LT")
+        is_larger = mlir.compared(best, value, "LT")
         best = hlo.select(is_larger, value, best)
         chosen = hlo.select(is_larger, _spread(np.full([1] * rank, number), results), chosen)
     return mlir.cut(_scattered(source, chosen, offsets, mlir.shape(padded), strides), low, sizes, ones)
 
 
 def _scattered(
-    source: Value, chosen: Value, offsets: list[tuple[int, ...]], sizes: list[int], strides: list[int]
-) -> Value:
+    source: mlir.Value, chosen: mlir.Value, offsets: list[tuple[int, ...]], sizes: list[int], strides: list[int]
+) -> mlir.Value:
     """The gradients at the places in the padded input that they were chosen from."""
     results, summed = mlir.shape(source), None
     nothing = mlir.broadcast(mlir.scalar(0.0, mlir.element_type(source)), results, [])
     for number, offset in enumerate(offsets):
-        here = compared(chosen, _spread(np.full([1] * len(results), number), results), "EQ")
+        here = mlir.compared(chosen, _spread(np.full([1] * len(results), number), results), "EQ")
         part = hlo.select(here, source, nothing)
         reach = [at + (count - 1) * stride + 1 for at, count, stride in zip(offset, results, strides, strict=True)]
         after = [size - end for size, end in zip(sizes, reach, strict=True)]
@@ -180,8 +184,9 @@ def _inside(
     return table
 
 
-def _spread(table: np.ndarray, results: list[int]) -> Value:
+def _spread(table: np.ndarray, results: list[int]) -> mlir.Value:
     """Whole numbers as a constant of the shape of the results."""
+    # MLIR reads the memory of the array as it lies.
     numbers: Any = np.ascontiguousarray(table, np.int32)
     constant = hlo.constant(ir.DenseElementsAttr.get(numbers))
     return mlir.broadcast(constant, results, list(range(len(results))))

@@ -26,18 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from replica_engine.pjrt.jaxlib import hlo, ir, program_context
-from replica_engine.pjrt.stablehlo.markers import (
-    COLLECTIVES,
-    CONSTRAIN,
-    HOST_CALL,
-    PREFIX,
-    constrained_whole,
-    drop_constraints,
-    read_parameters,
-    restore_constraint,
-    target,
-)
-from replica_engine.pjrt.stablehlo.mlir import functions, operations
+from replica_engine.pjrt.stablehlo import markers, mlir
+from replica_engine.pjrt.stablehlo.markers import COLLECTIVES, CONSTRAIN, HOST_CALL, PREFIX
 from replica_engine.pjrt.stablehlo.partition_local import cut, filled_up, tensor
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
@@ -98,6 +88,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
     Raises:
         UnreadableModule: jaxlib does not read an operation.
     """
+    # Renamed, since jaxlib reads any operation of a dialect that it does not know, but knows mhlo without this one.
     text = _TRUTH_VALUES.sub(_listed, text).replace(_UNKNOWN, f'"{_OTHER}"(')
     with program_context() as context, ir.Location.unknown(context):
         context.allow_unregistered_dialects = True
@@ -106,7 +97,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
         except ir.MLIRError as error:
             raise _make_unreadable_error(text, str(error)) from None
         found: dict[str, list[ir.Operation]] = {name: [] for name in (_CALL, *_COLLECTIVES, _COPY, _OTHER)}
-        for each in operations(module, *found):
+        for each in mlir.operations(module, *found):
             found[each.name].append(each)
         for each in found[_COPY]:
             each.results[0].replace_all_uses_with(each.operands[0])
@@ -116,10 +107,12 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             if not _reshaped(each):
                 raise UnreadableModule(names)
         for each in found[_CALL]:
-            restore_constraint(each)
-        markers = [each for each in found[_CALL] if target(each).startswith(PREFIX)]
+            markers.restore_constraint(each)
+        marked = [each for each in found[_CALL] if markers.target(each).startswith(PREFIX)]
         # One call has several operations if the function around it is called several times.
-        host_calls = [(read_parameters(each)["index"], each) for each in markers if target(each) == HOST_CALL]
+        host_calls = [
+            (markers.read_parameters(each)["index"], each) for each in marked if markers.target(each) == HOST_CALL
+        ]
         _number_functions(module)
         attributes = module.operation.attributes
         attributes["sym_name"] = ir.StringAttr.get("replica_body")
@@ -131,9 +124,10 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             _results(module),
             writes,
             frozenset(index for index, _ in host_calls),
+            # Each once, in the order of the program.
             list({index: 0 for index, each in host_calls if not all(_is_static(one.type) for one in each.operands)}),
             any(not _is_static(one.type) for each in found["stablehlo.all_reduce"] for one in each.operands),
-            any(target(each) not in (HOST_CALL, CONSTRAIN) for each in markers)
+            any(markers.target(each) not in (HOST_CALL, CONSTRAIN) for each in marked)
             or any(found[name] for name in _COLLECTIVES),
         )
 
@@ -152,12 +146,13 @@ def in_branches(modules: Sequence[LoweredModule], whole: bool = False) -> Lowere
         end = ir.InsertionPoint(parsed[0].body)
         kinds = []
         for share, module in enumerate(parsed):
-            found = functions(module)
+            found = mlir.functions(module)
+            # The main function of all branches is the only public one.
             found["main"].attributes["sym_visibility"] = ir.StringAttr.get("private")
             kinds.append(ir.FunctionType(ir.TypeAttr(found["main"].attributes["function_type"]).value))
             _rename(module, {name: f"share_{share}_{name}" for name in found})
             if whole:
-                drop_constraints(module)
+                markers.drop_constraints(module)
             if share:
                 for each in list(module.body.operations):
                     end.insert(each.detach_from_parent())
@@ -173,7 +168,7 @@ def in_branches(modules: Sequence[LoweredModule], whole: bool = False) -> Lowere
         block = body.blocks.append(*takes, arg_locs=[ir.Location.current] * len(takes))
         values, branch = list(block.arguments[:-1]), block.arguments[-1]
         with ir.InsertionPoint(block):
-            values = list(map(constrained_whole, values)) if whole else values
+            values = list(map(markers.constrained_whole, values)) if whole else values
             case = hlo.CaseOp(gives, branch, len(kinds))
             for share, region in enumerate(case.regions):
                 with ir.InsertionPoint(region.blocks.append()):
@@ -181,7 +176,7 @@ def in_branches(modules: Sequence[LoweredModule], whole: bool = False) -> Lowere
                     callee: dict[str, ir.Attribute] = {"callee": ir.FlatSymbolRefAttr.get(f"share_{share}_main")}
                     call = ir.Operation.create("func.call", kinds[share].results, given, attributes=callee)
                     results = list(map(_given, call.results, gives))
-                    hlo.return_(list(map(constrained_whole, results)) if whole else results)
+                    hlo.return_(list(map(markers.constrained_whole, results)) if whole else results)
             ir.Operation.create("func.return", operands=case.results)
         text = str(parsed[0].operation.get_asm(enable_debug_info=False))
         return dataclasses.replace(modules[0], text=text, results=[list(each.shape) for each in gives])
@@ -206,7 +201,7 @@ def _given(value: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
     """The result of a branch that has a value first and then zeros."""
     if value.type == kind:
         return value
-    return filled_up(hlo.reshape(_flat(value.type), constrained_whole(value)), kind.shape)
+    return filled_up(hlo.reshape(_flat(value.type), markers.constrained_whole(value)), kind.shape)
 
 
 def _flat(kind: ir.Type) -> ir.RankedTensorType:
@@ -216,13 +211,13 @@ def _flat(kind: ir.Type) -> ir.RankedTensorType:
 
 def _number_functions(module: ir.Module) -> None:
     """Names all functions but the main one by their places in the module, and what refers to them."""
-    others = [name for name in functions(module) if name != "main"]
+    others = [name for name in mlir.functions(module) if name != "main"]
     _rename(module, {name: f"function_{place}" for place, name in enumerate(others)})
 
 
 def _rename(module: ir.Module, names: Mapping[str, str]) -> None:
     """Gives functions of a module other names, also where an operation refers to them."""
-    for name, each in functions(module).items():
+    for name, each in mlir.functions(module).items():
         each.attributes["sym_name"] = ir.StringAttr.get(names.get(name, name))
 
     def renamed(attribute: ir.Attribute) -> ir.Attribute:
@@ -260,6 +255,7 @@ def _listed(constant: re.Match[str]) -> str:
     shape = [int(size) for size in constant[2].split("x")[:-1]]
     count = int(np.prod(shape))
     values = np.frombuffer(bytes.fromhex(constant[1]), np.uint8)
+    # A byte holds one truth value, or eight in other versions of MLIR.
     if values.size != count:
         values = np.unpackbits(values, count=count, bitorder="little")
     return f"dense<{json.dumps(values.astype(bool).reshape(shape).tolist())}> : tensor<{constant[2]}i1>"
@@ -282,7 +278,7 @@ def _reshaped(operation: ir.Operation) -> bool:
 
 def _results(module: ir.Module) -> list[list[int | None]]:
     """The sizes of the results of the main function."""
-    types = ir.FunctionType(ir.TypeAttr(functions(module)["main"].attributes["function_type"]).value).results
+    types = ir.FunctionType(ir.TypeAttr(mlir.functions(module)["main"].attributes["function_type"]).value).results
     tensors = list(map(ir.RankedTensorType, types))
     return [
         [None if each.is_dynamic_dim(axis) else each.get_dim_size(axis) for axis in range(each.rank)]

@@ -20,7 +20,6 @@ import numpy as np
 
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, Shape, hlo, ir, program_context
 from replica_engine.pjrt.stablehlo import mlir
-from replica_engine.pjrt.stablehlo.mlir import barrier, compared, functions, operations, reduced, splat
 from replica_engine.pjrt.stablehlo.partition_local import ONE
 
 Parameters = dict[str, Any]
@@ -51,6 +50,7 @@ def _groups(parameters: Parameters) -> dict[str, str]:
     """The groups of replicas, padded with -1 to one size."""
     groups = parameters["groups"]
     longest = max(map(len, groups))
+    # MLIR's tables are rectangular.
     return {"replica_groups": _table([group + [-1] * (longest - len(group)) for group in groups])}
 
 
@@ -128,7 +128,7 @@ def expand_markers(program: str, platform: str) -> ir.Module:
         module = ir.Module.parse(program)
         if LAYOUT not in module.operation.attributes:  # otherwise `partition_program` replaces them
             drop_constraints(module)
-        calls = operations(module, "stablehlo.custom_call")
+        calls = mlir.operations(module, "stablehlo.custom_call")
         for marker in [each for each in calls if target(each).startswith(PREFIX)]:
             if target(marker) == HOST_CALL:
                 _replace_host_call(marker, platform)
@@ -144,14 +144,14 @@ def add_work(module: ir.Module) -> None:
     than a thousand operations on a single device inside the call that starts it: with several workers, nothing could
     end that call when another worker is lost.
     """
-    main = functions(module)["main"]
+    main = mlir.functions(module)["main"]
     block = main.regions[0].blocks[0]
     end = block.operations[len(block.operations) - 1]
     with module.context, ir.Location.unknown():
         number = ir.RankedTensorType.get([], ir.F32Type.get())
         vector = ir.RankedTensorType.get([_WORK_SIZE], ir.F32Type.get())
         with ir.InsertionPoint(end):
-            values = barrier(hlo.iota(vector, 0))
+            values = mlir.barrier(hlo.iota(vector, 0))
             ir.Operation.create("func.return", operands=[*end.operands, hlo.dot(number, values, values)])
         end.operation.erase()
         kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
@@ -196,7 +196,7 @@ def restore_constraint(call: ir.Operation) -> None:
 
 
 def constrained_whole(value: ir.Value) -> ir.Value:
-    """A value of which each device of a replica has all, by a marker."""
+    """Marks a value, so that each device of a replica has all of it."""
     config = json.dumps({"axes": [None] * ir.RankedTensorType(value.type).rank})
     attributes: dict[str, ir.Attribute] = {
         "call_target_name": ir.StringAttr.get(CONSTRAIN),
@@ -207,7 +207,7 @@ def constrained_whole(value: ir.Value) -> ir.Value:
 
 def drop_constraints(module: ir.Module) -> None:
     """Erases the markers of values that are divided in a certain way."""
-    for each in operations(module, "stablehlo.custom_call"):
+    for each in mlir.operations(module, "stablehlo.custom_call"):
         if target(each) == CONSTRAIN:
             each.results[0].replace_all_uses_with(each.operands[0])
             each.erase()
@@ -246,13 +246,13 @@ def _replace(marker: ir.Operation, platform: str, is_divided: bool) -> None:
             regions=1 if "op" in parameters else 0,
         )
         if "op" in parameters:
-            reduced(operation, _REDUCTIONS[parameters["op"]])
+            mlir.reduced(operation, _REDUCTIONS[parameters["op"]])
         new = operation.result
         if in_places:
-            places = [place, *[splat(0, ir.RankedTensorType(place.type))] * kind.rank]
+            places = [place, *[mlir.splat(0, ir.RankedTensorType(place.type))] * kind.rank]
             new = hlo.reshape(kind, hlo.dynamic_slice(new, places, [1, *kind.shape]))
         if (divisor := parameters.get("divide_by", 1)) != 1:
-            new = hlo.divide(new, splat(divisor, kind))
+            new = hlo.divide(new, mlir.splat(divisor, kind))
         if is_wide:
             new = hlo.convert(result.type, new)
     result.replace_all_uses_with(new)
@@ -273,9 +273,9 @@ def _at(value: ir.Value, place: ir.Value, count: int, op: str) -> ir.Value:
     kind = ir.RankedTensorType(value.type)
     shape = [count, *kind.shape]
     places, wide = (ir.RankedTensorType.get(shape, each) for each in (place.type.element_type, kind.element_type))
-    is_here = compared(hlo.iota(places, 0), hlo.broadcast_in_dim(places, place, []), "EQ")
+    is_here = mlir.compared(hlo.iota(places, 0), hlo.broadcast_in_dim(places, place, []), "EQ")
     own = hlo.broadcast_in_dim(wide, value, range(1, len(shape)))
-    return hlo.select(is_here, own, splat(_nothing(kind.element_type, op), wide))
+    return hlo.select(is_here, own, mlir.splat(_nothing(kind.element_type, op), wide))
 
 
 def _nothing(kind: ir.Type, op: str) -> float:
@@ -312,7 +312,7 @@ class UntransferableError(Exception):
 
     Attributes:
         index: the index of the host call.
-        kind: the type of the value, in words.
+        kind: the type of the value, as text.
     """
 
     def __init__(self, index: int, kind: str):
@@ -390,19 +390,20 @@ def _not_serialized(call: object) -> bytes:
 
 def _split_functions(module: ir.Module) -> None:
     """Gives each call of a function that calls the host a copy of its own: a channel must stand in a program once."""
-    functions = mlir.functions(module)
-    concerned = {name for name, each in functions.items() if _host_calls(each)}
-    calls = {name: set(map(mlir.callee, mlir.operations(each, "func.call"))) for name, each in functions.items()}
+    known = mlir.functions(module)
+    concerned = {name for name, each in known.items() if _host_calls(each)}
+    calls = {name: set(map(mlir.callee, mlir.operations(each, "func.call"))) for name, each in known.items()}
     while more := {name for name, callees in calls.items() if callees & concerned} - concerned:
         concerned |= more
     seen: set[str] = set()
-    pending = [functions["main"]]
+    # From the main function on, copies included: a copy calls what its original calls.
+    pending = [known["main"]]
     while pending:
         for call in mlir.operations(pending.pop(), "func.call"):
             name = mlir.callee(call)
             if name not in concerned:
                 continue
-            function = functions[name]
+            function = known[name]
             if name in seen:
                 with ir.InsertionPoint(module.body):
                     function = function.clone()

@@ -46,7 +46,7 @@ def attributes(operation: ir.Operation) -> dict[str, ir.Attribute]:
 
 
 def splat(value: float, kind: ir.RankedTensorType) -> ir.Value:
-    """A constant of a type of tensors, of which each element is one number."""
+    """A constant tensor of a type, with one number in each element."""
     of = ir.IntegerAttr if isinstance(kind.element_type, ir.IntegerType) else ir.FloatAttr
     return hlo.constant(ir.DenseElementsAttr.get_splat(kind, of.get(kind.element_type, value)))
 
@@ -118,7 +118,7 @@ def as_by_kernels(module: ir.Module, platform: str) -> None:
 
 
 def _with_least(operation: ir.Operation, value: ir.Value, kind: ir.RankedTensorType, bits: int) -> None:
-    """Puts the least integer in the place of each number that is none of the integers of so many bits."""
+    """Converts numbers to integers of so many bits. A number that does not fit becomes the least integer."""
     floats = ir.RankedTensorType(value.type)
     if str(floats.element_type) == "f16":  # its largest number is one of them
         is_held = hlo.is_finite(value)
@@ -144,6 +144,7 @@ def keep(module: ir.Module) -> None:
     """
     if FOLDS_DIVISIONS:
         return
+    # Arguments of other functions count as known, which costs a barrier more than is needed at most.
     of_arguments = set(functions(module)["main"].regions[0].blocks[0].arguments)
     found: list[ir.Operation] = []
 

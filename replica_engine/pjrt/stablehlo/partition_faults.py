@@ -12,19 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.stablehlo import mlir, partition_indexed
+from replica_engine.pjrt.stablehlo import mlir, partition_indexed, partition_local
 from replica_engine.pjrt.stablehlo.partition_indexed import Gather, Scatter
-from replica_engine.pjrt.stablehlo.partition_local import (
-    Devices,
-    Divided,
-    Layout,
-    Propagated,
-    computed_locally,
-    constrained,
-    drop_reshapes,
-    inline_calls,
-    propagated,
-)
+from replica_engine.pjrt.stablehlo.partition_local import Devices, Divided, Layout, Propagated
 
 _ROUNDS = 32
 """How often Shardy is asked again, at most: what one fault needs whole may divide another operation in another way."""
@@ -56,18 +46,18 @@ def avoid(module: ir.Module, layout: Layout, channels: Iterator[int]) -> None:
         layout: how its values are divided.
         channels: numbers of channels that no other collective of the module has.
     """
-    inline_calls(module)
-    drop_reshapes(module)
+    partition_local.inline_calls(module)
+    partition_local.drop_reshapes(module)
     devices = Devices(layout, channels)
     names = {name for fault in FAULTS for name in fault.operations}
     for _ in range(_ROUNDS):
         suspects = mlir.operations(module, *names)
-        if not suspects or not _mend(suspects, propagated(module, suspects), devices):
+        if not suspects or not _mend(suspects, partition_local.propagated(module, suspects), devices):
             return
 
 
 def _mend(suspects: list[ir.Operation], found: list[Propagated], devices: Devices) -> bool:
-    """Mends what is divided wrongly among some operations; whether there was any."""
+    """Mends those of some operations that are divided wrongly. Returns whether there were any."""
     mended = False
     for operation, divided in zip(suspects, found, strict=True):
         if not any(entry for value in (*divided.operands, *divided.results) for entry in value):
@@ -117,7 +107,7 @@ def _are_beside_others(devices: Devices) -> bool:
 def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, indices: Divided, devices: Devices) -> bool:
     """Whether an index may lie in another part, in a way that the partitioner does not know.
 
-    It knows the samples of a batch, of which each part has its own indices.
+    It knows the samples of a batch: each part has the indices of its own samples.
     """
     along = {name for each in indexed.indexed(divided) for name in divided[each]}
     of_batch = {name for entry in indices for name in entry}
@@ -133,7 +123,7 @@ def _index_locally(operation: ir.Operation, divided: Propagated, devices: Device
             _index_whole(operation, divided, devices, {0: gather.map}, {})
     else:
         scatter = Scatter(operation)
-        if scatter.is_single and scatter.is_of_rows(divided.results[0]) and _is_plain(divided, devices):
+        if len(operation.results) == 1 and scatter.is_of_rows(divided.results[0]) and _is_plain(divided, devices):
             scatter.compute_locally(divided, devices)
         else:
             count = len(operation.results)
@@ -196,7 +186,7 @@ def _sum_of_parts(convolution: ir.Operation, divided: Propagated, devices: Devic
         made = _copy_with(convolution, parts, convolution.results[0].type)
         return [devices.added_up(made, axes) if axes else made]
 
-    computed_locally(convolution, inputs, [((),) * kinds[0].rank], devices, build)
+    partition_local.computed_locally(convolution, inputs, [((),) * kinds[0].rank], devices, build)
 
 
 def _divided_along(
@@ -230,7 +220,7 @@ def _spatial(convolution: ir.Operation) -> Sequence[Sequence[int]]:
 
 
 def _cut_dimensions(operation: ir.Operation, divided: Propagated, devices: Devices) -> list[int]:
-    """The dimensions of which a slice at a place of the data is part, and which are divided into unequal parts."""
+    """The dimensions that a slice at a computed place cuts, and that are divided into unequal parts."""
     whole = ir.RankedTensorType(operation.operands[0].type).shape
     update = operation.name == "stablehlo.dynamic_update_slice"
     part = ir.RankedTensorType((operation.operands[1] if update else operation.results[0]).type).shape
@@ -256,7 +246,7 @@ def _cut_whole(operation: ir.Operation, divided: Propagated, devices: Devices) -
 
 
 def _spread(pad: ir.Operation) -> Sequence[Sequence[int]]:
-    """The dimensions in which a pad puts something between the elements, of what is padded and of the result."""
+    """The dimensions in which a pad puts something between elements: of its operand, and of its result."""
     counts = ir.DenseI64ArrayAttr(pad.attributes["interior_padding"])
     return [[each for each, count in enumerate(counts) if count]] * 2
 
@@ -267,10 +257,6 @@ def _overlapping(pooled: ir.Operation) -> Sequence[Sequence[int]]:
         list(ir.DenseI64ArrayAttr(pooled.attributes[f"window_{name}"])) for name in ("dimensions", "strides")
     )
     return [[each for each, (size, stride) in enumerate(zip(windows, strides, strict=True)) if size > stride]] * 3
-
-
-def _transforms_divided(operation: ir.Operation, divided: Propagated, devices: Devices) -> bool:
-    return True
 
 
 def _transform_locally(operation: ir.Operation, divided: Propagated, devices: Devices) -> None:
@@ -288,7 +274,7 @@ def _transform_locally(operation: ir.Operation, divided: Propagated, devices: De
         shape = [size // devices.count(names) for size, names in zip(whole.shape, by, strict=True)]
         return [_copy_with(operation, parts, ir.RankedTensorType.get(shape, whole.element_type))]
 
-    computed_locally(operation, [by], [by], devices, build)
+    partition_local.computed_locally(operation, [by], [by], devices, build)
 
 
 def _copy_with(operation: ir.Operation, operands: list[ir.Value], kind: ir.Type) -> ir.Value:
@@ -313,7 +299,7 @@ def _constrain(operation: ir.Operation, divided: Propagated, operands: Whole, re
 
 
 def _made_whole(value: ir.Value, divided: Divided, whole: Sequence[int]) -> ir.Value:
-    return constrained(value, ([] if each in whole else names for each, names in enumerate(divided)))
+    return partition_local.constrained(value, ([] if each in whole else names for each, names in enumerate(divided)))
 
 
 FAULTS = (
@@ -339,5 +325,5 @@ FAULTS = (
     # A slice that would end beyond the last row of a dimension of unequal parts does so, into the rows that fill it up.
     Fault(("stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice"), _cuts_uneven, _cut_whole),
     # A Fourier transform gathers all rows on every device; along another dimension than the last it fails in the run.
-    Fault(("stablehlo.fft",), _transforms_divided, _transform_locally),
+    Fault(("stablehlo.fft",), lambda *_: True, _transform_locally),
 )

@@ -11,16 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from replica_engine.pjrt.jaxlib import hlo, ir
-from replica_engine.pjrt.stablehlo.mlir import barrier, compared, reduced_over
-from replica_engine.pjrt.stablehlo.partition_local import (
-    Devices,
-    Divided,
-    Propagated,
-    computed_locally,
-    constant,
-    integer,
-    zeros,
-)
+from replica_engine.pjrt.stablehlo import mlir, partition_local
+from replica_engine.pjrt.stablehlo.partition_local import Devices, Divided, Propagated
 
 _NONE: tuple[str, ...] = ()
 
@@ -73,6 +65,7 @@ class Gather(Indexed):
         kept = [each for each in range(self.operand.rank) if each not in self.collapsed]
         inputs = [names if each in self.map else _NONE for each, names in enumerate(operand)]
         result: list[tuple[str, ...]] = [_NONE] * ir.RankedTensorType(self.operation.results[0].type).rank
+        # An axis divides one dimension of a value.
         used = set(along)
         for each in kept:
             whole = each not in self.map and self.slices[each] == self.operand.get_dim_size(each)
@@ -95,12 +88,15 @@ class Gather(Indexed):
             if not along:
                 return [found]
             kind = ir.RankedTensorType(found.type)
-            nothing = zeros(kind, -0.0)
+            # The sum with -0.0 is each number itself; with 0.0, a -0.0 that was found would lose its sign.
+            nothing = partition_local.zeros(kind, -0.0)
             truth = ir.RankedTensorType.get(kind.shape, ir.IntegerType.get_signless(1))
             seen = hlo.select(hlo.broadcast_in_dim(truth, own.are_here(), places), found, nothing)
             return [devices.added_up(seen, along)]
 
-        computed_locally(self.operation, [tuple(inputs), tuple(of_indices)], [tuple(result)], devices, build)
+        partition_local.computed_locally(
+            self.operation, [tuple(inputs), tuple(of_indices)], [tuple(result)], devices, build
+        )
 
 
 class Scatter(Indexed):
@@ -117,11 +113,6 @@ class Scatter(Indexed):
         self.has_batches = bool(numbers.input_batching_dims)
         self.updates = ir.RankedTensorType(operation.operands[first + 1].type)
         self.places = [each for each in range(self.updates.rank) if each not in self.windows]  # of indices in updates
-
-    @property
-    def is_single(self) -> bool:
-        """Whether it changes one value."""
-        return len(self.operation.results) == 1
 
     @property
     def adds(self) -> bool:
@@ -168,15 +159,16 @@ class Scatter(Indexed):
             kind = ir.RankedTensorType(table.type)
             # XLA takes a slice of a slice for one, though an index outside of the second is moved into that: so it
             # must not see where the part comes from.
-            first = zeros(kind, -0.0) if summed else barrier(table)
+            first = partition_local.zeros(kind, -0.0) if summed else mlir.barrier(table)
             made = hlo.ScatterOp(
                 [kind], [first], own.indices, [rows], self.operation.attributes["scatter_dimension_numbers"]
             )
+            # Moved: the operation itself is erased.
             self.operation.regions[0].blocks[0].append_to(made.regions[0])
             return [hlo.add(table, devices.added_up(made.results[0], summed)) if summed else made.results[0]]
 
         divided = [tuple(inputs), tuple(of_indices), tuple(of_updates)]
-        computed_locally(self.operation, divided, [tuple(inputs)], devices, build)
+        partition_local.computed_locally(self.operation, divided, [tuple(inputs)], devices, build)
 
 
 def _fits(size: int, names: tuple[str, ...], used: set[str], devices: Devices) -> bool:
@@ -204,6 +196,7 @@ class _Own:
             devices: of a replica.
         """
         kind = ir.RankedTensorType(given.type)
+        # ui32 too: its largest numbers do not fit an int32.
         wide = str(kind.element_type) in ("i64", "ui64", "ui32")
         element = ir.IntegerType.get_signless(64 if wide else 32)
         self._kind = ir.RankedTensorType.get(kind.shape, element)
@@ -216,20 +209,20 @@ class _Own:
             given = hlo.clamp(self._counted([0] * len(of.ends)), given, self._counted(of.ends))
         starts = []
         for each, size in zip(of.map, self._sizes, strict=True):
-            start = hlo.multiply(devices.place(inputs[each]), integer(size))
+            start = hlo.multiply(devices.place(inputs[each]), partition_local.integer(size))
             starts.append(hlo.convert(self._scalar, start) if wide else start)
         self.indices = hlo.subtract(given, self._spread(starts))
 
     def are_here(self) -> ir.Value:
         """A truth value for each index, without the dimension of the entries."""
         inside = hlo.and_(
-            compared(self.indices, self._counted([0] * len(self._sizes)), "GE"),
-            compared(self.indices, self._counted(self._sizes), "LT"),
+            mlir.compared(self.indices, self._counted([0] * len(self._sizes)), "GE"),
+            mlir.compared(self.indices, self._counted(self._sizes), "LT"),
         )
-        return inside if self._vector == self._kind.rank else reduced_over(inside, [self._vector], True, hlo.and_)
+        return inside if self._vector == self._kind.rank else mlir.reduced_over(inside, [self._vector], True, hlo.and_)
 
     def _counted(self, numbers: list[int]) -> ir.Value:
-        return self._spread([constant(each, self._scalar) for each in numbers])
+        return self._spread([partition_local.constant(each, self._scalar) for each in numbers])
 
     def _spread(self, numbers: Sequence[ir.Value]) -> ir.Value:
         """A number for each indexed dimension, in the shape of the indices."""
@@ -281,7 +274,7 @@ def reduce_in_two_steps(operation: ir.Operation, divided: Propagated, devices: D
             return found
         return _reduced(operation, [devices.gathered(each, along) for each in found], starts, [0])
 
-    computed_locally(operation, [tuple(by)] * count + scalars, [kept] * count, devices, build, fillings)
+    partition_local.computed_locally(operation, [tuple(by)] * count + scalars, [kept] * count, devices, build, fillings)
 
 
 def _dimensions(operation: ir.Operation) -> list[int]:
@@ -298,6 +291,7 @@ def _reduced(
         left = [size for each, size in enumerate(kind.shape) if each not in dimensions]
         kinds.append(ir.RankedTensorType.get(left, kind.element_type))
     made = hlo.ReduceOp(kinds, values, starts, dimensions)
+    # From a copy, since the second step needs the region too.
     copy = operation.operation.clone()
     copy.regions[0].blocks[0].append_to(made.regions[0])
     copy.erase()

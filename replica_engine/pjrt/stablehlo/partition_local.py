@@ -15,7 +15,6 @@ import numpy as np
 
 from replica_engine.pjrt.jaxlib import DYNAMIC, hlo, ir, passmanager, sdy
 from replica_engine.pjrt.stablehlo import mlir
-from replica_engine.pjrt.stablehlo.mlir import reduced, splat
 
 Entry = str | Sequence[str] | None
 Axes = tuple[Entry, ...]
@@ -74,6 +73,7 @@ class ReplicaMesh(NamedTuple):
             shape: its shape.
             lead: how many dimensions come before the first one of a batch.
         """
+        # A shorter dimension leaves devices without a part, and one of unknown size may.
         if self.batch is None or len(shape) <= lead or (shape[lead] or 0) < dict(self.axes)[self.batch]:
             return WHOLE
         return (*[None] * lead, self.batch)
@@ -85,7 +85,7 @@ class ValuePart(NamedTuple):
     Attributes:
         place: the first index and the length in each dimension.
         shard: which device of this process has it.
-        is_first: whether no device of another process comes first among those that have it.
+        is_first: whether this process has the first of all devices that have it.
     """
 
     place: tuple[tuple[int, int], ...]
@@ -159,6 +159,7 @@ class Devices:
         place = integer(0)
         for axis in axes:
             size = self._sizes[axis]
+            # The devices of a replica are numbered along the last axis of the mesh first.
             stride = math.prod(self._sizes[each] for each in names[names.index(axis) + 1 :])
             along = hlo.remainder(hlo.divide(number, integer(stride)), integer(size))
             place = hlo.add(hlo.multiply(place, integer(size)), along)
@@ -168,7 +169,7 @@ class Devices:
         """The sum of a value over the devices along some axes; of truth values, whether any is true."""
         kind = ir.RankedTensorType(value.type)
         total = hlo.AllReduceOp([kind], [value], **self._groups(axes))
-        return reduced(total, hlo.or_ if str(kind.element_type) == "i1" else hlo.add)
+        return mlir.reduced(total, hlo.or_ if str(kind.element_type) == "i1" else hlo.add)
 
     def gathered(self, value: ir.Value, axes: Sequence[str]) -> ir.Value:
         """The values of the devices along some axes, one after the other along a new first dimension."""
@@ -182,6 +183,7 @@ class Devices:
         ids = np.arange(self.layout.replicas * self.layout.mesh.size)
         ids = ids.reshape(self.layout.replicas, *self._sizes.values())
         others = [index + 1 for index, name in enumerate(names) if name not in axes]
+        # The devices of a group come last, so that they lie side by side. Replicas stay apart.
         order = [0, *others, *(names.index(each) + 1 for each in axes)]
         groups: Any = np.ascontiguousarray(ids.transpose(order).reshape(-1, self.count(axes)))
         return {
@@ -297,7 +299,7 @@ def zeros(kind: ir.RankedTensorType, zero: float = 0.0) -> ir.Value:
     if isinstance(kind.element_type, ir.ComplexType):  # jaxlib reads no constants of complex numbers
         part = tensor(kind.shape, kind.element_type.element_type)
         return hlo.complex(zeros(part, zero), zeros(part, zero))
-    return splat(0 if isinstance(kind.element_type, ir.IntegerType) else zero, kind)
+    return mlir.splat(0 if isinstance(kind.element_type, ir.IntegerType) else zero, kind)
 
 
 def filled_up(value: ir.Value, shape: Sequence[int], filling: ir.Value | None = None) -> ir.Value:
@@ -353,6 +355,7 @@ def propagated(module: ir.Module, operations: Sequence[ir.Operation]) -> list[Pr
     about a copy of the module.
     """
     number = ir.IntegerType.get_signless(64)
+    # Numbered, since the copy has operations of its own, to which Shardy adds others.
     for index, each in enumerate(operations):
         each.attributes[_NUMBER] = ir.IntegerAttr.get(number, index)
     copy = module.operation.clone()
@@ -398,7 +401,10 @@ def inline_calls(module: ir.Module) -> None:
 
 
 def drop_reshapes(module: ir.Module) -> None:
-    """Drops reshapes into the same shape: XLA does so before it asks Shardy, whom one along a length of 1 stops."""
+    """Drops reshapes into the same shape, as XLA does before it asks Shardy.
+
+    Shardy does not look beyond a reshape along a dimension of length 1.
+    """
     for each in mlir.operations(module, "stablehlo.reshape"):
         if each.operands[0].type == each.results[0].type:
             each.results[0].replace_all_uses_with(each.operands[0])

@@ -10,29 +10,9 @@ from typing import Any
 import numpy as np
 
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, hlo, ir
-from replica_engine.pjrt.stablehlo import mlir, partition_faults
+from replica_engine.pjrt.stablehlo import mlir, partition_faults, partition_local
 from replica_engine.pjrt.stablehlo.markers import COLLECTIVES, CONSTRAIN, LAYOUT, read_parameters, target
-from replica_engine.pjrt.stablehlo.mlir import functions
-from replica_engine.pjrt.stablehlo.partition_local import (
-    MESH,
-    ONE,
-    REPLICAS,
-    Axes,
-    Devices,
-    Divided,
-    Layout,
-    ReplicaMesh,
-    channel,
-    constant,
-    constrained,
-    cut,
-    filled_up,
-    manual_computation,
-    names,
-    sharding,
-    tensor,
-    zeros,
-)
+from replica_engine.pjrt.stablehlo.partition_local import Axes, Devices, Divided, Layout, ReplicaMesh
 
 _GROUPS, _PAIRS = "replica_groups", "source_target_pairs"
 _REDUCE = "stablehlo.all_reduce"
@@ -50,13 +30,14 @@ def convert(module: ir.Module, layout: Layout, channels: Iterator[int]) -> None:
       other collectives a value is whole.
     - The id of a replica is that of a device, divided by the number of devices of a replica.
     """
+    # Before anything is changed: the new operations are collectives too.
     collectives = mlir.operations(module, *(f"stablehlo.{name}" for name in COLLECTIVES))
     ids = mlir.operations(module, "stablehlo.replica_id")
     for each in mlir.operations(module, "stablehlo.custom_call"):
         if target(each) == CONSTRAIN:
             axes = read_parameters(each)["axes"]
             with ir.InsertionPoint(each), each.location:
-                each.results[0].replace_all_uses_with(constrained(each.operands[0], axes))
+                each.results[0].replace_all_uses_with(partition_local.constrained(each.operands[0], axes))
             each.erase()
             continue
         is_host_call = target(each) in HOST_CALL_TARGETS.values()
@@ -64,8 +45,8 @@ def convert(module: ir.Module, layout: Layout, channels: Iterator[int]) -> None:
         if is_host_call and layout.rows:
             _call_by_first(call, layout, channels)
         elif is_host_call:
-            sharding = ", ".join([f"<@{ONE}, []>"] * max(1, len(call.results)))
-            call.attributes["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding_per_value<[{sharding}]>")
+            each_whole = ", ".join([f"<@{partition_local.ONE}, []>"] * max(1, len(call.results)))
+            call.attributes["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding_per_value<[{each_whole}]>")
     if layout.rows:
         for each in collectives:
             _between_replicas(each, layout.mesh.size, channels)
@@ -101,7 +82,7 @@ def wrap(operation: ir.Operation | ir.OpView, layout: Layout) -> None:
 
     kinds, results = [each.type for each in operation.operands], [each.type for each in operation.results]
     with ir.InsertionPoint(operation), operation.location:
-        outer, block = manual_computation(
+        outer, block = partition_local.manual_computation(
             dict(layout.mesh.axes), operation.operands, whole(kinds), kinds, results, whole(results)
         )
     for old, new in zip(operation.results, outer.results, strict=True):
@@ -117,9 +98,10 @@ def _between_replicas(operation: ir.Operation, size: int, channels: Iterator[int
     """Makes a collective of replicas one of the devices at the same place of each."""
     name = _PAIRS if _PAIRS in operation.attributes else _GROUPS
     rows = np.array(ir.DenseIntElementsAttr(operation.attributes[name])).astype(np.int64)
+    # -1 fills up groups of unequal sizes.
     devices: Any = np.concatenate([np.where(rows < 0, rows, rows * size + place) for place in range(size)])
     operation.attributes[name] = ir.DenseElementsAttr.get(devices)
-    operation.attributes["channel_handle"] = channel(channels)
+    operation.attributes["channel_handle"] = partition_local.channel(channels)
     if operation.name in _WITH_IDS:
         operation.attributes["use_global_device_ids"] = ir.UnitAttr.get()
 
@@ -128,7 +110,7 @@ def _replace_replica_id(operation: ir.Operation, layout: Layout) -> None:
     """Replaces the id of a replica."""
     with ir.InsertionPoint(operation), operation.location:
         place = hlo.partition_id()
-        found = hlo.divide(place, constant(layout.mesh.size, place.type))
+        found = hlo.divide(place, partition_local.constant(layout.mesh.size, place.type))
     operation.results[0].replace_all_uses_with(found)
     operation.erase()
     wrap(place.owner, layout)
@@ -137,13 +119,14 @@ def _replace_replica_id(operation: ir.Operation, layout: Layout) -> None:
 def _call_by_first(call: ir.Operation, layout: Layout, channels: Iterator[int]) -> None:
     """Lets the first device of each replica make a call, and send its results to the other devices of the replica."""
     wrap(call, layout)
+    # Those of now: the exchange below uses the results too.
     uses = [list(each.uses) for each in call.results]
     devices, axes = Devices(layout, channels), [name for name, _ in layout.mesh.axes]
 
     with ir.InsertionPoint(call), call.location:
         number = hlo.partition_id()
-        place = hlo.remainder(number, constant(layout.mesh.size, number.type))
-        is_first = mlir.compared(place, constant(0, number.type), "EQ")
+        place = hlo.remainder(number, partition_local.constant(layout.mesh.size, number.type))
+        is_first = mlir.compared(place, partition_local.constant(0, number.type), "EQ")
         branch = ir.Operation.create(
             "stablehlo.if", results=[each.type for each in call.results], operands=[is_first], regions=2
         )
@@ -162,7 +145,8 @@ def _call_by_first(call: ir.Operation, layout: Layout, channels: Iterator[int]) 
                     ir.InsertionPoint(block).insert(call.detach_from_parent())
                     values: list[ir.Value] = list(call.results)
                 else:
-                    values = [zeros(ir.RankedTensorType(each.type)) for each in branch.results]
+                    # Nobody takes these: of what all devices bring, only the row of the first counts.
+                    values = [partition_local.zeros(ir.RankedTensorType(each.type)) for each in branch.results]
                 ir.Operation.create("stablehlo.return", operands=values)
 
 
@@ -175,6 +159,7 @@ def with_layout(text: str, layout: Layout) -> str:
     head, brace, rest = text.partition("{")
     assert "attributes" in head, "a lowered module has a name and attributes"
     comma = "" if rest.lstrip().startswith("}") else ", "
+    # Dumped twice: a text of JSON, and that as a string of MLIR.
     return f"{head}{brace}{LAYOUT} = {json.dumps(json.dumps(layout))}{comma}{rest}"
 
 
@@ -198,7 +183,7 @@ def _write_main(module: ir.Module, layout: Layout) -> None:
 
     It calls the body, beside other replicas in a manual computation over the axis of the replicas.
     """
-    body = functions(module)["main"]
+    body = mlir.functions(module)["main"]
     kind = ir.FunctionType(ir.TypeAttr(body.attributes["function_type"]).value)
     inputs = [_Value(each, axes, layout) for each, axes in zip(kind.inputs, layout.arguments, strict=True)]
     outputs = [_Value(each, axes, layout) for each, axes in zip(kind.results, layout.results, strict=True)]
@@ -207,9 +192,12 @@ def _write_main(module: ir.Module, layout: Layout) -> None:
     for name in ("arg_attrs", "res_attrs"):
         if name in body.attributes:
             del body.attributes[name]
-    sizes = [(REPLICAS, layout.replicas)] if layout.rows else []
+    sizes = [(partition_local.REPLICAS, layout.replicas)] if layout.rows else []
     axes = ", ".join(f'"{name}"={size}' for name, size in [*sizes, *layout.mesh.axes])
-    meshes = ir.Module.parse(f"sdy.mesh @{MESH} = <[{axes}]>\nsdy.mesh @{ONE} = <[], device_ids=[0]>")
+    # The second mesh is for host calls, which one device makes.
+    meshes = ir.Module.parse(
+        f"sdy.mesh @{partition_local.MESH} = <[{axes}]>\nsdy.mesh @{partition_local.ONE} = <[], device_ids=[0]>"
+    )
     first = ir.InsertionPoint.at_block_begin(module.body)
     for each in list(meshes.body.operations):
         first.insert(each.detach_from_parent())
@@ -228,7 +216,9 @@ def _write_main(module: ir.Module, layout: Layout) -> None:
         if layout.rows:
             rows = [each.row for each in inputs]
             given, returned = ([each.divided for each in values] for values in (inputs, outputs))
-            made, inside = manual_computation([REPLICAS], block.arguments, given, rows, stored.results, returned)
+            made, inside = partition_local.manual_computation(
+                [partition_local.REPLICAS], block.arguments, given, rows, stored.results, returned
+            )
             with ir.InsertionPoint(inside):
                 ir.Operation.create("sdy.return", operands=_called(inside.arguments, inputs, outputs))
             results: list[ir.Value] = list(made.results)
@@ -238,7 +228,7 @@ def _write_main(module: ir.Module, layout: Layout) -> None:
 
 
 def _called(given: Sequence[ir.Value], inputs: list[_Value], outputs: list[_Value]) -> list[ir.Value]:
-    """What is stored of the results, after a call of the body with what is stored."""
+    """Calls the body with stored arguments, and returns its results as they are stored."""
     passed = [each.cut(value) for value, each in zip(given, inputs, strict=True)]
     callee, kinds = ir.FlatSymbolRefAttr.get(_BODY), [each.plain for each in outputs]
     call = ir.Operation.create("func.call", results=kinds, operands=passed, attributes={"callee": callee})
@@ -259,16 +249,18 @@ class _Value:
     def __init__(self, kind: ir.Type, axes: Axes, layout: Layout):
         self.plain = ir.RankedTensorType(kind)
         shape, element = layout.mesh.stored(self.plain.shape, axes), self.plain.element_type
-        rows, ones, first = ([layout.replicas], [1], [REPLICAS]) if layout.rows else ([], [], [])
-        self._whole, self.row, self.stored = (tensor([*lead, *shape], element) for lead in ([], ones, rows))
-        self.divided = tuple(map(names, [*first, *axes, *[None] * (self.plain.rank - len(axes))]))
-        self.described = ir.DictAttr.get({"sdy.sharding": sharding(self.divided)})
+        rows, ones, first = ([layout.replicas], [1], [partition_local.REPLICAS]) if layout.rows else ([], [], [])
+        self._whole, self.row, self.stored = (
+            partition_local.tensor([*lead, *shape], element) for lead in ([], ones, rows)
+        )
+        self.divided = tuple(map(partition_local.names, [*first, *axes, *[None] * (self.plain.rank - len(axes))]))
+        self.described = ir.DictAttr.get({"sdy.sharding": partition_local.sharding(self.divided)})
 
     def cut(self, value: ir.Value) -> ir.Value:
-        """The value in what is stored."""
-        return cut(value if self.row == self._whole else hlo.reshape(self._whole, value), self.plain)
+        """The value in the body, from the stored one."""
+        return partition_local.cut(value if self.row == self._whole else hlo.reshape(self._whole, value), self.plain)
 
     def filled(self, value: ir.Value) -> ir.Value:
-        """What is stored of a value."""
-        whole = filled_up(value, self._whole.shape)
+        """The stored value, from the one in the body."""
+        whole = partition_local.filled_up(value, self._whole.shape)
         return whole if self.row == self._whole else hlo.reshape(self.row, whole)

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.diagnostics.flight_record import note_failed_run
-from replica_engine.diagnostics.user_frames import user_line
+from replica_engine.diagnostics import flight_record, user_frames
 from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.base import add_note
 from replica_engine.errors.replica_table import FOR_BATCH, FOR_BATCH_OF_WORKER
@@ -36,12 +35,9 @@ from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import operators
 from replica_engine.values.structure import flatten
 from replica_engine.watch.watchdog import Wait
-from replica_engine.xla import arguments
-from replica_engine.xla.arguments import Arguments, Shapes
-from replica_engine.xla.body import in_body
+from replica_engine.xla import arguments, function_spec
+from replica_engine.xla.body import gathered_host_calls, in_body
 from replica_engine.xla.calls.prefetch import InputQueue, Parts
-from replica_engine.xla.function_spec import FunctionSpec
-from replica_engine.xla.host_calls.host_call import current_calls
 from replica_engine.xla.soft_placement.host_op_kinds import needs_host
 from replica_engine.xla.stages.body_graph import Column
 from replica_engine.xla.stages.compiled import Compiled
@@ -74,9 +70,9 @@ class ChunkBody:
 
     def __init__(
         self,
-        source: FunctionSpec,
+        source: function_spec.FunctionSpec,
         step: Callable[..., Any],
-        like: Arguments,
+        like: arguments.Arguments,
         specs: Sequence[tf.TensorSpec],
         calls_host: bool,
     ):
@@ -104,19 +100,20 @@ class ChunkBody:
         step = tf.function(self._flat, autograph=False).get_concrete_function(*self._specs)
         for index, output in enumerate(step.outputs):
             if not output.shape.is_fully_defined():
-                raise LoweringError.dynamic_result(self.__name__, index, user_line(output))
+                raise LoweringError.dynamic_result(self.__name__, index, user_frames.user_line(output))
         if self._calls_host:
             return self._value(step(*inputs))
         body = in_body()
         moves = body is not None and body.moves_ops and needs_host(step.graph)
-        if current_calls().calls or moves:
+        if gathered_host_calls().calls or moves:
             raise StepCallsHost
         count, *stacked = inputs
+        # A loop needs values before its first iteration. Nobody sees these, since a chunk has a batch at least.
         zeros = [tf.zeros(each.shape, each.dtype) for each in step.outputs]
 
         def one(number: tf.Tensor, _: list[tf.Tensor]) -> tuple:
             taken = step(*[each[number] for each in stacked])
-            return number + 1, list(taken) if zeros else []
+            return number + 1, list(taken) if zeros else []  # a function without results returns no list
 
         _, outputs = tf.while_loop(lambda number, _: number < count, one, (0, zeros))
         return self._value(outputs)
@@ -149,7 +146,7 @@ class ChunkProgram(NamedTuple):
     """
 
     body: ChunkBody
-    call: tuple[FunctionSpec, Arguments, Shapes]
+    call: tuple[function_spec.FunctionSpec, arguments.Arguments, arguments.Shapes]
     others: list[list[np.ndarray]]
     most: int
     at_once: int
@@ -164,6 +161,7 @@ def arguments_like(specs: tuple[tf.TensorSpec, ...], most: int, size: int, calls
         shape = spec.shape if calls_host else [most, *spec.shape]
         empty = np.full(shape, "" if spec.dtype == tf.string else 0, spec.dtype.as_numpy_dtype)
         with tf.device("CPU:0"):
+            # One tensor for all replicas would count as shared, and a sum over replicas of it is an error.
             return distribute.PerReplica([tf.constant(empty) for _ in range(size)])
 
     return (*(() if calls_host else (np.int32(0),)), *map(values, specs))
@@ -223,6 +221,7 @@ class Chunks:
         before, self._ended = self._ended, time.perf_counter()
         # A slow step is forgotten slowly, since steps may differ. The wait for batches counts: it delays an error too.
         seconds = self._compiled.step_seconds or 0.0
+        # Never 0: a second is divided by it.
         self._compiled.step_seconds = max((self._ended - before) / steps, 0.7 * seconds, 1e-9)
 
     def _take(self) -> list[Parts]:
@@ -233,27 +232,22 @@ class Chunks:
         several = "" if self._compiled.devices.member is None else ", or for that of another worker,"
         seconds = self._compiled.step_seconds
         room = max(1, min(self._program.most, _FIRST if seconds is None else int(_SECONDS / seconds)))
-        chunk, self._left = self._left, []
 
         def slow(seconds: float) -> str:
             waited = f"{seconds:.3g} s. No step runs meanwhile."
             return f"The device loop `{name}` has been waiting for its next batch{several} for {waited}"
 
-        watch = Wait(slow, limits.warn_after)
-        try:  # no `with`: an exception of another thread may come in `__exit__`
-            watch.__enter__()
+        def take() -> list[Parts]:
+            chunk, self._left = self._left, []
             if room > len(chunk):
                 taken = self._queue.take(room - len(chunk), limits.timeout)
                 if taken is None:
                     raise self._late(watch.waited, FOR_BATCH)
                 chunk += taken
-            if several:
-                chunk = self._agreed(chunk, watch)
-            watch.__exit__(None, None, None)
-        except BaseException:
-            watch.__exit__(None, None, None)
-            raise
-        return chunk
+            return self._agreed(chunk, watch) if several else chunk
+
+        watch = Wait(slow, limits.warn_after)
+        return watch.around(take)
 
     def _agreed(self, chunk: list[Parts], watch: Wait) -> list[Parts]:
         """The batches of a chunk for which all workers have one."""
@@ -279,7 +273,7 @@ class Chunks:
         ]
         coordinator = CoordinatorRow(threading.current_thread().name, state, waited)
         error = ReplicaTimeoutError.after(body.limits.timeout or 0.0, rows, coordinator)
-        note_failed_run(error, body.records, None)
+        flight_record.note_failed_run(error, body.records, None)
         return error
 
     def _stacked(self, chunk: Sequence[Parts]) -> list[list[np.ndarray]]:

@@ -17,27 +17,16 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import (
-    BackendMissingError,
-    DeviceError,
-    ForkedError,
-    LostVariableError,
-    ProgramError,
-    ReplicaMismatchError,
-    ReplicaTimeoutError,
-    StuckProgramError,
-)
+from replica_engine import errors
 from replica_engine.errors.base import add_note
 from replica_engine.errors.worker_errors import JOB_FAILURES
 from replica_engine.pjrt.absent_chips import check_absent
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.plan import Plan
-from replica_engine.process import shutdown, threads
-from replica_engine.process.interrupts import wait_within
+from replica_engine.process import interrupts, shutdown, threads
 from replica_engine.traced_steps.supervised_call import TracedRun, supervise
 from replica_engine.upstream import eager, thread_state
 from replica_engine.upstream.graphs import function_calls, function_graphs
-from replica_engine.upstream.graphs.function_graphs import python_op
 from replica_engine.values.regroup import regroup
 from replica_engine.xla.arguments import Arguments, Shapes
 from replica_engine.xla.body import check_mode
@@ -58,14 +47,14 @@ _RESULTS = "The results of the replicas"
 
 _OF_NO_BODY = (
     MemoryError,
-    BackendMissingError,
-    DeviceError,
+    errors.BackendMissingError,
+    errors.DeviceError,
     tf.errors.ResourceExhaustedError,
-    ForkedError,
-    LostVariableError,
-    ProgramError,
-    ReplicaTimeoutError,
-    StuckProgramError,
+    errors.ForkedError,
+    errors.LostVariableError,
+    errors.ProgramError,
+    errors.ReplicaTimeoutError,
+    errors.StuckProgramError,
     *JOB_FAILURES,
     *RUNTIME_ERRORS,
 )
@@ -99,7 +88,7 @@ def plan(
         shapes = add_caller(arguments, shapes)
         for slot in arguments.slots:
             if not slot.shape.is_fully_defined():  # in eager mode the shapes of a slot are known
-                raise ReplicaMismatchError(
+                raise errors.ReplicaMismatchError(
                     f"{slot.name} has other shapes on some replicas. A plan is for one program: give every replica a "
                     "batch of the same size."
                 )
@@ -108,11 +97,10 @@ def plan(
         if topology is None:
             try:
                 return _compiled_here(programs, entry, static).plan()
-            except ProgramError as error:
+            except errors.ProgramError as error:
                 if error.plan is None:
                     raise
-                too_large: Plan = error.plan
-                return too_large
+                return error.plan
         return programs.lowered(entry, static).compile(topology=topology)
 
     if topology is not None:
@@ -124,7 +112,7 @@ def plan(
 def _compiled_here(programs: ProgramTable, entry: Entry, static: Sequence[Shape]) -> Compiled:
     """The program, compiled for the devices that are there; with a limit, on another thread.
 
-    Nothing can end a compile. After the limit it goes on, and a later call finds what came of it.
+    Nothing can end a compile: after the limit it continues, and a later call finds its result.
     """
     limit = programs.body.limits.timeout
     name = programs.lowered(entry, static).program.name  # on this thread, on which the body is traced
@@ -133,8 +121,8 @@ def _compiled_here(programs: ProgramTable, entry: Entry, static: Sequence[Shape]
     ended = threading.Event()
     thread = threads.LeftCall(functools.partial(programs.compiled, entry, static), f"compile of {name}", ended.set)
     threads.start(thread)
-    if not wait_within(limit, ended.wait):
-        raise ReplicaTimeoutError.not_planned(name, programs.devices.platform.upper(), limit)
+    if not interrupts.wait_within(limit, ended.wait):
+        raise errors.ReplicaTimeoutError.not_planned(name, programs.devices.platform.upper(), limit)
     return thread.result()
 
 
@@ -151,8 +139,7 @@ def call(programs: ProgramTable, source: FunctionSpec, arguments: Arguments, sha
         For each replica, what the function returned.
     """
     with shutdown.running() if tf.executing_eagerly() else contextlib.nullcontext():
-        results: list[Any] = _prepared(programs, source, arguments, shapes, grouped=False)()
-    return results
+        return _prepared(programs, source, arguments, shapes, grouped=False)()
 
 
 def _with_numbers(
@@ -173,8 +160,8 @@ def _with_numbers(
             prepared = prepare(arguments, shapes)
         except _OF_NO_BODY:
             raise
-        except Exception:
-            prepared = None
+        except Exception:  # the user's function may raise anything where it gets a tensor and needs a number
+            prepared = None  # so its Python code runs a second time, and an error of that trace is the one to raise
     if prepared is None:
         prepared = prepare(*source.arguments(args, kwargs, size))
         if try_tensors:
@@ -183,6 +170,7 @@ def _with_numbers(
 
 
 def _as_tensor(value: Any) -> Any:
+    # Neither bool nor int, which are often settings and shapes, nor NumPy's floats, which `Arguments` makes tensors.
     return tf.constant(value) if type(value) is float else value
 
 
@@ -266,12 +254,8 @@ def _add_op(programs: ProgramTable, entry: Entry, counts: list[int], inputs: lis
             launch = Launch(programs.ready(entry, slots, rest))
             with devices.in_flight:
                 around.before_run(device_values)
-                columns: Any  # arrays
-                if inherited is None:
-                    columns = launch(slots, rest).columns(as_arrays=True)
-                else:
-                    with thread_state.enter_locals(inherited):
-                        columns = launch(slots, rest).columns(as_arrays=True)
+                with contextlib.nullcontext() if inherited is None else thread_state.enter_locals(inherited):
+                    columns: Any = launch(slots, rest).columns(as_arrays=True)
                 around.after_run(device_values)
         except tf.errors.InvalidArgumentError as error:
             again = InvalidArgumentError(error.message)
@@ -293,7 +277,8 @@ def _add_op(programs: ProgramTable, entry: Entry, counts: list[int], inputs: lis
 
     @tf.function(autograph=False)
     def replicated(handles: list[tf.Tensor], inputs: list[tf.Tensor]) -> tuple:
-        results = python_op(run, inputs, [spec.dtype for spec in outputs] or [tf.bool])
+        results = function_graphs.python_op(run, inputs, [spec.dtype for spec in outputs] or [tf.bool])
+        # A body without results has one here all the same; see `run`.
         for result, spec in zip(results, outputs, strict=False):
             result.set_shape(spec.shape)
         return tuple(results)

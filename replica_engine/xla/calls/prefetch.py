@@ -23,8 +23,7 @@ from replica_engine.errors import HostAccessError, InputsError
 from replica_engine.pjrt.device_group import held_off, needed_by_a_program
 from replica_engine.process import threads
 from replica_engine.process.interrupts import MISSED
-from replica_engine.upstream import distribute, thread_state
-from replica_engine.upstream.data_pulls import Pulls
+from replica_engine.upstream import data_pulls, distribute, thread_state
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.upstream.keras import keras_variables as keras_state
 from replica_engine.values.structure import flatten
@@ -45,7 +44,7 @@ class BatchReader:
         pulls: takes the batches after the first one as arrays; None if only their iterator can.
     """
 
-    def __init__(self, batch: tuple, arguments: Arguments, name: str, pulls: Pulls | None = None):
+    def __init__(self, batch: tuple, arguments: Arguments, name: str, pulls: data_pulls.Pulls | None = None):
         self._arguments = arguments
         self._name = name
         self._like, _ = _read(batch)
@@ -140,6 +139,7 @@ def _read(batch: Any) -> tuple[Any, list[list[np.ndarray]]]:
                 array = np.array(part, order="C")  # a copy: the iterator may reuse its array for the next batch
             else:
                 return None, []
+            # Strings, and numbers in the other byte order: `Arguments` converts them.
             if array.dtype.kind in "OSU" or not array.dtype.isnative:
                 return None, []
             column.append(array)
@@ -278,6 +278,8 @@ class Prefetcher:
         try:
             with needed_by_a_program(HostAccessError.in_inputs):
                 self._fetch()
+        # What the user's iterator raises may be anything. The loop raises it; this thread must live on for the next
+        # loop.
         except BaseException as error:
             self.error = error
         finally:

@@ -23,12 +23,9 @@ import numpy as np
 
 from replica_engine.errors import LoweringError, ReplicaMismatchError
 from replica_engine.errors.base import at, warning
-from replica_engine.pjrt import rewrites
-from replica_engine.pjrt.device_group import DeviceGroup
+from replica_engine.pjrt import device_group, plan, rewrites
 from replica_engine.pjrt.executable import Executable
-from replica_engine.pjrt.plan import Memory
-from replica_engine.upstream import distribute, thread_state
-from replica_engine.upstream.eager import EagerTensor, described
+from replica_engine.upstream import distribute, eager, thread_state
 from replica_engine.values.structure import ById, by_id
 from replica_engine.xla.arguments import Arguments, Shapes, is_viewed
 from replica_engine.xla.body import Body, LaunchLimits, install
@@ -78,7 +75,7 @@ class ProgramTable:
 
     def __init__(
         self,
-        devices: DeviceGroup,
+        devices: device_group.DeviceGroup,
         enter: Enter = contextlib.nullcontext,
         same_random: bool = False,
         body: Body | None = None,
@@ -100,7 +97,7 @@ class ProgramTable:
         self._died: deque[_Watch] = deque()
         self._lock = threading.RLock()  # reentrant: a trace may run another trace on the same thread
 
-    def last_memory(self) -> Memory | None:
+    def last_memory(self) -> plan.Memory | None:
         """What the program that was launched last needs, if it is still kept; None before the first."""
         found = None if self.body.last_program is None else self.body.last_program()
         return None if found is None else found.memory()
@@ -122,6 +119,7 @@ class ProgramTable:
         Returns:
             None if the call must be looked at closely.
         """
+        # With a summary writer the step is one more argument, which only `entry` adds.
         if type(fn) is not FunctionType or thread_state.summary_state()[0] is not None:
             return None
         if self._died:
@@ -157,6 +155,7 @@ class ProgramTable:
         if last is not None and last.serves(used, arguments.key, shapes, moves_ops):
             entry = last.entry
         else:
+            # Only the last call is compared by identity: what comes in turns is found by its key.
             entry, last = self._by_key(function, source, arguments, shapes), None
         # The arguments of a loop are values of each replica, and its trace may be found by those of another.
         if source.step is None:
@@ -172,6 +171,7 @@ class ProgramTable:
     def _by_key(self, function: _FunctionTraces, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Entry:
         with self._lock:
             kind = source.key(function.hosts), arguments.key
+            # With the lock until the trace is filed: another thread that calls the function must not trace it too.
             if (known := function.kinds.get(kind)) is not None:
                 shapes = known.widened(shapes, source.reduce_retracing)
             entry = function.traces.get(self._signature(kind, shapes))
@@ -299,6 +299,7 @@ class ProgramTable:
                     raise _mismatch(entry.traced, of_each)
             joined = Lowered.in_branches(lowered)
             if self.devices.mesh is not None and self._would_wait(joined):
+                # This needs more memory, but no device waits in a branch that others do not take.
                 joined = Lowered.in_branches(lowered, whole=True)
             entry.joined.put(key[1], (branches, joined))
         compiled = Compiled(joined.program, self.devices, self.executable(joined), list(map(branches.index, of_each)))
@@ -339,6 +340,7 @@ class ProgramTable:
         calls = lowered.traced.host_calls
         owner = ById(calls) if calls.calls else None
         results = tuple(lowered.program.results)
+        # The switch of the rewrites changes what is compiled, but not the text.
         key = (lowered.as_text(), results, owner, rewrites.enabled())
         with self._lock:
             executable: Executable | None = self._executables.get(key)
@@ -501,7 +503,7 @@ class _FunctionTraces:
         wants_numbers: whether it cannot be compiled with tensors instead of Python numbers.
         last: the last call in eager mode.
         traces: its traces, by what it uses, the key of the arguments, their shapes, and whether ops move to the host.
-        kinds: for calls of which one trace may serve several shapes, the newest trace, by the first two of these.
+        kinds: the newest trace that may serve several shapes, by what it uses and the key of the arguments.
     """
 
     def __init__(self) -> None:
@@ -540,9 +542,9 @@ class _Warm:
         slots = []
         for value in args:
             values = _values(value)
-            if not values or not all(type(each) is EagerTensor and is_viewed(each) for each in values):
+            if not values or not all(type(each) is eager.EagerTensor and is_viewed(each) for each in values):
                 return None
-            kinds = set(map(described, values))
+            kinds = set(map(eager.described, values))
             if len(kinds) > 1:
                 return None
             slots.append((len(values), kinds.pop()))
@@ -558,7 +560,7 @@ class _Warm:
             if len(values) != count:
                 return None
             for each in values:
-                if type(each) is not EagerTensor or described(each) != kind:
+                if type(each) is not eager.EagerTensor or eager.described(each) != kind:
                     return None
             found.append(list(map(np.asarray, values)))  # what `view` does with these dtypes
         return found
@@ -572,7 +574,7 @@ def _is_one(value: Any) -> bool:
 
 def _values(value: Any) -> Sequence[Any]:
     """The values of an argument; none if it is neither a tensor nor a distributed value of a plain type."""
-    if type(value) is EagerTensor:
+    if type(value) is eager.EagerTensor:
         return (value,)
     return value.values if type(value) in _DISTRIBUTED else ()
 

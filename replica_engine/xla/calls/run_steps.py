@@ -104,20 +104,20 @@ def run_loop(
     compiled = programs.compiled(entry, list(map(tuple, program.call[2])))
     chunks, failed = Chunks(compiled, queue, specs, program), None
     try:
-        try:
-            with compiled.writing():
-                if iterations > 1:
-                    prefetcher.start()
-                else:
-                    queue.close()
-                chunks.run()
-        finally:
-            queue.stop()
-            prefetcher.end()
-    except Exception as error:
+        with compiled.writing():
+            if iterations > 1:
+                prefetcher.start()
+            else:
+                queue.close()
+            chunks.run()
+    except Exception as error:  # what the user's function on the host raises may be anything
         if not (program.calls_host and chunks.made and _is_of_host_call(error)):
             raise
         failed = error
+    finally:
+        # In this order: the thread may be waiting for room in the queue.
+        queue.stop()
+        prefetcher.end()
     return LoopOutcome(chunks.made, entry.traced.replicas_results(chunks.columns), failed or prefetcher.error)
 
 

@@ -136,6 +136,8 @@ class Closure:
     def _opened(self) -> Callable[[Sequence[tf.Tensor]], tuple[Any, ...]]:
         fn, args, kwargs = self._value
         with threads.attribute(self, "_read", None):
+            # A variable that the function closes over stays a variable, which it may write; only arguments become
+            # values.
             of_fn = self._open(fn, _DEPTH)
         of_args, of_kwargs = self._open(args, _DEPTH), self._open(kwargs, _DEPTH)
 

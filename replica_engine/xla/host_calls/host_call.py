@@ -26,14 +26,11 @@ from replica_engine.errors import HostAccessError, HostResultError
 from replica_engine.errors.base import at
 from replica_engine.errors.program_errors import at_result
 from replica_engine.pjrt import device_group
-from replica_engine.pjrt.device_group import Array, DeviceGroup, needed_by_a_program
 from replica_engine.pjrt.stablehlo.markers import HOST_CALL, host_call_parameters
 from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import xla_ops
-from replica_engine.xla.arguments import view
-from replica_engine.xla.body import HostCallSite, gathered_host_calls, on_host
-from replica_engine.xla.host_calls.closures import Closure
-from replica_engine.xla.host_calls.session import Kept, Session
+from replica_engine.xla import arguments, body
+from replica_engine.xla.host_calls import closures, session
 from replica_engine.xla.state.device_value import DeviceValue
 
 _LATEST = "_replica_engine_position"
@@ -46,12 +43,12 @@ class CallOrder(DeviceValue):
         devices: where the replicas run.
     """
 
-    def __init__(self, devices: DeviceGroup):
+    def __init__(self, devices: device_group.DeviceGroup):
         with tf.init_scope(), tf.device("CPU:0"):
             self._variable = eager.ResourceVariable(0, dtype=tf.int64, trainable=False, name="call_order")
         super().__init__([eager.raw_handle(self._variable)], devices)
 
-    def array(self) -> Array:
+    def array(self) -> device_group.Array:
         """The positions on the devices. The host has no copy of them: if they are gone, each replica starts over."""
         array = self.on_devices
         if array is None or array.is_deleted():
@@ -83,10 +80,10 @@ class HostCalls:
         self.size = size
         self.calls: list[HostCall] = []
         self.can_fail = False
-        self.closures: list[Closure] = []
+        self.closures: list[closures.Closure] = []
         self.codes: frozenset[CodeType] = frozenset()
         self.handles: list[tuple[tf.Tensor, str]] = []
-        self.run: Session | None = None
+        self.run: session.Session | None = None
         self._order = order
         self._gradients: dict[str, int] = {}
         self._roots = 0
@@ -146,16 +143,16 @@ class HostCalls:
         )
         return following, results
 
-    def begin(self, devices: DeviceGroup, step: int | None, beat: Callable[[], None]) -> Session:
+    def begin(self, devices: device_group.DeviceGroup, step: int | None, beat: Callable[[], None]) -> session.Session:
         """Called before one program of this body, which has calls, is launched; never two at once. `end` follows."""
         if not self.replica_ids:
             with tf.init_scope(), tf.device("CPU:0"):
                 self.replica_ids = [tf.constant(devices.first + replica) for replica in range(devices.size)]
         devices.wait_for_interrupted()  # an abandoned program may be of this body, and still call the host
-        run = self.run = Session(devices, step, beat)
+        run = self.run = session.Session(devices, step, beat)
         return run
 
-    def end(self, run: Session, devices: DeviceGroup, failed: bool) -> None:
+    def end(self, run: session.Session, devices: device_group.DeviceGroup, failed: bool) -> None:
         """Called when the launch is over; `failed` if it raised, for example because of Ctrl-C."""
         try:
             if failed:
@@ -165,14 +162,9 @@ class HostCalls:
                 if not run.has_ended:
                     device_group.add(devices, calls_host=True)
         finally:
+            # Otherwise an abandoned program of this body still calls the host, and its calls find their session here.
             if run.has_ended:
                 self.run = None
-
-
-def current_calls() -> HostCalls:
-    """The host calls of the body that this thread is tracing."""
-    calls: HostCalls = gathered_host_calls()
-    return calls
 
 
 class HostCall:
@@ -194,6 +186,7 @@ class HostCall:
         self.where = where
         self.results = list(results)
         self.index = len(calls.calls)
+        # The index is in the program, by which it finds this call: no call may ever be taken out.
         calls.calls.append(self)
 
     def __call__(self, position: np.ndarray, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -210,18 +203,19 @@ class HostCall:
                 return (following, *self.zeros)
             values = run.run(lambda: self._on_host(run, here, token, replica, arrays))
             return (following, *values)
+        # Whatever it is, an interrupt too: the other replicas would wait for this one forever.
         except BaseException as error:
             run.note(error, replica, self)
             return (following, *self.zeros)
         finally:
             run.leave(self, replica)
 
-    def next_position(self, run: Session, position: int, replica: int) -> int:
+    def next_position(self, run: session.Session, position: int, replica: int) -> int:
         """The position of the replica's next call: a different number for each call of a run."""
         return position + run.size
 
     def describe(self) -> str:
-        """The call in words, with the user's line, for messages."""
+        """The call as text, with the user's line, for messages."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -230,13 +224,14 @@ class HostCall:
         return [np.zeros(spec.shape, spec.dtype.as_numpy_dtype) for spec in self.results]
 
     def _on_host(
-        self, run: Session, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
+        self, run: session.Session, position: int, token: int, replica: int, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        side = HostCallSite(self.calls.replica_ids[replica], self.calls.size, self.where)
-        with on_host(side), needed_by_a_program(self._devices_used):
+        side = body.HostCallSite(self.calls.replica_ids[replica], self.calls.size, self.where)
+        with body.on_host(side), device_group.needed_by_a_program(self._devices_used):
             tensors = [eager.tensor(array) for array in arrays]
             results = self.compute(run.kept[replica], position, token, tensors)
-        values = [view(tensor) for tensor in results]
+        values = [arguments.view(tensor) for tensor in results]
+        # The program takes the bytes as they are: those of another shape or dtype would be other numbers.
         for index, (value, wanted) in enumerate(zip(values, self.zeros, strict=True)):
             if getattr(value, "shape", None) != wanted.shape or value.dtype != wanted.dtype:
                 given, declared = _described(results[index]), _described(self.results[index])
@@ -262,7 +257,7 @@ class HostCall:
         """The path of a result in the structure that the user's function returned."""
         return ""
 
-    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute(self, kept: session.Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Does the work: computes the results from concrete tensors.
 
         Args:

@@ -1,4 +1,4 @@
-"""The results of a host function: tensors that the body goes on with, and the structure around them.
+"""The results of a host function: tensors that the body continues with, and the structure around them.
 
 The body can use them if they are known while it is traced: declared by the user, or found by tracing the function. The
 function is never called to find them, since no values exist yet, and made-up ones would have its effects: an item taken
@@ -19,17 +19,14 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.diagnostics.tracebacks import as_raised, shortened
-from replica_engine.diagnostics.user_frames import raised_at
+from replica_engine.diagnostics import tracebacks, user_frames
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
 from replica_engine.errors.base import at, brief, in_words
 from replica_engine.errors.program_errors import at_result
 from replica_engine.upstream import distribute, eager, thread_state
 from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
 from replica_engine.values.structure import Build, OtherStructure, build_composite, flatten
-from replica_engine.xla.arguments import UnknownResults
-from replica_engine.xla.body import HostCallSite, on_host
-from replica_engine.xla.function_spec import RETURNS
+from replica_engine.xla import arguments, body, function_spec
 from replica_engine.xla.host_calls.closures import Closure, find_written_function
 
 F = TypeVar("F", bound=Callable)
@@ -70,7 +67,7 @@ def returns(spec: object) -> Callable[[F], F]:
         if not (isinstance(marked, FunctionType) or function_graphs.is_tf_function(marked)):
             # A method of one object among many, a function that is written in C, an object that takes no attributes.
             fn = marked = functools.partial(fn)
-        setattr(marked, RETURNS, spec)
+        setattr(marked, function_spec.RETURNS, spec)
         return fn
 
     return mark
@@ -89,8 +86,8 @@ def _check_declaration(spec: object) -> None:
 
 
 def find_host_results(
-    fn: Callable, closure: Closure, side: HostCallSite, handles: list[tuple[tf.Tensor, str]]
-) -> HostResults | UnknownResults:
+    fn: Callable, closure: Closure, side: body.HostCallSite, handles: list[tuple[tf.Tensor, str]]
+) -> HostResults | arguments.UnknownResults:
     """The results of a host function, with specs instead of tensors, if they are known.
 
     Args:
@@ -105,9 +102,10 @@ def find_host_results(
         NestedHostCallError: the function makes a host call.
         NotInBodyError: the function calls what only a body may call, such as a collective.
     """
+    # A declaration may be on any layer: on a function inside a partial, for example.
     for each in _layers(fn):
-        if RETURNS in getattr(each, "__dict__", {}):
-            return _checked(HostResults(each.__dict__[RETURNS]))
+        if function_spec.RETURNS in getattr(each, "__dict__", {}):
+            return _checked(HostResults(each.__dict__[function_spec.RETURNS]))
     if _returns_nothing(fn):
         return HostResults(None)
     try:
@@ -115,11 +113,12 @@ def find_host_results(
             results = _trace(closure, side, handles)
     except (HostAccessError, NestedHostCallError, NotInBodyError):
         raise
+    # The user's code, which gets tensors without values, may raise anything.
     except Exception as error:
-        failure = as_raised(error)
-        line = raised_at(failure)
+        failure = tracebacks.as_raised(error)
+        line = user_frames.raised_at(failure)
         raised = in_words(failure).split("\n")[0].removesuffix(".")
-        return _unknown(fn, side.where, f"tracing it raised {raised}{at(line)}.", shortened(failure))
+        return _unknown(fn, side.where, f"tracing it raised {raised}{at(line)}.", tracebacks.shortened(failure))
     for name, spec in zip(results.names, results.tensors, strict=True):
         if not spec.shape.is_fully_defined():
             why = (
@@ -130,7 +129,7 @@ def find_host_results(
     return _checked(results)
 
 
-def _unknown(fn: Callable, where: str, why: str, failure: Exception | None = None) -> UnknownResults:
+def _unknown(fn: Callable, where: str, why: str, failure: Exception | None = None) -> arguments.UnknownResults:
     name = readable_name(fn)
     name = "a lambda" if name == "lambda" else f"`{name}`"
 
@@ -145,7 +144,7 @@ def _unknown(fn: Callable, where: str, why: str, failure: Exception | None = Non
             made.failure = made.__cause__ = failure
         return made
 
-    return UnknownResults(error)
+    return arguments.UnknownResults(error)
 
 
 class HostResults:
@@ -247,12 +246,12 @@ def _open(value: object, name: str) -> tuple[str, Sequence[tf.Tensor | tf.Tensor
     return f"a {type(spec).__name__.removesuffix('Spec')} of {len(parts)} components", parts
 
 
-def _trace(closure: Closure, side: HostCallSite, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
+def _trace(closure: Closure, side: body.HostCallSite, handles: list[tuple[tf.Tensor, str]]) -> HostResults:
     """Finds the results by tracing."""
     found: list[HostResults] = []
 
     def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        with on_host(side._replace(replica=tf.constant(0))):
+        with body.on_host(side._replace(replica=tf.constant(0))):
             fn, args, kwargs = closure.build(tensors)
             found.append(HostResults(operators.convert_for_host(fn)(*args, **kwargs)))
         return found[0].tensors
@@ -260,6 +259,7 @@ def _trace(closure: Closure, side: HostCallSite, handles: list[tuple[tf.Tensor, 
     graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in closure.tensors])
     handles += [(outside, side.where) for outside, _ in graph.captures if outside.dtype == tf.resource]
     for outside, _ in graph.captures:
+        # Tensors of arguments and closures have places by now. Only an attribute or a global leads here.
         if tf.is_symbolic_tensor(outside) and outside.dtype != tf.resource:
             raise HostAccessError(
                 f"The function that outside_compilation{at(side.where)} runs on the host uses the tensor "
@@ -333,6 +333,7 @@ def list_codes(fn: object) -> frozenset[CodeType]:
 
 def _returns_nothing(fn: object) -> bool:
     """Whether no `return` statement of the function has a value."""
+    # Code in C tells nothing, and `tf.print` returns an op in graphs: these are called for what they do.
     if fn is print or fn is tf.print or (getattr(fn, "__name__", "") in _FILLS and isinstance(fn, BuiltinMethodType)):
         return True
     functions = [each for each in _layers(fn) if isinstance(each, FunctionType)]
@@ -345,6 +346,7 @@ def _code_returns_nothing(code: CodeType) -> bool:
     for instruction in dis.get_instructions(code):
         if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
             return False
+        # A jump to the instruction may come with another value than the one loaded before it.
         if instruction.opname == "RETURN_VALUE" and (not loads_none or instruction.is_jump_target):
             return False
         loads_none = instruction.opname == "LOAD_CONST" and instruction.argval is None

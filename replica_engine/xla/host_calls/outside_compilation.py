@@ -4,9 +4,9 @@ Each call is a cluster with a name: "0", "1", ... The gradient of a cluster runs
 with the name root.uid: root is the name of the cluster that the user wrote, and uid counts its gradients, including
 gradients of gradients.
 
-A cluster that is differentiated runs under a gradient tape. The tape is kept until the launch is over.
-The gradient's cluster asks that tape. If a gradient is differentiated itself, the tape goes on
-recording in it. So the tape knows the derivatives of every order, and no function ever runs a second time.
+A cluster that is differentiated runs under a gradient tape. The tape is kept until the launch is over. The gradient's
+cluster asks that tape. If a gradient is differentiated itself, the tape records in it too. So the tape knows the
+derivatives of every order, and no function ever runs a second time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from replica_engine.errors import NestedHostCallError
 from replica_engine.errors.base import at
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs, operators
-from replica_engine.xla.arguments import UnknownResults
-from replica_engine.xla.body import HostCallSite, host_call_site, in_body
-from replica_engine.xla.host_calls.closures import Closure
-from replica_engine.xla.host_calls.host_call import HostCall, HostCalls, current_calls
+from replica_engine.xla import arguments, body
+from replica_engine.xla.host_calls import closures, session
+from replica_engine.xla.host_calls.host_call import HostCall, HostCalls
 from replica_engine.xla.host_calls.host_results import (
     AnyResults,
     HostResults,
@@ -32,7 +31,6 @@ from replica_engine.xla.host_calls.host_results import (
     list_codes,
     readable_name,
 )
-from replica_engine.xla.host_calls.session import Kept, Session
 
 P = ParamSpec("P")
 
@@ -89,24 +87,25 @@ def outside_compilation(fn: Callable[P, object], /, *args: P.args, **kwargs: P.k
     """
     if not callable(fn):
         raise TypeError(f"outside_compilation takes a function and its arguments; got {fn!r}. Write f, x and not f(x).")
-    if (side := host_call_site()) is not None:
+    if (side := body.host_call_site()) is not None:
         raise NestedHostCallError(
             f"outside_compilation{at(here())} was called in a function that outside_compilation{at(side.where)} "
             "already runs on the host. Host calls cannot be nested: call the inner function directly."
         )
-    if in_body() is None or tf.executing_eagerly():
+    if body.in_body() is None or tf.executing_eagerly():
         return fn(*args, **kwargs)
-    calls = current_calls()
+    calls: HostCalls = body.gathered_host_calls()
     calls.can_fail = True
     calls.codes |= list_codes(fn)
-    closure = Closure(fn, args, kwargs, _value_on_devices)
+    closure = closures.Closure(fn, args, kwargs, _value_on_devices)
     where = here()
-    found = find_host_results(fn, closure, HostCallSite(tf.constant(0), calls.size, where), calls.handles)
-    results = AnyResults() if isinstance(found, UnknownResults) else found
+    found = find_host_results(fn, closure, body.HostCallSite(tf.constant(0), calls.size, where), calls.handles)
+    # The program calls it all the same: it may have been written for its effects.
+    results = AnyResults() if isinstance(found, arguments.UnknownResults) else found
     calls.closures.append(closure)
     cluster = _FunctionCall(calls, where, readable_name(fn), closure, results)
     tensors = _differentiable(cluster, closure.tensors)
-    return found if isinstance(found, UnknownResults) else found.rebuild(tensors)
+    return found if isinstance(found, arguments.UnknownResults) else found.rebuild(tensors)
 
 
 class _FunctionCall(HostCall):
@@ -114,7 +113,7 @@ class _FunctionCall(HostCall):
 
     differentiated = False
 
-    def __init__(self, calls: HostCalls, where: str, called: str, closure: Closure, results: HostResults):
+    def __init__(self, calls: HostCalls, where: str, called: str, closure: closures.Closure, results: HostResults):
         super().__init__(calls, calls.new_name(), where, results.tensors)
         self._called = called
         self._closure = closure
@@ -125,13 +124,14 @@ class _FunctionCall(HostCall):
         return self.calls.emit(self, inputs)
 
     def describe(self) -> str:
-        """The call in words, with the name of the user's function."""
+        """The call as text, with the name of the user's function."""
         return f"outside_compilation({self._called}){at(self.where)}"
 
-    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute(self, kept: session.Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Calls the function."""
         if not self.differentiated:
             return self._call(tensors)
+        # Persistent: it is asked once for each gradient, and also records in one that is differentiated itself.
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch([tensor for tensor in tensors if _has_gradient(tensor)])
             outputs = self._call(tensors)
@@ -159,6 +159,7 @@ class _ClusterGradient(HostCall):
     differentiated = False
 
     def __init__(self, of: _FunctionCall | _ClusterGradient, inputs: Sequence[tf.Tensor], token: tf.Tensor):
+        # In time: the body is traced to its end before any call of it runs and needs to know whether to keep a tape.
         of.differentiated = True
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs if _has_gradient(each)]
         super().__init__(of.calls, of.calls.new_gradient_name(of.name), of.where, specs)
@@ -170,15 +171,15 @@ class _ClusterGradient(HostCall):
         """Adds the call to the graph. Only the gradients of the outputs go to the host, not the inputs of `of`."""
         return self.calls.emit_anywhere(self, self._token, inputs[self._sent :])
 
-    def next_position(self, run: Session, position: int, replica: int) -> int:
+    def next_position(self, run: session.Session, position: int, replica: int) -> int:
         """A token: the call has no position, since it has no place in the order, but each call has its own number."""
         return run.new_token(replica)
 
     def describe(self) -> str:
-        """The call in words, for messages; a gradient of a gradient is said to be one of the user's call too."""
+        """The call as text, for messages: a gradient of a gradient has the name of the user's call too."""
         return _GRADIENT + self._described
 
-    def compute(self, kept: Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    def compute(self, kept: session.Kept, position: int, token: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Asks the tape of the cluster."""
         tape, inputs, outputs = kept[position]
         sources = [tensor for tensor in inputs if _has_gradient(tensor)]
@@ -225,4 +226,5 @@ def _has_gradient(tensor: tf.Tensor) -> bool:
 
 
 def _dense(gradients: Sequence[tf.Tensor | tf.IndexedSlices]) -> list[tf.Tensor]:
+    # The program takes tensors only, no IndexedSlices.
     return [tf.convert_to_tensor(each) for each in gradients]

@@ -37,7 +37,7 @@ class SessionCall(Protocol):
     index: int
 
     def describe(self) -> str:
-        """The call in words, with the user's line, for messages."""
+        """The call as text, with the user's line, for messages."""
 
 
 @dataclass(eq=False)  # the user's exceptions may not be comparable
@@ -134,7 +134,7 @@ class Session:
         return self._most is not None
 
     def give_up(self) -> None:
-        """Makes all later calls return zeros, and ends the program if it goes on for too long.
+        """Makes all later calls return zeros, and ends the program if it runs on for too long.
 
         Host ops that wait (for a queue, for example) are ended: they would wait on, and take what the next run is for.
         """
@@ -150,6 +150,7 @@ class Session:
         Raises:
             RuntimeError: the run has failed, and the program has had enough calls to end normally.
         """
+        # Without the lock: a replica makes its calls one after the other, and these are its own entries.
         self._made[replica] += 1
         self._last[replica] = call
         self._inside[replica] = threading.get_ident(), time.perf_counter()
@@ -167,7 +168,7 @@ class Session:
             self.draw(replica, call, inside[1], time.perf_counter())
 
     def find_last_call(self, replica: int) -> tuple[int, str, tuple[int, float] | None]:
-        """How many calls a replica has made, the last call in words, and its thread and start while it is going on."""
+        """How many calls a replica has made, the last one as text, and its thread and start while it runs."""
         last = self._last[replica]
         return self._made[replica], "" if last is None else last.describe(), self._inside[replica]
 
@@ -213,6 +214,7 @@ class Session:
         """
         if self._is_awaited and self.failures and self._wait is None:
             breaker = self.wake or _thread.interrupt_main  # the runtime waits in C++, where only a signal reaches it
+            # No `with` block: the thread that waits for the program leaves the wait, and another may have entered it.
             self._wait = Wait(None, timeout=_STUCK_AFTER, late=self._late, breaker=breaker)
             self._wait.__enter__()
 

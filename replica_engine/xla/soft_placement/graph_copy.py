@@ -143,6 +143,7 @@ def move(name: str, graph: Any, calls: HostCalls, inputs: Inputs) -> MovedBody:
     with thread_state.unobserved():
         copy = xla_ops.trace(name, build, [spec for _, spec in inputs.specs])
     handles = [copy.capture(handle) for _, handle in inputs.variables]
+    # The handles last: the order in which the program has its parameters.
     copy.inputs[:] = [*copy.inputs[: len(inputs.specs)], *handles]
     with tf.init_scope():
         registered = xla_ops.register(f"replica_body_{name}_on_host_{next(_numbers)}", copy)
@@ -244,6 +245,7 @@ class Frame:
     def run(self) -> None:
         """Copies all ops that are needed."""
         for op in host_kernels.needed_ops(self._graph):
+            # An input of the graph has its value already.
             if not (op.outputs and all(id(output) in self._values for output in op.outputs)):
                 self._visit(op)
 
@@ -264,6 +266,7 @@ class Frame:
         return value.tensor
 
     def _visit(self, op: tf.Operation) -> None:
+        # Copied where it is used: the host may need it, and XLA must see a constant where it asks for one.
         if op.type == "Const":
             self._values[id(op.outputs[0])] = Value(op.outputs[0].dtype, op.outputs[0].shape, maker=op)
             return
@@ -303,6 +306,7 @@ class Frame:
         if _by_data(op, inputs):
             return False
         sizes = (value for value in inputs if value.from_host and value.dtype.is_integer and value.shape.rank in (0, 1))
+        # Before shapes are inferred, which takes long: most ops neither compute a size nor get one.
         if op in self._sizes or next(sizes, None) is None:
             return op in self._sizes
         return not all(shape.is_fully_defined() for shape in self._rewriter.shapes.inferred(op, inputs))
@@ -364,6 +368,7 @@ class Frame:
                 "shape depends on data, or which is a list of tensors. Such a result cannot leave the devices. Give it "
                 f"a static shape: use a mask, or pad the values to a fixed size.{advice}"
             )
+        # Once, however many host ops take it.
         if value not in pending.again:
             pending.again.update(zip(value.outputs, self._add(pending, maker, value.inputs), strict=True))
         return pending.again[value]
@@ -382,11 +387,13 @@ class Frame:
 
         tf.cond(passes, lambda: [], fail)
         for output in op.outputs:
+            # CheckNumerics passes its input on.
             self._values[id(output)] = inputs[0]
 
     def _enter(self, op: tf.Operation, functions: list[Any], inputs: list[Value], stuck: Value | None) -> None:
         """Builds a branch, a loop or a call again."""
         if op.type.endswith("PartitionedCall"):
+            # Inlined: what waits for the host before the call and inside it then goes in one host call.
             frame = self._inner(functions[0], inputs, self._pending)
             self._values.update(
                 (id(outer), frame.value(inner)) for outer, inner in zip(op.outputs, functions[0].outputs, strict=True)
@@ -416,6 +423,7 @@ class Frame:
         return frame
 
     def _branches(self, op: tf.Operation, functions: list[Any], inputs: list[Value]) -> None:
+        # A call for each branch: its ops must run only if the branch is taken.
         def branch(graph: Any) -> list[tf.Tensor]:
             pending = Pending(self._rewriter.calls, self._pending.in_loop)
             results = self._inner(graph, inputs[1:], pending)._results(range(len(graph.outputs)))
@@ -436,6 +444,8 @@ class Frame:
 
     def _loop(self, op: tf.Operation, functions: list[Any], inputs: list[Value]) -> None:
         condition, body = functions
+        # What no iteration changes stays as it is outside the loop: a constant, or a handle. All ops on a variable must
+        # use one tensor, or TensorFlow does not keep their order.
         constant = {index for index in range(len(inputs)) if graph_walk.is_passed_on(body, index)}
         numbers = {  # of the values that stay on the host, such as what tf.summary.audio has encoded in its loop
             index: self._rewriter.calls.new_number()

@@ -93,7 +93,7 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self._scratch = tf.Graph()
+        self._scratch = tf.Graph()  # in which ops are made only to ask for their shapes
         self._python_inputs: dict[str, list[tf.TensorShape]] = {}  # of Python functions, by token
 
     def inferred(self, op: tf.Operation, inputs: Sequence[Value]) -> list[tf.TensorShape]:
@@ -220,6 +220,7 @@ class Pending:
             if value not in registers:
                 registers[value] = len(registers)
                 if value.source is None and value.maker is not None and value.is_constant:
+                    # A constant is part of the call, and the program need not pass it.
                     value.source = Source("fixed", host_kernels.read_constant(value.maker))
                 if value.source is None:
                     assert value.tensor is not None, "emitted before"
@@ -227,21 +228,25 @@ class Pending:
                 sources[registers[value]] = value.source or Source("operand", len(operands) - 1)
             return registers[value]
 
+        # Which ops of this call take a value: what only they take never leaves the host.
         users: dict[Value, list[tf.Operation]] = {}
         for op, inputs, outputs in waiting:
             for value in inputs:
                 users.setdefault(value, []).append(op)
             before = list(map(taken, inputs))
-            ops.append(host_op(op, before, [registers.setdefault(value, len(registers)) for value in outputs]))
+            after = [registers.setdefault(value, len(registers)) for value in outputs]
+            ops.append(HostOp(op.type, user_line(op), _runner(op), before, after))
         results: list[Value] = []
         stores = [(number, taken(value)) for value, number in kept]
         for op, _, outputs in waiting:
             for value, tensor in zip(outputs, op.outputs, strict=True):
+                # Those of the original graph: the copies of later ops do not exist yet.
                 others = [each for each in tensor.consumers() if each not in users.get(value, ())]
                 returned = any(tensor is output for output in tensor.graph.outputs)
                 if value.fits_device and (returned or not all(map(host_op_kinds.stays_for_host, others))):
                     results.append(value)
                 elif returned or others:
+                    # No device can have it, or only other host calls take it: they find it on the host.
                     value.source = Source("stored", self.calls.new_number())
                     stores.append((value.source.what, registers[value]))
         specs = [(registers[value], tf.TensorSpec(value.shape, value.dtype)) for value in results]
@@ -306,7 +311,7 @@ class Piece(HostCall):
         calls: the host calls of the body.
         ops: the ops, in the order of the program.
         sources: the origins of the registers that are filled before the first op, by register.
-        results: the registers of the values that the program goes on with, and their specs.
+        results: the registers of the values that the program gets back, and their specs.
         stores: the values that stay on the host, each as a pair of number and register.
         in_loop: whether the piece is in a loop.
     """
@@ -331,7 +336,7 @@ class Piece(HostCall):
         self._stores = stores
 
     def describe(self) -> str:
-        """The piece in words, for messages."""
+        """The piece as text, for messages."""
         return f"{in_words(self.ops)}{at(self.where)}, which soft placement runs on the host"
 
     def say(self) -> tuple[str, str, bool]:
@@ -344,6 +349,7 @@ class Piece(HostCall):
         assert run is not None, "set before the launch"
         replica = position % run.size
         values = {each: _value(*source, run, kept, replica, tensors) for each, source in self._sources.items()}
+        # TensorFlow would choose a GPU that it sees, but the program has that.
         with tf.device("CPU:0"):
             for op in self.ops:
                 outputs = op.run([values[register] for register in op.inputs], kept, replica)
@@ -377,14 +383,10 @@ def in_words(ops: Sequence[HostOp]) -> str:
     return ", ".join(dict.fromkeys(op.kind for op in ops if op.kind != "Identity")) or "Identity"
 
 
-def host_op(op: tf.Operation, inputs: list[int], outputs: list[int]) -> HostOp:
-    """An op of a graph, in the form that a piece runs."""
-    return HostOp(op.type, user_line(op), _runner(op), inputs, outputs)
-
-
 def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
     if not host_kernels.PythonFunction.is_python_op(op):
         run = host_kernels.runner(op)
+        # The manager ends an op that waits, for a queue for example, once the run has failed.
         return lambda inputs, kept, replica: run(inputs, kept.manager)
     function = host_kernels.PythonFunction(op)
     if (forward := function.forward_token) is not None:

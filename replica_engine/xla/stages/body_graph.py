@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.diagnostics.flight_record import CollectiveCall
-from replica_engine.diagnostics.user_frames import function_place, user_line
+from replica_engine.diagnostics import flight_record, user_frames
 from replica_engine.errors import CaptureError, HostAccessError, LoweringError
 from replica_engine.errors.base import at
 from replica_engine.errors.program_errors import moved_to_host
@@ -31,8 +30,7 @@ from replica_engine.xla.body import Body
 from replica_engine.xla.collectives import SharedSums
 from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.host_calls.host_call import HostCalls
-from replica_engine.xla.soft_placement import host_op_kinds
-from replica_engine.xla.soft_placement.graph_copy import Inputs, MovedBody, move
+from replica_engine.xla.soft_placement import graph_copy, host_op_kinds
 from replica_engine.xla.soft_placement.host_piece import Source
 from replica_engine.xla.stages.collective_meetings import UnmetCollective
 from replica_engine.xla.state.device_value import find_device_value
@@ -168,7 +166,7 @@ class BodyGraph:
         arguments: Arguments,
         outputs: Outputs,
         host_calls: HostCalls,
-        collectives: list[CollectiveCall],
+        collectives: list[flight_record.CollectiveCall],
         added: dict[int, str],
         sums: SharedSums,
     ):
@@ -191,7 +189,7 @@ class BodyGraph:
         self.diverges = ""
         # Not the function, nor what it closes over: a trace does not keep alive what it uses.
         fn = source.fn
-        self.where: str = getattr(fn, "_replica_engine_where", "") or function_place(fn)
+        self.where: str = getattr(fn, "_replica_engine_where", "") or user_frames.function_place(fn)
         self.is_users = not hasattr(fn, "_replica_engine_where")
         self.stacked: int = getattr(fn, "stacked", 0)
         self.result_axes: Any = getattr(fn, "result_axes", None)
@@ -201,6 +199,7 @@ class BodyGraph:
         ]
         self.late: list[weakref.ref] = []
         self.writer = arguments.summary_writer
+        # Without soft placement nothing stays on the host.
         slots = list(zip(arguments.slots, self._slots, strict=True)) if body.moves_ops else []
         self.sparse_slots = frozenset(
             index
@@ -212,14 +211,17 @@ class BodyGraph:
         self.moves = body.moves_ops and (bool(self.host_slots) or host_op_kinds.needs_host(graph))
         if self.moves:
             host_calls.can_fail = True
+            # Now, although the calls are made later: captures and `donates` must be known before the body is lowered.
             graph.capture(host_calls.order)
         captures = list(graph.captures)
         self._on_host = [each for each in captures if self.moves and _stays_on_host(*each)]
+        # By identity, since `in` would compare tensors element by element.
         captures = [each for each in captures if not any(each is other for other in self._on_host)]
         data = [(outside, inside) for outside, inside in captures if inside.dtype != tf.resource]
         handles = [(outside, inside) for outside, inside in captures if inside.dtype == tf.resource]
         for outside, inside in captures:
             self._check_capture(outside, inside)
+        # A host function that uses a variable of the program would wait for the program, which waits for it.
         for handle, where in host_calls.handles:
             if any(handle is outside for outside, _ in handles):
                 raise HostAccessError.variable(str(xla_ops.variable_name(handle)), where)
@@ -276,12 +278,13 @@ class BodyGraph:
     def registered(self) -> Any:
         """The graph as a function that TensorFlow can find by name."""
         if self._registered is None:
+            # The order in which the program has its parameters.
             self.graph.inputs[:] = [*self._slots, *(self._tensors[index] for index in self.captured), *self._variables]
             with tf.init_scope():
                 self._registered = xla_ops.register(f"replica_body_{self.name}_{next(_numbers)}", self.graph)
         return self._registered
 
-    def moved(self, slots: Sequence[tf.TensorSpec], tensors: Sequence[tf.TensorSpec]) -> MovedBody:
+    def moved(self, slots: Sequence[tf.TensorSpec], tensors: Sequence[tf.TensorSpec]) -> graph_copy.MovedBody:
         """The graph with its host ops moved into host calls, for slots and captured tensors of these specs."""
         parameters = [(self._slots[index], spec) for index, spec in enumerate(slots) if index not in self.host_slots]
         parameters += [(self._tensors[index], tensors[index]) for index in self.captured]
@@ -291,9 +294,9 @@ class BodyGraph:
             on_host.append((self._slots[index], shape, Source("argument", index)))
         on_host += [(inside, inside.shape, self._source(outside, inside)) for outside, inside in self._on_host]
         handles = list(zip(self._variables, self.handles, strict=True))
-        inputs = Inputs(parameters, handles, on_host)
-        moved = move(self.name, self.graph, self.host_calls, inputs)
-        if moved.pieces and not self._told:
+        inputs = graph_copy.Inputs(parameters, handles, on_host)
+        moved = graph_copy.move(self.name, self.graph, self.host_calls, inputs)
+        if moved.pieces and not self._told:  # once, for however many shapes it is lowered
             self._told = True
             _logger.info(moved_to_host(self.name, [piece.say() for piece in moved.pieces]))
         return moved
@@ -326,6 +329,7 @@ class BodyGraph:
     def _source(self, outside: Any, inside: tf.Tensor) -> Source:
         if self.writer is not None and outside is self.writer:
             return Source("writer", None)
+        # The body writes it, so each replica needs a copy; see `HostVariables`.
         if inside.dtype == tf.resource and find_device_value(outside) is not None and eager.may_write(inside, set()):
             return Source("variable", outside)
         return Source("fixed", outside)
@@ -391,8 +395,8 @@ def _made_by(output: tf.Tensor) -> tuple[str, str]:
     """The kind of the op that made an output, and the user's line."""
     while output.op.type == "Identity":
         output = output.op.inputs[0]
-    return output.op.type, user_line(output)
+    return output.op.type, user_frames.user_line(output)
 
 
 def _used_at(inside: tf.Tensor) -> str:
-    return next((line for op in inside.consumers() if (line := user_line(op))), "")
+    return next((line for op in inside.consumers() if (line := user_frames.user_line(op))), "")

@@ -1,7 +1,7 @@
 """What may differ between the replicas of a body, and collectives that only some of them reach.
 
 A collective in a branch or a loop whose condition differs from replica to replica may be reached by only some of them,
-and those wait for ever for the others. So the conditions around each collective are looked at while the body is traced.
+and those wait forever for the others. So the conditions around each collective are looked at while the body is traced.
 A condition that is equal on all replicas is never reported. One that is known to differ is an error. One that may
 differ is a warning if it depends on the replica id, or on values that each replica has of its own. Only results of the
 host are left out, since nothing is known about them.
@@ -29,9 +29,10 @@ from replica_engine.errors import CollectiveError
 from replica_engine.errors.base import at
 from replica_engine.pjrt.stablehlo.markers import COLLECTIVES, HOST_CALL, PREFIX
 from replica_engine.upstream.graphs import graph_walk, host_kernels, xla_ops
-from replica_engine.xla.stages.known_values import Decisions
+from replica_engine.xla.stages.known_values import Decisions, followed
 from replica_engine.xla.state.device_value import find_device_value
 
+# Shapes are equal on all replicas, and so is what depends on a shape only.
 _EQUAL_EVERYWHERE = frozenset(("Shape", "ShapeN", "Size", "Rank", "TensorListLength", "ZerosLike", "OnesLike"))
 
 _PLAIN = frozenset(("Add", "AddV2", "Cast", "Identity", "Maximum", "Minimum", "Mul", "Neg", "Sub"))
@@ -118,13 +119,9 @@ class Differences:
 
     def _run(self, graph: Any, inputs: Sequence[_Known], around: Reason) -> list[_Known]:
         """Goes through a function graph; `around` is the cause of the conditions around it. Returns the results'."""
-        # A function that was differentiated may have got more inputs and outputs since an op called it.
-        known = {id(inside): value for inside, value in zip(graph.inputs, inputs, strict=False)}
-        for op in self._list_ops(graph):
-            if not op.outputs or id(op.outputs[0]) not in known:
-                given = [known.get(id(each), _UNKNOWN) for each in op.inputs]
-                known.update(zip(map(id, op.outputs), self._visit(op, given, around), strict=False))
-        return [known.get(id(output), _UNKNOWN) for output in graph.outputs]
+        return followed(
+            graph, self._list_ops(graph), inputs, _UNKNOWN, lambda op, given: self._visit(op, given, around)
+        )
 
     def _visit(self, op: tf.Operation, given: list[_Known], around: Reason) -> Sequence[_Known]:
         functions = graph_walk.list_inner_graphs(op)
@@ -299,6 +296,7 @@ def check(graph: Any, size: int, of_input: Callable[[int], Reason], names: dict[
     Raises:
         CollectiveError: not all replicas reach a collective.
     """
+    # First all that the body has made, and below those that its program needs.
     inner = _Collectives(host_kernels.made_ops)
     entered = inner.everywhere(graph) if size > 1 else []
     if not entered:
@@ -371,7 +369,7 @@ def _not_by_all(name: str, where: str, condition: str, is_loop: bool, times: dic
 
 
 def _replicas(numbers: Sequence[int]) -> str:
-    """Replicas in words: "replica 0", "replicas 1, 2 and 5 more"."""
+    """Replicas as text: "replica 0", "replicas 1, 2 and 5 more"."""
     if len(numbers) == 1:
         return f"replica {numbers[0]}"
     rest = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,19 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import InputsError
-from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.devices import chip_memory
-from replica_engine.pjrt.executable import Executable
 from replica_engine.pjrt.plan import Memory, Plan
-from replica_engine.upstream.graphs import xla_ops
 from replica_engine.xla.arguments import Arguments, difference
 from replica_engine.xla.body import check_mode
 from replica_engine.xla.stages.body_graph import Column
 from replica_engine.xla.stages.launch import Launch, Launchable, Slots
-from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.state.device_value import Borrowed, DeviceValue
-
-_logger = logging.getLogger("replica_engine")
+from replica_engine.xla.state.device_value import DeviceValue
 
 
 class Compiled(Launchable):
@@ -43,14 +36,6 @@ class Compiled(Launchable):
     """
 
     step_seconds: float | None = None
-
-    def __init__(
-        self, program: BodyProgram, devices: DeviceGroup, executable: Executable, branches: Sequence[int] = ()
-    ):
-        super().__init__(program, devices, executable, branches)
-        self.executable = executable
-        if devices.mesh is not None and program.traced.is_users:
-            _tell_of_whole(program, self.variables)
 
     def plan(self) -> Plan:
         """What the compiler says of the program: memory and work on each device. Nothing runs.
@@ -89,6 +74,8 @@ class Compiled(Launchable):
         sets = [variable.loops for variable in self.stores.objects if isinstance(variable, DeviceValue)]
         this = object()
         try:
+            # One call in C: an exception of a signal comes before it or after it, and leaves no variable marked for
+            # ever.
             deque(map(set.add, sets, itertools.repeat(this)), 0)
             yield
         finally:
@@ -119,17 +106,3 @@ class Compiled(Launchable):
                 "inputs)."
             )
         return program.traced.replicas_results(self.run(arguments.numpy(), as_arrays=self.is_queued))
-
-
-def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:
-    """Warns, once a strategy, of variables that were made outside of its scope: they are divided over no devices."""
-    pairs = zip(program.traced.handles, variables, strict=True)
-    borrowed = [xla_ops.variable_name(handle) for handle, variable in pairs if isinstance(variable, Borrowed)]
-    if borrowed and "made outside" not in program.body.told:
-        program.body.told.add("made outside")
-        text = (
-            f"`{program.name}` uses variables that were made outside of the strategy's scope ({len(borrowed)}, such as "
-            f"{borrowed[0]!r}). They are not divided: each device gets them whole, and they are sent there for each "
-            "run. Make the model and its optimizer under `with strategy.scope():`."
-        )
-        _logger.warning(text)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
 
 from replica_engine.upstream.graphs import graph_walk, host_kernels
 
+Found = TypeVar("Found")
+Visit = Callable[[tf.Operation, list[Found]], Sequence[Found]]
 Value: TypeAlias = "tf.Tensor | None"
 """An eager tensor; None if the value is unknown."""
 
@@ -26,6 +28,30 @@ _LARGEST = 1 << 12  # elements; conditions and counters are small
 _STEPS = 1_000_000  # of a replica: a few seconds
 _RUN = 10  # steps that running an op counts as
 _PASSING = ("Identity", "IdentityN")  # tf.custom_gradient puts results and arguments into one IdentityN
+
+
+def followed(
+    graph: Any, ops: Iterable[tf.Operation], inputs: Sequence[Found], unknown: Found, visit: Visit[Found]
+) -> list[Found]:
+    """Goes through a function graph, and finds something of each of its tensors.
+
+    Args:
+        graph: the graph.
+        ops: those of its ops that are looked at, each after those that it depends on.
+        inputs: what is found of its inputs.
+        unknown: what is found of all other tensors.
+        visit: takes an op and what is found of its inputs; returns what is found of its outputs.
+
+    Returns:
+        What is found of the graph's results.
+    """
+    # A function that was differentiated may have got more inputs and outputs since an op called it.
+    found = dict(zip(map(id, graph.inputs), inputs, strict=False))
+    for op in ops:
+        if not op.outputs or id(op.outputs[0]) not in found:
+            given = [found.get(id(each), unknown) for each in op.inputs]
+            found.update(zip(map(id, op.outputs), visit(op, given), strict=False))
+    return [found.get(id(each), unknown) for each in graph.outputs]
 
 
 class Decisions:
@@ -90,15 +116,11 @@ class Decisions:
 
     def _run(self, graph: Any, inputs: Sequence[_ReplicaValues], active: Sequence[bool]) -> list[_ReplicaValues]:
         """Goes through a function graph on the replicas that are `active`; returns what is known of its results."""
-        known = dict(zip(map(id, graph.inputs), inputs, strict=False))
-        for op in self._ops(graph) if any(active) else ():
-            self._left -= 1
-            if not op.outputs or id(op.outputs[0]) not in known:
-                given = [known.get(id(each), self._unknown) for each in op.inputs]
-                known.update(zip(map(id, op.outputs), self._visit(op, given, active), strict=False))
-        return [known.get(id(each), self._unknown) for each in graph.outputs]
+        ops = self._ops(graph) if any(active) else ()
+        return followed(graph, ops, inputs, self._unknown, lambda op, given: self._visit(op, given, active))
 
     def _visit(self, op: tf.Operation, given: list[_ReplicaValues], active: Sequence[bool]) -> Sequence[_ReplicaValues]:
+        self._left -= 1
         functions = graph_walk.list_inner_graphs(op)
         if not functions:
             return self._computed(op, given, active)

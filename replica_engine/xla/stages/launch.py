@@ -10,7 +10,7 @@ The order of a launch, whose lower half (2 and 3) is a `Flight`:
    ones are gone, and an exception may come at any instant.
 4. **wait** for the end. If the program fails and donates, **invalidate**: its variables no longer have a value.
 5. If the program does not donate, **store** now, after it has ended well: all variables or none.
-6. **launched**: what is to be done on the host once variables have new values.
+6. **launched**: the work on the host that follows new values of variables.
 
 Two things must never happen: a variable still refers to its value after that value was donated; a launch stores after
 a host call of it has failed.
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import threading
 import time
@@ -44,36 +45,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from replica_engine import errors
 from replica_engine.diagnostics.flight_record import note_failed_run
-from replica_engine.errors import (
-    CoordinatorRow,
-    ProgramError,
-    ReplicaEngineError,
-    ReplicaRow,
-    ReplicaTimeoutError,
-    ReplicaUnwound,
-)
 from replica_engine.errors.replica_table import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.errors.worker_errors import JOB_FAILURES
-from replica_engine.pjrt import device_group
+from replica_engine.pjrt import device_group, jaxlib
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.executable import NO_STORES, Executable, Flight, Stores
-from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.process import interrupts, shutdown
-from replica_engine.process.interrupts import raise_in
-from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait, format_thread_stack
+from replica_engine.upstream.graphs import xla_ops
+from replica_engine.watch import timeline, watchdog
 from replica_engine.xla.arguments import view
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.session import Session, SessionCall
 from replica_engine.xla.stages.body_graph import Column, Shape, column, count, list_column_tensors
 from replica_engine.xla.stages.program import BodyProgram
-from replica_engine.xla.state.device_value import find_launch_value, find_patience
+from replica_engine.xla.state.device_value import Borrowed, find_launch_value, find_patience
 
 Slots = Sequence[Sequence[np.ndarray]]
 """For each slot, one value for all replicas or one value for each."""
 
 _RUNNING = "waiting for the program"
+_logger = logging.getLogger("replica_engine")
 
 _LARGE = 1 << 20
 """Bytes of a result in each replica that other devices than CPUs keep until somebody reads it.
@@ -84,7 +77,7 @@ would fill the devices' memory, so they are fetched at once.
 
 
 class Awaited(NamedTuple):
-    """What those know of a program who wait for its results, when others may have been launched since.
+    """What it takes to wait for the results of a program, when others may have been launched since.
 
     Attributes:
         body: the replicas it is for.
@@ -104,7 +97,7 @@ class Awaited(NamedTuple):
         """
         try:
             self.devices.wait_for(*results, describe=describe, of=self.program)
-        except BaseException as error:
+        except BaseException as error:  # whatever has ended the wait: the program may still run
             device_group.add(self.devices)
             note_failed_run(error, self.body.records, None)
             raise
@@ -117,7 +110,7 @@ class Awaited(NamedTuple):
 
 
 class Launchable:
-    """A body compiled for devices, as a launch sees it: how arguments come to it, and what becomes of its results.
+    """A body compiled for devices, as a launch sees it: how it takes arguments and returns results.
 
     Args:
         program: the data of the lowered body.
@@ -127,6 +120,7 @@ class Launchable:
 
     Attributes:
         programs: for each replica, the data of the body lowered for its share.
+        executable: the program compiled for these devices.
         variables: the values of the captured variables on the devices.
         flight: starts the program.
         awaited: waits for its results.
@@ -142,6 +136,7 @@ class Launchable:
         self.programs = [program.shares[branch] for branch in branches] or [program] * devices.size
         self._branches = [devices.put([np.array(branch, np.int32) for branch in branches])] if branches else []
         self.devices = devices
+        self.executable = executable
         self.flight = Flight(executable, devices, program.name)
         computed = Computed(program.name, program.traced.where, takes=bool(program.traced.handles))
         self.awaited = Awaited(program.body, devices, computed)
@@ -155,6 +150,8 @@ class Launchable:
         self._axes = program.axes
         returned = program.results[: program.returned]
         self._columns: list[Callable[[Array], Column] | None] = [None] * len(returned)  # None: it is fetched at once
+        if devices.mesh is not None and program.traced.is_users:
+            _tell_of_whole(program, self.variables)
         if program.shares:
             return
         # A replica alone returns tensors, which nothing can stand for. A sparse tensor, say, is
@@ -205,6 +202,20 @@ class Launchable:
         ]
 
 
+def _tell_of_whole(program: BodyProgram, variables: Sequence[Any]) -> None:
+    """Warns, once a strategy, of variables that were made outside of its scope: they are divided over no devices."""
+    pairs = zip(program.traced.handles, variables, strict=True)
+    borrowed = [xla_ops.variable_name(handle) for handle, variable in pairs if isinstance(variable, Borrowed)]
+    if borrowed and "made outside" not in program.body.told:
+        program.body.told.add("made outside")
+        text = (
+            f"`{program.name}` uses variables that were made outside of the strategy's scope ({len(borrowed)}, such as "
+            f"{borrowed[0]!r}). They are not divided: each device gets them whole, and they are sent there for each "
+            "run. Make the model and its optimizer under `with strategy.scope():`."
+        )
+        _logger.warning(text)
+
+
 def _fitted(value: np.ndarray, shape: Shape) -> np.ndarray:
     """A value in the shape that a program with branches has for it; see `lowered_module.fitting`."""
     return value if value.shape == shape else np.pad(value.ravel(), (0, shape[0] - value.size))
@@ -238,10 +249,10 @@ class Launch:
         self._thread = threading.current_thread()
         timeout, warn_after = program.body.limits
         if timeout is None:
-            self._watch = Wait(self._describe, warn_after)
+            self._watch = watchdog.Wait(self._describe, warn_after)
         else:
             self._woken = threading.Event()
-            self._watch = Wait(self._describe, warn_after, timeout, late=self._late, breaker=self._woken.set)
+            self._watch = watchdog.Wait(self._describe, warn_after, timeout, late=self._late, breaker=self._woken.set)
 
     # The state of a launch that nothing has happened to; most launches leave it so.
     _stored: Sequence[dict[int, Any]] = ()
@@ -249,7 +260,7 @@ class Launch:
     _state = FOR_ITS_TURN
     _woken: threading.Event | None = None  # the program has ended, or time has run out; None without a limit
     _nobody_waits: threading.Event | None = None
-    _turn: Wait | None = None  # of the wait for the devices, if another launch had them
+    _turn: watchdog.Wait | None = None  # of the wait for the devices, if another launch had them
 
     def __call__(self, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Launch:
         """Makes the launch, and waits for its end, within the limit; devices with a queue may still work on it then.
@@ -279,14 +290,14 @@ class Launch:
                     stores.store(results)
                 stores.launched()
                 self._end(None, None)
-            except BaseException as error:
+            except BaseException as error:  # whatever it is, the devices must go to the next launch
                 self._end(error, None if arrays is None else stores)
                 raise
         self.results = results
         return self
 
     def columns(self, as_arrays: bool = False) -> list[Column]:
-        """Waits for the results of the body, and takes them: what is left of a launch must not keep them alive.
+        """Waits for the results of the body, and takes them: the launch must not keep them alive afterwards.
 
         Args:
             as_arrays: whether the values of the replicas are wanted as arrays.
@@ -305,21 +316,14 @@ class Launch:
         return columns
 
     def _take_turn(self, taken: list[bool]) -> None:
-        limit = self._body.limits.timeout
-        order = self._devices.in_flight
+        limit, order = self._body.limits.timeout, self._devices.in_flight
         if order.enter_now(taken):
             return
-        wait = self._turn = Wait(self._describe, self._body.limits.warn_after)
-        try:
-            wait.__enter__()
-            if limit is None:
-                order.enter(taken)
-            else:
-                order.enter_within(limit, self._timed_out, taken)
-            wait.__exit__(None, None, None)
-        except BaseException:
-            wait.__exit__(None, None, None)
-            raise
+        self._turn = watchdog.Wait(self._describe, self._body.limits.warn_after)
+        if limit is None:
+            self._turn.around(lambda: order.enter(taken))
+        else:
+            self._turn.around(lambda: order.enter_within(limit, self._timed_out, taken))
 
     def _begin(self, slots: Slots) -> None:
         self._watch.__enter__()
@@ -341,7 +345,7 @@ class Launch:
                 note_failed_run(error, self._body.records, None)
                 if stores is not None and self._devices.ends_within(stores.patience):
                     # An exception of a signal or a thread may have kept it from that; it is the one to raise.
-                    with contextlib.suppress(ReplicaEngineError, *RUNTIME_ERRORS):
+                    with contextlib.suppress(errors.ReplicaEngineError, *jaxlib.RUNTIME_ERRORS):
                         stores.launched()
         finally:
             try:
@@ -350,9 +354,8 @@ class Launch:
             finally:
                 try:
                     self._watch.__exit__(None, None, None)  # also if it was not entered
-                except BaseException:  # after an error nobody ends the launch again, and the watch would warn for ever
+                finally:  # again, if an exception came in the line above: otherwise the watch would warn forever
                     self._watch.__exit__(None, None, None)
-                    raise
                 self._watch.error = None  # whose traceback has the arguments
 
     def _fly(self, arrays: list[Array]) -> list[Array]:
@@ -376,7 +379,7 @@ class Launch:
                 results = flight.start(arrays, given, relied_on, self._nobody_waits)
                 launched = time.perf_counter()
                 end()
-        except RUNTIME_ERRORS as error:
+        except jaxlib.RUNTIME_ERRORS as error:
             if launched:
                 raise  # a host call raised it
             raise self._failed(error) from error
@@ -401,10 +404,10 @@ class Launch:
     def _wait(self) -> None:
         try:
             self.compiled.flight.executable.wait(self._nobody_waits)
-        except (*RUNTIME_ERRORS, *JOB_FAILURES) as error:
+        except (*jaxlib.RUNTIME_ERRORS, *JOB_FAILURES) as error:
             if self._program.donates:
                 self.compiled.stores.invalidate()
-            if isinstance(error, RUNTIME_ERRORS):
+            if isinstance(error, jaxlib.RUNTIME_ERRORS):
                 raise self._failed(error) from error
             raise
 
@@ -427,13 +430,13 @@ class Launch:
                 run.end(lambda: None)  # a host call failed, and the program did not end after that
             run.give_up()
             for ident in run.threads_in_calls():
-                raise_in(ident, ReplicaUnwound)
+                interrupts.raise_in(ident, errors.ReplicaUnwound)
         raise self._watch.error or self._timed_out()
 
-    def _failed(self, error: BaseException) -> ProgramError:
+    def _failed(self, error: BaseException) -> errors.ProgramError:
         """What an error of the runtime becomes."""
         program = str(self.compiled.awaited.program) if self.compiled.is_queued else f"`{self._program.name}`"
-        return ProgramError.failed(program, self._devices.names, str(error))
+        return errors.ProgramError.failed(program, self._devices.names, str(error))
 
     def _draw(self, began: float, launched: float, ended: float) -> None:
         """Adds a finished launch to the timeline."""
@@ -454,37 +457,45 @@ class Launch:
         given_up = self._devices.held_by
         return slow_program(self._program.name, waited, *self._stand(), self._meetings(), given_up)
 
-    def _late(self) -> ReplicaTimeoutError | None:
+    def _late(self) -> errors.ReplicaTimeoutError | None:
         return None if self._devices.held_by else self._timed_out()
 
-    def _timed_out(self) -> ReplicaTimeoutError:
+    def _timed_out(self) -> errors.ReplicaTimeoutError:
         rows, coordinator = self._stand()
-        return ReplicaTimeoutError.after(self._body.limits.timeout or 0.0, rows, coordinator, self._meetings())
+        return errors.ReplicaTimeoutError.after(self._body.limits.timeout or 0.0, rows, coordinator, self._meetings())
 
     def _meetings(self) -> list[str]:
         """Where its replicas may wait for each other, as text."""
         return [] if self._state == FOR_ITS_TURN else self._program.traced.meetings
 
-    def _stand(self) -> tuple[list[ReplicaRow], CoordinatorRow]:
+    def _stand(self) -> tuple[list[errors.ReplicaRow], errors.CoordinatorRow]:
         """Where all replicas and the calling thread are now."""
         turn, state = self._turn, FOR_GIVEN_UP if self._devices.held_by else self._state  # once: the launch goes on
         waited = (turn if state == FOR_ITS_TURN and turn is not None else self._watch).waited
         waits = state in (FOR_ITS_TURN, FOR_GIVEN_UP)
         rows = [self._row(replica, name, waited, waits) for replica, name in enumerate(self._devices.names)]
-        return rows, CoordinatorRow(self._thread.name, state, waited)
+        return rows, errors.CoordinatorRow(self._thread.name, state, waited)
 
-    def _row(self, replica: int, device: str, waited: float, is_waiting: bool) -> ReplicaRow:
+    def _row(self, replica: int, device: str, waited: float, is_waiting: bool) -> errors.ReplicaRow:
         size, number = self._devices.replicas, self._devices.first + replica
         if is_waiting:
-            return ReplicaRow(number, size, device, "not started", 0, "", points="host call")
+            return errors.ReplicaRow(number, size, device, "not started", 0, "", points="host call")
         made, last, inside = (0, "", None) if self._run is None else self._run.find_last_call(replica)
         if inside is None:
             state = "finished" if self._devices.has_ended(replica) else "running on the device"
-            return ReplicaRow(number, size, device, state, made, last, waited, points="host call")
+            return errors.ReplicaRow(number, size, device, state, made, last, waited, points="host call")
         ident, since = inside
         seconds = time.perf_counter() - since
-        return ReplicaRow(
-            number, size, device, "in a host call", made, last, seconds, format_thread_stack(ident), "host call"
+        return errors.ReplicaRow(
+            number,
+            size,
+            device,
+            "in a host call",
+            made,
+            last,
+            seconds,
+            watchdog.format_thread_stack(ident),
+            "host call",
         )
 
     def _track(self, replica: int) -> timeline.Track:

@@ -30,8 +30,8 @@ from replica_engine.pjrt.stablehlo.lowered_module import LoweredModule, Unreadab
 from replica_engine.pjrt.stablehlo.markers import UntransferableError
 from replica_engine.pjrt.stablehlo.partition_program import with_layout
 from replica_engine.upstream.graphs import graph_walk
+from replica_engine.xla.soft_placement import host_op_kinds, host_piece
 from replica_engine.xla.soft_placement.graph_copy import HostCallInfo, MovedBody
-from replica_engine.xla.soft_placement.host_piece import Piece
 from replica_engine.xla.stages.body_graph import BodyGraph
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.program import BodyProgram
@@ -40,7 +40,6 @@ from replica_engine.xla.state.device_value import pinned
 
 _LOOP_SHAPES = re.compile(r"shapes of loop body do not match: \((.*?)\) vs\. \((.*?)\)$", re.MULTILINE)
 _SHAPE = re.compile(r"\w+\[([\d,<=]*)\]")
-_OF_ANY_SIZE = ("Where", "Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2", "DynamicPartition")
 _NODE = re.compile(r"to node `([^`]+)`|\{\{node ([^}]+)\}\}")
 
 
@@ -82,7 +81,7 @@ def unreadable(traced: BodyGraph, names: list[str], message: str, moved: MovedBo
 
 def undividable(traced: BodyGraph) -> LoweringError:
     """The error for a body with a value whose shape depends on data, which XLA cannot divide over devices."""
-    op = next((op for op in graph_walk.everywhere(traced.graph) if op.type in _OF_ANY_SIZE), None)
+    op = next((op for op in graph_walk.everywhere(traced.graph) if op.type in host_op_kinds.SHAPED_BY_DATA), None)
     where = user_line(op) if op is not None else ""
     return LoweringError(
         f"`{traced.name}` has a value whose shape depends on data{at(where)}, such as "
@@ -194,7 +193,7 @@ _SIZES = ("Shape", "Size", "ShapeN")
 
 
 def reshape_by_data(graph: Any) -> tf.Operation | None:
-    """The first reshape of a body to a size that depends on data, of which XLA computes wrong values without an error.
+    """The first reshape of a body to a size that depends on data: XLA computes wrong values for it, without an error.
 
     `tf.reshape(x, [count, -1])`, where count is the size of `tf.where(mask)`: for XLA that size is the largest that it
     may become, together with the true one. A reshape to it gets rows for the largest. The values then lie in other rows
@@ -239,7 +238,7 @@ class Lowered:
     """
 
     def __init__(self, traced: BodyGraph, slots: list[tf.TensorSpec], module: LoweredModule, moved: MovedBody | None):
-        written = [call for call in traced.host_calls.calls if not isinstance(call, Piece)]
+        written = [call for call in traced.host_calls.calls if not isinstance(call, host_piece.Piece)]
         pieces = [piece for piece in (moved.pieces if moved else ()) if piece.index in module.host_calls]
         self.traced = traced
         self.host_calls = tuple(map(HostCallInfo.from_call, [*written, *pieces]))
@@ -265,6 +264,7 @@ class Lowered:
         Raises:
             LoweringError: the body writes other variables, or takes other tensors from outside, with another shape.
         """
+        # As text, since lists have no hash.
         if len({repr((each.writes, each.captured, sorted(each.host_slots))) for each in shares}) > 1:
             raise LoweringError(
                 f"`{shares[0].program.name}` writes other variables, or uses other captured tensors, for another "
@@ -330,6 +330,7 @@ class Lowered:
                     "Nothing was launched, so all variables keep their values. If memory is the cause, use a smaller "
                     "batch."
                 ) from failed
+        # Known only now, since XLA decides what the devices exchange.
         if self.traced.diverges and executable.exchanges_in_branches():
             raise LoweringError(
                 f"In `{name}`, replicas may take different branches, or numbers of iterations,"
@@ -437,13 +438,16 @@ def lower(traced: BodyGraph, slots: list[tf.TensorSpec], tensors: list[tf.Tensor
         if traced.moves:
             moved = traced.moved(slots, tensors)
         registered = moved.registered if moved else traced.registered()
+        # Pinned, since TensorFlow looks at the shapes of variables, and a freed one is empty.
         with tf.init_scope(), pinned(traced.handles):
             text = found_or_lowered(traced.name, registered, specs, traced.handles)
     except LoweringError:
+        # Once: after this, no sparse arguments are left for the host.
         if traced.leave_no_sparse_on_host():
             return lower(traced, slots, tensors)
         raise
     except (ValueError, tf.errors.OpError) as error:
+        # As often as it finds a tensor to compile in, so this ends.
         if "compile-time constant" in str(error) and traced.bake_in():
             return lower(traced, slots, tensors)
         raise make_lowering_error(traced, error, moved) from None

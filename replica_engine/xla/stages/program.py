@@ -19,7 +19,7 @@ from replica_engine.upstream.graphs import xla_ops
 from replica_engine.xla.stages.body_graph import BodyGraph, Shape
 from replica_engine.xla.state.device_value import find_axes
 
-_MOST_SHOWN = 8  # arguments of a program, in words
+_MOST_SHOWN = 8  # arguments of a program, in its text
 
 
 class BodyProgram:
@@ -71,6 +71,7 @@ class BodyProgram:
         self.captured = list(traced.captured)
         self.host_results = host_results
         self.returned = len(traced.outputs) - len(self.host_results)
+        # The order of the parameters: slots, captured tensors, variables.
         first = len(self.parameters) + len(self.captured)
         self.writes = [(parameter - first, result) for parameter, result in module.writes]
         written = [variable for variable, _ in sorted(self.writes, key=itemgetter(1))]
@@ -109,6 +110,7 @@ class BodyProgram:
             divided = [WHOLE] * self.returned
         else:
             divided = [mesh.choose_batch_axes(shape) for shape, _ in self.results[: self.returned]]
+        # With shares, the last argument is the number of the branch.
         arguments = [*batches, *([WHOLE] * len(self.captured)), *variables, *([WHOLE] if self.shares else [])]
         results = (*divided, *(variables[variable] for variable in written))
         return Layout(mesh, size, size > 1, tuple(arguments), results)
@@ -120,7 +122,7 @@ class BodyProgram:
 
     @property
     def takes(self) -> str:
-        """The first tensors among the arguments, in words: workers whose batches differ see it here."""
+        """The first tensors among the arguments, as text: it shows workers that their batches differ."""
         pairs = zip(self.traced.slot_names, self.slots, strict=True)
         words = [f"{name} {slot.dtype.name}{list(slot.shape)}" for name, slot in pairs]
         return ", ".join([*words[:_MOST_SHOWN], *(["..."] if len(words) > _MOST_SHOWN else [])])

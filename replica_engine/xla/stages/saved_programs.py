@@ -132,6 +132,7 @@ def found_or_compiled(
     count("compiles")
     if folder is None:
         return make(None)
+    # The key has these rows already, as part of the text: they are for the log.
     about = _taken(program) | about
     if dropped:
         _logger.info("`%s` is compiled, as another worker does, whose cache folder does not have it.", program.name)
@@ -175,6 +176,7 @@ def found_or_lowered(name: str, function: Any, specs: Sequence[tf.TensorSpec], h
 
 
 def _prefix(name: str, kind: str = "") -> str:
+    # A file name holds 255 bytes, and the hash takes 64.
     return f"replica_engine{kind}_{re.sub(r'[^A-Za-z0-9_]', '_', name)[:80]}-"
 
 
@@ -206,7 +208,7 @@ _opened = functools.cache(CacheFolder)
 
 
 def _trusted(folder: CacheFolder) -> CacheFolder | None:
-    """The folder; None if another user could put programs into it, of which a warning is logged."""
+    """The folder; None, after a warning, if another user could put programs into it."""
     try:
         folder.check()
     except UntrustedPathError as error:

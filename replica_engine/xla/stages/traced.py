@@ -19,9 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.diagnostics.flight_record import CollectiveCall
-from replica_engine.diagnostics.tracebacks import as_raised
-from replica_engine.diagnostics.user_frames import here, is_internal, user_line
+from replica_engine.diagnostics import flight_record, tracebacks, user_frames
 from replica_engine.errors import CoordinatorRow, HostResultError, InputsError, LoweringError, VariableCreationError
 from replica_engine.errors.base import at, brief
 from replica_engine.errors.program_errors import may_wait_forever
@@ -37,13 +35,9 @@ from replica_engine.xla.collectives import SharedSums
 from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.host_calls.host_call import HostCalls
 from replica_engine.xla.soft_placement import host_op_kinds
-from replica_engine.xla.stages import collective_meetings
-from replica_engine.xla.stages.body_graph import BodyGraph, count
+from replica_engine.xla.stages import body_graph, collective_meetings, lowered
 from replica_engine.xla.stages.collective_meetings import Differences, Reason
-from replica_engine.xla.stages.lowered import Lowered, lower
-from replica_engine.xla.state import host_variable
-from replica_engine.xla.state.device_value import differs_by_replica
-from replica_engine.xla.state.host_variable import HostVariable
+from replica_engine.xla.state import device_value, host_variable
 
 _logger = logging.getLogger("replica_engine")
 
@@ -51,10 +45,10 @@ Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes the context manager that a strategy puts around the body while it is traced: its scope, a replica context."""
 
 
-class Traced(BodyGraph):
+class Traced(body_graph.BodyGraph):
     """A replica body as a graph, the first of the stages that users can look at."""
 
-    def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> Lowered:
+    def lower(self, shapes: Sequence[Any] | None = None, captured: Sequence[Any] | None = None) -> lowered.Lowered:
         """The second stage: the body as a StableHLO program.
 
         Args:
@@ -68,7 +62,7 @@ class Traced(BodyGraph):
         slots = self._reshaped("shapes", "slot", self.slots, shapes)
         tensors = self._reshaped("captured", "captured tensor", self.tensors, captured)
         with self._lock, self.body.compiling(f"lower {self.name}"):
-            return lower(self, slots, tensors)
+            return lowered.lower(self, slots, tensors)
 
     def _reshaped(self, name: str, what: str, described: Sequence[Any], shapes: Any) -> list[tf.TensorSpec]:
         if shapes is None:
@@ -135,13 +129,13 @@ def _trace_once(
     source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter
 ) -> tuple[Traced, list[tuple[Any, str]]]:
     """Traces once. Returns the trace, and the variables that were created in it with the user's lines."""
-    count("traces")
+    body_graph.count("traces")
     converted = operators.convert_always(source.fn) if source.autograph else source.fn
     specs = [tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(shapes, arguments.slots, strict=True)]
     created: list[tuple[Any, str]] = []
     outputs: list[Outputs] = []
     host_calls = HostCalls(body.size, body.order)
-    collectives: list[CollectiveCall] = []
+    collectives: list[flight_record.CollectiveCall] = []
     sums = SharedSums()
 
     def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
@@ -163,12 +157,14 @@ def _trace_once(
         # In a copy of the context: a context variable that the function sets is set only inside the body.
         with _additions_noted() as added:
             graph = contextvars.copy_context().run(xla_ops.trace, source.name, flat, specs)
+    # The user's function may raise anything.
     except Exception as error:
-        failure = _find_unknown_results_error(as_raised(error))
+        failure = _find_unknown_results_error(tracebacks.as_raised(error))
     else:
         for closure in host_calls.closures:
             closure.settle()
         return Traced(source, graph, body, arguments, outputs[-1], host_calls, collectives, added, sums), created
+    # Not in the handler, where the error that TensorFlow has raised would become its context.
     raise failure
 
 
@@ -179,7 +175,7 @@ def _find_unknown_results_error(error: Exception) -> Exception:
     """
     inner: BaseException | None = error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    while inner is not None and frames and is_internal(frames[-1].f_code.co_filename):
+    while inner is not None and frames and user_frames.is_internal(frames[-1].f_code.co_filename):
         if isinstance(inner, HostResultError):
             inner.__cause__ = inner.__cause__ or inner.failure
             return inner
@@ -200,7 +196,7 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
         if index < len(own):
             return Reason.OWN_DATA if own[index] else Reason.NONE
         outside = graph_walk.captured(graph.inputs[index])
-        return Reason.OWN_DATA if differs_by_replica(outside) else Reason.NONE
+        return Reason.OWN_DATA if device_value.differs_by_replica(outside) else Reason.NONE
 
     names = {each.where: each.kind for each in traced.collectives}
     traced.apart = collective_meetings.check(graph, traced.body.size, cause, names)
@@ -215,23 +211,23 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
 
 
 def _check_plain_variables(traced: Traced, cause: Callable[[int], Reason]) -> None:
-    """Warns of plain variables that the replicas write, of whose writes one stays.
+    """Warns that replicas write a variable made outside the scope: only one replica's write is kept.
 
-    That is what the user wants if all write what a collective gave them. If their values may differ, or if they add
-    something of their own, such as a number of samples, the rest is lost.
+    The user wants that if all replicas write the result of a collective. If their values may differ, or if they add
+    something of their own, such as a number of samples, the writes of the others are lost.
     """
     plain = {}
     for variable in traced.graph.variables:
         # Not TensorFlow's `value_container`, which would ask for its handle. A function that was loaded in a scope has
         # the distributed variables themselves here.
-        if HostVariable.device_value(variable) is None and not isinstance(variable, DistributedVariable):
+        if host_variable.HostVariable.device_value(variable) is None and not isinstance(variable, DistributedVariable):
             plain[id(variable_handles.raw_handle(variable))] = variable
     indices = {
         index: plain[id(outside)]
         for index, each in enumerate(traced.graph.inputs)
         if each.dtype == tf.resource
         and id(outside := graph_walk.captured(each)) in plain
-        and not differs_by_replica(outside)
+        and not device_value.differs_by_replica(outside)
     }
     if not indices:
         return
@@ -245,7 +241,7 @@ def _check_plain_variables(traced: Traced, cause: Callable[[int], Reason]) -> No
         adds = handle in traced.added and index in differences.added and "seed_generator" not in name
         if differs or adds:
             if not where and index in differences.writers:  # it is assigned, as by Keras, which adds so too
-                where = user_line(differences.writers[index])
+                where = user_frames.user_line(differences.writers[index])
             traced.body.shared.warn(variable, functools.partial(warn_shared_variable, name, where))
 
 
@@ -261,7 +257,7 @@ def _additions_noted() -> Iterator[dict[int, str]]:
 
     def see(op: tf.Operation) -> None:
         if not tf.distribute.in_cross_replica_context():
-            added.setdefault(id(graph_walk.outermost(op.inputs[0])), here())
+            added.setdefault(id(graph_walk.outermost(op.inputs[0])), user_frames.here())
 
     with graph_walk.seen(dict.fromkeys(graph_walk.ADDING, see)):
         yield added
@@ -271,7 +267,7 @@ def _additions_noted() -> Iterator[dict[int, str]]:
 def _recorded(created: list[tuple[Any, str]]) -> Iterator[None]:
     def creator(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         variable = next_creator(**host_variable.outside(kwargs))
-        created.append((variable, here()))
+        created.append((variable, user_frames.here()))
         return variable
 
     with tf.variable_creator_scope(creator):

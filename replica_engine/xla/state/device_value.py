@@ -32,9 +32,8 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import LostVariableError, ProgramError
-from replica_engine.pjrt import worker_exchange
+from replica_engine.pjrt import partitioned_group, worker_exchange
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
-from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh, ValuePart
 from replica_engine.process import shutdown, threads
 from replica_engine.upstream import eager
@@ -266,7 +265,7 @@ class DeviceValue:
     def parts_here(self) -> list[ValuePart] | None:
         """The parts of a divided value that this process has; None if it is not divided."""
         shape = self.shape
-        if self.axes == WHOLE or shape is None or not isinstance(self._devices, PartitionedGroup):
+        if self.axes == WHOLE or shape is None or not isinstance(self._devices, partitioned_group.PartitionedGroup):
             return None
         parts = self._devices.parts_here(shape, self.axes)
         return parts if self.spans or len(parts) > 1 else None
@@ -294,20 +293,20 @@ class DeviceValue:
             if part is None:
                 found = self._devices.fetch(array, 0, self.shape)
             else:
-                assert isinstance(self._devices, PartitionedGroup), "the value is divided"
+                assert isinstance(self._devices, partitioned_group.PartitionedGroup), "the value is divided"
                 found = self._devices.fetch_part(array, part)
             if not self._devices.has_queue:  # CPUs; from other devices the value comes as a copy
                 found = keep(found)
         return eager.tensor_on(np.asarray(found, order="C"))
 
     def set_parts(self, values: Mapping[ValuePart, np.ndarray]) -> None:
-        """Gives all replicas one value, of which this process has only parts; the host's value becomes stale.
+        """Gives all replicas one value. This process has only parts of it, and the host's value becomes stale.
 
         Args:
             values: the value of each of `parts_here`.
         """
         self._note()
-        assert isinstance(self._devices, PartitionedGroup), "the value is divided"
+        assert isinstance(self._devices, partitioned_group.PartitionedGroup), "the value is divided"
         with shutdown.running(), self._devices.in_flight:
             self._on_host, self._maybe_written = None, False
             self.set_array(self._devices.put_parts(values, tuple(self._shape), self.axes))
@@ -345,11 +344,9 @@ class DeviceValue:
             self.on_devices = None  # before the caller writes: an exception may come right after that
             try:
                 yield
-            except BaseException:
-                self._lost = lost
-                raise
+                lost = self._lost  # the caller has replaced what was lost; a write that fails leaves it lost
             finally:
-                self._writer = writer
+                self._lost, self._writer = lost, writer
             self.leave_pool()
 
     def _note(self) -> None:
@@ -385,7 +382,7 @@ class DeviceValue:
 
     def _gathered(self, array: Array) -> tf.Tensor:
         """The array, which all workers put together at the same time."""
-        assert isinstance(self._devices, PartitionedGroup), "the value is divided"
+        assert isinstance(self._devices, partitioned_group.PartitionedGroup), "the value is divided"
         name = xla_ops.variable_name(self.handles[0])
         what = f"the variable {name!r} after {self._steps} steps"
         into = host_memory.array(self._shape, np.dtype(array.dtype))

@@ -27,8 +27,7 @@ from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import CaptureError, HostAccessError
 from replica_engine.errors.base import at
 from replica_engine.upstream import eager
-from replica_engine.upstream.graphs import graph_walk, xla_ops
-from replica_engine.upstream.graphs.function_graphs import kept_on
+from replica_engine.upstream.graphs import function_graphs, graph_walk, xla_ops
 from replica_engine.xla.body import host_call_site, in_body
 from replica_engine.xla.state.device_value import DeviceValue
 
@@ -89,7 +88,7 @@ class HostProgram:
 
 def host_program() -> HostProgram:
     """The host program that is being traced."""
-    return kept_on(eager.outermost_graph(eager.graph()), "_replica_engine_program", HostProgram)
+    return function_graphs.kept_on(eager.outermost_graph(eager.graph()), "_replica_engine_program", HostProgram)
 
 
 def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.Tensor:
@@ -104,7 +103,7 @@ def handle(device_value: DeviceValue, replica: int, on_host: bool = True) -> tf.
     raw = device_value.handles[replica]
     if function is None or eager.is_saving():
         return raw
-    uses: dict[tuple[DeviceValue, int], Use] = kept_on(function, "_replica_engine_uses", dict)
+    uses: dict[tuple[DeviceValue, int], Use] = function_graphs.kept_on(function, "_replica_engine_uses", dict)
     use = uses.get((device_value, replica))
     if use is None:
         at_call = _VariableAtCall(raw, host_program(), device_value, replica)
@@ -134,11 +133,12 @@ def token() -> tf.Tensor:
     def captured() -> tf.Tensor:
         return eager.capture_at_call(function, raw, _AtCall(raw, host_program()))
 
-    return kept_on(function, "_replica_engine_token", captured)
+    return function_graphs.kept_on(function, "_replica_engine_token", captured)
 
 
 def ran(op: tf.Operation) -> None:
     """Notes that an op which runs a compiled program was added to the graph under construction."""
+    # Otherwise TensorFlow lets the run and reads of its variables change places.
     eager.mark_as_writing(op)
     _runs(op.graph).add(op.name)
     host_program().runs = True
@@ -183,7 +183,7 @@ class _VariableAtCall(_AtCall):
         super().__init__(raw, inner)
         self._device_value = device_value
         self._replica = replica
-        self.use: Use
+        self.use: Use  # set by `handle`: each of the two needs the other
 
     def in_eager_mode(self) -> tf.Tensor:
         if (side := host_call_site()) is not None:
@@ -223,4 +223,4 @@ def _token() -> tf.Variable:
 
 
 def _runs(graph: tf.Graph) -> set[str]:
-    return kept_on(graph, "_replica_engine_runs", set)
+    return function_graphs.kept_on(graph, "_replica_engine_runs", set)

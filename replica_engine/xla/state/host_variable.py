@@ -46,6 +46,7 @@ def _called(original: Callable[..., object], function: object, *args: object, **
         return original(function, *args, **kwargs)
 
 
+# TensorFlow's methods ask for `handle`, which cannot tell what they want with it. So they say it before they ask.
 def _reads(name: str) -> Callable[..., object]:
     method = getattr(eager.ResourceVariable, name)
 
@@ -90,6 +91,7 @@ class HostVariable(eager.ResourceVariable):
         """Turns a plain variable into the host's side of `device_value`."""
         operators.CALL_TRACED.around(_called)
         device_value.mark()
+        # The same object, since checkpoints, models and optimizers may hold it already.
         component.__class__ = cls
         component._replica_engine = (device_value, replica)
 
@@ -103,6 +105,7 @@ class HostVariable(eager.ResourceVariable):
         """Turns it back into a plain variable with the newest value. A later `adopt` assumes that it was written to."""
         device_value, _ = component._replica_engine
         device_value.host_may_write()
+        # From here on anybody may write the value, and nothing here sees it.
         device_value.unmark()
         component.__class__ = eager.ResourceVariable
         del component._replica_engine
@@ -167,12 +170,14 @@ class HostVariable(eager.ResourceVariable):
         return resources
 
 
+# They only read.
 for _name in ("_read_variable_op", "sparse_read", "gather_nd", "is_initialized", "to_proto"):
     setattr(HostVariable, _name, _reads(_name))
 for _name in ("add", "sub", "max", "min", "mul", "div", "update"):
     setattr(HostVariable, f"scatter_{_name}", _writes(f"scatter_{_name}"))
 for _name in ("assign_add", "assign_sub"):
     setattr(HostVariable, _name, _writes(_name))
+# They replace the whole value, so the old one may be lost.
 for _name in ("assign", "_restore_from_tensors"):
     setattr(HostVariable, _name, _writes(_name, whole=True))
 
@@ -243,6 +248,7 @@ def _called_outside(fn: Callable[[], object], name: str, dtype: tf.DType | None)
         try:
             value = fn()
         except (TypeError, ValueError) as error:
+            # TensorFlow has no class of its own for this error.
             if "out of scope" not in str(error):
                 raise
             with graph.as_default():
@@ -287,6 +293,7 @@ class _Computation:
         values = [self._handle(each, operations) if each.dtype == tf.resource else self.value(each) for each in inputs]
         results = graph_walk.run(tensor.graph, operations.values(), inputs, values, wanted)
         if has_state:
+            # With the tensor: an id is its own only as long as it lives.
             self._known.update((id(each), (each, result)) for each, result in zip(wanted, results, strict=True))
         return results[next(index for index, each in enumerate(wanted) if each is tensor)]
 
@@ -315,6 +322,7 @@ class _Computation:
         while tf.is_symbolic_tensor(handle):
             handle = self._find_outside(handle)
         body = in_body()
+        # Initial values draw from a state of their own, not from the replicas'.
         if body is not None and handle is body.random.handles[0]:
             return body.random.make_initial_values_handle()
         if (device_value := find_device_value(handle)) is not None:

@@ -261,6 +261,7 @@ def _truncated_normal(groups: tf.Tensor, key: tf.Tensor, counter: tf.Tensor, dty
 
 def _integers(key: tf.Tensor, counter: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
     """As `_blocks`."""
+    # Only numbers of values that are drawn in pieces have more dimensions.
     return (_function() if numbers.shape.rank == 1 else _blocks)(key, counter, numbers)
 
 
@@ -394,7 +395,7 @@ class RandomState(DeviceValue):
     def make_initial_values_handle(self) -> tf.Tensor:
         """The handle of a separate state on the host, for initial values of variables to draw from.
 
-        Initial values must not advance the replicas' streams, of which the host has only the beginning.
+        Initial values must not advance the replicas' streams: the host knows only where these began.
         """
         seeding, seed = function_graphs.seeding()
         with tf.init_scope(), tf.device("CPU:0"):
