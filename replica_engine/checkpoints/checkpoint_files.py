@@ -103,6 +103,7 @@ def commit(bundles: Sequence[str], path: str) -> None:
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=list(bundles), destination_prefix=merged, delete_old_dirs=False
         )
+    # On the disk before the first rename: a rename may survive a loss of power that the contents do not.
     data = checkpoint_hooks.matching(merged + checkpoint_hooks.DATA)
     for file in [*data, merged + ".index"]:
         setup.to_disk(file)
@@ -310,8 +311,7 @@ def _after_fork() -> None:
     _thread, _error, _saving = None, None, threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register
@@ -344,7 +344,7 @@ _SLICED = frozenset(
         *(tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.bool),
     )
 )
-"""The dtypes of which TensorFlow puts slices together."""
+"""The dtypes whose slices TensorFlow can join to a whole value."""
 
 
 def serialized(value: DeviceValue, device: str) -> dict[str, object] | None:
@@ -380,7 +380,7 @@ def serialized(value: DeviceValue, device: str) -> dict[str, object] | None:
 
 
 def restored(value: DeviceValue, first: tf.Tensor) -> bool:
-    """Sets a variable of which this worker reads its parts; returns False for any other variable.
+    """Sets a variable if this worker reads only its own parts of it; returns False for any other variable.
 
     Args:
         value: the value of the variable.
@@ -421,7 +421,7 @@ def _words(value: DeviceValue, part: ValuePart) -> str:
 
 
 class _Reading:
-    """A checkpoint that is being read, and the variables of which this worker reads its parts."""
+    """A checkpoint that is being read, and the variables that this worker reads in parts."""
 
     def __init__(self, path: str):
         self.path = path
@@ -432,5 +432,5 @@ _reading: contextvars.ContextVar[_Reading | None] = contextvars.ContextVar("repl
 
 
 def reading(path: str) -> contextlib.AbstractContextManager[object]:
-    """Inside, variables of which this worker has parts read only those."""
+    """Inside, a variable that is divided over workers reads only this worker's parts."""
     return threads.variable(_reading, _Reading(path))

@@ -26,7 +26,7 @@ def concerns(saved: object) -> bool:
 
 
 def check_values(saved: object) -> None:
-    """Looks for variables of which no value can be saved.
+    """Looks for variables without a value that can be saved.
 
     Raises:
         ReplicaValueError: replicas have different values of one, and nothing says which of them is the variable's.

@@ -95,15 +95,11 @@ class CompleteSaver:
         with checkpoint_files.alone():
             team = chief_files.find_team(saved)
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path, given) as turn:
-                with checkpoint_files.taking(turn.together, asynchronous) as taken:
-                    try:
-                        _begin(path, turn)
-                        take()
-                    except BaseException as error:
-                        _tell_error(error, turn)
-                        if turn.writes:  # without the others, who may wait for this worker in an exchange
-                            checkpoint_files.discard(path)
-                        raise
+                # Discards without the others, who may wait for this worker in an exchange.
+                discard = functools.partial(checkpoint_files.discard, path)
+                with checkpoint_files.taking(turn.together, asynchronous) as taken, _failing_together(turn, discard):
+                    _begin(path, turn)
+                    take()
                 write = functools.partial(_write, taken, path, finish, turn, asynchronous)
                 if asynchronous:
                     checkpoint_files.start(path, write)
@@ -168,14 +164,10 @@ def _write(
     taken: checkpoint_files.Snapshot, path: str, finish: Callable[[bool], None], turn: AnyTurn, asynchronous: bool
 ) -> None:
     try:
-        with raises_checkpoint_errors(path, asynchronous):
-            (_write_all if turn.writes else _write_parts)(taken, path, turn)
-        finish(turn.writes)
-    except BaseException as error:
-        _tell_error(error, turn)
-        if turn.writes:
-            _discard(path, turn)
-        raise
+        with _failing_together(turn, functools.partial(_discard, path, turn)):
+            with raises_checkpoint_errors(path, asynchronous):
+                (_write_all if turn.writes else _write_parts)(taken, path, turn)
+            finish(turn.writes)
     finally:
         taken.release()
 
@@ -228,11 +220,17 @@ def _prefix(path: str, worker: int, index: int) -> str:
     return os.path.join(path + checkpoint_files.TEMPORARY, f"part-{worker}-{index}")
 
 
-def _tell_error(error: BaseException, turn: AnyTurn) -> None:
-    """Tells the other workers of an error: they wait for what this one does. A failure of the job they hear anyway."""
-    if isinstance(error, (WorkerLostError, ProgramDisagreementError)):
-        return
-    turn.tell("done" if turn.writes else f"part {turn.worker}", str(error) or type(error).__name__)
+@contextmanager
+def _failing_together(turn: AnyTurn, discard: Callable[[], None]) -> Iterator[None]:
+    """Tells the other workers of an error in the block: they wait for what this worker does there."""
+    try:
+        yield
+    except BaseException as error:  # an interrupt too: the others would wait without end
+        if not isinstance(error, (WorkerLostError, ProgramDisagreementError)):  # of which they hear anyway
+            turn.tell("done" if turn.writes else f"part {turn.worker}", str(error) or type(error).__name__)
+        if turn.writes:
+            discard()
+        raise
 
 
 def _discard(path: str, turn: AnyTurn) -> None:

@@ -24,18 +24,9 @@ from replica_engine.values.regroup import regroup
 from replica_engine.xla.body import check_mode, in_body
 from replica_engine.xla.cluster_resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
 
-__all__ = [
-    "MapOutput",
-    "MultiStepContext",
-    "TPUStrategy",
-    "TPUSystemMetadata",
-    "TowerContext",
-    "get_distribution_strategy",
-    "get_tower_context",
-    "get_tpu_system_metadata",
-    "has_distribution_strategy",
-    "in_cross_tower_context",
-]
+__all__ = ["MapOutput", "MultiStepContext", "TPUStrategy", "TPUSystemMetadata", "TowerContext"]
+__all__ += ["get_distribution_strategy", "get_tower_context", "get_tpu_system_metadata"]
+__all__ += ["has_distribution_strategy", "in_cross_tower_context"]
 
 Result = TypeVar("Result")
 Aggregation: TypeAlias = tf.VariableAggregation | tf.distribute.ReduceOp | str

@@ -246,26 +246,12 @@ def _record(
     point: SyncPoint, replica: int, devices: Sequence[str], offset: float, worker: int | None
 ) -> SyncPointRecord:
     began, ended = point.merged
-    dtypes, shapes, size = as_data(point.values)
-    return SyncPointRecord(
-        replica=replica,
-        size=len(devices),
-        device=devices[replica],
-        run=point.run,
-        number=point.number,
-        kind=point.kind,
-        name=point.name,
-        where=point.where,
-        dtypes=dtypes,
-        shapes=shapes,
-        bytes=size,
-        arrived=point.arrived + offset,
-        waited=began - point.arrived if point.left else 0.0,
-        merge=ended - began if point.left else 0.0,
-        left=point.left + offset if point.left else None,
-        traced=point.traced,
-        worker=worker,
-    )
+    waited, merge, left = 0.0, 0.0, None
+    if point.left:
+        waited, merge, left = began - point.arrived, ended - began, point.left + offset
+    times = point.arrived + offset, waited, merge, left
+    rest = point.kind, point.name, point.where, *as_data(point.values), *times, point.traced, worker
+    return SyncPointRecord(replica, len(devices), devices[replica], point.run, point.number, *rest)
 
 
 def launch_records(launches: Iterable[LaunchRecord], devices: Sequence[str], most: int) -> list[SyncPointRecord]:
@@ -283,35 +269,12 @@ def launch_records(launches: Iterable[LaunchRecord], devices: Sequence[str], mos
         chosen += [(launch, number, collective) for number, collective in reversed(numbered)]
         if len(chosen) >= most:
             break
-    return SyncPoints(
-        _launch_record(launch, number, collective, replica, devices, offset)
-        for launch, number, collective in reversed(chosen[:most])
-        for replica in range(len(devices))
-    )
-
-
-def _launch_record(
-    launch: LaunchRecord, number: int, collective: CollectiveCall, replica: int, devices: Sequence[str], offset: float
-) -> SyncPointRecord:
-    dtypes, shapes, size = as_data([Brought(collective.dtype, collective.shape, False)])
-    return SyncPointRecord(
-        replica=replica,
-        size=len(devices),
-        device=devices[replica],
-        run=launch.number,
-        number=number,
-        kind=collective.kind,
-        name=collective.kind,
-        where=collective.where,
-        dtypes=dtypes,
-        shapes=shapes,
-        bytes=size,
-        arrived=launch.began + offset,
-        waited=None,
-        merge=None,
-        left=launch.ended + offset,
-        traced=False,
-    )
+    found = SyncPoints()
+    for launch, number, (kind, where, dtype, shape) in reversed(chosen[:most]):
+        times = launch.began + offset, None, None, launch.ended + offset  # one program: nobody sees waits and merges
+        rest = launch.number, number, kind, kind, where, *as_data([Brought(dtype, shape, False)]), *times, False
+        found += [SyncPointRecord(replica, len(devices), device, *rest) for replica, device in enumerate(devices)]
+    return found
 
 
 def as_data(values: Iterable[Brought]) -> tuple[tuple[str, ...], tuple[tuple[int | None, ...] | None, ...], int]:
@@ -396,7 +359,7 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
         lines = lasts(found, run)
         if folder:
             path = _dump(folder, error, found)
-    except Exception:
+    except Exception:  # a record that cannot be written must not hide the exception that it is about
         _log.exception("The record of a failed run could not be collected or written to %s (%s).", folder, VARIABLE)
     if lines:
         add_note(error, "last sync points of the run:\n" + "\n".join(f"  {line}" for line in lines))

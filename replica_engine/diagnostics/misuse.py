@@ -28,15 +28,8 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here, raised_at, user_line, users_place
 from replica_engine.engine import SyncPoint
-from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError
+from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, thread_errors
 from replica_engine.errors.base import add_note, at
-from replica_engine.errors.thread_errors import (
-    KERAS_RUNS,
-    warn_dataset_for_each,
-    warn_different_lines,
-    warn_foreign_optimizer,
-    warn_shared_variable,
-)
 from replica_engine.errors.value_errors import note_no_value
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.eager import EagerTensor
@@ -44,31 +37,10 @@ from replica_engine.upstream.graphs import graph_walk
 
 # The value of several replicas, used as if it were one tensor.
 
-_UNARY = {
-    "__float__": "float(x)",
-    "__int__": "int(x)",
-    "__complex__": "complex(x)",
-    "__round__": "round(x)",
-    "__neg__": "-x",
-    "__pos__": "+x",
-    "__abs__": "abs(x)",
-    "__invert__": "~x",
-    "__getitem__": "x[...]",
-    "__iter__": "for each in x",
-}
-_OPERATORS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "matmul": "@",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-}
+_UNARY = {f"__{name}__": f"{name}(x)" for name in ("float", "int", "complex", "round", "abs")}
+_UNARY |= {"__neg__": "-x", "__pos__": "+x", "__invert__": "~x", "__getitem__": "x[...]", "__iter__": "for each in x"}
+_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+_OPERATORS |= {"matmul": "@", "and": "&", "or": "|", "xor": "^"}
 _COMPARISONS = {"__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="}
 _OF_NO_CLASS = (bool, int, float, complex, str, type(None), np.generic, np.ndarray, list, tuple, distribute.PerReplica)
 """Other operands for which nobody else implements the operator. A tensor does, and comes to the conversion below."""
@@ -240,7 +212,7 @@ def _meaning(error: Exception) -> Exception | None:
         return InputsError(
             f"A replica asks for the next batch of a distributed dataset{at(raised_at(error))}. A batch has a part for "
             "each replica, so take it outside, and pass it: strategy.run(step, args=(next(iterator),)). "
-            f"{KERAS_RUNS}"
+            f"{thread_errors.KERAS_RUNS}"
         )
     return None
 
@@ -400,7 +372,7 @@ def check_inputs(
             if is_distributed:
                 raise InputsError.distributed(name, type(value).__name__.lstrip("_"))
             if size > 1:
-                warn_once(strategy, ("dataset", name), warn_dataset_for_each(name, size, here()))
+                warn_once(strategy, ("dataset", name), thread_errors.warn_dataset_for_each(name, size, here()))
 
 
 @functools.cache
@@ -422,7 +394,7 @@ def check_lines(strategy: tf.distribute.Strategy, points: Sequence[SyncPoint]) -
     first = points[0]
     for replica, point in enumerate(points):
         if point.lineno != first.lineno or point.filename != first.filename:
-            text = warn_different_lines(first.name, (0, first.where), (replica, point.where))
+            text = thread_errors.warn_different_lines(first.name, (0, first.where), (replica, point.where))
             warn_once(strategy, ("lines", first.filename, first.function), text)
             return
 
@@ -446,7 +418,7 @@ def check_additions(strategy: tf.distribute.Strategy, graph: tf.Graph, first: in
         ops = [*adding.get(id(eager.raw_handle(variable)), {}).values()]
         name = variable.name.removesuffix(":0")
         if len(ops) > 1 and "seed" not in name:  # a generator of random numbers may be shared
-            text = functools.partial(warn_shared_variable, name, user_line(ops[1]))
+            text = functools.partial(thread_errors.warn_shared_variable, name, user_line(ops[1]))
             _find_named(strategy, "written").warn(variable, text)
 
 
@@ -482,4 +454,5 @@ def check_optimizer(optimizer: Any, variables: Sequence[object]) -> None:
         return
     if any(isinstance(getattr(each, "value", each), distribute.DistributedVariable) for each in variables):
         name, kind = optimizer.name, type(optimizer).__name__
-        _find_named(strategy, "optimizer").warn(optimizer, lambda: warn_foreign_optimizer(name, kind, size, here()))
+        named = _find_named(strategy, "optimizer")
+        named.warn(optimizer, lambda: thread_errors.warn_foreign_optimizer(name, kind, size, here()))

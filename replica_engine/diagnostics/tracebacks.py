@@ -78,8 +78,9 @@ def without_ours(error: E) -> E:
 
     TensorFlow's own filter cuts the traceback. The text has the frames of what this library puts around functions.
     """
-    if tf.debugging.is_traceback_filtering_enabled() and isinstance(error, tf.errors.OpError):
-        remove_ours(error)
+    is_filtered = tf.debugging.is_traceback_filtering_enabled()
+    if is_filtered and isinstance(error, tf.errors.OpError) and OURS in error.message:
+        function_graphs.set_message(error, _OF_OURS.sub("", error.message))
     return error
 
 
@@ -121,12 +122,6 @@ def shorten_text(error: tf.errors.OpError, is_hidden: Callable[[str], bool]) -> 
     text = _once(text)
     if text != error.message:
         function_graphs.set_message(error, text)
-
-
-def remove_ours(error: tf.errors.OpError) -> None:
-    """Removes the frames of this library from the text of an error, and nothing else."""
-    if OURS in error.message:
-        function_graphs.set_message(error, _OF_OURS.sub("", error.message))
 
 
 def name_lines(error: tf.errors.OpError, fn: tf.types.experimental.PolymorphicFunction) -> None:
@@ -175,6 +170,7 @@ def _once(text: str) -> str:
 def _kept(lines: list[str], is_hidden: Callable[[str], bool]) -> list[str]:
     """The lines of a text without hidden frames, headings of tracebacks, and what a traceback repeats at its end."""
     kept: list[str] = []
+    # The text is that of several tracebacks, one inside the other, each with its own heading and last line.
     seen: set[str] = set()
     frame: bool | None = None  # whether the frame that these lines belong to is kept; None outside frames
     quoted = False  # whether a traceback has begun

@@ -151,6 +151,7 @@ def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
 # Whose a file is.
 
 
+# Asked of each frame of a stack at each sync point, of the same few files.
 @functools.lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
     """Whether a file belongs to Python, to this package, to TensorFlow, to Keras or to a package that these call."""

@@ -13,16 +13,5 @@ from replica_engine.engine.run import ErrandsFailed, Run
 from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
 from replica_engine.engine.thread_pool import GroupPool, ReplicaThread, SyncGroup
 
-__all__ = [
-    "ErrandsFailed",
-    "GroupPool",
-    "Outcome",
-    "Replica",
-    "ReplicaThread",
-    "Run",
-    "State",
-    "SyncGroup",
-    "SyncPoint",
-    "SyncRecord",
-    "current_replica",
-]
+__all__ = ["ErrandsFailed", "Outcome", "Replica", "Run", "current_replica"]
+__all__ += ["GroupPool", "ReplicaThread", "State", "SyncGroup", "SyncPoint", "SyncRecord"]

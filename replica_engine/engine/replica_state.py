@@ -210,7 +210,7 @@ class Replica:
         self.state, self.since = State.RUNNING, time.perf_counter()
         try:
             outcome = Outcome(value=errand.call())  # it may pause at further sync points
-        except Exception as error:
+        except Exception as error:  # of the user's code, for the coordinator to judge: see `Run.errands`
             if self.run.given_up:  # raised by a `finally` while the replica unwinds: nobody takes an outcome any more
                 raise
             outcome = Outcome(error=error)
@@ -259,7 +259,7 @@ class Replica:
                 self.state = State.FINISHED
             except ReplicaUnwound:
                 self.state = State.UNWOUND
-            except BaseException as error:
+            except BaseException as error:  # an outcome is data: this thread has nobody to raise it to
                 self.error = error
                 self.state = State.FAILED
             finally:

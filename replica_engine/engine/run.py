@@ -178,7 +178,7 @@ class Run:
             if self._watch.error is not None:
                 self._settle()
             return results
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: no replica may wait for a coordinator that has left
             self._watch.__exit__(None, None, None)  # another thread's exception may have come before its first line
             late = self._as_late(error)
             if late is None:
@@ -266,6 +266,7 @@ class Run:
                 to_coordinator = self._still_running == 0
         else:
             to_coordinator = replica.index == len(self.replicas) - 1
+        # After a failure the baton goes back at once: a replica that has not had its turn must not get it.
         if to_coordinator or self.given_up or replica.state is State.FAILED:
             self._has_paused.set()
         elif not self._concurrent:
@@ -279,8 +280,8 @@ class Run:
         first, *others = self.replicas
         first.thread.should_run.set()
         if self._concurrent:
-            if self._builds is not None:
-                self._give_head_start(self._builds)
+            if self._builds is not None and not self._first_has_paused.wait(HEAD_START) and self._builds():
+                self._wait(self._first_has_paused)
             if first.state is not State.FAILED:
                 for replica in others:
                     replica.thread.should_run.set()
@@ -289,10 +290,6 @@ class Run:
             if replica.state is State.FAILED:
                 assert replica.error is not None
                 raise replica.error
-
-    def _give_head_start(self, builds: Callable[[], bool]) -> None:
-        if not self._first_has_paused.wait(HEAD_START) and builds():
-            self._wait(self._first_has_paused)
 
     def _wait(self, event: Event) -> None:
         """Waits for the event; raises ReplicaTimeoutError if the time ran out first."""

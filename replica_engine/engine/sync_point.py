@@ -48,6 +48,7 @@ class SyncPoint:
     filename: str
     lineno: int
     function: str
+    # Out of comparisons and texts, as all that follow with `compare=False`: it may be an object of the user.
     identity: object = field(default=None, repr=False, compare=False)
     kind: str = "merge_call"
     how: str = field(default="", repr=False, compare=False)

@@ -33,6 +33,7 @@ class ReplicaThread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self.should_run = Event()
         self.replica: object | None = None
+        # A list and not an attribute that is None in between: `pop` takes the job and forgets it in one step.
         self._jobs: list[Callable[[], None]] = []  # the next one, until the thread takes it
         self._closed = False
 
@@ -168,16 +169,17 @@ class GroupPool:
             group = self._idle.pop() if self._idle else None
         if group is None:
             group = SyncGroup(self.devices, self.record, self.name)
+        ended_well = False
         try:
             yield group
-        except BaseException:
-            group.close()
-            raise
-        with self._lock:
-            if len(self._idle) < self.KEPT:
-                self._idle.append(group)
-                return
-        group.close()
+            ended_well = True
+        finally:
+            with self._lock:
+                keeps = ended_well and len(self._idle) < self.KEPT
+                if keeps:
+                    self._idle.append(group)
+            if not keeps:
+                group.close()
 
     def close(self) -> None:
         """Closes the idle groups. A leased group ends when its run has ended and nothing refers to it."""

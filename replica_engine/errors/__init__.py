@@ -24,113 +24,22 @@ A user's own exception is never wrapped: it leaves `run` as the object that was 
 adds a note that names the replica that raised it. These modules import only the standard library.
 """
 
+from replica_engine.errors import device_errors, program_errors, thread_errors, value_errors, worker_errors
 from replica_engine.errors.base import ReplicaEngineError
-from replica_engine.errors.device_errors import (
-    BackendMissingError,
-    DeviceError,
-    DistributionError,
-    ForkedError,
-    TensorFlowVersionError,
-)
-from replica_engine.errors.program_errors import (
-    CaptureError,
-    CollectiveError,
-    GraphModeError,
-    HostAccessError,
-    HostResultError,
-    LostVariableError,
-    LoweringError,
-    NestedHostCallError,
-    ProgramError,
-    StuckProgramError,
-    VariableCreationError,
-)
+from replica_engine.errors.device_errors import *
+from replica_engine.errors.program_errors import *
 from replica_engine.errors.replica_table import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.thread_errors import (
-    InputsError,
-    MergeCallGraphError,
-    MergeCallMismatchError,
-    NoMethodError,
-    NotInBodyError,
-    NotInReplicaError,
-    ReplicaMismatchError,
-    ReplicaUnwound,
-    ScopeError,
-    StructureMismatchError,
-    VariableMismatchError,
-)
-from replica_engine.errors.value_errors import (
-    BackupError,
-    BatchError,
-    CheckpointError,
-    ContribError,
-    LogError,
-    NoValueError,
-    OptimizerError,
-    ParityArgumentError,
-    ParityError,
-    ReplicateError,
-    ReplicaValueError,
-)
-from replica_engine.errors.worker_errors import (
-    ClusterConfigError,
-    ProgramDisagreementError,
-    WorkerLostError,
-    WorkerRow,
-    WorkersMissingError,
-    WorkerVersionError,
-)
+from replica_engine.errors.thread_errors import *
+from replica_engine.errors.value_errors import *
+from replica_engine.errors.worker_errors import *
 
-__all__ = [
-    "BackendMissingError",
-    "BackupError",
-    "BatchError",
-    "CaptureError",
-    "CheckpointError",
-    "ClusterConfigError",
-    "CollectiveError",
-    "ContribError",
-    "CoordinatorRow",
-    "DeviceError",
-    "DistributionError",
-    "ForkedError",
-    "GraphModeError",
-    "HostAccessError",
-    "HostResultError",
-    "InputsError",
-    "LogError",
-    "LostVariableError",
-    "LoweringError",
-    "MergeCallGraphError",
-    "MergeCallMismatchError",
-    "NestedHostCallError",
-    "NoMethodError",
-    "NoValueError",
-    "NotInBodyError",
-    "NotInReplicaError",
-    "OptimizerError",
-    "ParityArgumentError",
-    "ParityError",
-    "ProgramDisagreementError",
-    "ProgramError",
-    "ReplicaEngineError",
-    "ReplicaMismatchError",
-    "ReplicaRow",
-    "ReplicaTimeoutError",
-    "ReplicaUnwound",
-    "ReplicaValueError",
-    "ReplicateError",
-    "ScopeError",
-    "StructureMismatchError",
-    "StuckProgramError",
-    "TensorFlowVersionError",
-    "VariableCreationError",
-    "VariableMismatchError",
-    "WorkerLostError",
-    "WorkerRow",
-    "WorkerVersionError",
-    "WorkersMissingError",
-]
+# One of the forms that type checkers understand: what is not in `__all__` is private to them.
+__all__ = ["CoordinatorRow", "ReplicaEngineError", "ReplicaRow", "ReplicaTimeoutError"]
+__all__ += device_errors.__all__
+__all__ += program_errors.__all__
+__all__ += thread_errors.__all__
+__all__ += value_errors.__all__
+__all__ += worker_errors.__all__
 
 # Users, tracebacks and pickle see one module, `replica_engine.errors`, not the files.
 for _name in __all__:

@@ -28,6 +28,7 @@ class ReplicaEngineError(Exception):
     ag_pass_through = True  # tells AutoGraph to raise it unchanged: a new exception would lose the type and attributes
 
     def __init__(self, *args: object):
+        # A note and not a part of the text: code that copies an error as `type(error)(str(error))` would add it again.
         super().__init__(*args)
         name = type(self).__name__
         add_note(self, f"{_MORE}{name}.html {_SITE}, or help(replica_engine.errors.{name})")
@@ -69,16 +70,21 @@ def at(where: str) -> str:
     return f" at {where}" if where else ""
 
 
-def positive_int(value: object) -> int | None:
-    """A value as a positive int, or None if it is not one; the caller then raises an error.
+def as_int(value: object) -> int | None:
+    """A value as an int, or None if it is not one; the caller then raises an error.
 
-    Integers of NumPy and TensorFlow count as ints; bools do not.
+    Integers of NumPy and TensorFlow count as ints.
     """
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except Exception:  # not only TypeError: TensorFlow's tensors raise exceptions of TensorFlow's own types
         return None
-    return number if number > 0 else None
+
+
+def positive_int(value: object) -> int | None:
+    """A value as a positive int, or None if it is not one. Bools do not count as ints here."""
+    number = None if isinstance(value, bool) else as_int(value)
+    return number if number is not None and number > 0 else None
 
 
 _OTHER_WORDS = {"AVG": "MEAN", "AVERAGE": "MEAN", "ADD": "SUM", "TOTAL": "SUM", "MAXIMUM": "MAX", "MINIMUM": "MIN"}
@@ -90,7 +96,7 @@ def meant_reduction(given: object, known: Sequence[str], stacked: str) -> str:
     Args:
         given: the reduction that the user asked for.
         known: the names of the reductions that are possible.
-        stacked: an expression for the values of all replicas in one tensor, of which an extreme can be taken.
+        stacked: an expression for one tensor with the values of all replicas, whose maximum or minimum can be taken.
     """
     asked = str(getattr(given, "value", given)).upper()
     asked = _OTHER_WORDS.get(asked, asked)
@@ -125,6 +131,6 @@ def shown(value: object) -> str:
     """
     try:
         text = repr(value)
-    except Exception as error:
+    except Exception as error:  # of the user's class
         return f"(its repr raises {type(error).__name__})"
     return text if len(text) < 80 else text[:77] + "..."

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, shown, warning
 
+__all__ = ["BackendMissingError", "DeviceError", "DistributionError", "ForkedError", "TensorFlowVersionError"]
+
 
 class DeviceError(ReplicaEngineError, ValueError, AssertionError):
     """Devices do not exist, do not fit together, or cannot do what was asked.

@@ -7,6 +7,10 @@ from typing import Any
 
 from replica_engine.errors.base import ReplicaEngineError, at, meant_reduction, shown, warning
 
+__all__ = ["CaptureError", "CollectiveError", "GraphModeError", "HostAccessError", "HostResultError"]
+__all__ += ["LostVariableError", "LoweringError", "NestedHostCallError", "ProgramError", "StuckProgramError"]
+__all__ += ["VariableCreationError"]
+
 # What to write in place of a lookup whose number of rows is that of the different ids.
 ROWS_OF_UNIQUE = (
     "The number of different ids, which tf.unique and tf.nn.embedding_lookup_sparse find, depends on data. Look up "

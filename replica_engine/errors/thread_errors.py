@@ -11,6 +11,10 @@ from typing import Any
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, in_words, is_alike, warning
 from replica_engine.errors.replica_table import ReplicaRow, plural
 
+__all__ = ["InputsError", "MergeCallGraphError", "MergeCallMismatchError", "NoMethodError", "NotInBodyError"]
+__all__ += ["NotInReplicaError", "ReplicaMismatchError", "ReplicaUnwound", "ScopeError", "StructureMismatchError"]
+__all__ += ["VariableMismatchError"]
+
 
 class MergeCallMismatchError(ReplicaEngineError, RuntimeError):
     """The replicas of one run did not meet at the same merge calls.

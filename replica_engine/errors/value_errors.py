@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction, warning
 from replica_engine.errors.replica_table import plural
 
+__all__ = ["BackupError", "BatchError", "CheckpointError", "ContribError", "LogError", "NoValueError"]
+__all__ += ["OptimizerError", "ParityArgumentError", "ParityError", "ReplicaValueError", "ReplicateError"]
+
 _NUMBERS = (bool, int, float, complex)
 
 
@@ -83,11 +86,6 @@ class ReplicaValueError(ReplicaEngineError, ValueError, TypeError):
         return cls(f"`axis` must be an int, a tuple of ints, or None to reduce over replicas only; got {brief(given)}.")
 
     @classmethod
-    def not_one_axis(cls, name: str, given: object) -> ReplicaValueError:
-        """`axis` is not an axis to join or to divide along."""
-        return cls(f"{name}: `axis` must be an int, as in axis=0; got {brief(given)}.")
-
-    @classmethod
     def no_function(cls, given: object) -> ReplicaValueError:
         """The argument is not callable."""
         return cls(
@@ -147,23 +145,10 @@ def _advise_one_value(in_replica: bool) -> str:
 
 _ASKS = " asks for the value of a "
 
-_TENSORFLOWS = {
-    "sum": "tf.reduce_sum(x)",
-    "mean": "tf.reduce_mean(x)",
-    "max": "tf.reduce_max(x)",
-    "min": "tf.reduce_min(x)",
-    "prod": "tf.reduce_prod(x)",
-    "std": "tf.math.reduce_std(x)",
-    "var": "tf.math.reduce_variance(x)",
-    "argmax": "tf.argmax(x)",
-    "argmin": "tf.argmin(x)",
-    "concatenate": "tf.concat(...)",
-    "stack": "tf.stack(...)",
-    "reshape": "tf.reshape(x, shape)",
-    "transpose": "tf.transpose(x)",
-    "argsort": "tf.argsort(x)",
-    "sort": "tf.sort(x)",
-}
+_TENSORFLOWS = {name: f"tf.reduce_{name}(x)" for name in ("sum", "mean", "max", "min", "prod")}
+_TENSORFLOWS |= {name: f"tf.{name}(x)" for name in ("argmax", "argmin", "transpose", "argsort", "sort")}
+_TENSORFLOWS |= {"std": "tf.math.reduce_std(x)", "var": "tf.math.reduce_variance(x)", "reshape": "tf.reshape(x, shape)"}
+_TENSORFLOWS |= {"concatenate": "tf.concat(...)", "stack": "tf.stack(...)"}
 _PRINTED = "Write tf.print(x), which shows the value when the function runs."
 _RETURNED = "Return x from the function, and read it after the run."
 _INSTEAD = {

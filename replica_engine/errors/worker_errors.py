@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from replica_engine.errors.base import ReplicaEngineError, add_note, shown, warning
 from replica_engine.errors.replica_table import plural
 
+__all__ = ["ClusterConfigError", "ProgramDisagreementError", "WorkerLostError", "WorkerRow", "WorkerVersionError"]
+__all__ += ["WorkersMissingError"]
+
 TOKEN = "REPLICA_ENGINE_TOKEN"
 """The variable with the secret of a job; messages name it."""
 
@@ -21,6 +24,9 @@ SAVING = "the saving of"
 
 NOW = "; now "
 """Between the sync point that a worker has reported, and where its replicas are at the moment."""
+
+OF_REPLICAS = ("numbers of replicas", "Give each worker the same number of devices.")
+"""What differs where workers have other numbers of devices, and what to do."""
 
 _MOST_LINES = 16  # of a table of workers, and of ranges of workers in a line
 _QUIET = 3.0  # seconds of silence from which on a worker stands apart from others at the same place
@@ -337,20 +343,13 @@ class WorkerVersionError(ReplicaEngineError, RuntimeError):
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
 
     @classmethod
-    def other_package(cls, package: str, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
-        """The workers have different versions of a package."""
-        return _different(cls, f"versions of {package}", groups, f"Install one version of {package} on all workers.")
-
-    @classmethod
-    def other_devices(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
-        """The replicas of some workers run on GPUs, and those of others on CPUs."""
-        hide = "Give each worker GPUs, or hide them: CUDA_VISIBLE_DEVICES=-1."
-        return _different(cls, "kinds of devices", groups, hide)
-
-    @classmethod
-    def other_replicas(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
-        """The workers have different numbers of replicas."""
-        return _different(cls, "numbers of replicas", groups, "Give each worker the same number of devices.")
+    def different(cls, what: str, advice: str, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+        """The workers differ in something, such as "versions of keras"."""
+        rows = tuple((tuple(indices), value) for indices, value in groups)
+        table = "\n".join(f"  {workers(indices)}: {value}" for indices, value in rows)
+        error = cls(f"The workers have different {what}:\n{table}\n{advice}")
+        error.groups = rows
+        return error
 
 
 class ProgramDisagreementError(ReplicaEngineError, RuntimeError):
@@ -451,16 +450,6 @@ def _lost(row: WorkerRow, what: str, again: bool = True) -> WorkerLostError:
         add_note(error, f"{row.name} {what}")
     error.worker, error.host, error.pid = row.worker, row.host, row.pid
     error.step, error.sync_point = row.step, row.sync_point
-    return error
-
-
-def _different(
-    kind: type[WorkerVersionError], what: str, groups: Iterable[tuple[Sequence[int], str]], advice: str
-) -> WorkerVersionError:
-    rows = tuple((tuple(indices), value) for indices, value in groups)
-    table = "\n".join(f"  {workers(indices)}: {value}" for indices, value in rows)
-    error = kind(f"The workers have different {what}:\n{table}\n{advice}")
-    error.groups = rows
     return error
 
 

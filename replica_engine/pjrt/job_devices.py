@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
+from replica_engine.errors.worker_errors import OF_REPLICAS
 from replica_engine.pjrt import accelerators, jaxlib, rendezvous
 from replica_engine.pjrt.agreement import Agreement
 from replica_engine.pjrt.device_group import DeviceGroup
@@ -72,7 +73,8 @@ class _Workers:
         for worker, own in enumerate(self.devices):
             counts.setdefault(len(own), []).append(worker)
         if len(counts) > 1:  # known only now for GPUs and TPUs
-            raise WorkerVersionError.other_replicas([(each, str(number)) for number, each in sorted(counts.items())])
+            groups = [(each, str(number)) for number, each in sorted(counts.items())]
+            raise WorkerVersionError.different(*OF_REPLICAS, groups)
         self._agreement = Agreement(self.platform, tuple(own[0] for own in self.devices), member)
 
     def group(self, count: int, mesh: ReplicaMesh | None) -> DeviceGroup:

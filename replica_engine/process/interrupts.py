@@ -52,7 +52,7 @@ class afterwards:
             return
         try:
             self._do()
-        except Exception as other:
+        except Exception as other:  # whatever the function raises: the block's exception must not be lost to it
             add_note(error, f"also failed, while {self._what}: {in_words(other)}")
 
 
@@ -199,7 +199,7 @@ class held_off:
             result = call()
             self.__exit__(None, None, None)
             return result
-        except BaseException as error:
+        except BaseException as error:  # also one that came before the first line of `__exit__` above
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
@@ -276,6 +276,7 @@ class _Ear:
             if not numbers:
                 return
             if self.theirs >= 0:
+                # The program may have closed it: its loop has ended, and the signal still counts here.
                 with contextlib.suppress(OSError):
                     os.write(self.theirs, numbers)
             told = self.told
@@ -337,5 +338,4 @@ def _after_fork() -> None:
     _ear = None
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

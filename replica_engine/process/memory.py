@@ -63,13 +63,8 @@ def _trim() -> None:
 
 def _glibc(name: str) -> Callable[..., int] | None:
     """A function of glibc's allocator; None where there is another one, or where the user has set its limits."""
-    if not sys.platform.startswith("linux") or _are_chosen():
+    limits = (f"MALLOC_{limit}_" for limit in ("MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD", "MMAP_MAX"))
+    are_chosen = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "") or any(each in os.environ for each in limits)
+    if not sys.platform.startswith("linux") or are_chosen:
         return None
     return getattr(ctypes.CDLL(None), name, None)  # musl has none
-
-
-def _are_chosen() -> bool:
-    """Whether the user has set limits of the allocator."""
-    return "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "") or any(
-        f"MALLOC_{name}_" in os.environ for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD", "TOP_PAD", "MMAP_MAX")
-    )

@@ -72,8 +72,7 @@ def _after_fork() -> None:
             del known[thread]
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register
@@ -91,6 +90,7 @@ def _something_runs() -> bool:
 
     Only threads that live count: an entry may be left of a run that an exception from outside has ended.
     """
+    # Not `threading.enumerate`, which lacks threads that C++ has made and that run Python.
     others = sys._current_frames().keys() - {threading.get_ident()} - _blocked
     recently = time.monotonic() - _ON_THE_WAY
     return any(each in _depths or _left.get(each, 0.0) > recently for each in others)

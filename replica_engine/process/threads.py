@@ -70,7 +70,7 @@ class _ThreadToStart:
     def __init__(self, thread: threading.Thread):
         self.thread = thread
         self.failures: list[BaseException] = []
-        self.is_wanted = True  # false once the thread that asks for it has been interrupted
+        self.is_wanted = True  # false once the thread that asks for it waits no more
         self.done = _thread.allocate_lock()
         self.done.acquire()
 
@@ -95,12 +95,13 @@ class _Maker:
         while True:
             self._make(self._jobs.get())
 
+    # A function of its own: its frame goes, while that of `_run` would hold the last thread until the next one comes.
     @staticmethod
     def _make(job: _ThreadToStart) -> None:
         try:
             if job.is_wanted:
                 job.thread.start()
-        except BaseException as error:
+        except BaseException as error:  # for the thread that asked: an exception here would end the maker
             job.failures.append(error)
         job.done.release()
 
@@ -127,7 +128,7 @@ class LeftCall(threading.Thread, Generic[T]):
     def _make(self, call: Callable[[], T], ended: Callable[[], None]) -> None:
         try:
             self._results.append(call())
-        except BaseException as error:
+        except BaseException as error:  # for the thread that asks for the result
             self._failures.append(error)
         finally:
             if self._is_left:
@@ -166,9 +167,8 @@ def start(thread: threading.Thread) -> None:
         _maker.put(job)
         while not job.done.acquire(timeout=MISSED):  # see `wait_for_ever`
             pass
-    except BaseException:
-        job.is_wanted = False
-        raise
+    finally:
+        job.is_wanted = False  # it has been started, or this thread was interrupted and nobody asks for it any more
     if job.failures:
         raise job.failures.pop()
 
@@ -179,5 +179,4 @@ def _after_fork() -> None:
     _maker = _Maker()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -6,8 +6,8 @@ mistake, which shows in the second or third digit:
 
 - A tensor is compared as a whole: the largest difference of an element, relative to the *largest* element. An element
   near zero is the difference of larger numbers and has their rounding error.
-- A weight is compared by its *change* in the step. The change may be 0 but for the rounding of all others, such as that
-  of a bias before a batch normalization. So it counts as at least a fiftieth of the largest change in the model.
+- A weight is compared by its *change* in the step. The change may be nothing but rounding, as that of a bias before a
+  batch normalization. So it counts as at least a fiftieth of the largest change in the model.
 """
 
 from __future__ import annotations

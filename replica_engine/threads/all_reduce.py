@@ -177,6 +177,7 @@ def _sum(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _one_after_the_other(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    # A copy, which is added to in place; the arrays are the memory of tensors.
     result = np.array(arrays[0])
     for array in arrays[1:]:
         result += array
@@ -187,7 +188,7 @@ class OverWorkers:
     """Sums, gathers and the chief's values over the workers: at once, or whenever the graph under construction runs.
 
     The sum over the workers is a program of jaxlib (`pjrt.worker_sums`). In the graph of a `tf.function` a host op
-    launches it. A variable without meaning, which each of these ops takes and writes, keeps them in the order of the
+    launches it. Each of these ops reads and writes one dummy variable, so TensorFlow runs them in the order of the
     program.
 
     Args:

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,6 +25,7 @@ from replica_engine.diagnostics.flight_record import Brought, texts
 from replica_engine.diagnostics.user_frames import calling_line
 from replica_engine.engine import Replica, SyncPoint
 from replica_engine.errors import CollectiveError, GraphModeError, ReplicaMismatchError
+from replica_engine.process import threads
 from replica_engine.upstream import distribute, worker_collectives
 from replica_engine.values.structure import as_axis, flatten
 
@@ -278,6 +279,7 @@ class Launches:
     def __init__(self, member: workers.Member, timeout: float | None = None, warn_after: float | None = None):
         self._member = member
         self._timeout, self._warn_after = timeout, warn_after
+        # By digest and not by program: two programs with one digest are the same to the other workers.
         self._known: set[str] = set()
         # By digest: which program this is, and how often it was launched.
         self._launches: dict[str, tuple[int, int]] = {}
@@ -286,40 +288,30 @@ class Launches:
         self._steps = 0
         self._what: tuple[str, str, str] | None = None  # operation, line, and what is compared of it
 
-    @contextlib.contextmanager
-    def merging(self, point: SyncPoint) -> Iterator[None]:
+    def merging(self, point: SyncPoint) -> contextlib.AbstractContextManager[Any]:
         """Inside the block, collectives belong to a sync point of the replicas."""
-        before, self._point = self._point, point
         self._new_run = self._new_run or point.number == 1
-        try:
-            yield
-        finally:
-            self._point = before
+        return threads.attribute(self, "_point", point)
 
-    @contextlib.contextmanager
-    def doing(self, what: str, name: str | None = None) -> Iterator[None]:
+    def doing(self, what: str, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
         """Inside the block, collectives belong to an operation.
 
         Args:
             what: the operation, in words: "reduce SUM".
             name: the name of the variable that it reads; None for an operation that the user's code calls.
         """
-        before = self._what
         if self._point is not None:
             point = self._point
             line = f"{os.path.basename(point.filename)}:{point.lineno}"
             operation, _, which = what.partition(" ")
             name = f"{point.name} {which}" if point.name == f"all_{operation}" else f"{point.name}: {what}"
-            self._what = name, f"{line} in {point.function}", line
+            described = name, f"{line} in {point.function}", line
         elif name is not None:
-            self._what = f"{what} of {name}", "", ""
+            described = f"{what} of {name}", "", ""
         else:
             line, function = calling_line()
-            self._what = what, f"{line} in {function}", line
-        try:
-            yield
-        finally:
-            self._what = before
+            described = what, f"{line} in {function}", line
+        return threads.attribute(self, "_what", described)
 
     def describe(self, kind: str, operand: Any) -> Any:
         """Describes a collective of TensorFlow; see `worker_collectives.note_launches`."""

@@ -56,9 +56,8 @@ def differentiable(
         reduced, tensors, name, lambda *upstream: context.all_reduce(operation, list(upstream)), context.in_order
     )
     graph = tf.compat.v1.get_default_graph()
-    strategies = getattr(graph, _STRATEGIES, {})
+    strategies: dict[str, Any] = function_graphs.kept_on(graph, _STRATEGIES, dict)
     strategies[known[0].op.name] = weakref.ref(context.strategy)
-    setattr(graph, _STRATEGIES, strategies)
     return known
 
 
@@ -214,6 +213,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         Returns:
             The three, with tokens.
         """
+        # By id: a token is a tensor of its graph and keeps it alive, so no other graph gets the id.
         graph = id(thread_state.default_graph())
         before = [] if graph not in self._tokens else [self._tokens[graph]]
         self._tokens[graph] = token = tf.zeros([])
@@ -313,6 +313,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             NotInReplicaError: the calling thread is not running this replica.
         """
         replica = self._replica
+        # A thread that a replica has started has the context too, but no turn: a pause there would stop the wrong
+        # thread.
         if replica is None or current_replica() is not replica:
             raise NotInReplicaError(
                 f"merge_call was called on the thread {threading.current_thread().name!r}, which is not running a "

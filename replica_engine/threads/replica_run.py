@@ -98,8 +98,9 @@ class Merge:
                 if meeting is not None and step_marks is not None:
                     meeting.left(results, closes=thread_state.default_graph() is not step_marks.graph)
                 return results
-            except BaseException as error:
+            except BaseException as error:  # of the user's merge function; an interrupt of it gets the note too
                 failure = as_raised(error)
+        # Raised here and not in the handler: there, what AutoGraph has made of the exception would become its context.
         if isinstance(failure, Exception):
             check_variables_and_gradients(first.merge_fn, point, (args, kwargs), failure)
         place = f"raised in merge function {point.name}, in cross-replica context; the replicas met at {point.where}"
@@ -116,7 +117,7 @@ def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
             return first.merge_fn(operator)
         except ErrandsFailed as failed:
             return list(failed.outcomes)
-        except Exception as error:
+        except Exception as error:  # of the user's branches, bodies and gradients
             failure = as_raised(error)
             for replica in run.replicas:
                 if replica.error is error:  # so that its note goes to the exception that leaves the run
@@ -298,7 +299,7 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
                 own_args, own_kwargs = of_replicas[index]
                 try:
                     return fn(*own_args, **own_kwargs)
-                except Exception as error:
+                except Exception as error:  # of the user's function
                     failure = as_raised(error)
                 raise failure
         finally:
@@ -323,7 +324,7 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
             results = regroup(own_results, what=f"The results of {_described(source)}")
             if step_marks is not None:
                 step_marks.end(own_results)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: the note says where the replicas were
             note_failed_run(error, backend.sync_points, run.number)
             raise
         if not variables.any:
@@ -482,6 +483,7 @@ def _lift(backend: ThreadBackend, fn: Any) -> Callable[..., Any]:
 
 
 def _around(backend: ThreadBackend, inner: Callable[..., Any]) -> Callable[..., Any]:
+    # Weakly: the lifted function is kept by the user's, which may outlive the strategy.
     backend_ref = weakref.ref(backend)
 
     @operators.artifact

@@ -66,6 +66,7 @@ class Draws:
         """The seed that TensorFlow gives to the random op of a number; only the first replica there draws it."""
         with self._lock:
             drawn = self._drawn.setdefault(place, [])
+            # In order, also where replicas come in another: each draw moves TensorFlow's count on.
             while len(drawn) <= number:
                 drawn.append(draw())
             return drawn[number]

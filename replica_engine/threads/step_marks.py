@@ -159,7 +159,7 @@ class Meeting:
 
 
 AT_ONCE = 8
-"""Ops that each replica may make between two sync points of which the second follows at once."""
+"""The most ops that each replica makes between two sync points, if the second counts as following at once."""
 
 
 def _leaves(value: Any) -> list[Any]:

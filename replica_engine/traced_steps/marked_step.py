@@ -29,8 +29,8 @@ class MarkedPoint:
         points: the sync points of replica 0, at the time of the trace.
         arrived: for each replica, when it had brought all its values to the first of them.
         left: for each replica, when it had its part of the last result, and its device what the merges wrote there;
-            None if neither is to be seen. Empty while further sync points may follow at once; only then it is not yet
-            one of `MarkedStep.points`.
+            None if no mark shows it. The list is empty while further sync points may follow at once; only then the
+            point is not yet in `MarkedStep.points`.
         writes: whether a merge writes variables.
     """
 
@@ -216,23 +216,17 @@ class MarkedStep:
         iterations: list[int | None] = [None] * len(places)
         if counted:
             iterations = [each - before for each, before in zip(self.iterations(), counted, strict=True)]
-        return [
-            ReplicaRow(
-                replica=replica,
-                size=len(places),
-                device=self.names[replica],
-                state=place.state.value,
-                merge_calls=place.points,
-                where="" if place.last is None else str(place.last),
-                seconds=max(0.0, now - place.since) if place.since else None,
-                iteration=iteration,
-            )
-            for replica, (place, iteration) in enumerate(zip(places, iterations, strict=True))
-        ]
+        rows = []
+        for replica, (place, iteration) in enumerate(zip(places, iterations, strict=True)):
+            where = "" if place.last is None else str(place.last)
+            seconds = max(0.0, now - place.since) if place.since else None
+            what = place.state.value, place.points, where, seconds
+            rows.append(ReplicaRow(replica, len(places), self.names[replica], *what, iteration=iteration))
+        return rows
 
 
 def _gone(left: Mark | None, arrived: Sequence[float], begun: Sequence[float]) -> float:
-    """When a replica left a sync point; if that is not to be seen, soon after the last replica has come; or 0.0."""
+    """When a replica left a sync point. Without a mark, the time at which the last replica came; 0.0 before that."""
     if left is not None:
         return left.read()
     return max(arrived) if all(map(operator.ge, arrived, begun)) else 0.0

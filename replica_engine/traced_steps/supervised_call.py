@@ -1,9 +1,9 @@
 """Calls of a `tf.function` in which replicas run: watched, limited, ended, and where their replicas are.
 
-TensorFlow runs the step, on its own threads. What this module knows of it are the marks in its graph, and the threads
-that run Python functions of it. What it can do is to start TensorFlow's cancellation: ops that wait (for a queue, an
-iterator, a transfer, a collective) and loops end then, and so the call. An op that computes ends by itself. An op that
-calls Python ends when the Python code returns: it is interrupted, and if it sleeps, abandoned.
+TensorFlow runs the step, on its own threads. This module sees the marks in the step's graph, and the threads that run
+Python functions of it. It can start TensorFlow's cancellation: then loops end, and ops that wait (for a queue, an
+iterator, a transfer, a collective), and so does the call. An op that computes ends by itself. An op that calls Python
+ends when the Python code returns: this module interrupts that code, and abandons it if it sleeps.
 
 Therefore a graph that calls Python is run on another thread, which the caller can leave. So is one with a limit that
 takes batches from an iterator, because its dataset may call Python. Other graphs run on the calling thread, which costs
@@ -61,8 +61,8 @@ from replica_engine.watch.watchdog import (
 def install() -> None:
     """Puts the functions of this module around TensorFlow's, once. Both backends need them for errors about replicas.
 
-    On a thread that runs a replica, each wrapper calls TensorFlow's function unchanged; but for calls of a
-    `tf.function`, where replicas on threads may have to merge (`install_nested`).
+    On a thread that runs a replica, each wrapper calls TensorFlow's function unchanged. The exception are calls of a
+    `tf.function`, in which replicas on threads may have to merge (`install_nested`).
     """
     hide_frames(FOLDERS)
     distribute.install_numbers()
@@ -94,7 +94,7 @@ def _call(original: Callable[..., object], self: Any, *args: object, **kwargs: o
         result = original(self, *args, **kwargs)
         worker_collectives.ended()
         return result
-    except BaseException as error:
+    except BaseException as error:  # an interrupt too: other workers may wait for a collective of this call
         worker_collectives.left(error)
         if not isinstance(error, (Exception, KeyboardInterrupt)):
             raise
@@ -356,7 +356,7 @@ class _SupervisedCall:
             worker_collectives.ended()  # here too: a concrete function may be called without its tf.function
             self._leave()
             return result
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too, as in `_call`
             try:
                 worker_collectives.left(error)
             finally:
@@ -390,7 +390,7 @@ class _SupervisedCall:
             # On Ctrl-C, while the main thread is inside TensorFlow, it is called on another thread.
             with interrupts.heard_at_once(lambda: self._cancel_between_updates(KeyboardInterrupt())):
                 return execute()
-        except BaseException as error:
+        except BaseException as error:  # what ends a call is what the watchdog or Ctrl-C asked for, whatever came of it
             self._is_over = True
             ended_by = self._wait.error
             if ended_by is not None:
@@ -412,24 +412,26 @@ class _SupervisedCall:
         done = threading.Event()
         outcome: list[Any] = []
         failures: list[BaseException] = []
+        # What else the call needs of this thread's state comes with it: see `call_function` of `function_calls`.
         policy = thread_state.device_policy()
 
         def work() -> None:
             try:
                 with thread_state.enter_device_policy(policy):
                     outcome.append(execute())
-            except BaseException as error:
+            except BaseException as error:  # for the thread that waits: nobody else hears of it
                 failures.append(error)
             finally:
                 done.set()
                 woken.set()
 
+        # From a pool: to start a thread for each step would take longer.
         worker = _lent()
         try:
             worker.assign(work)
             worker.should_run.set()
             wait_for_ever(woken.wait)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt of the wait; the call itself keeps its exception in `failures`
             self._end(done, error, worker)
             if outcome:
                 worker_collectives.ended()
@@ -458,6 +460,7 @@ class _SupervisedCall:
         else:
             stuck = [row for row in self._places.stand(self._function.graph())[0] if row.stack or row.state != FINISHED]
             note_abandoned(error, [row for row in stuck if row.stack] or stuck)
+            # Those that have ended meanwhile hold no thread any more, and must not be named.
             _abandoned[:] = [each for each in _abandoned if not each[1].is_set()]
             _abandoned.append((self._function.name, done))
             worker.close()

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-# _VariantDataset: a dataset of which only the handle is known, not what it is made of.
+# _VariantDataset: a dataset behind a handle, which does not tell what the dataset is made of.
 from tensorflow.python.data.ops.dataset_ops import _VariantDataset
 
 # OwnedIterator: the iterator of a tf.data.Dataset in eager mode.
@@ -131,6 +131,7 @@ class Pulls:
         if self._queue is None:
             free = _free_queues.setdefault((self._types, self._shapes, count), [])
             self._queue = free.pop() if free else tf.queue.FIFOQueue(count, self._types, self._shapes)
+            # Given back when this object goes, and not deleted: see `_free_queues`.
             weakref.finalize(self, free.append, self._queue).atexit = False
         take = _taking(self._types, self._shapes, count)
         began = time.perf_counter()

@@ -47,7 +47,7 @@ from replica_engine.upstream.distribute import DistributedValues, MirroredVariab
 from replica_engine.upstream.thread_state import unobserved
 
 EagerTensor = tf.__internal__.EagerTensor
-"""The class of dense tensors in eager mode. These of its methods are called here:
+"""The class of dense tensors in eager mode. This module calls these of its private methods:
 
 - `_numpy_internal`: the memory of a tensor on a CPU, without the copy that `numpy()` makes;
 - `_copy_to_device`: an equal tensor on another device;
@@ -180,7 +180,7 @@ def is_mirrored(variable: object) -> bool:
 
 
 def differ_by_replica(arguments: object) -> bool:
-    """Whether a structure has values of several replicas of which two are not equal; in eager mode."""
+    """Whether a distributed value in a structure differs between two replicas; in eager mode."""
     several = (leaf for leaf in tf.nest.flatten(arguments) if isinstance(leaf, DistributedValues))
     unequal = (leaf for leaf in several if not getattr(leaf, "_is_mirrored", bool)())  # values of `run` do not have it
     return any(len(set(map(_bytes, leaf._values))) > 1 for leaf in unequal)

@@ -31,16 +31,7 @@ from tensorflow.python.data.ops.padded_batch_op import _PaddedBatchDataset
 
 # The classes of distributed datasets and their iterators, with their type specs. _create_per_replica: the distributed
 # value of one batch per replica. _dummy_tensor_fn: what a replica gets that has no batch.
-from tensorflow.python.distribute.input_lib import (
-    DistributedDataset,
-    DistributedDatasetsFromFunction,
-    DistributedDatasetsFromFunctionSpec,
-    DistributedDatasetSpec,
-    DistributedIterator,
-    DistributedIteratorSpec,
-    _create_per_replica,
-    _dummy_tensor_fn,
-)
+from tensorflow.python.distribute import input_lib as _input_lib
 
 from replica_engine.errors import InputsError
 from replica_engine.process import threads
@@ -132,9 +123,9 @@ def _check_shares(dataset: tf.data.Dataset, replicas: int) -> None:
 
 
 def rows_of_batches(dataset: tf.data.Dataset) -> int | None:
-    """The number of rows of a dataset's batches, but for the last one; None if what made it does not tell.
+    """The number of rows of each batch of a dataset except the last one; None if the dataset does not tell.
 
-    It does for `batch` and `padded_batch`, and for batches of a known shape.
+    A dataset that `batch` or `padded_batch` made tells, and one whose batches have a known shape.
     """
     shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
     if not tf.executing_eagerly() or any(shape is None or shape.rank == 0 for shape in shapes):
@@ -323,8 +314,7 @@ def _after_fork() -> None:
     _ends = _Ends()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_apart(iterator: tf.data.Iterator) -> weakref.ref[tf.data.Iterator]:
@@ -413,7 +403,7 @@ class _Turns:
                 raise
             for device in self.devices[len(elements) :]:
                 with tf.device(device):
-                    elements.append(_dummy_tensor_fn(self.iterator.element_spec))
+                    elements.append(_input_lib._dummy_tensor_fn(self.iterator.element_spec))
             return elements
         if self.agree is not None and not self.agree(True):
             raise _ended()
@@ -441,7 +431,7 @@ def _copy(leaf: tf.Tensor | None) -> tf.Tensor | None:
     return leaf if leaf is None else tf.identity(leaf)
 
 
-class _HostIterator(DistributedIterator):
+class _HostIterator(_input_lib.DistributedIterator):
     """The iterator over a distributed dataset on the host."""
 
     def get_next(self, name: str | None = None) -> object:
@@ -458,7 +448,7 @@ class _HostIterator(DistributedIterator):
         (turns,) = self._iterators
         with tf.device(self._input_workers.worker_devices[0]):
             elements = turns.padded() if self._enable_get_next_as_optional else turns.get_next_as_list()
-        return _create_per_replica(elements, self._strategy)
+        return _input_lib._create_per_replica(elements, self._strategy)
 
     @property
     def _type_spec(self) -> _HostIteratorSpec:
@@ -472,7 +462,7 @@ class _HostIterator(DistributedIterator):
         )
 
 
-class _HostIteratorSpec(DistributedIteratorSpec):
+class _HostIteratorSpec(_input_lib.DistributedIteratorSpec):
     """The type of such an iterator. Its one component is the plain iterator."""
 
     @property
@@ -503,25 +493,25 @@ class _Spec:
         return _on_host(super()._from_components(components))  # type: ignore[misc]
 
 
-class _DatasetSpec(_Spec, DistributedDatasetSpec):
+class _DatasetSpec(_Spec, _input_lib.DistributedDatasetSpec):
     """Of `_HostDataset`."""
 
 
-class _FromFunctionSpec(_Spec, DistributedDatasetsFromFunctionSpec):
+class _FromFunctionSpec(_Spec, _input_lib.DistributedDatasetsFromFunctionSpec):
     """Of `_FromFunction`."""
 
 
-class _HostDataset(_Iterable, DistributedDataset):
+class _HostDataset(_Iterable, _input_lib.DistributedDataset):
     _spec = _DatasetSpec
 
 
-class _FromFunction(_Iterable, DistributedDatasetsFromFunction):
+class _FromFunction(_Iterable, _input_lib.DistributedDatasetsFromFunction):
     _spec = _FromFunctionSpec
 
 
-_CLASSES = {DistributedDataset: _HostDataset, DistributedDatasetsFromFunction: _FromFunction}
+_CLASSES = {_input_lib.DistributedDataset: _HostDataset, _input_lib.DistributedDatasetsFromFunction: _FromFunction}
 
-for _ours, _theirs in ((_HostIterator, DistributedIterator), *((ours, theirs) for theirs, ours in _CLASSES.items())):
+for _theirs, _ours in {**_CLASSES, _input_lib.DistributedIterator: _HostIterator}.items():
     _ours.__name__ = _ours.__qualname__ = _theirs.__name__  # the name that messages show and users know
 
 

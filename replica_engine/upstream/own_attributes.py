@@ -90,7 +90,7 @@ Where = Callable[[], ReplicaPlace | None]
 
 
 class _Object:
-    """An object of which replicas have set attributes.
+    """An object whose attributes replicas have set.
 
     Attributes:
         alive: refers weakly to the object.
@@ -267,6 +267,7 @@ def _kind(value: object, keras: ModuleType | None) -> int:
 
 def _set_by() -> tuple[bool, bool]:
     """Whether code of TensorFlow or Keras sets an attribute now, and whether something is being made."""
+    # The caller of `__setattr__`: between are this function, `_belongs_to_replica` and `__setattr__` itself.
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_code.co_name == SET:
         frame = frame.f_back

@@ -72,6 +72,7 @@ def defer_in_branches(cross_device_ops: tf.distribute.CrossDeviceOps) -> None:
         cross_device_ops: what makes the collectives, if it is TensorFlow's `CollectiveAllReduce`.
     """
     for each in getattr(cross_device_ops, "_launchers", ()):
+        # The class is changed because TensorFlow makes the launchers itself, and takes no class for them.
         each.__class__ = _DeferringLauncher
 
 
@@ -178,18 +179,18 @@ def made() -> Iterator[None]:
     try:
         yield
         ended()
-    except BaseException as error:
+    except BaseException as error:  # an interrupt too: others may wait for this collective
         left(error)
         raise
 
 
 def begun() -> None:
-    """Notes that others are about to be told of a collective: if this thread is interrupted, it may not run here."""
+    """Notes that others are about to be told of a collective, which may not run here if this thread is interrupted."""
     _begun.add(threading.get_ident())
 
 
 def ended() -> None:
-    """Notes that all collectives that others were told of by this thread have run here, or run by themselves."""
+    """Notes that this thread owes nothing: each collective that it told others of has run, or runs by itself."""
     _begun.discard(threading.get_ident())
 
 
@@ -207,7 +208,7 @@ def running() -> bool:
 
 
 def on_left(call: Callable[[BaseException], None]) -> None:
-    """Has a function called with each exception because of which others may wait for a collective of this process."""
+    """Calls a function with each exception that may leave others waiting for a collective of this process."""
     _on_left.append(call)
 
 

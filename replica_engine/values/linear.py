@@ -203,7 +203,7 @@ class Ways:
         return OTHER
 
     def _is_linear(self, op: tf.Operation, inputs: list[int]) -> bool:
-        """Whether an op of which some inputs are linear is linear in them."""
+        """Whether an op is linear in those of its inputs that are linear."""
         if op.type in _CHOICES:
             return inputs[0] == APART
         if op.type in _QUOTIENTS:

@@ -14,14 +14,13 @@ sizes may differ between replicas.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine.errors import BatchError, ReplicaValueError
-from replica_engine.errors.base import brief, positive_int
+from replica_engine.errors.base import as_int, brief, positive_int
 from replica_engine.upstream.graphs import operators
 from replica_engine.values import samples
 from replica_engine.values.regroup import parts, regroup
@@ -117,11 +116,8 @@ def _number(name: str, value: Any) -> samples.Rows | None:
     is_symbolic = isinstance(value, tf.Tensor) and not isinstance(value, tf.__internal__.EagerTensor)
     if value is None or (is_symbolic and value.dtype.is_integer and value.shape.rank in (0, None)):
         return value
-    try:
-        number = operator.index(value)
-    except Exception:  # TensorFlow's tensors raise errors of other classes here
-        raise ReplicaValueError.bad_rows(name, value) from None
-    if isinstance(value, bool) or number < 0:
+    number = as_int(value)
+    if number is None or number < 0 or isinstance(value, bool):
         raise ReplicaValueError.bad_rows(name, value)
     return number
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine.errors import ReplicaValueError
+from replica_engine.errors.base import as_int, brief
 from replica_engine.upstream.distribute import LaterPerReplica, Mirrored, PerReplica
 from replica_engine.upstream.eager import EagerTensor
 
@@ -263,10 +264,9 @@ def as_axis(name: str, axis: Any) -> Any:
     """
     if tf.is_tensor(axis) and not isinstance(axis, EagerTensor) and axis.dtype.is_integer:
         return axis
-    try:
-        return operator.index(axis)
-    except Exception:  # TensorFlow's tensors raise errors of other classes here
-        raise ReplicaValueError.not_one_axis(name, axis) from None
+    if (number := as_int(axis)) is None:
+        raise ReplicaValueError(f"{name}: `axis` must be an int, as in axis=0; got {brief(axis)}.")
+    return number
 
 
 def open_level(value: Any, stop: Callable[[object], bool] | None = None) -> tuple[Level, tuple[object, ...]] | None:
@@ -303,7 +303,8 @@ def open_level(value: Any, stop: Callable[[object], bool] | None = None) -> tupl
 class ById:
     """Compares by identity, and does not keep the compared object alive.
 
-    It does if the type has no weak references. What has died equals nothing else, also if a new object has its address.
+    An object whose type has no weak references is kept alive. A dead object equals no other one, also if a new object
+    has its address.
 
     Attributes:
         value: a function that returns the object; None if it has died.

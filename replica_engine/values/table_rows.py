@@ -53,7 +53,7 @@ class Origin(NamedTuple):
     Attributes:
         of_lengths: whether it depends on shapes that only the running graph knows.
         of_process: whether it depends on an eager tensor, which may be another one in another process.
-        of_branches: whether it comes out of branches, of which replicas may take different ones.
+        of_branches: whether it comes out of a branch; replicas may take different branches.
         numbers: the integers in the short constants that it depends on; a known shape is one.
     """
 
@@ -106,7 +106,7 @@ def origin(tensor: tf.Tensor, of_variables: bool = False) -> Origin | None:
 
 
 def mark(tensor: tf.Tensor) -> None:
-    """Tells `origin` that a tensor comes out of branches in each of which it depends on no input."""
+    """Tells `origin` that a tensor comes out of branches, and depends on no input in any of them."""
     _marks.setdefault(tensor.graph, set()).add(tensor.name)
 
 
@@ -158,7 +158,7 @@ def _concatenation(tensor: tf.Tensor) -> tf.Operation | None:
 
 
 def _is_by_element(op: tf.Operation) -> bool:
-    """Whether an op computes each element from those at its place, of which it repeats none along a dimension."""
+    """Whether an op computes each element from the elements at the same place, and broadcasts none of its inputs."""
     if not _BY_ELEMENT.fullmatch(op.type):
         return False
     several = [each.shape for each in op.inputs if each.shape.rank != 0]
@@ -272,6 +272,7 @@ def _columns(replicas: list[tf.IndexedSlices]) -> list[list[tf.IndexedSlices]]:
         with tf.device(rows.values.device):
             found.append(pieces(rows))
     columns = [list(column) for column in zip(*found, strict=False)]
+    # Replicas that found other numbers of lookups were traced apart: nothing says which belong together.
     is_plain = len({len(each) for each in found}) > 1 or not any(map(_has_no_input, columns))
     return [replicas] if is_plain else columns
 

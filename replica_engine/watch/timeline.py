@@ -163,6 +163,7 @@ def name_after_worker(worker: int) -> None:
 
 def _change(how: Callable[[tuple], tuple]) -> None:
     global _recorders
+    # A new tuple each time: `add` goes through the old one on other threads, without the lock.
     with _lock:
         _recorders = how(_recorders)
 
@@ -223,6 +224,7 @@ class span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
+        # Not where the recording has begun inside the block: the beginning of the span is not known.
         if self._begin:
             self._profiled.__exit__(kind, error, frames)
             track, name, what, details = self._args
@@ -269,10 +271,9 @@ def write(path: str, spans: Iterable[Span], began: float, ended: float, dropped:
         with open(part, "w") as file:
             json.dump(data, file)
         os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
+    finally:
+        with contextlib.suppress(OSError):  # it is there only after a failure
             os.unlink(part)
-        raise
 
 
 def _names(groups: dict[str, int], tracks: dict[Track, tuple[int, int]]) -> list[dict[str, object]]:

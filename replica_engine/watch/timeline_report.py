@@ -47,7 +47,7 @@ def whole(timeline: Timeline) -> tuple[float, float]:
 
 
 def after_tracing(timeline: Timeline) -> tuple[float, float]:
-    """A recording from its second step on: beside the first one, which traces, the others are not to be seen."""
+    """A recording from its second step on: the first one traces, and is so long that the others would be invisible."""
     later = numbered(timeline)[1:]
     begin, end = whole(timeline)
     return (later[0][0] if later else begin), end
@@ -79,7 +79,8 @@ def draw(timeline: Timeline, path: str, part: tuple[float, float]) -> None:
     drawn = figure.Figure(figsize=(14, 2.0 + 0.42 * len(tracks)), layout="constrained")
     axes = drawn.subplots()
     unit, factor = ("ms", 1e3) if end - begin < 2 else ("s", 1.0)
-    stragglers = _stragglers(timeline)
+    groups = dict.fromkeys(track.group for track in timeline.tracks)
+    stragglers = {group: slowest.name for group in groups if (slowest := straggler(timeline, group))}
     for line, track in enumerate(tracks):
         for kind, bars in _bars(track, (end - begin) / _COLUMNS).items():
             scaled = [(start * factor, width * factor) for start, width in bars]
@@ -118,15 +119,6 @@ def as_svg(timeline: Timeline) -> str:
     return text[text.index("<svg") :].replace("<svg", as_wide_as_its_cell, 1)
 
 
-def _stragglers(timeline: Timeline) -> dict[str, str]:
-    """By group: the name of its straggler's track, where there is one."""
-    found = {}
-    for group in dict.fromkeys(track.group for track in timeline.tracks):
-        if slowest := straggler(timeline, group):
-            found[group] = slowest.name
-    return found
-
-
 def _mark_steps(axes: Axes, timeline: Timeline, part: tuple[float, float], factor: float) -> None:
     """A line where each step begins, and its number above, from 1; not more numbers than there is place for."""
     begin, end = part
@@ -140,15 +132,8 @@ def _mark_steps(axes: Axes, timeline: Timeline, part: tuple[float, float], facto
         if start * factor < free:
             continue
         free = (start + len(label) * _LETTER * (end - begin)) * factor
-        axes.annotate(
-            label,
-            (start * factor, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(2, 1),
-            textcoords="offset points",
-            fontsize=8,
-            color="#444444",
-        )
+        above: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "xytext": (2, 1), "textcoords": "offset points"}
+        axes.annotate(label, (start * factor, 1), **above, fontsize=8, color="#444444")
 
 
 def _bars(track: DrawnTrack, column: float) -> dict[str, list[tuple[float, float]]]:
@@ -308,7 +293,7 @@ ON_HOST = ("host call",)  # kinds compared in a compiled program, as all its rep
 _RUNS = ("run", "trace")
 _CALLER = "coordinator"  # the thread that calls run
 NOISE = 0.05  # a smaller part of the others' work, or of a replica's share of the step, names nobody
-FEWEST = 5  # steps of which a straggler is named: the median of fewer may be that of a slow moment
+FEWEST = 5  # steps that it takes to name a straggler: the median of fewer may come from one slow moment
 LEAST = 0.5e-3  # seconds of a step: threads that are woken late make smaller differences, which mean nothing
 
 
@@ -410,17 +395,14 @@ def _slowest(timeline: Timeline, group: str) -> Straggler | str:
     steps = compared(timeline, group)
     if len(steps) < FEWEST:
         return f"not known: record at least {FEWEST} steps after the first, which traces and compiles"
-    return straggler(timeline, group) or f"{_nobody(timeline, group)} (median of {len(steps)} steps)"
-
-
-def _nobody(timeline: Timeline, group: str) -> str:
-    """The words for a group without a straggler."""
-    if not is_compiled(timeline, group):
-        return "none, the replicas work equally long"
-    tracks = timeline.replicas(group)
-    if any(span.kind in ON_HOST for track in tracks for span in track.spans):
-        return "none, their host calls take equally long"
-    return "not known: compiled replicas run inside one program, and only their host calls are seen; these make none"
+    if (slowest := straggler(timeline, group)) is not None:
+        return slowest
+    nobody = "none, the replicas work equally long"
+    if is_compiled(timeline, group):
+        calls = any(span.kind in ON_HOST for track in timeline.replicas(group) for span in track.spans)
+        unseen = "compiled replicas run inside one program, and only their host calls are seen; these make none"
+        nobody = "none, their host calls take equally long" if calls else f"not known: {unseen}"
+    return f"{nobody} (median of {len(steps)} steps)"
 
 
 def _shown(seconds: float) -> str:
@@ -459,7 +441,6 @@ example:
 
 The picture needs matplotlib: pip install matplotlib. To zoom, open run.json in ui.perfetto.dev.
 """
-FAILED = 1
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -540,4 +521,4 @@ def _picture(path: str) -> str:
 
 def _failed(why: str) -> int:
     print(f"timeline: {why}", file=sys.stderr)
-    return FAILED
+    return 1

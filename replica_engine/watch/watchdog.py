@@ -303,6 +303,7 @@ class _Watchdog:
     """The watchdog's thread, and the waits that it checks."""
 
     def __init__(self) -> None:
+        # Re-entrant: `_run_out` holds it where it calls `end`.
         self.leaving = threading.RLock()  # while a wait is ended, its block cannot be left
         self._watches: dict[int, Wait] = {}
         self._next = 0.0  # when the thread will check, in seconds of `time.perf_counter`
@@ -338,13 +339,14 @@ class _Watchdog:
     def _look(self, now: float) -> None:
         with self._planning:
             due = self._next = now + _FAR  # set before the check: a wait added meanwhile may lower it
+        # A copy: other threads add and remove waits without a lock meanwhile, which costs them nothing.
         for wait in list(self._watches.values()):
             if wait.since + wait.first_due > now:
                 due = min(due, wait.since + wait.first_due)
                 continue
             try:
                 due = min(due, wait.look())
-            except Exception:
+            except Exception:  # a report that fails must not end the watchdog
                 log.exception("The watchdog failed to report an operation that has not returned.")
                 due = min(due, now + 1.0)
         with self._planning:
@@ -360,5 +362,4 @@ def _after_fork() -> None:
     _watchdog = _Watchdog()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -14,8 +14,9 @@ own. `find_cluster` looks for them in a fixed order, and the first that is there
 All processes of a job must come to the same coordinator address without talking to each other. So it is computed from
 what all of them are told. REPLICA_ENGINE_COORDINATOR says another address in each of the cases.
 
-Nothing is guessed: a variable that is set and wrong is a ClusterConfigError that names it, and so is a place that is
-told in part. Where there are signs of other processes and no place, a warning says once that this process runs alone.
+Nothing is guessed. A variable that is set and wrong raises a ClusterConfigError that names it, and so does a place that
+is incomplete. Where a variable shows that there are other processes, and none gives a place, a warning says once that
+this process runs alone.
 """
 
 from __future__ import annotations
@@ -52,12 +53,6 @@ _NODES = r"(?:[\w.-]|\[[^][]*\])+"  # a name, which may have brackets
 _WANTED = 'a list of nodes as Slurm writes it: "node1,node2" or "node[1-3,07]"'
 
 
-def slurm_address(environ: Mapping[str, str]) -> str:
-    """The coordinator's address in a step of Slurm: on the first node of the step, where task 0 runs."""
-    job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
-    return f"{node_names(environ[STEP_NODES])[0]}:{_port(job)}"
-
-
 def node_names(text: str) -> list[str]:
     """The names in a list of nodes as Slurm writes it.
 
@@ -84,8 +79,10 @@ def node_names(text: str) -> list[str]:
     return found
 
 
-def open_mpi_address(environ: Mapping[str, str], size: int) -> str:
+def _open_mpi_address(environ: Mapping[str, str], size: int) -> str:
     """The coordinator's address of a job of Open MPI: this machine, or that of mpirun, where rank 0 runs by default."""
+    if given := _given(environ):
+        return given
     uri = environ.get(_MPI_URI, "")
     port = _port(uri.partition(";")[0] or environ.get("PMIX_NAMESPACE", ""))
     if environ.get(_MPI_LOCAL_SIZE) == str(size):
@@ -192,15 +189,12 @@ def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socke
     """
     host = own_host(coordinator, reached)
     family, _, _, _, here = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    held = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        for option in ("SO_REUSEADDR", "SO_REUSEPORT"):  # a server that sets either of them gets the port
-            if hasattr(socket, option):
-                held.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
+    with contextlib.ExitStack() as failed:
+        held = failed.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # a server that sets either of them gets the port
+            held.setsockopt(socket.SOL_SOCKET, option, 1)
         held.bind(here)
-    except BaseException:
-        held.close()
-        raise
+        failed.pop_all()  # from here on it is the caller's to close
     return join_address(host, held.getsockname()[1]), held
 
 
@@ -209,11 +203,6 @@ def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socke
 # Such a process would run alone without a word, and so would each of the others: every one of them trains a model of
 # its own and writes over the files of the others. The variables here are set by launchers whose place is not read, or
 # are a part of what a launcher sets whose place is read. A variable of one process alone is no sign.
-
-
-def find_sign_of_others(environ: Mapping[str, str]) -> str | None:
-    """The name of a variable that says that there are other processes; None if none does."""
-    return next((name for name, is_sign in _SIGNS.items() if is_sign(environ.get(name, "").strip())), None)
 
 
 def _index(value: str) -> bool:
@@ -236,10 +225,6 @@ def _names(value: str) -> bool:
     return len([name for name in value.split(",") if name.strip()]) > 1
 
 
-def _elsewhere(value: str) -> bool:
-    return value not in ("", "localhost", "127.0.0.1", "::1")
-
-
 def _is_second_task(value: str) -> bool:
     """Whether it is a TF_CONFIG without a cluster, of a task that is not the first one."""
     with contextlib.suppress(ValueError, RecursionError):
@@ -256,7 +241,7 @@ _SIGNS: dict[str, Callable[[str], bool]] = {
     "JAX_COORDINATOR_ADDRESS": bool,
     "WORLD_SIZE": _several,
     "RANK": _index,
-    "MASTER_ADDR": _elsewhere,
+    "MASTER_ADDR": lambda value: value not in ("", "localhost", "127.0.0.1", "::1"),
     "LOCAL_WORLD_SIZE": _several,
     "LOCAL_RANK": _later,
     "JOB_COMPLETION_INDEX": bool,  # an Indexed Job of Kubernetes, which does not tell how many there are
@@ -495,14 +480,12 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm_address(environ: Mapping[str, str], size: int) -> str:
+    """The coordinator's address in a step of Slurm: on the first node of the step, where task 0 runs."""
     if given := _given(environ):
         return given
-    _present(environ, STEP_NODES, STEP_TASKS, "the nodes of the step, as Slurm writes them")
-    return slurm_address(environ)
-
-
-def _open_mpi_address(environ: Mapping[str, str], size: int) -> str:
-    return _given(environ) or open_mpi_address(environ, size)
+    nodes = _present(environ, STEP_NODES, STEP_TASKS, "the nodes of the step, as Slurm writes them")
+    job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+    return f"{node_names(nodes)[0]}:{_port(job)}"
 
 
 def _numbered(sizes: str, indices: str, kind: str, source: str, address: _FindsAddress) -> _Reader:
@@ -554,11 +537,11 @@ def _present(environ: Mapping[str, str], field: str, given: str, wanted: str) ->
 
 
 def _warn_of_others(environ: Mapping[str, str]) -> None:
-    """Warns once where there are signs of a job of several processes, of which this one is not told its place."""
-    if _warned or (sign := find_sign_of_others(environ)) is None:
-        return
-    _warned.append(sign)
-    LOGGER.warning(runs_alone(sign, environ[sign]))
+    """Warns once if a variable shows a job of several processes, and none gives this process its place in it."""
+    sign = next((name for name, is_sign in _SIGNS.items() if is_sign(environ.get(name, "").strip())), None)
+    if sign is not None and not _warned:
+        _warned.append(sign)
+        LOGGER.warning(runs_alone(sign, environ[sign]))
 
 
 def _number(text: str) -> int:

@@ -1,8 +1,7 @@
 """A member's connection to the coordinator: its thread, its questions, and the machines of the others.
 
-- `Channel` asks the coordinator and gets its answers, and knows the values for all workers and the first failure of the
-  job. Every wait for an answer ends when the job fails, with the failure.
-- `Connection` has the socket of a member and the thread that serves it.
+- `Channel` has the socket and the thread that serves it. It asks the coordinator and gets its answers, and knows the
+  values for all workers and the first failure of the job. Every wait for an answer ends when the job fails.
 - `Links` finds out whether the machines of the other workers answer this one.
 """
 
@@ -57,8 +56,20 @@ class Welcome(NamedTuple):
     launched_by_us: bool
 
 
+# The socket and its thread.
+
+GOODBYE = 2.0  # seconds to write the last messages
+_LATE = 0.2  # seconds; a process that runs later than this after it was to has stood still
+_READ = 1 << 16
+_WRITE = selectors.EVENT_WRITE
+
+
 class Channel:
     """What a member and the coordinator say to each other, without what the member does; `Member` says that.
+
+    The thread writes what is queued, reads messages, and notices when the coordinator is gone or silent. It runs Python
+    only, so it needs the interpreter lock. A process that holds the lock for longer than the heartbeat limit, in one
+    call of native code, counts as lost.
 
     Args:
         sock: the connection on which the worker was welcomed.
@@ -75,22 +86,20 @@ class Channel:
         self.reached = ""
         self._process = os.getpid()
         self._left = False
+        self._socket, self._lines = sock, lines
+        self._wake, self._woken = socket.socketpair()
+        for each in (self._socket, self._wake, self._woken):
+            each.setblocking(False)
+        name = f"worker {welcome.worker} of {welcome.size}: member"
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._changed = threading.Condition()  # guards all that follows
         self._first_failure: Failure | None = None
         self._callbacks: list[Callable[[ReplicaEngineError], None]] = []
         self._complete = False
         self._answers: dict[int | str, _Answer] = {}  # to questions by number, and to exchanges by name
         self._numbers = itertools.count()
-        self._connection = Connection(
-            sock,
-            lines,
-            name=f"worker {welcome.worker} of {welcome.size}: member",
-            heartbeat=welcome.heartbeat,
-            changed=self._changed,
-            fill=self._fill,
-            take=self._take,
-            lost=lambda seconds: self._fail(self._no_coordinator(seconds)),
-        )
+        self._unwritten = bytearray()
+        self._stopping = False  # whether the thread has ended or is about to
 
     def wait_for_all(self) -> None:
         """Waits until all workers have joined; the join limit of the coordinator ends the wait."""
@@ -141,7 +150,7 @@ class Channel:
         Raises:
             WorkerLostError: or another failure of the job.
         """
-        self.failed.wait(self._connection.heartbeat + 1.0 if patience is None else patience)
+        self.failed.wait(self.heartbeat + 1.0 if patience is None else patience)
         if self._first_failure is not None:
             raise self._first_failure.error() from error
 
@@ -161,12 +170,12 @@ class Channel:
         if len(messages.encode(message)) >= messages.LONGEST_LINE:
             raise ValueError(f"the value of {key!r} is larger than a megabyte; put its address, and not the value")
         with self._changed:
-            self._connection.queue(message)
+            self._queue(message)
 
     def drop(self, *prefixes: str) -> None:
         """Drops the values whose keys begin with one of the prefixes, so that the coordinator need not keep them."""
         with self._changed:
-            self._connection.queue(["drop", *prefixes])
+            self._queue(["drop", *prefixes])
 
     def get(self, key: str, timeout: float | None = None) -> Any:
         """Waits until a worker has stored a value under a key, and returns it.
@@ -209,7 +218,7 @@ class Channel:
             WorkerLostError: or another failure of the job, which ends the wait.
         """
         answer = self._answers[key] = _Answer()
-        self._connection.queue(message)
+        self._queue(message)
         try:
             self._wait_for(answer, patience)
         finally:
@@ -217,7 +226,7 @@ class Channel:
         return answer
 
     def _wait_for(self, answer: _Answer, patience: float | None) -> None:
-        over = lambda: answer.come or self._first_failure is not None or self._connection.stopping  # noqa: E731
+        over = lambda: answer.come or self._first_failure is not None or self._stopping  # noqa: E731
         if self._changed.wait_for(over, patience) and not answer.come:
             self.check()
             raise WorkerLostError(  # by another thread
@@ -258,10 +267,10 @@ class Channel:
         except (AttributeError, TypeError, ValueError, LookupError) as error:
             raise BadMessageError(f"{kind}: {error}") from None
 
-    def _no_coordinator(self, seconds: float | None) -> Failure:
-        return Failure.from_wording(
-            WorkerLostError.no_coordinator, self._row, self._address, self._launched_by_us, seconds
-        )
+    def _lose_coordinator(self, seconds: float | None) -> None:
+        """The coordinator is lost: it was silent for so many seconds, or has closed the connection (None)."""
+        about = self._row, self._address, self._launched_by_us, seconds
+        self._fail(Failure.from_wording(WorkerLostError.no_coordinator, *about))
 
     @property
     def _row(self) -> WorkerRow:
@@ -275,90 +284,30 @@ class Channel:
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
         self.failed.set()
+        # Not under the lock, which callbacks may take. Each gets an error of its own: raising one adds frames to it.
         for callback in callbacks:
             callback(failure.error())
 
+    # The thread.
 
-# The socket and its thread.
-
-GOODBYE = 2.0  # seconds to write the last messages
-_LATE = 0.2  # seconds; a process that runs later than this after it was to has stood still
-_READ = 1 << 16
-_WRITE = selectors.EVENT_WRITE
-
-
-class Connection:
-    """A member's connection to the coordinator; `start` starts its thread.
-
-    The thread writes what is queued, reads messages, and notices when the coordinator is gone or silent. It runs Python
-    only, so it needs the interpreter lock. A process that holds the lock for longer than the heartbeat limit, in one
-    call of native code, counts as lost.
-
-    Args:
-        sock: the connection on which the worker was welcomed.
-        lines: what has arrived on it and was not used.
-        name: the name of the thread.
-        heartbeat: the seconds of silence after which the coordinator counts as lost.
-        changed: guards what is queued; all who wait on it are woken when the thread ends.
-        fill: called before each wait, with the time: queues what is due, and returns when it wants to be called next.
-        take: called with each message of the coordinator.
-        lost: called when the coordinator is lost, with the seconds of silence, or None if it closed the connection.
-
-    Attributes:
-        stopping: whether the thread has ended or is about to.
-        heartbeat: as above.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        lines: MessageReader,
-        *,
-        name: str,
-        heartbeat: float,
-        changed: threading.Condition,
-        fill: Callable[[float], float],
-        take: Callable[[Message], None],
-        lost: Callable[[float | None], None],
-    ):
-        self.heartbeat = heartbeat
-        self.stopping = False
-        self._socket, self._lines = sock, lines
-        self._changed = changed
-        self._fill, self._take, self._lost = fill, take, lost
-        self._unwritten = bytearray()
-        self._wake, self._woken = socket.socketpair()
-        for each in (self._socket, self._wake, self._woken):
-            each.setblocking(False)
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def queue(self, message: Message) -> None:
+    def _queue(self, message: Message) -> None:
         """Has a message written soon; needs the lock."""
         self._unwritten += messages.encode(message)
         if threading.get_ident() != self._thread.ident:  # which writes it before its next wait
-            self.wake_up()
+            self._wake_up()
 
-    def wake_up(self) -> None:
+    def _wake_up(self) -> None:
         """Lets the thread look at once at what is due."""
         with contextlib.suppress(OSError):  # full: it is awake. Closed: it has ended
             self._wake.send(b"\0")
 
-    def close(self) -> None:
+    def _end_thread(self) -> None:
         """Ends the thread when what is queued is written, or cannot be for two seconds."""
         with self._changed:
-            self.stopping = True
-        self.wake_up()
+            self._stopping = True
+        self._wake_up()
         if threading.current_thread() is not self._thread:
             self._thread.join(GOODBYE + 1.0)
-
-    def forget(self) -> None:
-        """In a forked child: the connection is the parent's, and closing the copy here lets its end be noticed."""
-        self.stopping = True
-        self._close_sockets()
 
     def _close_sockets(self) -> None:
         for sock in (self._socket, self._wake, self._woken):
@@ -371,11 +320,11 @@ class Connection:
             try:
                 self._serve_with(selector)
             except (OSError, BadMessageError):
-                self._lost(None)
+                self._lose_coordinator(None)
             finally:
                 self._close_sockets()
                 with self._changed:
-                    self.stopping = True
+                    self._stopping = True
                     self._changed.notify_all()
 
     def _serve_with(self, selector: selectors.BaseSelector) -> None:
@@ -385,12 +334,14 @@ class Connection:
             due = self._fill(now)
             with self._changed:
                 self._write()
+                # Asked only while something is unwritten: a socket with room would wake the loop without end.
                 selector.modify(self._socket, selectors.EVENT_READ | (_WRITE if self._unwritten else 0))
-                if self.stopping:
+                if self._stopping:
                     stop = now + GOODBYE if stop is None else stop
                     if not self._unwritten or now >= stop:
                         return
             patience = max(due - now, 0.0)
+            # Not under the lock: the thread that queues a message needs it.
             events = selector.select(patience)
             now = time.monotonic()
             for key, mask in events:
@@ -401,7 +352,7 @@ class Connection:
                     silence.end(now)
                     self._read()
             if silence.seconds(now, patience) > self.heartbeat:
-                self._lost(self.heartbeat)
+                self._lose_coordinator(self.heartbeat)
                 return  # nothing gets through, so no goodbye either
 
     def _read(self) -> None:
@@ -412,6 +363,8 @@ class Connection:
             self._take(message)
 
     def _write(self) -> None:
+        # What has no room now is written when the selector says that there is some: this thread must never wait in a
+        # write.
         with contextlib.suppress(BlockingIOError):
             while self._unwritten:
                 del self._unwritten[: self._socket.send(self._unwritten)]
@@ -558,14 +511,12 @@ def _asking(address: str) -> socket.socket:
         OSError: the system knows at once that there is no way.
     """
     host, port = split_address(address)
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as failed:
+        sock = failed.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         result = sock.connect_ex((host, port))
         if result not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK, errno.ECONNREFUSED):
             raise OSError(result, os.strerror(result))
-        return sock
-    except BaseException:
-        sock.close()
-        raise
+        failed.pop_all()  # from here on it is the caller's to close
+    return sock

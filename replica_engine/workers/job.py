@@ -10,9 +10,9 @@ What it guarantees:
   than the heartbeat limit.
 - If this machine itself stood still for a while, that time does not count, neither as silence nor for the timeout of a
   wait. A timeout runs from the arrival of the question.
-- A member that gave up a step is lost if another one stays in that step: for a few seconds if the first was
-  interrupted, which all hear of at once; otherwise for the heartbeat limit, since the same exception, the end of the
-  data for example, may come to the other later. One that has not come to the step is waited for.
+- A member that gave up a step is lost if another member stays in that step for too long. After an interrupt that is a
+  few seconds, since an interrupt reaches all at once. Otherwise it is the heartbeat limit, since the same exception,
+  such as the end of the data, may come to the other one later. A member that has not come to the step is waited for.
 - A member may say goodbye when all have come to their end, or after a failure.
 - What is kept grows with the number of members, and not with the number of launches (see `launch_log`).
 
@@ -26,15 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from replica_engine.errors import (
-    ClusterConfigError,
-    ProgramDisagreementError,
-    WorkerLostError,
-    WorkerRow,
-    WorkersMissingError,
-    WorkerVersionError,
-)
-from replica_engine.errors.worker_errors import in_short
+from replica_engine import errors
+from replica_engine.errors.worker_errors import OF_REPLICAS, in_short
 from replica_engine.workers.cluster import is_loopback
 from replica_engine.workers.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
 from replica_engine.workers.messages import LONGEST_LINE, BadMessageError, Failure, Message, encode
@@ -83,19 +76,6 @@ class _UnansweredWait:
     point: str
     timeout: float
     began: float
-
-
-@dataclass(frozen=True)
-class _GivenUp:
-    """A step that a member has left before its end.
-
-    Attributes:
-        exception: what ended the step, in words.
-        patience: how many seconds others may stay in the step.
-    """
-
-    exception: str
-    patience: float
 
 
 @dataclass(frozen=True)
@@ -153,7 +133,8 @@ class Job:
         self._exchanges: dict[str, dict[int, object]] = {}  # by name: the values that have come, by worker
         self._waits: dict[tuple[int, int], _UnansweredWait] = {}
         self._where: tuple[float, list[str]] = (now, [])
-        self._given_up: dict[int, dict[int, _GivenUp]] = {}  # by position in the log: who gave up a step there
+        # By position in the log: who left a step there before its end; what ended it, and seconds that others may stay.
+        self._given_up: dict[int, dict[int, tuple[str, float]]] = {}
         self._in_vain: dict[int, tuple[int, float]] = {}  # who is in such a step: its position, and since when
         self.failure: Failure | None = None
 
@@ -175,10 +156,10 @@ class Job:
             size: the number of workers that it was told.
         """
         if size != self._size or not 0 <= worker < self._size:
-            return Failure.from_wording(ClusterConfigError.other_size, worker, size, self._size)
+            return Failure.from_wording(errors.ClusterConfigError.other_size, worker, size, self._size)
         if worker in self._members and self.failure is None:
             there = self._members[worker]
-            return Failure.from_wording(ClusterConfigError.taken, worker, there.host, there.pid)
+            return Failure.from_wording(errors.ClusterConfigError.taken, worker, there.host, there.pid)
         return self.failure
 
     def joined(self, worker: int, about: dict[str, Any], now: float) -> None:
@@ -208,10 +189,12 @@ class Job:
         Raises:
             BadMessageError: it is none that a member sends.
         """
+        # What comes is a sign of life, whatever it says.
         member = self._members[worker]
         member.heard = now
         try:
-            _HANDLERS[message[0]](self, worker, member, *message[1:])
+            # Nothing but an `_on_...` is called because a message names it.
+            getattr(self, f"_on_{message[0].replace(' ', '_')}")(worker, member, *message[1:])
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:  # int(inf) is one too
             raise BadMessageError(f"{message[0]}: {type(error).__name__}: {error}") from None
 
@@ -249,17 +232,18 @@ class Job:
         if now - self._ticked > _STOOD_STILL:
             self._forgive(now - self._ticked, now)
         self._ticked = now
+        # First of all: the first failure stays, and a member that has ended must not be called silent.
         for worker, deadline in list(self._ending.items()):
             if now >= deadline:
                 self._lose(worker)
         if not self.complete and now - self._began > self.limits.join:
             missing = [worker for worker in range(self._size) if worker not in self._members]
             about = missing, self._size, self.limits.join, self._local, self._strangers
-            self._fail(Failure.from_wording(WorkersMissingError.not_joined, *about))
+            self._fail(Failure.from_wording(errors.WorkersMissingError.not_joined, *about))
         for worker, member in self._members.items():
             if now - member.heard > self.limits.heartbeat and not member.left and not member.closed:
                 row = self._row(worker, now)
-                self._fail(Failure.from_wording(WorkerLostError.silent, row, self.limits.heartbeat))
+                self._fail(Failure.from_wording(errors.WorkerLostError.silent, row, self.limits.heartbeat))
         for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.began + wait.timeout]:
             self._give_up(ticket, now)
         self._end_steps_in_vain(now)
@@ -284,12 +268,11 @@ class Job:
             known = before.get(worker, (position, now))
             self._in_vain[worker] = known if known[0] == position else (position, now)
         for position, since in list(self._in_vain.values()):
-            for worker, step in self._given_up[position].items():
-                if now - since >= step.patience:
+            for worker, (exception, patience) in self._given_up[position].items():
+                if now - since >= patience:
                     waiting = [other for other, (there, _) in sorted(self._in_vain.items()) if there == position]
-                    self._fail(
-                        Failure.from_wording(WorkerLostError.gave_up, self._row(worker, now), waiting, step.exception)
-                    )
+                    row = self._row(worker, now)
+                    self._fail(Failure.from_wording(errors.WorkerLostError.gave_up, row, waiting, exception))
 
     def _reached(self) -> str:
         """The host under which the other workers reach the machine of worker 0 and of the coordinator."""
@@ -297,7 +280,7 @@ class Job:
         return next((host for host in hosts if not is_loopback(host)), hosts[0] if hosts else "")
 
     def _forgive(self, stood: float, now: float) -> None:
-        """Moves all times on by the seconds in which this machine stood still; what came afterwards is as of now."""
+        """Moves all times on by the seconds in which this machine stood still, but none beyond now."""
         self._began += stood
         for member in self._members.values():
             member.heard = max(member.heard, min(member.heard + stood, now))
@@ -308,17 +291,17 @@ class Job:
         for worker, (position, since) in self._in_vain.items():
             self._in_vain[worker] = position, min(since + stood, now)
 
-    def rows(self, now: float) -> list[WorkerRow]:
+    def rows(self, now: float) -> list[errors.WorkerRow]:
         """What is known of each worker."""
         return [self._row(worker, now) for worker in range(self._size)]
 
-    def _row(self, worker: int, now: float) -> WorkerRow:
+    def _row(self, worker: int, now: float) -> errors.WorkerRow:
         member = self._members.get(worker)
         if member is None:
-            return WorkerRow(worker, self._size)
+            return errors.WorkerRow(worker, self._size)
         did = member.launches, member.launched, member.step, member.sync_point
         silent = round(max(now - member.heard, 0.0), 3)
-        return WorkerRow(worker, self._size, member.host, member.pid, *did, silent)
+        return errors.WorkerRow(worker, self._size, member.host, member.pid, *did, silent)
 
     def _fail(self, failure: Failure) -> None:
         if self.failure is None:
@@ -331,22 +314,22 @@ class Job:
         """Compares a member that has just joined with the first one."""
         first, new = next(iter(self._members.values())), self._members[worker]
         if DEVICES in first.versions and first.versions[DEVICES] != new.versions.get(DEVICES, first.versions[DEVICES]):
-            groups = self._grouped(lambda member: member.versions.get(DEVICES, "not known"))
-            self._fail(Failure.from_wording(WorkerVersionError.other_devices, groups))
+            hide = "Give each worker GPUs, or hide them: CUDA_VISIBLE_DEVICES=-1."
+            self._fail_of("kinds of devices", hide, lambda member: member.versions.get(DEVICES, "not known"))
         for package in (first.versions.keys() | new.versions.keys()) - {DEVICES}:
             if first.versions.get(package) != new.versions.get(package):
-                groups = self._grouped(lambda member: member.versions.get(package, "not there"))  # noqa: B023
-                self._fail(Failure.from_wording(WorkerVersionError.other_package, package, groups))
+                version = lambda member: member.versions.get(package, "not there")  # noqa: B023, E731
+                self._fail_of(f"versions of {package}", f"Install one version of {package} on all workers.", version)
         if first.replicas != new.replicas:
-            groups = self._grouped(lambda member: str(member.replicas))
-            self._fail(Failure.from_wording(WorkerVersionError.other_replicas, groups))
+            self._fail_of(*OF_REPLICAS, lambda member: str(member.replicas))
 
-    def _grouped(self, key: Callable[[_JoinedMember], str]) -> tuple[tuple[tuple[int, ...], str], ...]:
-        """The members that are here, grouped by what `key` says of them."""
+    def _fail_of(self, what: str, advice: str, key: Callable[[_JoinedMember], str]) -> None:
+        """Fails the job, whose members differ in what `key` says of them."""
         groups: dict[str, list[int]] = {}
         for worker, member in sorted(self._members.items()):
             groups.setdefault(key(member), []).append(worker)
-        return tuple((tuple(indices), value) for value, indices in groups.items())
+        rows = tuple((tuple(indices), value) for value, indices in groups.items())
+        self._fail(Failure.from_wording(errors.WorkerVersionError.different, what, advice, rows))
 
     def _miss_ended(self, now: float) -> None:
         """Fails the job if members wait for a worker to join, and that worker has ended already."""
@@ -373,7 +356,11 @@ class Job:
 
     def _exit_failure(self, worker: int, now: float) -> Failure:
         row, status = self._row(worker, now), self._statuses.get(worker)
-        return Failure.from_wording(WorkerLostError.vanished, row) if status is None else Failure.from_exit(row, status)
+        return (
+            Failure.from_wording(errors.WorkerLostError.vanished, row)
+            if status is None
+            else Failure.from_exit(row, status)
+        )
 
     # Messages
 
@@ -404,7 +391,7 @@ class Job:
                 member.launched = words
                 break
         if difference is not None:
-            self._disagree(difference.position, difference.entries)
+            self._disagree(*difference)
         elif wait:
             number, timeout = wait
             ticket = worker, int(number)
@@ -419,13 +406,13 @@ class Job:
     def _disagree(self, position: int, entries: dict[bytes, tuple[int, ...]]) -> None:
         if END not in entries:
             groups = tuple(sorted((indices, self._in_words(code)) for code, indices in entries.items()))
-            self._fail(Failure.from_wording(ProgramDisagreementError.differ, position, groups))
+            self._fail(Failure.from_wording(errors.ProgramDisagreementError.differ, position, groups))
             return
         (early,) = (indices[0] for code, indices in entries.items() if code == END)
         (other,) = (indices[0] for code, indices in entries.items() if code != END)
         (doing,) = (self._in_words(code) for code in entries if code != END)
         row = self._row(early, self._members[early].heard)
-        self._fail(Failure.from_wording(WorkerLostError.left, row, other, doing))
+        self._fail(Failure.from_wording(errors.WorkerLostError.left, row, other, doing))
 
     def _in_words(self, code: bytes) -> str:
         if code == END:
@@ -466,7 +453,7 @@ class Job:
         self._answer((worker, int(number)), [dataclasses.asdict(self._row(each, member.heard)) for each in some])
 
     def _on_where(self, worker: int, member: _JoinedMember, number: int) -> None:
-        """Where all are, in words. When a run stands still, all members ask for it at about the same time."""
+        """Where all members are, in words. When a run stands still, all of them ask at about the same time."""
         asked, lines = self._where
         if not lines or member.heard - asked >= self._size / _ROWS:
             lines = in_short(self.rows(member.heard))
@@ -480,6 +467,7 @@ class Job:
             message = ["exchanged", name, [value for _, value in sorted(values.items())]]
             self._tell(None, message if len(encode(message)) < LONGEST_LINE else ["exchanged", name, None])
             del self._exchanges[name]
+        # Members make up the names: one that is broken must not fill the memory.
         elif len(self._exchanges) > _MOST_EXCHANGES:
             raise ValueError("too many exchanges")
 
@@ -490,13 +478,15 @@ class Job:
             return  # TensorFlow may give a member the text of the other one, which names this member
         row = self._row(int(other), member.heard)
         if row.silent > _QUIET:
-            self._fail(Failure.from_wording(WorkerLostError.silent, row, round(row.silent, 1)))
+            self._fail(Failure.from_wording(errors.WorkerLostError.silent, row, round(row.silent, 1)))
         else:
-            self._fail(Failure.from_wording(WorkerLostError.parted, self._row(worker, member.heard), row, str(reason)))
+            self._fail(
+                Failure.from_wording(errors.WorkerLostError.parted, self._row(worker, member.heard), row, str(reason))
+            )
 
     def _on_failed(self, worker: int, member: _JoinedMember, exception: str, progress: list[Any]) -> None:
         self._progress(member, progress)
-        self._fail(Failure.from_wording(WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
+        self._fail(Failure.from_wording(errors.WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
 
     def _on_gave_up(
         self, worker: int, member: _JoinedMember, exception: str, interrupted: bool, is_launched: bool = False
@@ -504,13 +494,12 @@ class Job:
         member.in_step = False
         if is_launched:
             others = [each for each, of in sorted(self._members.items()) if of.in_step and not (of.left or of.closed)]
-            self._fail(
-                Failure.from_wording(WorkerLostError.gave_up, self._row(worker, member.heard), others, str(exception))
-            )
+            row = self._row(worker, member.heard)
+            self._fail(Failure.from_wording(errors.WorkerLostError.gave_up, row, others, str(exception)))
             return
         patience = min(INTERRUPTED, self.limits.heartbeat / 2) if interrupted else self.limits.heartbeat
         there = self._given_up.setdefault(self._log.position(worker), {})
-        there[worker] = _GivenUp(str(exception), patience)
+        there[worker] = str(exception), patience
 
     def _on_withdrew(self, worker: int, member: _JoinedMember, launches: int) -> None:
         member.launches = int(launches)
@@ -529,32 +518,16 @@ class Job:
         return key in self._values or len(self._values) < _MOST_VALUES
 
     def _refuse(self, ticket: tuple[int, int], key: str) -> None:
-        self._answer(ticket, Failure.from_wording(WorkersMissingError.no_room, key, _MOST_VALUES).as_json(), "late")
+        self._answer(
+            ticket, Failure.from_wording(errors.WorkersMissingError.no_room, key, _MOST_VALUES).as_json(), "late"
+        )
 
     def _give_up(self, ticket: tuple[int, int], now: float) -> None:
         wait = self._waits[ticket]
         if isinstance(wait.what, int):
             late = self._log.give_up(wait.what, ticket)
             lines = in_short([self._row(each, now) for each in late])
-            failure = Failure.from_wording(WorkersMissingError.not_met, wait.point, late, lines, wait.timeout)
+            failure = Failure.from_wording(errors.WorkersMissingError.not_met, wait.point, late, lines, wait.timeout)
         else:
-            failure = Failure.from_wording(WorkersMissingError.no_value, wait.what, wait.timeout)
+            failure = Failure.from_wording(errors.WorkersMissingError.no_value, wait.what, wait.timeout)
         self._answer(ticket, failure.as_json(), "late")
-
-
-_HANDLERS: dict[str, Callable[..., None]] = {
-    "beat": Job._on_beat,
-    "program": Job._on_program,
-    "log": Job._on_log,
-    "put": Job._on_put,
-    "drop": Job._on_drop,
-    "get": Job._on_get,
-    "rows": Job._on_rows,
-    "where": Job._on_where,
-    "exchange": Job._on_exchange,
-    "parted": Job._on_parted,
-    "failed": Job._on_failed,
-    "gave up": Job._on_gave_up,
-    "withdrew": Job._on_withdrew,
-    "bye": Job._on_bye,
-}

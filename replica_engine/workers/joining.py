@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import math
@@ -13,8 +14,9 @@ import threading
 import time
 from collections.abc import Mapping
 
+from replica_engine import errors
 from replica_engine._version import __version__
-from replica_engine.errors import ClusterConfigError, WorkerLostError, WorkerRow, WorkersMissingError
+from replica_engine.errors import ClusterConfigError, ReplicaEngineError, WorkersMissingError
 from replica_engine.errors.worker_errors import LAUNCHED, TOKEN, tries_again
 from replica_engine.workers import messages as wire
 from replica_engine.workers import server
@@ -120,26 +122,28 @@ def _joined(address: str, token: str, hello: Message, patience: float, launched:
     not all ended. So the worker tries again for some time, in case all workers are being started again.
     """
     deadline: float | None = None
-    refusal: BaseException | None = None
+    refusal: ReplicaEngineError | None = None
     while True:
         try:
             member = _connected(address, token, hello, patience, launched)
         except WorkersMissingError as error:
             raise (refusal or error) from None
         member.hook_exceptions()
-        try:
-            member.wait_for_all()
-            member.watch_links()
-            return member
-        except BaseException as error:
-            member.close()
-            now = time.monotonic()
-            deadline = now + again if deadline is None else deadline
-            if not member.refused or not _may_be_earlier(error) or now >= deadline:
-                raise
-            if refusal is None:
-                LOGGER.warning(tries_again(str(error), again))
-            refusal = error
+        with contextlib.ExitStack() as failed:
+            failed.callback(member.close)
+            try:
+                member.wait_for_all()
+                member.watch_links()
+                failed.pop_all()
+                return member
+            except ReplicaEngineError as error:
+                now = time.monotonic()
+                deadline = now + again if deadline is None else deadline
+                if not member.refused or not _may_be_earlier(error) or now >= deadline:
+                    raise
+                if refusal is None:
+                    LOGGER.warning(tries_again(str(error), again))
+                refusal = error
         patience = max(deadline - now, 0.0)
         threading.Event().wait(min(server.PAUSE, patience))
 
@@ -147,7 +151,7 @@ def _joined(address: str, token: str, hello: Message, patience: float, launched:
 def _may_be_earlier(error: BaseException) -> bool:
     """Whether the coordinator of an earlier run, which is about to end, may refuse a worker with this error."""
     taken = isinstance(error, ClusterConfigError) and error.field == "process_id"
-    return taken or isinstance(error, (WorkerLostError, WorkersMissingError))
+    return taken or isinstance(error, (errors.WorkerLostError, WorkersMissingError))
 
 
 def _is_number(host: str) -> bool:
@@ -238,19 +242,18 @@ def _connected(address: str, token: str, hello: Message, patience: float, launch
     while True:
         left = deadline - time.monotonic()
         try:
-            connection = socket.create_connection(split_address(address), timeout=max(left, _PAUSES[0]))
-            try:
+            with contextlib.ExitStack() as failed:
+                made = socket.create_connection(split_address(address), timeout=max(left, _PAUSES[0]))
+                connection = failed.enter_context(made)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 heartbeat, lines, early = welcome(connection, token, hello, address)
-                told = Welcome(hello[0], hello[1], address, heartbeat, launched)
-                return Member(connection, lines, told, early)
-            except BaseException:
-                connection.close()
-                raise
+                member = Member(connection, lines, Welcome(hello[0], hello[1], address, heartbeat, launched), early)
+                failed.pop_all()  # from here on it is the member's to close
+                return member
         except OSError as error:
             if left <= 0:
                 worker, size, about = hello
-                row = WorkerRow(worker, size, about["host"], about["pid"])
+                row = errors.WorkerRow(worker, size, about["host"], about["pid"])
                 missing = WorkersMissingError(
                     f"The coordinator at {address} was not reached within {patience:g} s by {row.name}: {error}. "
                     "Worker 0 starts it: either worker 0 does not run, or its address is wrong or blocked by a "
@@ -261,4 +264,5 @@ def _connected(address: str, token: str, hello: Message, patience: float, launch
                 raise missing from None
         # Not all at the same moments: a thousand workers try.
         threading.Event().wait(min(pause * random.uniform(0.5, 1.0), max(left, 0.0)))
+        # Longer each time: worker 0 may be minutes away, and a thousand workers ask for it.
         pause = min(pause * 2, _PAUSES[1])

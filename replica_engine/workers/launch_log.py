@@ -4,8 +4,8 @@ A worker's log is the list of what it did with the others: compiled a program, l
 all meet. All logs must be the same list. An entry is 8 bytes, a hash of the kind and of the program, so comparing a
 batch of entries is comparing bytes.
 
-One list is kept for all workers, as far as the fastest has come, and dropped as far as the slowest has come. Who
-first brings an entry decides what the others are compared with; the error does not say who is right.
+One list serves all workers: it ends where the fastest worker is, and begins where the slowest one is. The worker that
+brings an entry first decides what the others are compared with; the error does not say which of them is right.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ENTRY = 8  # bytes
 MOST_ENTRIES = 1 << 20  # in one message: more is a member that is broken
@@ -86,14 +87,14 @@ def unpacked(text: str) -> bytes:
         code, _, count = part.partition("*")
         one = bytes.fromhex(code)
         times = int(count) if count else 1
+        # A count in a few bytes of text could ask for gigabytes.
         if len(one) != ENTRY or not 1 <= times <= MOST_ENTRIES - len(found) // ENTRY:
             raise ValueError(f"not a list of entries: {text[:80]!r}")
         found += one * times
     return bytes(found)
 
 
-@dataclass(frozen=True)
-class Disagreement:
+class Disagreement(NamedTuple):
     """Two workers differ.
 
     Attributes:
@@ -144,6 +145,7 @@ class LaunchLog:
         """
         before = self._positions[worker]
         at = (before - self._first) * ENTRY
+        # Bytes are compared at once; single entries only where they differ.
         known = self._entries[at : at + len(entries)]
         equal = known == entries[: len(known)]
         if equal:
@@ -199,7 +201,7 @@ class LaunchLog:
         return [ticket for position in full for ticket in self._points.pop(position).waiting]
 
     def prune(self) -> None:
-        """Drops the entries that all workers have passed, but for the last one, which a worker may take back."""
+        """Drops the entries that all workers have passed, except the last one, which a worker may take back."""
         passed = max(self.passed - 1, self._first)
         del self._entries[: (passed - self._first) * ENTRY]
         self._first = passed

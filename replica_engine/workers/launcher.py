@@ -252,6 +252,7 @@ class _Attempt:
                     self._reap(selector, coordinator)
                     self._escalate(coordinator.failure)
             finally:
+                # Also after an exception here: no process of a worker may outlive the launcher.
                 for worker in self._workers:
                     worker.signal_group(signal.SIGKILL)
                     worker.process.wait()
@@ -308,7 +309,7 @@ class _Attempt:
         self._deadlines = [(now + self._plan.grace, signal.SIGKILL)]
 
     def _stop_for_more(self) -> None:
-        """Lets the workers save and end, so that those start with them that are said to be back."""
+        """Lets the workers save and end. The next start has also the workers that are said to be back."""
         if not self._slots.missing:
             _say(self._err, "SIGUSR1 starts workers again that were left out, and none is")
         elif not self.stopped and not self._deadlines:  # an end that is under way is left to itself
@@ -393,7 +394,7 @@ class _Attempt:
 
     @property
     def _signal(self) -> signal.Signals | None:
-        """The signal whose status all workers have returned, as they do when they have saved; None if there is none."""
+        """The signal that every worker's exit status reports, as after saving; None if the statuses differ."""
         (status, *others) = {worker.process.returncode for worker in self._workers}
         return signal.Signals(status - 128) if not others and status - 128 in _NUMBERS else None
 
@@ -422,6 +423,7 @@ def _signals() -> Iterator[socket.socket]:
     wake.setblocking(False)
     woken.setblocking(True)
     before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGUSR1, signal.SIGCHLD)}
+    # A full buffer needs no warning: its first byte wakes the loop, and a second signal of a kind says nothing new.
     old = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # who started this process may have blocked it
     try:

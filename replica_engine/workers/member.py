@@ -95,7 +95,7 @@ class Member(Channel):
         for message in early:
             self._take(message)
         _members.add(self)
-        self._connection.start()
+        self._thread.start()
         describe_workers(self.describe)
         timeline.name_after_worker(self.worker)
 
@@ -125,7 +125,7 @@ class Member(Channel):
             reason: what broke, in words: "its connection was reset".
         """
         with self._changed:
-            self._connection.queue(["parted", other, reason])
+            self._queue(["parted", other, reason])
 
     # What this worker does
 
@@ -134,7 +134,7 @@ class Member(Channel):
         if self._first_failure is None:
             with self._changed:
                 self._flush_log()
-                self._connection.queue(["failed", in_words(error)[:_LONGEST_EXCEPTION], self._progress()])
+                self._queue(["failed", in_words(error)[:_LONGEST_EXCEPTION], self._progress()])
 
     def tell_given_up(self, error: BaseException, is_launched: bool = False) -> None:
         """Tells the job that an exception has ended a step of this worker early, which its program may catch.
@@ -152,7 +152,7 @@ class Member(Channel):
             with self._changed:
                 self._flush_log()
                 first, *_ = in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
-                self._connection.queue(["gave up", first, not isinstance(error, Exception), is_launched])
+                self._queue(["gave up", first, not isinstance(error, Exception), is_launched])
 
     def tell_whether_in_step(self, in_step: Callable[[], bool]) -> None:
         """Has each sign of life say whether this worker is in a step that others may have given up.
@@ -203,7 +203,7 @@ class Member(Channel):
             self._note(self._entry(LAUNCH, program.digest, program.words))
             first = len(self._entries) == 1
         if first:
-            self._connection.wake_up()
+            self._wake_up()
 
     def announce(self, program: Program) -> int:
         """Notes a launch that this worker is about to make. Next comes `launched`, or `withdraw` takes it back.
@@ -228,7 +228,7 @@ class Member(Channel):
             if self._entries:  # not sent yet
                 self._entries.pop()
             else:
-                self._connection.queue(["withdrew", self._launches])
+                self._queue(["withdrew", self._launches])
 
     def meet(self, name: str, timeout: float | None = None, warn_after: float | None = None) -> None:
         """Waits until all workers have come here, and have launched the same before: a checkpoint, for example.
@@ -342,7 +342,7 @@ class Member(Channel):
             limit = "the limit is REPLICA_ENGINE_HEARTBEAT_TIMEOUT"
             self.tell_parted(other, f"its machine has not answered for {seconds:.2g} s ({limit})")
 
-        self._links = Links(self.worker, self.size, self._connection.heartbeat, addresses, missed, report)
+        self._links = Links(self.worker, self.size, self.heartbeat, addresses, missed, report)
         self._links.start()
 
     def leave(self, timeout: float | None = None) -> None:
@@ -360,7 +360,7 @@ class Member(Channel):
             self._meet(END, timeout)
             with self._changed:
                 self._left = True  # the coordinator may end as soon as it has read this
-                self._connection.queue(["bye"])
+                self._queue(["bye"])
         finally:
             self.close()
 
@@ -369,7 +369,7 @@ class Member(Channel):
         self._end_its_share()
         _members.discard(self)
         if self._process == os.getpid():
-            self._connection.close()
+            self._end_thread()
 
     def _end_its_share(self) -> None:
         """Ends what this process does as a worker, besides the connection: timelines are those of a process alone."""
@@ -406,11 +406,12 @@ class Member(Channel):
 
     def _entry(self, kind: str, digest: str, words: str) -> bytes:
         """The entry for the log. The first time, it also tells the coordinator in words what the entry means."""
+        # Read without the lock, at each launch: an entry never changes once it is there.
         code = self._known.get((kind, digest))
         if code is None:
             with self._changed:
                 code = self._known[kind, digest] = entry(kind, digest)
-                self._connection.queue(["program", code.hex(), kind, words])
+                self._queue(["program", code.hex(), kind, words])
         return code
 
     def _where_all_are(self, patience: float | None = None) -> str:
@@ -443,7 +444,7 @@ class Member(Channel):
     def _log_message(self, *wait: object) -> Message:
         """A message with the entries not sent yet. If there are too many for one, others are queued before it."""
         while len(self._entries) > _MOST_ENTRIES:
-            self._connection.queue(["log", packed(self._entries[:_MOST_ENTRIES]), self._launches, []])
+            self._queue(["log", packed(self._entries[:_MOST_ENTRIES]), self._launches, []])
             del self._entries[:_MOST_ENTRIES]
         message = ["log", packed(self._entries), self._launches, self._progress(), *wait]
         self._entries.clear()
@@ -451,7 +452,7 @@ class Member(Channel):
 
     def _flush_log(self) -> None:
         if self._entries:
-            self._connection.queue(self._log_message())
+            self._queue(self._log_message())
 
     def _progress(self) -> list[object]:
         """How far this worker is, if that has changed since it was sent."""
@@ -470,8 +471,8 @@ class Member(Channel):
             if self._first_failure is not None:
                 return now + 1.0
             if now >= self._beat:
-                self._connection.queue(["beat", self._progress(), self._in_step()])
-                self._beat = now + min(1.0, self._connection.heartbeat / _BEATS)
+                self._queue(["beat", self._progress(), self._in_step()])
+                self._beat = now + min(1.0, self.heartbeat / _BEATS)
             return min(self._beat, self._batch) if self._entries else self._beat
 
     def _forget(self) -> None:
@@ -481,7 +482,8 @@ class Member(Channel):
         its own. The parent's thread may have held the lock at the fork.
         """
         self._changed = threading.Condition()
-        self._connection.forget()
+        self._stopping = True
+        self._close_sockets()  # the parent's: the end of its connection is noticed only once no copy is open
         self._end_its_share()
 
 
@@ -528,8 +530,4 @@ def _after_fork() -> None:
     _members.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-__all__ = ["BATCH", "Member", "find_member"]
+os.register_at_fork(after_in_child=_after_fork)

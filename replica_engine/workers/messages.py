@@ -33,7 +33,7 @@ from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 _WORDINGS = {
     "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "parted", "gave_up"),
     "WorkersMissingError": ("not_joined", "not_met", "no_value", "no_room"),
-    "WorkerVersionError": ("other_package", "other_devices", "other_replicas"),
+    "WorkerVersionError": ("different",),
     "ProgramDisagreementError": ("differ",),
     "ClusterConfigError": ("other_size", "taken"),
 }
@@ -109,7 +109,7 @@ class Failure:
         return row if isinstance(row, WorkerRow) else None
 
     def error(self) -> ReplicaEngineError:
-        """The error, made once more for each place that raises it."""
+        """A new error object, for each place that raises the failure."""
         owner, _, name = self.wording.partition(".")
         error: ReplicaEngineError = getattr(getattr(errors, owner), name)(*self.arguments)
         return error
@@ -179,6 +179,7 @@ class MessageReader:
             BadMessageError: a line is too long or is not a message.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
+        # The rest too: a stranger that never ends its line must not fill the memory.
         if max(map(len, [self._rest, *lines])) > self.longest:
             raise BadMessageError(f"a line of more than {self.longest} bytes")
         try:

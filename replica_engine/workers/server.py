@@ -21,6 +21,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -45,7 +46,7 @@ LOGGER = logging.getLogger("replica_engine")
 # The child process of worker 0, where no launcher of ours has the coordinator.
 
 PAUSE = 0.5  # seconds between attempts while an earlier run ends
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # not all systems have all
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 started: list[subprocess.Popen[str]] = []
 """The child processes that this process has started. They are kept: Python warns of one that is freed while it runs."""
@@ -132,9 +133,8 @@ def answer(place: dict[str, str]) -> None:
     Args:
         place: what `child` returns in worker 0.
     """
-    for name in _IGNORED:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     print(json.dumps(place), flush=True)
     # Somebody who waits for the end of worker 0's output must not wait for this process too.
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -290,7 +290,7 @@ class Coordinator:
         self._calls: deque[Callable[[], None]] = deque()  # from other threads, to run on the serving one
         self._stop = False
         self._thread = threading.Thread(target=self.serve, name="replica_engine coordinator", daemon=True)
-        # Only processes of this machine come to a loopback address, as those of our launcher, who knows their statuses.
+        # Only processes of this machine come to a loopback address. Our launcher needs no other: all of its are here.
         local = "" if knows_statuses or not is_loopback(self._listener.getsockname()[0]) else self.address
         self._job = Job(size, limits or Limits(), time.monotonic(), self._tell, knows_statuses, local)
         self.messages = 0
@@ -377,6 +377,7 @@ class Coordinator:
 
     def _call(self, call: Callable[[], None]) -> None:
         """Runs something on the thread that serves."""
+        # A deque needs no lock, and `Job` none either: all of it runs on the one thread that serves.
         self._calls.append(call)
         with contextlib.suppress(OSError):  # full: it is awake. Closed: there is nothing left to call
             self._wake.send(b"\0")
@@ -464,6 +465,7 @@ class Coordinator:
                 raise ValueError("no hello")
         except (TypeError, ValueError, ArithmeticError) as error:  # int(inf) is one too
             raise BadMessageError(str(error)) from None
+        # Before anything that it says is looked at: a stranger must not learn what the job knows.
         if not messages.is_proof(proof, self._token, messages.MEMBER, connection.nonce, nonce):
             self._strangers.refused(connection.peer, "does not know the token")
             connection.closing = True
@@ -555,10 +557,6 @@ def allow_files(count: int) -> int:
     Returns:
         How many connections it has room for; at most `count`.
     """
-    try:
-        import resource
-    except ImportError:  # Windows, which has no such limit
-        return count
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _SPARE
     if soft != resource.RLIM_INFINITY and soft < wanted:

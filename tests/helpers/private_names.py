@@ -141,7 +141,7 @@ PRIVATE = (
     ),
     Private(AtomicFunction, "call_flat", "computing an initial value"),
     Private(_context, "get_compiler_ir", "the StableHLO of a function"),
-    Private(Function(lambda: None, "names"), "_list_all_concrete_functions", "the lines of ops that failed"),
+    Private(Function(lambda: None, "names"), "_function_cache", "the lines of ops that failed"),
     Private(tf.errors.OpError(None, None, "names", 3), "_message", "replacing the text of an error"),
     Private(Function(lambda: None, "names"), "_autograph", "a tf.function's options"),
     Private(Function(lambda: None, "names"), "_reduce_retracing", "a tf.function's options"),

@@ -101,7 +101,7 @@ try:
         strategy.run(sums)
         if number == 20 and me == int(os.environ["VICTIM"]):
             (connection,) = member._members
-            connection._connection.heartbeat = 8.0
+            connection.heartbeat = 8.0
             socket.create_connection(("127.0.0.1", int(os.environ["CUT"]))).close()
 except errors.WorkerLostError as error:
     print(json.dumps({"error": [error.worker, str(error)]}), flush=True)

@@ -114,7 +114,7 @@ def test_the_network_is_cut(victim):
         proxy = Proxy(made.address)
         program = """
 print("joined", flush=True)
-member._connection.heartbeat = float(sys.stdin.readline())
+member.heartbeat = float(sys.stdin.readline())
 member.failed.wait()
 member.check()
 """

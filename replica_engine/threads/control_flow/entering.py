@@ -16,15 +16,6 @@ from replica_engine.errors import MergeCallGraphError
 from replica_engine.process import threads
 from replica_engine.threads.control_flow import joint_ops
 from replica_engine.threads.control_flow.joint_operator import MergeNeeded, is_joint
-from replica_engine.threads.control_flow.joint_ops import (
-    Branches,
-    FunctionCall,
-    Loop,
-    build_branches,
-    build_call,
-    build_loop,
-    build_trial,
-)
 from replica_engine.threads.inherited_state import find_function_record
 from replica_engine.threads.replica_context import ReplicaContext
 from replica_engine.traced_steps import supervised_call
@@ -82,8 +73,8 @@ def _branched(kind: str, make: Callable[..., Any], selector: Any, functions: Any
         return make(selector, [_ending(each, context.attempts.ends_branch) for each in functions])
 
     def joint() -> Any:
-        payload = Branches(_as_value(selector), list(functions), make)
-        return context.enter_operator(kind, build_branches, payload)
+        payload = joint_ops.Branches(_as_value(selector), list(functions), make)
+        return context.enter_operator(kind, joint_ops.build_branches, payload)
 
     return context.attempts.enter(user_location(context.replica), plain, joint)
 
@@ -104,8 +95,8 @@ def _while_loop(original: Callable[..., Any], cond: Any, body: Any, loop_vars: A
             lambda each: tf.identity(each) if taped and isinstance(each, tf.Tensor) else _as_value(each), loop_vars
         )
         most = _as_value(options.get("maximum_iterations"))
-        payload = Loop(cond, body, own, options | {"maximum_iterations": most}, original)
-        outs = context.enter_operator("tf.while_loop", build_loop, payload)
+        payload = joint_ops.Loop(cond, body, own, options | {"maximum_iterations": most}, original)
+        outs = context.enter_operator("tf.while_loop", joint_ops.build_loop, payload)
         flat = tf.nest.flatten(outs, expand_composites=True)
         return flat[0] if len(flat) == 1 and not options.get("return_same_structure", True) else outs
 
@@ -122,7 +113,7 @@ def _trial(original: Callable[..., Any], body: Callable[[], Any], *rest: Any) ->
         return original(_ending(body, context.attempts.ends_branch), *rest)
 
     def joint() -> Any:
-        return original(lambda: context.enter_operator("tf.while_loop", build_trial, body), *rest)
+        return original(lambda: context.enter_operator("tf.while_loop", joint_ops.build_trial, body), *rest)
 
     return context.attempts.enter(user_location(context.replica), plain, joint)
 
@@ -136,7 +127,7 @@ def _while_stmt(original: Callable[..., Any], test: Callable[[], Any], *rest: An
 
     def joint() -> Any:
         made: list[Any] = []
-        context.enter_operator("tf.while_loop", build_trial, lambda: made.append(test()))
+        context.enter_operator("tf.while_loop", joint_ops.build_trial, lambda: made.append(test()))
         return made[0]
 
     def condition() -> Any:
@@ -179,7 +170,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
             return joint_ops.inlined(self, args, kwargs)
         own = operators.bound_arguments(self, args, kwargs)
         own = joint_ops.own_arguments(*own) if operators.has_tape() else own
-        return context.enter_operator("tf.function", build_call, FunctionCall(self, *own))
+        return context.enter_operator("tf.function", joint_ops.build_call, joint_ops.FunctionCall(self, *own))
 
     if tf.executing_eagerly() and context.strategy in record.joint:
         return context.attempts.enter_joint(joint)
@@ -252,11 +243,8 @@ def _tape_gradient(
         return original(self, target, sources, *args, **kwargs)
     attempts = context.attempts
     attempts.note_gradient(self)
-    before, attempts.asked_for = attempts.asked_for, tf.nest.flatten(sources)
-    try:
+    with threads.attribute(attempts, "asked_for", tf.nest.flatten(sources)):
         return original(self, target, sources, *args, **kwargs)
-    finally:
-        attempts.asked_for = before
 
 
 def _gradient_of_op(original: Callable[..., Any], op: tf.Operation, *upstream: Any) -> Any:

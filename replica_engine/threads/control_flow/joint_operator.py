@@ -20,7 +20,7 @@ from replica_engine.engine import Replica, Run, current_replica
 from replica_engine.errors import MergeCallGraphError, StructureMismatchError
 from replica_engine.process import threads
 from replica_engine.upstream import eager, thread_state
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import function_graphs, operators
 from replica_engine.upstream.graphs.graph_walk import capture_in
 from replica_engine.values.regroup import regroup
 
@@ -55,11 +55,7 @@ class Notes:
     @classmethod
     def on(cls, graph: Any) -> Notes:
         """The notes on a graph, which becomes a joint graph."""
-        notes = find_notes(graph)
-        if notes is None:
-            notes = cls()
-            setattr(graph, _NOTES, notes)
-        return notes
+        return function_graphs.kept_on(graph, _NOTES, cls)
 
     def owner(self, tensor: tf.Tensor) -> int | None:
         """The replica that a tensor of the graph belongs to; None for what the coordinator made."""
@@ -161,6 +157,7 @@ class Captures:
                 notes.owners.setdefault(own.op.name, replica.index)
             return own
 
+        # On this one graph and not on its class: graphs without joint operators pay nothing.
         graph._create_op_internal = create_noted
         graph.capture = capture_own if aliases else capture
 
@@ -216,8 +213,8 @@ def outlasting(initial_value: Any) -> contextlib.AbstractContextManager[Any]:
     """Inside the block, a variable may be created; if an attempt creates it, it lives on when the attempt is given up.
 
     User code keeps the variable and does not create it again. So it gets its value now, outside the graph of the
-    attempt. An initial value that was computed in that graph cannot be had outside. Then the attempt ends here, before
-    the variable is created, and the replicas create it together.
+    attempt. A tensor of that graph has no value outside it. If the initial value is such a tensor, the attempt ends
+    here, before the variable is created, and the replicas create it together.
 
     Raises:
         MergeNeeded: the initial value is a tensor of the graph of an attempt.
@@ -420,6 +417,7 @@ class JointOperator:
             for part, call in zip(self.parts, calls, strict=True)
         ]
         results = self.run.errands(errands)
+        # The results stay a list, one for each replica: an operator has outputs of its own for each.
         regroup(results, f"The results of the replicas in {self.kind} ({self.where})")  # for its errors
         return results
 

@@ -36,17 +36,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError, ReplicaMismatchError
-from replica_engine.threads.control_flow.joint_operator import (
-    Built,
-    JointOperator,
-    Notes,
-    differentiable,
-    find_notes,
-    flat_tensors,
-    is_differentiable,
-    now_building,
-    owner_inside,
-)
+from replica_engine.process import threads
+from replica_engine.threads.control_flow import joint_operator as joint
+from replica_engine.threads.control_flow.joint_operator import Built, JointOperator, Notes
 from replica_engine.threads.inherited_state import find_function_record
 from replica_engine.upstream import thread_state
 from replica_engine.upstream.graphs import function_graphs, operators
@@ -73,7 +65,7 @@ def own_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str,
     """Arguments as tensors that only this replica has, so that each replica has a gradient of its own for them."""
 
     def own(leaf: Any) -> Any:
-        return tf.identity(leaf) if isinstance(leaf, tf.Tensor) and is_differentiable(leaf) else leaf
+        return tf.identity(leaf) if isinstance(leaf, tf.Tensor) and joint.is_differentiable(leaf) else leaf
 
     return tf.nest.map_structure(own, (args, kwargs))
 
@@ -100,29 +92,27 @@ def build_call(operator: JointOperator) -> list[Built]:
             f"{operator.where}. Such a function runs once for all replicas, and has no forward-mode derivative for "
             "each. Call its Python function, f.python_function(x), or use tf.GradientTape."
         )
-    _calling.operator = operator
-    try:
+    with threads.attribute(_calling, "operator", operator):
         if not is_taped:
             return [Built(value) for value in replica_parts(around(*args, **kwargs), size, "result")]
-        notes = find_notes(around.get_concrete_function(*args, **kwargs).graph) or Notes()
-        used = [differentiable([each.args, each.kwargs]) for each in payloads]
+        notes = joint.find_notes(around.get_concrete_function(*args, **kwargs).graph) or Notes()
+        used = [joint.differentiable([each.args, each.kwargs]) for each in payloads]
         captured = [list(of) for of in used]
         for replica, tensor, alias in notes.closures:
-            if is_differentiable(tensor):
+            if joint.is_differentiable(tensor):
                 used[replica].append(tensor)
                 captured[replica].append(alias)
         # One tape for each order of gradients that the replicas' own tapes can be asked for.
         tapes = [tf.GradientTape(persistent=True) for _ in range(depth)]
         with operator.building(), recording(tapes, captured):
             values = replica_parts(around(*args, **kwargs), size, "result")
-    finally:
-        _calling.operator = None
     variables = tapes[0].watched_variables()
     for replica, handle in notes.resources:
         if any(variable.handle is handle for variable in variables):
             used[replica].append(handle)
             captured[replica].append(handle)
-    backward = Backward(None, [differentiable(value) for value in values], captured, notes.shared, tapes, variables)
+    outputs = [joint.differentiable(value) for value in values]
+    backward = Backward(None, outputs, captured, notes.shared, tapes, variables)
     return [Built(value, backward, of) for value, of in zip(values, used, strict=True)]
 
 
@@ -226,7 +216,7 @@ def build_loop(operator: JointOperator) -> list[Built]:
         return [out if tf.nest.is_nested(out) else [out] for out in outs]
 
     outs = first.make(condition, body, variables, **options)
-    return _built(operator, outs, [flat_tensors(each) for each in variables])
+    return _built(operator, outs, [joint.flat_tensors(each) for each in variables])
 
 
 def build_trial(operator: JointOperator) -> list[Built]:
@@ -241,7 +231,7 @@ def _built(
 ) -> list[Built]:
     """The results of all replicas, after the op was made."""
     inputs = operator.inputs(more)
-    backward = Backward(operator.outer, [differentiable(out) for out in outs], inputs, operator.captures.shared)
+    backward = Backward(operator.outer, [joint.differentiable(out) for out in outs], inputs, operator.captures.shared)
     return [Built(out, backward, of) for out, of in zip(outs, inputs, strict=True)]
 
 
@@ -383,7 +373,7 @@ def build_backward(operator: JointOperator) -> list[Built]:
     sources = [[each for each in of if isinstance(each, tf.Tensor)] for of in sources]
     if backward.tapes and not backward.tapes[1:]:
         return [Built(of) for of in results]
-    again = Backward(operator.outer, [differentiable(of) for of in results], sources, tapes=backward.tapes[1:])
+    again = Backward(operator.outer, [joint.differentiable(of) for of in results], sources, tapes=backward.tapes[1:])
     return [Built(of, again, source) for of, source in zip(results, sources, strict=True)]
 
 
@@ -417,12 +407,12 @@ def build_operator(operator: JointOperator) -> list[Built]:
     op = payloads[0].op
     upstream = []
     for position in range(len(payloads[0].upstream)):
-        owner = owner_inside(op, "outputs", position)
+        owner = joint.owner_inside(op, "outputs", position)
         upstream.append(None if owner is None else payloads[owner].upstream[position])
     with operator.building():
         found = payloads[0].gradient(op, *upstream)
     first = 0 if "While" in op.type else 1  # the branches do not get the condition
-    owners = [owner_inside(op, "inputs", position - first) or 0 for position in range(len(found))]
+    owners = [joint.owner_inside(op, "inputs", position - first) or 0 for position in range(len(found))]
     return [
         Built([each if owner == replica else None for each, owner in zip(found, owners, strict=True)])
         for replica in range(len(operator.parts))
@@ -431,8 +421,8 @@ def build_operator(operator: JointOperator) -> list[Built]:
 
 def by_replicas(original: Callable[..., list[Any]], ys: Any, xs: Any, *args: Any, **options: Any) -> list[Any]:
     """In the place of `original`, the gradients of ops: in a joint graph, each replica computes its own part."""
-    operator, source = now_building(), options.get("src_graph")
-    notes = find_notes(source)
+    operator, source = joint.now_building(), options.get("src_graph")
+    notes = joint.find_notes(source)
     if operator is None or notes is None or args or options.get("grad_ys") is None:
         return original(ys, xs, *args, **options)
     missing = options.pop("unconnected_gradients", "none")
@@ -444,7 +434,7 @@ def by_replicas(original: Callable[..., list[Any]], ys: Any, xs: Any, *args: Any
         if owner is not None and gradient is not None:
             own[owner].append((y, gradient))
             if getattr(gradient, "graph", None) is graph:
-                Notes.on(graph).give(owner, flat_tensors(gradient))
+                Notes.on(graph).give(owner, joint.flat_tensors(gradient))
 
     def differentiated(pairs: list[tuple[Any, Any]]) -> list[Any]:
         if not pairs:

@@ -113,10 +113,7 @@ def is_in_loop(graph: Any) -> bool:
 
 def has_replicas(fn: Any) -> bool:
     """Whether replicas of this library run in a trace of a `tf.function`."""
-    try:
-        return any(hasattr(graph, _RUNS) for _, graph in function_graphs.list_traced_graphs(fn))
-    except Exception:  # TensorFlow cannot list the traces if the first one failed after it had made a variable
-        return False
+    return any(hasattr(graph, _RUNS) for _, graph in function_graphs.list_traced_graphs(fn))
 
 
 def manager() -> Any:

@@ -297,7 +297,9 @@ def clone_for_any(fn: Any, python_function: Callable) -> Any:
 
 def list_traced_graphs(fn: Any) -> list[tuple[str, Any]]:
     """The name and the graph of each trace of a tf.function."""
-    return [(tf.compat.as_text(each.name), each.graph) for each in fn._list_all_concrete_functions()]
+    # Not `_list_all_concrete_functions`, which traces a function with an input signature: this is asked of errors, also
+    # of those that the trace has raised.
+    return [(tf.compat.as_text(each.name), each.graph) for each in fn._function_cache.values()]
 
 
 def set_message(error: Any, text: str) -> None:

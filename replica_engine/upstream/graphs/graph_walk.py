@@ -327,15 +327,12 @@ def before(op: tf.Operation, passed: Iterable[tf.Operation]) -> list[tf.Operatio
     """
     behind = {*reached(passed, _needed)}
     new = reached([op], lambda op: [each for each in _needed(op) if each not in behind])
-    return [inner for each in new if each not in behind for inner in (each, *_inside(each)) if inner.type in _WAITS]
+    several = (inner for each in new if each not in behind for inner in (each, *everywhere(*list_inner_graphs(each))))
+    return [inner for inner in several if inner.type in _WAITS]
 
 
 def _needed(op: tf.Operation) -> list[tf.Operation]:
     return [*(each.op for each in op.inputs), *op.control_inputs]
-
-
-def _inside(op: tf.Operation) -> Iterator[tf.Operation]:
-    return everywhere(*list_inner_graphs(op))
 
 
 def _only_tensorflow(op: tf.Operation) -> bool:

@@ -72,12 +72,12 @@ def compiles(op: tf.Operation) -> bool:
 
 def has_host_kernel(op: tf.Operation) -> bool:
     """Whether TensorFlow can run an op on the host."""
-    return _has_host_kernel(op.type)
+    return any(kernel.device_type == "CPU" for kernel in _kernels_of(op.type))
 
 
 @functools.cache
-def _has_host_kernel(kind: str) -> bool:
-    return any(kernel.device_type == "CPU" for kernel in _kernels.get_registered_kernels_for_op(kind).kernel)
+def _kernels_of(kind: str) -> list[Any]:
+    return list(_kernels.get_registered_kernels_for_op(kind).kernel)
 
 
 def _attribute_dtypes(op: tf.Operation, name: str) -> frozenset[int]:
@@ -91,7 +91,7 @@ def _xla_kernels(kind: str) -> tuple[tuple[tuple[str, frozenset[int]], ...], ...
     _register_xla_kernels()
     return tuple(
         tuple((each.name, frozenset(each.allowed_values.list.type)) for each in kernel.constraint)
-        for kernel in _kernels.get_registered_kernels_for_op(kind).kernel
+        for kernel in _kernels_of(kind)
         if kernel.device_type == _XLA_DEVICE
     )
 
@@ -170,7 +170,7 @@ class PythonFunction:
         self._dtypes = [output.dtype for output in op.outputs]
         self.forward_token: str | None = None
         if getattr(self._function, "_is_grad_func", False):
-            self.forward_token = _closed_over(self._function._func, "token")
+            self.forward_token = _token_in(self._function._func)
 
     @property
     def is_differentiated(self) -> bool:
@@ -207,11 +207,6 @@ class PythonFunction:
         found = tape.gradient(outputs, inputs, output_gradients=upstream)
         return [tf.zeros_like(each) if one is None else one for each, one in zip(inputs, found, strict=True)]
 
-    @staticmethod
-    def is_python_op(op: tf.Operation) -> bool:
-        """Whether an op calls a Python function."""
-        return op.type in graph_walk.PYTHON
-
 
 def _result(value: Any, dtype: tf.DType) -> tf.Tensor:
     """Converts a result of a Python function to a tensor; it must have the declared dtype."""
@@ -223,11 +218,12 @@ def _result(value: Any, dtype: tf.DType) -> tf.Tensor:
     return tensor
 
 
-def _closed_over(fn: Any, name: str) -> str | None:
+def _token_in(fn: Any) -> str | None:
+    """The token over which TensorFlow's function of a gradient closes: nothing else says whose gradient it is."""
     while fn is not None:
         code = getattr(fn, "__code__", None)
-        if code is not None and name in code.co_freevars:
-            value = fn.__closure__[code.co_freevars.index(name)].cell_contents
+        if code is not None and "token" in code.co_freevars:
+            value = fn.__closure__[code.co_freevars.index("token")].cell_contents
             return value.decode() if isinstance(value, bytes) else value
         fn = getattr(fn, "__wrapped__", None)
     return None

@@ -55,13 +55,11 @@ from tensorflow.python.autograph.impl.api import autograph_artifact as _artifact
 # structured_function: the module that traces the functions of tf.data.
 from tensorflow.python.data.ops import structured_function as _structured_function
 
+# py_func_from_autograph: converts a function as tf.function does.
+from tensorflow.python.eager.polymorphic_function import autograph_util as _autograph_util
+
 # function_type_utils: binds arguments as a tf.function with an input signature does.
 from tensorflow.python.eager.polymorphic_function import function_type_utils as _function_type_utils
-
-# py_func_from_autograph: converts a function as tf.function does.
-from tensorflow.python.eager.polymorphic_function.autograph_util import (
-    py_func_from_autograph as _py_func_from_autograph,
-)
 
 # record_operation: tells tapes the gradient of some tensors with respect to others.
 from tensorflow.python.eager.record import record_operation as record_operation
@@ -127,7 +125,7 @@ def is_out_of_play() -> bool:
 
 def convert_always(fn: F) -> F:
     """Converts `fn` as tf.function converts its function."""
-    return _py_func_from_autograph(fn)
+    return _autograph_util.py_func_from_autograph(fn)
 
 
 def convert_for_host(fn: F) -> F:
@@ -137,7 +135,7 @@ def convert_for_host(fn: F) -> F:
     function may put in a list or a file. So they raise a TypeError here, as they do without AutoGraph.
     """
     _leave_numbers_alone()
-    return _py_func_from_autograph(fn, _HOST_FEATURES)
+    return _autograph_util.py_func_from_autograph(fn, _HOST_FEATURES)
 
 
 def as_outside() -> contextlib.AbstractContextManager[Any]:
@@ -422,6 +420,7 @@ def wrap_gradients(around: Callable[..., Any]) -> None:
     """Calls `around(original, op, *grads)` for the gradient of each If, Case and While op."""
     registered = getattr(_gradient_registry, "_registry", {})
     for kind in _TYPES:
+        # The registry has no way to replace a gradient, so its table is changed.
         entry = registered.get(kind, {})
         original = entry.get("type")
         if original is not None and not hasattr(original, _ORIGINAL):
@@ -538,10 +537,9 @@ def unlocked_afterwards(fn: Any) -> Iterator[None]:
     held = fn._lock._is_owned()
     try:
         yield
-    except BaseException:
+    finally:
         if not held and fn._lock._is_owned():
             fn._lock.release()
-        raise
 
 
 def forget_first_call(fn: Any) -> None:

@@ -59,7 +59,7 @@ def rows_of_values(lengths: Any) -> tf.Tensor | None:
     if splits is None or values is None:
         return None
     count = values.nrows(splits.dtype) if isinstance(values, tf.RaggedTensor) else tf.shape(values, splits.dtype)[0]
-    # The last place takes the begins of empty rows at the end, which are no places of values.
+    # One place more than there are values: empty rows at the end begin there.
     begins = tf.tensor_scatter_nd_add(0 * tf.range(count + 1), splits[1:-1, tf.newaxis], tf.ones_like(splits[1:-1]))
     rows = tf.slice(tf.cumsum(begins), [0], [count])
     rows.set_shape([values.shape[0]])
@@ -79,7 +79,7 @@ def _values(splits: tf.Tensor) -> Any | None:
 
 
 def _splits(lengths: tf.Tensor) -> tf.Tensor | None:
-    """The splits of which lengths are the differences."""
+    """The splits whose differences are the lengths."""
     while lengths.op.type in ("Identity", "Cast"):
         lengths = lengths.op.inputs[0]
     ends = list(lengths.op.inputs) if lengths.op.type == "Sub" else []
@@ -216,7 +216,7 @@ def marker_parameters(op: tf.Operation) -> str:
 
 
 update_slice = _ops.xla_dynamic_update_slice
-"""A tensor with a part in the place of what is there, which begins at some indices: of the tensor, the part, these."""
+"""A tensor in which a part is replaced. Takes the tensor, the new part, and the indices at which the part begins."""
 
 
 def trace(name: str, fn: Callable[..., Any], specs: Sequence[tf.TensorSpec]) -> Any:

@@ -116,7 +116,7 @@ class Shapes:
             values: the values of its graph, by the id of the tensor.
         """
         shapes = [_merged(*each) for each in zip(map(_declared, op.outputs), self.inferred(op, inputs), strict=True)]
-        if host_kernels.PythonFunction.is_python_op(op):
+        if op.type in graph_walk.PYTHON:
             function = host_kernels.PythonFunction(op)
             if function.forward_token is None:
                 self._python_inputs[function.token] = [value.shape for value in inputs]
@@ -384,7 +384,7 @@ def in_words(ops: Sequence[HostOp]) -> str:
 
 
 def _runner(op: tf.Operation) -> Callable[[list[Any], Kept, int], list[Any]]:
-    if not host_kernels.PythonFunction.is_python_op(op):
+    if op.type not in graph_walk.PYTHON:
         run = host_kernels.runner(op)
         # The manager ends an op that waits, for a queue for example, once the run has failed.
         return lambda inputs, kept, replica: run(inputs, kept.manager)
