@@ -315,15 +315,15 @@ class Job:
         first, new = next(iter(self._members.values())), self._members[worker]
         if DEVICES in first.versions and first.versions[DEVICES] != new.versions.get(DEVICES, first.versions[DEVICES]):
             hide = "Give each worker GPUs, or hide them: CUDA_VISIBLE_DEVICES=-1."
-            self._fail_of("kinds of devices", hide, lambda member: member.versions.get(DEVICES, "not known"))
+            self._fail_job("kinds of devices", hide, lambda member: member.versions.get(DEVICES, "not known"))
         for package in (first.versions.keys() | new.versions.keys()) - {DEVICES}:
             if first.versions.get(package) != new.versions.get(package):
                 version = lambda member: member.versions.get(package, "not there")  # noqa: B023, E731
-                self._fail_of(f"versions of {package}", f"Install one version of {package} on all workers.", version)
+                self._fail_job(f"versions of {package}", f"Install one version of {package} on all workers.", version)
         if first.replicas != new.replicas:
-            self._fail_of(*OF_REPLICAS, lambda member: str(member.replicas))
+            self._fail_job(*OF_REPLICAS, lambda member: str(member.replicas))
 
-    def _fail_of(self, what: str, advice: str, key: Callable[[_JoinedMember], str]) -> None:
+    def _fail_job(self, what: str, advice: str, key: Callable[[_JoinedMember], str]) -> None:
         """Fails the job, whose members differ in what `key` says of them."""
         groups: dict[str, list[int]] = {}
         for worker, member in sorted(self._members.items()):

@@ -79,7 +79,7 @@ def install() -> None:
 
 
 def _make(original: Callable[..., Any], name: Any, graph: Any, attrs: Any, *args: Any, **kwargs: Any) -> Any:
-    function = original(name, graph, function_graphs.attributes_of(graph, attrs), *args, **kwargs)
+    function = original(name, graph, function_graphs.read_final_attributes(graph, attrs), *args, **kwargs)
     level, runs = getattr(graph, _LEVEL, None), getattr(graph, _RUNS, None)
     if runs is not None:
         supervise, found = runs

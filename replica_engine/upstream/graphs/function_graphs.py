@@ -338,7 +338,7 @@ def leave_uncompiled() -> None:
         setattr(graph, _UNCOMPILED, True)
 
 
-def attributes_of(graph: Any, given: Any) -> Any:
+def read_final_attributes(graph: Any, given: Any) -> Any:
     """The attributes of a function whose graph has been traced: those that it was given, without what it has left."""
     return given | {_XLA_COMPILE: False} if given and given.get(_XLA_COMPILE) and hasattr(graph, _UNCOMPILED) else given
 

@@ -72,11 +72,11 @@ def compiles(op: tf.Operation) -> bool:
 
 def has_host_kernel(op: tf.Operation) -> bool:
     """Whether TensorFlow can run an op on the host."""
-    return any(kernel.device_type == "CPU" for kernel in _kernels_of(op.type))
+    return any(kernel.device_type == "CPU" for kernel in _list_kernels(op.type))
 
 
 @functools.cache
-def _kernels_of(kind: str) -> list[Any]:
+def _list_kernels(kind: str) -> list[Any]:
     return list(_kernels.get_registered_kernels_for_op(kind).kernel)
 
 
@@ -91,7 +91,7 @@ def _xla_kernels(kind: str) -> tuple[tuple[tuple[str, frozenset[int]], ...], ...
     _register_xla_kernels()
     return tuple(
         tuple((each.name, frozenset(each.allowed_values.list.type)) for each in kernel.constraint)
-        for kernel in _kernels_of(kind)
+        for kernel in _list_kernels(kind)
         if kernel.device_type == _XLA_DEVICE
     )
 
