@@ -30,10 +30,10 @@ _INSTALLED = """
 @pytest.mark.parametrize(
     ("made", "packages"),
     [
-        ("replica_engine.MirroredStrategy(['CPU:0'])", ["threads", "traced_steps", "upstream"]),
+        ("replica_engine.MirroredStrategy(['CPU:0'])", ["strategies", "threads", "traced_steps", "upstream"]),
         pytest.param(
             "replica_engine.TPUStrategy(num_cores=1)",
-            ["traced_steps", "upstream", "xla"],
+            ["strategies", "traced_steps", "upstream", "xla"],
             marks=pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA),
         ),
     ],
