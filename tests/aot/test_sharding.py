@@ -3,6 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 
 import replica_engine
 
@@ -16,12 +17,8 @@ WAYS = {
 
 
 def tensor_parallel():
-    mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], [f"cpu:{index}" for index in range(8)])
-    layouts = keras.distribution.LayoutMap(mesh)
-    layouts[".*up/kernel"] = (None, "model")
-    layouts[".*down/kernel"] = ("model", None)
-    layouts[".*(query|key|value)/kernel"] = (None, "model", None)
-    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    attention = {".*(query|key|value)/kernel": (None, "model", None)}
+    return model_parallel({".*up/kernel": (None, "model"), ".*down/kernel": ("model", None), **attention}, (2, 4))
 
 
 def transformer():

@@ -35,14 +35,9 @@ def model(strategy, **options):
     keras.utils.set_random_seed(5)
     with strategy.scope():
         layers = keras.layers
+        convolution = [layers.Conv2D(8, 3, activation="relu"), layers.BatchNormalization()]
         made = keras.Sequential(
-            [
-                keras.Input((12, 12, 3)),
-                layers.Conv2D(8, 3, activation="relu"),
-                layers.BatchNormalization(),
-                layers.GlobalAveragePooling2D(),
-                layers.Dense(10),
-            ]
+            [keras.Input((12, 12, 3)), *convolution, layers.GlobalAveragePooling2D(), layers.Dense(10)]
         )
         made.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
     return made
@@ -180,12 +175,10 @@ def own_loop():
 
         def step(x, y, trained=trained, optimizer=optimizer):
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(
-                    keras.losses.sparse_categorical_crossentropy(y, trained(x, training=True), from_logits=True)
-                )
-            optimizer.apply_gradients(
-                zip(tape.gradient(loss, trained.trainable_variables), trained.trainable_variables, strict=True)
-            )
+                of_samples = keras.losses.sparse_categorical_crossentropy(y, trained(x, training=True), True)
+                loss = tf.reduce_mean(of_samples)
+            variables = trained.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
             return loss
 
         batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(20))
@@ -224,11 +217,8 @@ def host_calls_with_gradients():
             y = cube(x)
         return y, tape.gradient(y, x)
 
-    close(
-        on().run(step, args=(tf.constant([1.0, 2.0, 3.0]),)),
-        (np.array([1.0, 8.0, 27.0]), np.array([3.0, 12.0, 27.0])),
-        1e-6,
-    )
+    found = on().run(step, args=(tf.constant([1.0, 2.0, 3.0]),))
+    close(found, (np.array([1.0, 8.0, 27.0]), np.array([3.0, 12.0, 27.0])), 1e-6)
 
 
 def a_host_call_that_fails():
@@ -390,32 +380,12 @@ def cpu_replicas_beside():
         assert [float(each) for each in strategy.experimental_local_results(found)] == [float(size)] * size, found
 
 
-PROGRAMS = {
-    each.__name__: each
-    for each in (
-        devices_by_default,
-        operations,
-        fit,
-        steps_per_execution,
-        mixed_precision,
-        own_loop,
-        saving,
-        host_calls_with_gradients,
-        a_host_call_that_fails,
-        ctrl_c,
-        a_limit,
-        too_large,
-        timeline,
-        plan,
-        random_numbers,
-        several_threads,
-        programs_kept,
-        device_loop,
-        memory_shared_with_tensorflow,
-        soft_placement,
-        cpu_replicas_beside,
-    )
-}
+PROGRAMS = [
+    *(devices_by_default, operations, fit, steps_per_execution, mixed_precision, own_loop, saving),
+    *(host_calls_with_gradients, a_host_call_that_fails, ctrl_c, a_limit, too_large, timeline, plan, random_numbers),
+    *(several_threads, programs_kept, device_loop, memory_shared_with_tensorflow, soft_placement, cpu_replicas_beside),
+]
+PROGRAMS = {each.__name__: each for each in PROGRAMS}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]]()

@@ -25,9 +25,26 @@ SHARED = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": 
 os.environ.update(SHARED)  # before this process looks for GPUs itself
 CONTRACT = [f"tests/contract/test_{name}.py" for name in ("run", "merge_call", "collectives", "variables", "keras")]
 
-THREADS = """
-    from replica_engine import MirroredStrategy
-    strategy = MirroredStrategy(devices)
+BEGIN = """
+    import _thread, json, pathlib, tempfile, threading
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    import replica_engine.testing
+    from replica_engine.keras import replicate_model
+    devices = DEVICES
+    strategy = replica_engine.MirroredStrategy(devices)
+    began = threading.Event()
+
+    def endless():
+        x = tf.ones([64, 64])
+        while True:
+            x = tf.linalg.matmul(x, x) / 64.0
+            began.set()
+"""
+
+OF_THREADS = {
+    "threads": """
     with strategy.scope():
         weight = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
 
@@ -43,62 +60,31 @@ THREADS = """
         assert all("GPU" in each.device for each in results), [each.device for each in results]
     copies = strategy.experimental_local_results(weight)
     assert [float(each) for each in copies] == [1.0 + 2 * expected] * len(devices), copies
-"""
-
-MODEL = """
-    import keras
-    import numpy as np
-    from replica_engine import MirroredStrategy
-    from replica_engine.keras import replicate_model
+    """,
+    "replicate_model": """
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
     model.compile("adam", "mse")
-    fast = replicate_model(model, strategy=MirroredStrategy(devices))
+    fast = replicate_model(model, strategy=strategy)
     x = np.random.default_rng(0).normal(size=(100, 8)).astype("float32")
     losses = fast.fit(x, x.sum(axis=1, keepdims=True), batch_size=30, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0], losses
-"""
-
-TIMELINE = """
-    import json, pathlib, tempfile
-    import replica_engine
+    """,
+    "timeline": """
     path = pathlib.Path(tempfile.mkdtemp(), "run.json")
-    strategy = replica_engine.MirroredStrategy(devices)
     with replica_engine.timeline(str(path)):
         strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([10])))
     text = path.read_text()
     assert json.loads(text) and all(f"({device})" in text for device in devices), text[:2000]
-"""
-
-STUCK = """
-    import replica_engine
-    from replica_engine.errors import ReplicaTimeoutError
-    strategy = replica_engine.MirroredStrategy(devices, timeout=3.0)
-
-    def endless():
-        x = tf.ones([64, 64])
-        while True:
-            x = tf.linalg.matmul(x, x) / 64.0
-
+    """,
+    "watchdog": """
     try:
-        strategy.run(endless)
-    except ReplicaTimeoutError as error:
+        replica_engine.MirroredStrategy(devices, timeout=3.0).run(endless)
+    except replica_engine.errors.ReplicaTimeoutError as error:
         assert "GPU:0" in str(error), error
     else:
         raise AssertionError("no timeout")
-"""
-
-INTERRUPTED = """
-    import _thread, threading
-    import replica_engine
-    strategy = replica_engine.MirroredStrategy(devices)
-    began = threading.Event()
-
-    def endless():
-        x = tf.ones([64, 64])
-        while True:
-            x = tf.linalg.matmul(x, x) / 64.0
-            began.set()
-
+    """,
+    "Ctrl-C": """
     threading.Thread(target=lambda: (began.wait(), _thread.interrupt_main()), daemon=True).start()
     try:
         strategy.run(endless)
@@ -106,14 +92,7 @@ INTERRUPTED = """
         pass
     else:
         raise AssertionError("not interrupted")
-"""
-
-OF_THREADS = {
-    "threads": THREADS,
-    "replicate_model": MODEL,
-    "timeline": TIMELINE,
-    "watchdog": STUCK,
-    "Ctrl-C": INTERRUPTED,
+    """,
 }
 
 
@@ -140,8 +119,7 @@ def passes(command, **more):
 
 
 def runs(program, devices):
-    begin = f"import tensorflow as tf\nimport replica_engine.testing\ndevices = {devices}\n"
-    passes([sys.executable, "-c", begin + textwrap.dedent(program)])
+    passes([sys.executable, "-c", textwrap.dedent(BEGIN.replace("DEVICES", str(devices)) + program)])
 
 
 @needs_gpus(1)

@@ -303,9 +303,5 @@ OTHER_NUMBERS = {
 }
 """Values of another number of replicas than two."""
 
-ENDLESS = {
-    "list": endless,
-    "mapping": endless_mapping,
-    "deep": lambda: deep(20_000),
-}
+ENDLESS = {"list": endless, "mapping": endless_mapping, "deep": lambda: deep(20_000)}
 """Structures that nobody comes to the end of."""

@@ -1,5 +1,6 @@
 """Variables in parts, and how much memory a process takes to make one."""
 
+import math
 import pathlib
 
 import keras
@@ -14,13 +15,17 @@ def made(strategy, shape, initializer):
         return keras.Variable(keras.initializers.get(initializer), shape=shape)
 
 
+def model_parallel(layouts, shape=(2, 2), names=("batch", "model"), batch="batch"):
+    """Layouts of variables, by their names, on a mesh of CPU devices."""
+    devices = [f"cpu:{index}" for index in range(math.prod(shape))]
+    layout_map = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(shape, list(names), devices))
+    for name, axes in layouts.items():
+        layout_map[name] = axes
+    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name=batch)
+
+
 def on_two_axes(*axes):
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{index}" for index in range(4)])
-    layouts = keras.distribution.LayoutMap(mesh)
-    layouts["variable.*"] = axes
-    return replica_engine.TPUStrategy(
-        distribution=keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
-    )
+    return replica_engine.TPUStrategy(distribution=model_parallel({"variable.*": axes}))
 
 
 def peak_of_random_numbers(shape, two_axes):

@@ -13,6 +13,15 @@ SCALAR = tf.TensorSpec([], tf.float32)
 
 X = [[tf.constant(1.0)], [tf.constant(2.0)]]
 
+# Each collective, and what it takes after a value.
+COLLECTIVES = {
+    "cross_replica_sum": (),
+    "all_reduce": ("MAX",),
+    "all_gather": (),
+    "all_to_all": (0, 0),
+    "collective_permute": ([(0, 1)],),
+}
+
 Point = collections.namedtuple("Point", ["x", "y"])
 
 
@@ -25,6 +34,12 @@ def values(results):
 def on_two(body, first=1.0, second=2.0):
     """The results of a body on two replicas, each with a tensor of its own."""
     return xla.replicate(body, [[tf.constant(first)], [tf.constant(second)]])
+
+
+def line_of(file, text):
+    """The line of a file that ends in a comment."""
+    with open(file) as lines:
+        return f"{file}:{next(number for number, line in enumerate(lines, 1) if line.rstrip().endswith(f'# {text}'))}"
 
 
 # Host functions.
@@ -110,6 +125,26 @@ def gradients(fn, *inputs):
         tape.watch(inputs)
         value = fn(*inputs)
     return [None if each is None else tf.convert_to_tensor(each) for each in tape.gradient(value, inputs)]
+
+
+def first_order(fn):
+    """A body that has the gradient of `fn(call, x)` for `x`."""
+
+    def body(call, x):
+        return gradients(lambda x: fn(call, x), x)
+
+    body.__name__ = fn.__name__  # AutoGraph would read the source of `__wrapped__`
+    return body
+
+
+def second_order(fn):
+    """A body that has the gradient of `x` times the gradient of `fn(call, x)` for `x`."""
+
+    def body(call, x):
+        return gradients(lambda x: gradients(lambda x: fn(call, x), x)[0] * x, x)
+
+    body.__name__ = fn.__name__
+    return body
 
 
 def example(n=2, shape=(3,)):

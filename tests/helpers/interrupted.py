@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
+
+
+@contextlib.contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """Lets Ctrl-C raise KeyboardInterrupt, as in a program that a terminal starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def ctrl_c_at_line(number: int, code: CodeType, block: Callable[[], None]) -> bool:

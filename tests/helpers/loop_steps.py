@@ -112,12 +112,6 @@ def hosted(fn, returns=None):
     return lambda *args: xla.outside_compilation(xla.returns(returns)(fn), *args)
 
 
-class CustomError(Exception):
-    def __init__(self, code, *, reason):
-        super().__init__(f"code {code}")
-        self.code, self.reason = code, reason
-
-
 # Runs.
 
 

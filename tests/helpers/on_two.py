@@ -14,6 +14,23 @@ def on_two(fn, *inputs):
     return [tf.nest.map_structure(plain, each) for each in xla.replicate(fn, rows)]
 
 
+def spread(strategy, fn):
+    """A value that is `fn(i)` on replica i."""
+    return strategy.experimental_distribute_values_from_function(lambda context: fn(context.replica_id_in_sync_group))
+
+
+def gradient_of(fn, upstream=None):
+    """The gradient of a function at a tensor, for an upstream gradient or for ones."""
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = fn(x)
+        return tape.gradient(y, x, output_gradients=upstream)
+
+    return gradient
+
+
 def plain(value):
     value = value.numpy() if tf.is_tensor(value) else value
     return value.tolist() if hasattr(value, "tolist") else value

@@ -20,7 +20,7 @@ class Mirrored(replica_engine.MirroredStrategy, snt.distribute.Replicator):
 
 
 REPLICATORS: dict[str, Callable[[], tf.distribute.Strategy]] = {
-    "Mirrored": lambda: Mirrored(logical_devices(8)[:REPLICAS]),
+    "Mirrored": lambda: Mirrored(logical_devices(8)[:REPLICAS])
 }
 
 if HAS_XLA:

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 from keras import layers
 
 import replica_engine
@@ -99,9 +100,7 @@ def own_loops(strategy):
         mean.update_state(value)
         return value
 
-    def run(x, y):
-        return strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
-
+    run = lambda x, y: strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)  # noqa: E731
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16)
     batches = iter(strategy.experimental_distribute_dataset(dataset.repeat()))
     losses = [run(*next(batches)) for _ in range(3)]
@@ -151,13 +150,11 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_numbers_are_those_of_whole_variables(program, replicas):
     expected = program(replica_engine.TPUStrategy(num_cores=replicas))
-    found = program(
-        replica_engine.TPUStrategy(num_cores=4, cores_per_replica=4 // replicas, distribution="fsdp"),
-    )
+    found = program(replica_engine.TPUStrategy(num_cores=4, cores_per_replica=4 // replicas, distribution="fsdp"))
     assert list(found) == list(expected)
     for name, values in expected.items():
         for value, other in zip(tf.nest.flatten(values), tf.nest.flatten(found[name]), strict=True):
@@ -189,11 +186,7 @@ def test_a_loss_scale_finds_what_is_not_finite_in_any_part():
 
 def test_kept_programs_are_those_of_one_layout(tmp_path):
     def compiled_and_read(shape, axes):
-        mesh = keras.distribution.DeviceMesh(shape, ["batch", "model"], [f"cpu:{index}" for index in range(4)])
-        layout_map = keras.distribution.LayoutMap(mesh)
-        layout_map["table"] = axes
-        distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
-        strategy = replica_engine.TPUStrategy(distribution=distribution)
+        strategy = replica_engine.TPUStrategy(distribution=model_parallel({"table": axes}, shape))
         with strategy.scope():
             table = tf.Variable(tf.ones([8, 4]), name="table")
         before = xla.counts()

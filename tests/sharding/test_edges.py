@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
+from helpers.on_two import spread
 
 import replica_engine
 from replica_engine import xla
@@ -12,23 +14,15 @@ from replica_engine.errors import DistributionError, LoweringError
 SUM = tf.VariableAggregation.SUM
 
 
-def parallel(axes=("batch", "model"), batch=None, **layouts):
-    mesh = keras.distribution.DeviceMesh((2, 2), list(axes), [f"cpu:{index}" for index in range(4)])
-    layout_map = keras.distribution.LayoutMap(mesh)
-    for key, layout in layouts.items():
-        layout_map[f".*{key}"] = layout
-    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name=batch or axes[0])
-
-
 @pytest.mark.parametrize("name", ["größe", "data:0", 'da"ta', "replica", "2d"])
 def test_names_that_programs_cannot_have_are_refused(name):
     with pytest.raises(DistributionError, match="letters, digits and underscores"):
-        replica_engine.TPUStrategy(distribution=parallel(axes=(name, "model")))
+        replica_engine.TPUStrategy(distribution=model_parallel({}, names=(name, "model"), batch=name))
 
 
 def test_a_batch_axis_that_the_mesh_lacks_is_refused():
     with pytest.raises(DistributionError, match=r"batch_dim_name='data'.*'batch', 'model'"):
-        replica_engine.TPUStrategy(distribution=parallel(batch="data"))
+        replica_engine.TPUStrategy(distribution=model_parallel({}, batch="data"))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +51,7 @@ def test_functions_that_make_large_values_run_once_on_the_host():
 
 
 def test_adafactor_keeps_its_factors_whole():
-    strategy = replica_engine.TPUStrategy(distribution=parallel(kernel=("batch", "model")))
+    strategy = replica_engine.TPUStrategy(distribution=model_parallel({".*kernel": ("batch", "model")}))
     with strategy.scope():
         model = keras.Sequential([keras.Input([8]), keras.layers.Dense(8)])
         model.compile("adafactor", "mse")
@@ -66,7 +60,7 @@ def test_adafactor_keeps_its_factors_whole():
 
 
 def test_keras_distribution_in_a_step_is_the_strategys():
-    strategy = replica_engine.TPUStrategy(distribution=parallel(kernel=(None, "model")))
+    strategy = replica_engine.TPUStrategy(distribution=model_parallel({".*kernel": (None, "model")}))
     with strategy.scope():
         dense = keras.layers.Dense(4)
         dense.build([None, 4])
@@ -85,9 +79,7 @@ def test_shares_of_different_sizes(sizes):
         dense = keras.Sequential([keras.Input((8, 8, 2)), keras.layers.Flatten(), keras.layers.Dense(4)])
         convolution = keras.Sequential([keras.Input((8, 8, 2)), keras.layers.Conv2D(4, 3, padding="same")])
     x = np.random.default_rng(0).normal(size=(sum(sizes), 8, 8, 2)).astype(np.float32)
-    shares = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.split(x, sizes)[context.replica_id_in_sync_group]
-    )
+    shares = spread(strategy, lambda i: tf.split(x, sizes)[i])
 
     def step(x):
         total.assign_add(tf.cast(tf.shape(x)[0], tf.float32))

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 
 import replica_engine
 from replica_engine import xla
@@ -64,10 +65,7 @@ def on_one_axis():
 
 
 def on_two_axes(replicas=1):
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{index}" for index in range(4)])
-    layouts = keras.distribution.LayoutMap(mesh)
-    layouts["table"] = ("model", None)
-    distribution = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    distribution = model_parallel({"table": ("model", None)})
     return replica_engine.TPUStrategy(num_cores=4 * replicas, distribution=distribution)
 
 
@@ -108,10 +106,7 @@ def test_values_and_gradients_are_those_of_one_device(make, kinds, layout, batch
     strategy = make()
     with strategy.scope():
         weights = tf.Variable(table, name="table"), tf.Variable(kernel, name="kernel")
-
-    def step(x, i):
-        return computed(x, i, *weights, lay_out=lambda x: xla.constrain(x, layout) if layout else x)
-
+    step = lambda x, i: computed(x, i, *weights, lay_out=lambda x: xla.constrain(x, layout) if layout else x)  # noqa: E731
     found = strategy.run(step, (tf.constant(values), tf.constant(indices)))
     found = tf.nest.map_structure(lambda each: strategy.experimental_local_results(each)[-1].numpy(), found)
     different = [

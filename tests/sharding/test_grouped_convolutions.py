@@ -1,9 +1,9 @@
 """Grouped convolutions on a mesh with several axes, where XLA's partitioner adds up kernels' gradients wrongly."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 
 import replica_engine
 
@@ -15,11 +15,8 @@ KINDS = {
 
 
 def divided(shape, axis, replicas):
-    names = ["batch", "model", "more"][: len(shape)]
-    mesh = keras.distribution.DeviceMesh(shape, names, [f"cpu:{index}" for index in range(np.prod(shape))])
-    layouts = keras.distribution.LayoutMap(mesh)
-    layouts["kernel"] = tuple("model" if index == axis else None for index in range(4))
-    distribution = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    axes = tuple("model" if index == axis else None for index in range(4))
+    distribution = model_parallel({"kernel": axes}, shape, ["batch", "model", "more"][: len(shape)])
     return replica_engine.TPUStrategy(num_cores=replicas * int(np.prod(shape)), distribution=distribution)
 
 

@@ -1,9 +1,9 @@
 """Gathers and scatters of replicas on meshes with two axes, where XLA's partitioner ends the process at times."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 
 import replica_engine
 
@@ -28,11 +28,7 @@ OF_TABLES = {
 
 
 def on_two_axes(**more):
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{index}" for index in range(4)])
-    layouts = keras.distribution.LayoutMap(mesh)
-    for name, axes in {"kernel": (None, "model"), **more}.items():
-        layouts[name] = axes
-    distribution = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    distribution = model_parallel({"kernel": (None, "model"), **more})
     return replica_engine.TPUStrategy(num_cores=8, distribution=distribution)
 
 

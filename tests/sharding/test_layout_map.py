@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 from keras import layers
 
 import replica_engine
@@ -47,14 +48,6 @@ class Transformer(keras.Model):
         x = x + self.attention(y, y, use_causal_mask=True, training=training)
         x = x + self.down(self.up(self.norms[1](x)))
         return self.head(self.norms[2](x))
-
-
-def model_parallel(layouts, shape=(2, 2)):
-    devices = [f"cpu:{index}" for index in range(shape[0] * shape[1])]
-    layout_map = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(shape, ["batch", "model"], devices))
-    for key, axes in layouts.items():
-        layout_map[key] = axes
-    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
 
 
 def trained(**how):

@@ -5,17 +5,15 @@ import gc
 import keras
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 
 import replica_engine
 
 
 @pytest.fixture(scope="module")
 def divided():
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{index}" for index in range(4)])
-    layouts = keras.distribution.LayoutMap(mesh)
-    layouts["up/kernel"] = (None, "model")
-    layouts["table"] = ("model",)
-    return replica_engine.TPUStrategy(distribution=keras.distribution.ModelParallel(layout_map=layouts))
+    distribution = model_parallel({"up/kernel": (None, "model"), "table": ("model",)}, batch=None)
+    return replica_engine.TPUStrategy(distribution=distribution)
 
 
 def test_the_table_names_each_variable_that_there_is(divided):

@@ -1,8 +1,8 @@
 """A table that is divided, and its gradient: each device has its part of both, and never the whole."""
 
-import keras
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 
 import replica_engine
 
@@ -17,10 +17,7 @@ WHOLE = 4 * ROWS * COLUMNS
     [((4, 1), ("batch", None), 4), ((2, 2), ("model", None), 2), ((2, 2), ("model", "batch"), 4)],
 )
 def test_a_step_has_a_part_of_the_table_and_of_its_gradient_on_each_device(mesh, axes, parts, batch, replicas):
-    names = [f"cpu:{each}" for each in range(4)]
-    layouts = keras.distribution.LayoutMap(keras.distribution.DeviceMesh(mesh, ["batch", "model"], names))
-    layouts["table"] = axes
-    distribution = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    distribution = model_parallel({"table": axes}, mesh)
     strategy = replica_engine.TPUStrategy(num_cores=4 * replicas, distribution=distribution)
     with strategy.scope():
         table = tf.Variable(tf.random.stateless_uniform([ROWS, COLUMNS], [0, 1]), name="table")

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from helpers.divided import model_parallel
 
 import replica_engine
 from replica_engine.errors import DistributionError
@@ -23,8 +24,6 @@ def test_a_model_in_parts_computes_what_one_device_does():
     report = check_parity(model, X, Y, replicas=2, steps=1, strategies=[given], distribution="fsdp")
     assert report.strategies == ("TPUStrategy", "TPUStrategy('fsdp')")
     assert report.ok, report
-    layout_map = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2,), ["model"], ["cpu:0", "cpu:1"]))
-    layout_map["net/wrong/kernel"] = (None, "model")
-    wrong = keras.distribution.ModelParallel(layout_map=layout_map)
+    wrong = model_parallel({"net/wrong/kernel": (None, "model")}, (2,), ["model"], None)
     with pytest.raises(DistributionError, match="matches none of the"):
         check_parity(model, X, Y, strategies=[], distribution=wrong)

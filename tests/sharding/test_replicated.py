@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from helpers.divided import model_parallel
 
 import replica_engine
 from replica_engine.keras import replicate_model
@@ -12,11 +13,7 @@ Y = np.random.default_rng(1).integers(0, 3, 45)
 
 
 def tensor_parallel():
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], devices=[f"cpu:{index}" for index in range(4)])
-    layouts = keras.distribution.LayoutMap(mesh)
-    layouts[".*up/kernel"] = (None, "model")
-    layouts[".*up/bias"] = ("model",)
-    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    return model_parallel({".*up/kernel": (None, "model"), ".*up/bias": ("model",)})
 
 
 def trained(**how):

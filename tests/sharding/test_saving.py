@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.divided import model_parallel
 
 import replica_engine
 from replica_engine.keras import replicate_model
@@ -15,11 +16,7 @@ Y = np.random.default_rng(1).integers(0, 3, 32)
 
 
 def tensor_parallel():
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{index}" for index in range(4)])
-    layout_map = keras.distribution.LayoutMap(mesh)
-    layout_map[".*up/kernel"] = ("model", None)
-    layout_map[".*out/kernel"] = (None, "model")
-    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+    return model_parallel({".*up/kernel": ("model", None), ".*out/kernel": (None, "model")})
 
 
 MAKE = {

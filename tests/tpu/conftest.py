@@ -65,6 +65,17 @@ def two():
 
 
 @pytest.fixture
+def scoped(two):
+    """`scoped(make, *args)`: what `make(*args)` builds under the scope of two replicas."""
+
+    def scoped(make, *args, **options):
+        with two.strategy.scope():
+            return make(*args, **options)
+
+    return scoped
+
+
+@pytest.fixture
 def noting(two):
     """A step of two replicas that remembers its inputs."""
     return Noting(two)

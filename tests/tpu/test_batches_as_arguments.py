@@ -17,8 +17,13 @@ from replica_engine.xla.calls import chunk_launches, prefetch, run_steps
 from replica_engine.xla.stages.launch import Launch
 
 SOON = 200  # seconds until a thread that should have gone on by then is stuck
+SUM = tf.VariableAggregation.SUM
 
 ROWS = np.random.default_rng(0).normal(size=[40, 6]).astype("float32")
+
+
+def passes_on(context, x):
+    context.set_last_step_output("x", x, "MEAN")
 
 
 def trained(prefetch=None, iterations=10):
@@ -116,11 +121,8 @@ def test_an_iterator_that_ends_early_keeps_the_steps_before():
     assert caught.value.context.steps == 10
 
 
-def test_a_step_that_calls_the_host_is_a_launch():
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
-    seen = []
+def test_a_step_that_calls_the_host_is_a_launch(two):
+    total, strategy, seen = two.variable(0.0, SUM), two.strategy, []
 
     def step(context, x):
         xla.outside_compilation(lambda x: seen.append(float(x)), x)
@@ -136,12 +138,10 @@ def test_a_step_that_calls_the_host_is_a_launch():
     assert sorted(seen) == [1.0] * 6 + [2.0] * 6
 
 
-def test_batches_of_a_dtype_that_tensorflow_cannot_fill():
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+def test_batches_of_a_dtype_that_tensorflow_cannot_fill(two):
+    total = two.variable(0.0, SUM)
     batches = [tf.cast(tf.constant([1.0, 2.0]), tf.dtypes.experimental.float8_e5m2)] * 3
-    strategy.run_steps(lambda context, x: total.assign_add(tf.reduce_sum(tf.cast(x, tf.float32))), iter(batches), 3)
+    two.strategy.run_steps(lambda context, x: total.assign_add(tf.reduce_sum(tf.cast(x, tf.float32))), iter(batches), 3)
     assert float(total) == 18.0
 
 
@@ -155,15 +155,8 @@ def test_a_loop_that_waits_for_a_batch_is_watched(caplog):
         assert warned.wait(300), "no warning"
         yield np.float32(2)
 
-    def step(context, x):
-        context.set_last_step_output("x", x, "MEAN")
-
-    context = strategy.run_steps(step, batches(), 2, prefetch=1)
+    context = strategy.run_steps(passes_on, batches(), 2, prefetch=1)
     assert float(context.last_step_outputs["x"]) == 2.0
-
-
-def passes_on(context, x):
-    context.set_last_step_output("x", x, "MEAN")
 
 
 def test_with_a_limit_each_step_is_a_launch_of_its_own():
@@ -175,11 +168,10 @@ def test_with_a_limit_each_step_is_a_launch_of_its_own():
     assert (made.launches, made.compiles) == (10, 1)
 
 
-def test_an_iterator_that_gives_no_batch_within_the_limit_is_an_error(monkeypatch):
+def test_an_iterator_that_gives_no_batch_within_the_limit_is_an_error(monkeypatch, replicas):
     monkeypatch.setattr(prefetch, "_JOIN", 0.0)
-    strategy = replica_engine.TPUStrategy(num_cores=2, timeout=5)
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+    some = replicas(2, timeout=5)
+    strategy, total = some.strategy, some.variable(0.0, tf.VariableAggregation.ONLY_FIRST_REPLICA)
     over = threading.Event()
 
     def batches():
@@ -203,7 +195,7 @@ def test_an_iterator_that_gives_no_batch_within_the_limit_is_an_error(monkeypatc
 
 @pytest.mark.parametrize("queue", [False, True], ids=["launch waits", "launch is queued"])
 @pytest.mark.parametrize("ahead", [1, 2, 6, 8])
-def test_no_more_batches_are_ahead_of_a_step_than_asked_for(monkeypatch, queue, ahead):
+def test_no_more_batches_are_ahead_of_a_step_than_asked_for(two, monkeypatch, queue, ahead):
     monkeypatch.setattr(DeviceGroup, "has_queue", queue)
     fetched, more, seen = threading.Semaphore(0), [], []
 
@@ -227,8 +219,7 @@ def test_no_more_batches_are_ahead_of_a_step_than_asked_for(monkeypatch, queue, 
 
     at_once = Launch.__call__
     monkeypatch.setattr(Launch, "__call__", launch)
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    context = strategy.run_steps(passes_on, batches(), 100, prefetch=ahead)
+    context = two.strategy.run_steps(passes_on, batches(), 100, prefetch=ahead)
     assert more == [False]
     assert float(context.last_step_outputs["x"]) == 99.0
     assert max(seen) == max(1, (ahead + 1) // (3 if queue else 2))

@@ -9,22 +9,30 @@ from replica_engine.errors import CaptureError, DeviceError, VariableCreationErr
 from replica_engine.xla import PjrtClusterResolver
 
 
-@pytest.mark.parametrize("resolver", [3, "gpu", object()], ids=["number", "name", "object"])
-def test_what_is_no_resolver_is_refused(resolver):
-    with pytest.raises(TypeError, match=r"num_cores=4"):
-        TPUStrategy(resolver)
+def run_variable_of_any_shape():
+    strategy = TPUStrategy(num_cores=2)
+    with strategy.scope():
+        variable = tf.Variable([1.0, 2.0], shape=[None])
+    strategy.run(lambda: tf.reduce_sum(variable))
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5, True, None])
-def test_steps_per_run_is_a_positive_int(steps):
-    with pytest.raises(ValueError, match="steps_per_run"):
-        TPUStrategy(steps_per_run=steps, num_cores=1)
+REFUSED = [
+    *((lambda each=each: TPUStrategy(each), TypeError, r"num_cores=4") for each in (3, "gpu", object())),
+    *(
+        (lambda each=each: TPUStrategy(steps_per_run=each, num_cores=1), ValueError, "steps_per_run")
+        for each in (0, -1, 1.5, True, None)
+    ),
+    *((lambda each=each: TPUStrategy(num_cores=each), DeviceError, "positive int") for each in (0, -1, True, 2.0)),
+    (lambda: TPUStrategy(num_cores=10**6), DeviceError, r"at most 1024"),
+    (lambda: TPUStrategy(num_cores=1).run(3), TypeError, "takes a function"),
+    (run_variable_of_any_shape, CaptureError, r"shape \(None,\).*test_construction.py"),
+]
 
 
-@pytest.mark.parametrize("count", [0, -1, True, 2.0])
-def test_num_cores_is_a_positive_int(count):
-    with pytest.raises(DeviceError, match="positive int"):
-        TPUStrategy(num_cores=count)
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_what_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_numbers_may_be_of_numpy():
@@ -32,11 +40,6 @@ def test_numbers_may_be_of_numpy():
     assert strategy.num_replicas_in_sync == 3
     assert strategy.steps_per_run == 2
     assert TPUStrategy(num_cores=1, steps_per_run=7).extended.steps_per_run == 7  # of a strategy that is gone
-
-
-def test_there_is_an_end_to_cpu_devices():
-    with pytest.raises(DeviceError, match=r"at most 1024"):
-        TPUStrategy(num_cores=10**6)
 
 
 def test_a_resolver_says_which_platform():
@@ -48,20 +51,7 @@ def test_a_resolver_says_which_platform():
     assert isinstance(strategy, tf.distribute.Strategy)
 
 
-def test_run_takes_a_function():
-    with pytest.raises(TypeError, match="takes a function"):
-        TPUStrategy(num_cores=1).run(3)
-
-
-def test_a_variable_without_a_fixed_shape_is_refused():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        variable = tf.Variable([1.0, 2.0], shape=[None])
-    with pytest.raises(CaptureError, match=r"shape \(None,\).*test_construction.py"):
-        strategy.run(lambda: tf.reduce_sum(variable))
-
-
-def test_a_variable_made_of_an_argument_is_refused():
+def test_a_variable_made_of_an_argument_is_refused(two):
     holder = {}
 
     def fn(x):
@@ -69,20 +59,18 @@ def test_a_variable_made_of_an_argument_is_refused():
             holder["made"] = tf.Variable(x * 2.0, name="made")
         return holder["made"] + 0.0
 
-    strategy = TPUStrategy(num_cores=2)
     with pytest.raises(VariableCreationError, match=r"'made'.* depends on the argument `x` of `fn`"):
-        strategy.run(fn, args=(tf.constant(1.0),))
+        two.strategy.run(fn, args=(tf.constant(1.0),))
 
 
-def test_the_mean_of_integers_is_a_fraction():
+def test_the_mean_of_integers_is_a_fraction(two):
     """As under MirroredStrategy."""
-    strategy = TPUStrategy(num_cores=2)
 
     def fn():
         context = tf.distribute.get_replica_context()
         return context.all_reduce("MEAN", context.replica_id_in_sync_group)
 
-    assert [float(each) for each in strategy.run(fn).values] == [0.5, 0.5]
+    assert [float(each) for each in two.strategy.run(fn).values] == [0.5, 0.5]
 
 
 def test_jax_can_still_be_configured_afterwards(programs):

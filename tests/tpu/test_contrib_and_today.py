@@ -14,44 +14,15 @@ from replica_engine import xla
 from replica_engine.compat import contrib
 
 METHODS = [
-    "batch_reduce",
-    "broadcast",
-    "call_for_each_tower",
-    "colocate_vars_with",
-    "configure",
-    "distribute_dataset",
-    "finalize",
-    "get_host_cpu_device",
-    "group",
-    "initialize",
-    "map",
-    "non_slot_devices",
-    "read_var",
-    "reduce",
-    "run_steps_on_dataset",
-    "scope",
-    "unwrap",
-    "update",
-    "update_non_slot",
-    "value_container",
+    *("batch_reduce", "broadcast", "call_for_each_tower", "colocate_vars_with", "configure", "distribute_dataset"),
+    *("finalize", "get_host_cpu_device", "group", "initialize", "map", "non_slot_devices", "read_var", "reduce"),
+    *("run_steps_on_dataset", "scope", "unwrap", "update", "update_non_slot", "value_container"),
 ]
-
-
 PROPERTIES = [
-    "between_graph",
-    "is_single_tower",
-    "num_hosts",
-    "num_towers",
-    "num_towers_per_host",
-    "parameter_devices",
-    "should_checkpoint",
-    "should_init",
-    "should_save_summary",
-    "worker_device_index",
-    "worker_devices",
+    *("between_graph", "is_single_tower", "num_hosts", "num_towers", "num_towers_per_host", "parameter_devices"),
+    *("should_checkpoint", "should_init", "should_save_summary", "worker_device_index", "worker_devices"),
     "steps_per_run",
 ]
-
 
 GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "from_contrib.md"
 
@@ -146,10 +117,7 @@ def test_every_old_name_in_the_guide_is_there():
         "tpu_ops": xla,
     }
     of_module = {
-        "TPUStrategy",
-        "in_cross_tower_context",
-        "has_distribution_strategy",
-        "get_distribution_strategy",
+        *("TPUStrategy", "in_cross_tower_context", "has_distribution_strategy", "get_distribution_strategy"),
         "get_tpu_system_metadata",
     }
     names = old_names()

@@ -47,34 +47,31 @@ def test_outputs_can_be_set_in_tower_context_of_an_argument(distribution):
     assert context.last_step_outputs["ONLY_FIRST_REPLICA"] == first
 
 
-def test_an_output_in_tower_context_needs_an_aggregation(distribution):
+@pytest.mark.parametrize(
+    ("aggregation", "words"),
+    [
+        ((), r"'mine' is set in tower context and needs an aggregation: SUM, MEAN or"),
+        (("MEDIAN",), r"MEDIAN\. The aggregation must be one of SUM, MEAN, ONLY"),
+    ],
+    ids=["none", "no such"],
+)
+def test_an_output_in_tower_context_needs_an_aggregation_that_there_is(distribution, aggregation, words):
     def step_fn(context, x):
-        distribution.call_for_each_tower(lambda x: context.set_last_step_output("mine", x), x)
+        call = distribution.call_for_each_tower if not aggregation else lambda fn, x: fn(x)
+        call(lambda x: context.set_last_step_output("mine", x, *aggregation), x)
 
-    with pytest.raises(ContribError, match=r"'mine' is set in tower context and needs an aggregation: SUM, MEAN or"):
+    with pytest.raises(ContribError, match=words):
         distribution.run_steps_on_dataset(step_fn, one_shot(distribution, numbers(2)))
 
 
-def test_an_output_with_no_such_aggregation_says_which_there_are(distribution):
-    step_fn = lambda context, x: context.set_last_step_output("x", x, "MEDIAN")  # noqa: E731
-    with pytest.raises(ContribError, match=r"MEDIAN\. The aggregation must be one of SUM, MEAN, ONLY"):
-        distribution.run_steps_on_dataset(step_fn, one_shot(distribution, numbers(2)))
-
-
-def test_a_list_over_towers_can_be_unwrapped_and_reduced(distribution):
+@pytest.mark.parametrize("wrapped", [lambda x: x, lambda x: {"x": x}], ids=["tensors", "structures"])
+def test_a_list_over_towers_can_be_unwrapped_and_reduced(distribution, wrapped):
     """As TensorFlow's own tests of 2018 do with outputs of the last step."""
-    step_fn = lambda context, x: context.set_last_step_output("x", x[0])  # noqa: E731
+    step_fn = lambda context, x: context.set_last_step_output("x", wrapped(x[0]))  # noqa: E731
     outputs = distribution.run_steps_on_dataset(step_fn, one_shot(distribution, numbers(2))).last_step_outputs
-    assert distribution.unwrap(outputs["x"]) == [0.0, 1.0]
+    assert outputs["x"] == distribution.unwrap(outputs["x"]) == [wrapped(0.0), wrapped(1.0)]
     for aggregation, expected in ((SUM, 1.0), (MEAN, 0.5), (FIRST, 0.0)):
-        assert float(distribution.reduce(aggregation, outputs["x"], HOST)) == expected
-
-
-def test_a_list_over_towers_of_structures_can_be_reduced(distribution):
-    step_fn = lambda context, x: context.set_last_step_output("x", {"x": x[0]})  # noqa: E731
-    outputs = distribution.run_steps_on_dataset(step_fn, one_shot(distribution, numbers(2))).last_step_outputs
-    assert outputs["x"] == [{"x": 0.0}, {"x": 1.0}]
-    assert distribution.reduce(SUM, outputs["x"], HOST) == {"x": 1.0}
+        assert distribution.reduce(aggregation, outputs["x"], HOST) == wrapped(expected)
 
 
 def test_outputs_that_are_no_tensors(distribution):
@@ -184,10 +181,7 @@ def test_an_estimator_of_2018_trains(linear, launched):
         global_step = tf.Variable(0, aggregation=FIRST, trainable=False)
         for step in (3, 6):
             ctx = distribution.run_steps_on_dataset(
-                step_fn,
-                iterator,
-                iterations=distribution.steps_per_run,
-                initial_loop_values={"loss": tf.constant(1e7)},
+                step_fn, iterator, iterations=distribution.steps_per_run, initial_loop_values={"loss": tf.constant(1e7)}
             )
             assert ctx.run_op is None  # has run
             np.testing.assert_allclose(ctx.last_step_outputs["loss"], losses[step - 1], rtol=1e-5)

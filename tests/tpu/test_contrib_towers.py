@@ -33,12 +33,8 @@ def test_call_for_each_tower_takes_arguments_of_each_tower_by_place_and_by_name(
 
 
 def test_a_merge_function_takes_arguments_by_place_and_by_name(distribution):
-    def merge_fn(distribution, x, plus, times=1.0):
-        return sum(distribution.unwrap(x)) * times + plus
-
-    def tower_fn(x):
-        return contrib.get_tower_context().merge_call(merge_fn, x, 0.5, times=10.0)
-
+    merge_fn = lambda distribution, x, plus, times=1.0: sum(distribution.unwrap(x)) * times + plus  # noqa: E731
+    tower_fn = lambda x: contrib.get_tower_context().merge_call(merge_fn, x, 0.5, times=10.0)  # noqa: E731
     result = distribution.call_for_each_tower(tower_fn, spread(distribution, 1.0, 3.0))
     assert each(distribution, result) == [40.5, 40.5]
 
@@ -93,12 +89,9 @@ def test_a_batch_of_a_distributed_data_set_is_for_one_tower(distribution):
 
 
 def test_the_documented_example_of_distribute_dataset(distribution):
-    def dataset_fn():
-        return tf.data.Dataset.from_tensors([[1.0]]).repeat()
-
+    dataset_fn = lambda: tf.data.Dataset.from_tensors([[1.0]]).repeat()  # noqa: E731
     with distribution.scope():
-        distributed_dataset = distribution.distribute_dataset(dataset_fn)
-        iterator = distributed_dataset.make_one_shot_iterator()
+        iterator = distribution.distribute_dataset(dataset_fn).make_one_shot_iterator()
         tower_results = distribution.call_for_each_tower(lambda x: 2.0 * x, iterator.get_next())
     assert each(distribution, tower_results) == [[[2.0]], [[2.0]]]
 

@@ -26,10 +26,7 @@ def test_update_runs_a_function_on_a_variable(distribution):
     with distribution.scope():
         assert distribution.update(v, assign, tf.constant(2.0), times=10.0) is v
     assert v.numpy() == 21.0
-
-    def merge_fn(distribution, x):
-        return distribution.update(v, assign, distribution.reduce(SUM, x, v), times=10.0)
-
+    merge_fn = lambda distribution, x: distribution.update(v, assign, distribution.reduce(SUM, x, v), times=10.0)  # noqa: E731
     assert merged(distribution, merge_fn, spread(distribution, 1.0, 3.0)) == [61.0, 61.0]
     assert v.numpy() == 61.0
 
@@ -55,13 +52,9 @@ def test_update_that_is_not_grouped_is_a_list_over_towers(distribution):
     assert merged(distribution, merge_fn, spread(distribution, 10.0, 20.0)) == [[14.0, 14.0], [24.0, 24.0]]
 
 
-def test_what_update_returns_is_a_list_over_towers_if_it_is_no_variable(distribution):
+def test_what_update_returns_is_a_structure_of_lists_over_towers_if_it_is_no_variable(distribution):
     v = variable(distribution, 1.0)
     assert distribution.update(v, lambda v, x: v + x, 2.0, grouped=False) == [3.0, 3.0]
-
-
-def test_what_update_returns_is_a_structure_of_lists_over_towers(distribution):
-    v = variable(distribution, 1.0)
     both = lambda v, x: {"sum": v + x, "product": v * x}  # noqa: E731
     assert distribution.update(v, both, 2.0, grouped=False) == {"sum": [3.0, 3.0], "product": [2.0, 2.0]}
 

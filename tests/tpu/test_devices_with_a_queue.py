@@ -5,12 +5,11 @@ CPU devices stand in for them. Where a program must still run, a stand-in for it
 
 import itertools
 import re
-import signal
 import threading
 
 import pytest
 import tensorflow as tf
-from helpers.interrupted import ctrl_c_at_line
+from helpers.interrupted import ctrl_c_at_line, ctrl_c_raises
 from helpers.time_limits import PATIENT, wait_until_time_is_up
 
 import replica_engine
@@ -75,10 +74,24 @@ def stuck_until_set(monkeypatch):
     return ended
 
 
-def test_steps_have_the_numbers_that_they_have_without_a_queue():
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+MEAN = tf.VariableAggregation.MEAN
+
+
+@pytest.fixture
+def awaited(monkeypatch):
+    """How many arrays each wait was for."""
+    waited, wait_for = [], DeviceGroup.wait_for
+
+    def noted(devices, *arrays, **options):
+        waited.append(len(arrays))
+        return wait_for(devices, *arrays)
+
+    monkeypatch.setattr(DeviceGroup, "wait_for", noted)
+    return waited
+
+
+def test_steps_have_the_numbers_that_they_have_without_a_queue(two):
+    total, strategy = two.variable(0.0, MEAN), two.strategy
 
     def step(x):
         total.assign_add(xla.all_reduce(x, "SUM"))
@@ -91,21 +104,19 @@ def test_steps_have_the_numbers_that_they_have_without_a_queue():
     assert float(tf.function(strategy.run)(step, args=(tf.constant(3.0),)).values[1]) == 54.0
 
 
-def test_without_a_limit_a_launch_leaves_the_program_to_the_queue(monkeypatch):
+def test_without_a_limit_a_launch_leaves_the_program_to_the_queue(monkeypatch, replicas):
     """Else the devices would idle while the host prepares the next step."""
     launches(monkeypatch, Result(lambda: False))
-    strategy = replica_engine.TPUStrategy(num_cores=1)
-    with strategy.scope():
-        total = tf.Variable(0.0)
+    one = replicas(1)
+    total = one.variable(0.0)
     for _ in range(3):
-        strategy.run(lambda: total.assign_add(1.0))
+        one.strategy.run(lambda: total.assign_add(1.0))
     assert total.numpy() == 3.0
 
 
-def test_the_limit_covers_the_wait_for_the_end(monkeypatch):
-    strategy = replica_engine.TPUStrategy(num_cores=2, timeout=PATIENT)
-    with strategy.scope():
-        total = tf.Variable(1.0)
+def test_the_limit_covers_the_wait_for_the_end(monkeypatch, replicas):
+    some = replicas(2, timeout=PATIENT)
+    strategy, total = some.strategy, some.variable(1.0)
     strategy.run(lambda: total.assign(2.0))
     ended = stuck_until_set(monkeypatch)
     with pytest.raises(ReplicaTimeoutError, match="The compiled program did not end") as caught:
@@ -117,16 +128,15 @@ def test_the_limit_covers_the_wait_for_the_end(monkeypatch):
     assert total.numpy() == 7.0
 
 
-def test_the_limit_covers_the_wait_for_a_program_of_each_replica(monkeypatch):
-    strategy = replica_engine.TPUStrategy(num_cores=2, timeout=PATIENT)
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ones([1 + context.replica_id_in_sync_group])
-    )
+def test_the_limit_covers_the_wait_for_a_program_of_each_replica(monkeypatch, replicas):
+    some = replicas(2, timeout=PATIENT)
+    run = lambda: some.each(some.strategy.run(lambda x: 2.0 * x, args=(values,)))  # noqa: E731
+    values = some.spread(lambda i: tf.ones([1 + i]))
     ended = stuck_until_set(monkeypatch)
     with pytest.raises(ReplicaTimeoutError, match="The compiled program did not end"):
-        strategy.run(lambda x: 2.0 * x, args=(values,))
+        run()
     ended.set()
-    assert strategy.run(lambda x: 2.0 * x, args=(values,)).values[1].numpy().tolist() == [2.0, 2.0]
+    assert run()[1] == [2.0, 2.0]
 
 
 def test_the_exit_waits_a_while_for_a_launch_that_was_given_up(monkeypatch):
@@ -153,12 +163,9 @@ def test_the_exit_waits_a_while_for_a_launch_that_was_given_up(monkeypatch):
     assert waited == [0.0]
 
 
-def test_nothing_is_fetched_before_it_is_there(monkeypatch):
+def test_nothing_is_fetched_before_it_is_there(monkeypatch, two):
     """jaxlib would block, and neither Ctrl-C nor the watchdog could reach the thread."""
     waited, fetch_all, fetch = [], DeviceGroup.fetch_all, DeviceGroup.fetch
-
-    def wait_for(_, *arrays, describe=None, of=None):
-        waited.extend(map(id, arrays))
 
     def checked(fetch):
         def fetched(devices, array, *others):
@@ -167,16 +174,11 @@ def test_nothing_is_fetched_before_it_is_there(monkeypatch):
 
         return fetched
 
-    monkeypatch.setattr(DeviceGroup, "wait_for", wait_for)
+    monkeypatch.setattr(DeviceGroup, "wait_for", lambda _, *arrays, **__: waited.extend(map(id, arrays)))
     monkeypatch.setattr(DeviceGroup, "fetch_all", checked(fetch_all))
     monkeypatch.setattr(DeviceGroup, "fetch", checked(fetch))
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    elsewhere = tf.Variable(1.0)
-    with strategy.scope():
-        same = tf.Variable(1.0)
-        each = tf.Variable(
-            1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
-        )
+    strategy, elsewhere = two.strategy, tf.Variable(1.0)
+    same, each = two.variable(1.0), two.variable(1.0, tf.VariableAggregation.SUM, on_read=True)
 
     def step(x):
         same.assign_add(1.0)
@@ -186,9 +188,7 @@ def test_nothing_is_fetched_before_it_is_there(monkeypatch):
 
     strategy.run(step, args=(tf.ones([2]),))
     assert (same.numpy(), each.numpy(), elsewhere.numpy()) == (2.0, 6.0, 5.0)
-    values = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ones([1 + context.replica_id_in_sync_group])
-    )
+    values = two.spread(lambda i: tf.ones([1 + i]))
     strategy.run(lambda x: 2.0 * x, args=(values,))  # a program for each replica
     strategy.run(step, args=(tf.ones([2]),))
     assert strategy.gather(strategy.run(lambda: same.read_value()[None]), axis=0).numpy().tolist() == [3.0, 3.0]
@@ -224,11 +224,10 @@ def test_ctrl_c_ends_the_wait_for_a_result_and_the_next_launch_waits():
     assert not devices.interrupted
 
 
-def test_a_program_that_fails_while_it_runs(monkeypatch):
+def test_a_program_that_fails_while_it_runs(monkeypatch, replicas):
     """On these devices nobody knows of it before the results are awaited."""
-    strategy = replica_engine.TPUStrategy(num_cores=1)
-    with strategy.scope():
-        total = tf.Variable(1.0)
+    one = replicas(1)
+    strategy, total = one.strategy, one.variable(1.0)
     strategy.run(lambda: total.assign_add(1.0))
     failed = Result(lambda: True, RUNTIME_ERRORS[0]("INTERNAL: the core has halted"))
     failed.is_deleted = lambda: False
@@ -246,18 +245,13 @@ def test_a_program_that_fails_while_it_runs(monkeypatch):
     assert float(strategy.run(lambda: total + 1.0)) == 4.0
 
 
-def test_nobody_waits_for_a_result_that_nobody_reads(monkeypatch):
+def test_nobody_waits_for_a_result_that_nobody_reads(awaited, two):
     """Else the devices would idle while the host prepares the next step."""
-    waited, wait_for = [], DeviceGroup.wait_for
-    monkeypatch.setattr(
-        DeviceGroup, "wait_for", lambda devices, *arrays, **options: (waited.append(1), wait_for(devices, *arrays))[1]
-    )
-    strategy = replica_engine.TPUStrategy(num_cores=2)
     for run in range(3):
-        result = strategy.run(lambda x: (x * 2.0, x + 1.0), args=(tf.constant(float(run)),))
-        assert not waited
-    assert [float(each) for each in strategy.experimental_local_results(result[0])] == [4.0, 4.0]
-    assert len(waited) == 1
+        result = two.strategy.run(lambda x: (x * 2.0, x + 1.0), args=(tf.constant(float(run)),))
+        assert not awaited
+    assert two.each(result[0]) == [4.0, 4.0]
+    assert len(awaited) == 1
 
 
 def lost_at(monkeypatch, number):
@@ -286,19 +280,14 @@ def lost_at(monkeypatch, number):
     monkeypatch.setattr(Executable, "launch", launch)
 
 
-def test_a_failure_that_comes_late_names_its_own_step_and_loses_what_that_step_wrote(monkeypatch, tmp_path):
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
-        other = tf.Variable(7.0, aggregation=tf.VariableAggregation.MEAN)
+def test_a_failure_that_comes_late_names_its_own_step_and_loses_what_that_step_wrote(monkeypatch, tmp_path, two):
+    strategy, total, other = two.strategy, two.variable(0.0, MEAN), two.variable(7.0, MEAN)
 
     def train(x):
         total.assign_add(x)
         return x + 1.0
 
-    def evaluate(x):
-        return x * other
-
+    evaluate = lambda x: x * other  # noqa: E731
     lost_at(monkeypatch, 3)
     steps = [train, train, train, evaluate, evaluate, evaluate]
     results = [strategy.run(step, args=(tf.constant(float(number)),)) for number, step in enumerate(steps)]
@@ -326,10 +315,8 @@ def _failure_of(step):
     return rf"{line}, or a program before it whose values it took, failed(?s:.*)the core has halted"
 
 
-def test_a_failure_that_a_second_writer_took_over_is_not_laid_at_its_door_alone(monkeypatch):
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+def test_a_failure_that_a_second_writer_took_over_is_not_laid_at_its_door_alone(monkeypatch, two):
+    strategy, total = two.strategy, two.variable(0.0, MEAN)
 
     def first(x):
         total.assign_add(x)
@@ -347,81 +334,55 @@ def test_a_failure_that_a_second_writer_took_over_is_not_laid_at_its_door_alone(
     assert re.search(_failure_of(second), str(caught.value.__context__))
 
 
-def test_a_program_that_took_no_values_failed_itself(monkeypatch):
-    strategy = replica_engine.TPUStrategy(num_cores=2)
+def test_a_program_that_took_no_values_failed_itself(monkeypatch, two):
     lost_at(monkeypatch, 1)
-    result = strategy.run(lambda x: x + 1.0, args=(tf.constant(1.0),))
+    result = two.strategy.run(lambda x: x + 1.0, args=(tf.constant(1.0),))
     with pytest.raises(ProgramError, match=r"`lambda` at .*test_devices_with_a_queue.py:\d+ failed while"):
         len(result.values)
 
 
-def test_ctrl_c_comes_before_a_new_value_and_the_name_of_its_writer_or_after_both():
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
+def test_ctrl_c_comes_before_a_new_value_and_the_name_of_its_writer_or_after_both(two):
+    strategy, total, came = two.strategy, two.variable(0.0, MEAN), 0
     home = find_device_value(total.handle)
 
-    def one():
+    def first():
         total.assign(1.0)
 
-    def two():
+    def second():
         total.assign(2.0)
 
-    strategy.run(one)
-    strategy.run(two)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    came = 0
-    try:
+    strategy.run(first)
+    strategy.run(second)
+    with ctrl_c_raises():
         for code in (Launch.__call__.__code__, Launch._fly.__code__, Executable.launch.__code__):
             number = 1
-            while ctrl_c_at_line(number, code, lambda: strategy.run(two)):
-                assert home.written_by.name == ("one" if float(total) == 1.0 else "two")
-                strategy.run(one)
+            while ctrl_c_at_line(number, code, lambda: strategy.run(second)):
+                assert home.written_by.name == ("first" if float(total) == 1.0 else "second")
+                strategy.run(first)
                 number, came = number + 1, came + 1
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert came > 20
 
 
-def test_large_results_do_not_stay_on_the_devices(monkeypatch):
+def test_large_results_do_not_stay_on_the_devices(awaited, two):
     """A loop that keeps its predictions would fill the devices' memory."""
-    waited, wait_for = [], DeviceGroup.wait_for
-    monkeypatch.setattr(
-        DeviceGroup,
-        "wait_for",
-        lambda devices, *arrays, **options: (waited.append(len(arrays)), wait_for(devices, *arrays))[1],
-    )
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    large, small = strategy.run(lambda: (tf.ones([1 << 19]), tf.ones([1 << 18])))
-    assert waited == [1]
+    large, small = two.strategy.run(lambda: (tf.ones([1 << 19]), tf.ones([1 << 18])))
+    assert awaited == [1]
     assert large.values[1].shape == [1 << 19]
-    assert waited == [1]
+    assert awaited == [1]
     assert small.values[1].shape == [1 << 18]
-    assert waited == [1, 1]
+    assert awaited == [1, 1]
 
 
-def test_results_that_are_all_looked_at_are_awaited_together(monkeypatch):
-    waited, wait_for = [], DeviceGroup.wait_for
-    monkeypatch.setattr(
-        DeviceGroup,
-        "wait_for",
-        lambda devices, *arrays, **options: (waited.append(len(arrays)), wait_for(devices, *arrays))[1],
-    )
-
-    def step():
-        return {1.0: tf.ones([]), 2.0: tf.zeros([])}, tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
-
+def test_results_that_are_all_looked_at_are_awaited_together(awaited, two):
+    step = lambda: ({1.0: tf.ones([]), 2.0: tf.zeros([])}, tf.IndexedSlices(tf.ones([1]), tf.constant([0])))  # noqa: E731
     xla.replicate(step, num_replicas=2)
     xla.lower(step, num_replicas=2).compile()()
-    replica_engine.TPUStrategy(num_cores=2).run(step)
-    assert len(waited) == 3
+    two.strategy.run(step)
+    assert len(awaited) == 3
 
 
-def test_a_host_call_that_fails_in_the_third_of_six_steps_leaves_what_the_second_wrote():
-    strategy = replica_engine.TPUStrategy(num_cores=2)
-    with strategy.scope():
-        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)
-    made = []
+def test_a_host_call_that_fails_in_the_third_of_six_steps_leaves_what_the_second_wrote(two):
+    strategy, total, made = two.strategy, two.variable(0.0, MEAN), []
 
     def host(x):
         if float(x) == 3.0:

@@ -7,6 +7,9 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.loop_steps import at_once
+from helpers.on_two import spread
+from helpers.summaries import summaries
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ReplicaValueError
@@ -43,31 +46,26 @@ def recognised(monkeypatch):
 
 
 def test_a_result_that_nobody_has_looked_at_keeps_its_value(tpu):
-    strategy = tpu
-    with strategy.scope():
+    with tpu.scope():
         number = tf.Variable(0.0)
         large = tf.Variable(tf.zeros([_MOST_BYTES]))
-
-    def step():
-        return number.assign_add(1.0), large.assign_add(tf.ones_like(large))[:2], large.read_value()
-
-    results = [strategy.run(step) for _ in range(5)]
+    step = lambda: (number.assign_add(1.0), large.assign_add(tf.ones_like(large))[:2], large.read_value())  # noqa: E731
+    results = [tpu.run(step) for _ in range(5)]
     for count, (small, part, whole) in reversed(list(enumerate(results, start=1))):
-        size = strategy.num_replicas_in_sync
-        assert values(strategy, small) == [count] * size
-        assert values(strategy, part) == [[count, count]] * size
-        assert all(set(each) == {count} for each in values(strategy, whole))
+        size = tpu.num_replicas_in_sync
+        assert values(tpu, small) == [count] * size
+        assert values(tpu, part) == [[count, count]] * size
+        assert all(set(each) == {count} for each in values(tpu, whole))
 
 
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint16", "int64", "bfloat16", "float16", "float64", "complex64", "float8_e5m2"]
 )
 @pytest.mark.parametrize("shape", [(), (3,), (0, 2), (_MOST_BYTES,)])
-def test_results_of_all_dtypes_and_shapes(dtype, shape):
-    strategy = TPUStrategy(num_cores=2)
+def test_results_of_all_dtypes_and_shapes(two, dtype, shape):
     given = tf.cast(tf.ones(shape), dtype)
     for _ in range(3):
-        for result in strategy.experimental_local_results(strategy.run(tf.identity, args=(given,))):
+        for result in two.strategy.experimental_local_results(two.strategy.run(tf.identity, args=(given,))):
             assert isinstance(result, tf.Tensor)
             assert (result.dtype, result.shape, result.device) == (given.dtype, given.shape, given.device)
             np.testing.assert_array_equal(result.numpy(), given.numpy())
@@ -78,88 +76,61 @@ def test_results_of_all_dtypes_and_shapes(dtype, shape):
     [copy.copy, copy.deepcopy, lambda x: tf.nest.flatten(x, expand_composites=True), repr, lambda x: x.values],
     ids=["copy", "deepcopy", "flatten", "repr", "values"],
 )
-def test_it_is_a_plain_distributed_value_for_everybody_who_looks(look):
-    strategy = TPUStrategy(num_cores=2)
-    result = strategy.run(lambda: xla.replica_id() + 1)
+def test_it_is_a_plain_distributed_value_for_everybody_who_looks(two, look):
+    result = two.strategy.run(lambda: xla.replica_id() + 1)
     assert isinstance(result, tf.distribute.DistributedValues)
     assert not hasattr(result, "numpy")
     look(result)
     assert type(result).__name__ == "PerReplica"
-    assert values(strategy, result) == [1, 2]
-    copied = copy.deepcopy(strategy.run(lambda: xla.replica_id() + 1))
-    assert values(strategy, copied) == [1, 2]
+    assert values(two.strategy, result) == [1, 2]
+    copied = copy.deepcopy(two.strategy.run(lambda: xla.replica_id() + 1))
+    assert values(two.strategy, copied) == [1, 2]
 
 
-def test_it_goes_into_reductions_functions_and_later_runs():
-    strategy = TPUStrategy(num_cores=2)
-
-    def step(x):
-        return x + tf.cast(xla.replica_id(), tf.float32)
-
+def test_it_goes_into_reductions_functions_and_later_runs(two):
+    step = lambda x: x + tf.cast(xla.replica_id(), tf.float32)  # noqa: E731
     result = tf.constant(1.0)
     for _ in range(3):
-        result = strategy.run(step, args=(result,))
-    assert values(strategy, result) == [1.0, 4.0]
-    assert float(strategy.reduce("SUM", strategy.run(step, args=(result,)), axis=None)) == 6.0
-    doubled = tf.function(lambda each: strategy.run(lambda x: 2.0 * x, args=(each,)))
-    assert values(strategy, doubled(strategy.run(step, args=(result,)))) == [2.0, 10.0]
+        result = two.strategy.run(step, args=(result,))
+    assert values(two.strategy, result) == [1.0, 4.0]
+    assert float(two.strategy.reduce("SUM", two.strategy.run(step, args=(result,)), axis=None)) == 6.0
+    doubled = tf.function(lambda each: two.strategy.run(lambda x: 2.0 * x, args=(each,)))
+    assert values(two.strategy, doubled(two.strategy.run(step, args=(result,)))) == [2.0, 10.0]
 
 
-def test_several_threads_look_at_once():
-    strategy = TPUStrategy(num_cores=2)
+def test_several_threads_look_at_once(two):
     for _ in range(20):
-        result = strategy.run(lambda: xla.replica_id() + 1)
-        begin, found = threading.Barrier(4), []
-
-        def look(result=result, begin=begin, found=found):
-            begin.wait()
-            found.append([int(each) for each in result.values])
-
-        threads = [threading.Thread(target=look) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [[1, 2]] * 4
+        result = two.strategy.run(lambda: xla.replica_id() + 1)
+        assert at_once(*[lambda result=result: [int(each) for each in result.values]] * 4) == [[1, 2]] * 4
 
 
 _scale = 2.0
 
 
 def test_a_call_like_the_last_one_is_recognised(tpu, recognised):
-    strategy = tpu
-
-    def step(x):
-        return x * 2.0
-
+    step = lambda x: x * 2.0  # noqa: E731
     before = None
     for count in range(4):
-        result = strategy.run(step, args=(tf.fill([2], float(count)),))
-        assert values(strategy, result) == [[2.0 * count] * 2] * strategy.num_replicas_in_sync
+        result = tpu.run(step, args=(tf.fill([2], float(count)),))
+        assert values(tpu, result) == [[2.0 * count] * 2] * tpu.num_replicas_in_sync
         before = before or xla.counts()
     assert recognised == [False, True, True, True]
     assert (xla.counts() - before) == xla.Counts(launches=3)
 
 
 def test_what_a_function_uses_may_change(tpu, recognised, monkeypatch):
-    strategy = tpu
-    scale, size = 2.0, strategy.num_replicas_in_sync
-
-    def inner(x):
-        return x * scale * _scale
-
-    def step(x):
-        return inner(x)
-
+    scale, size = 2.0, tpu.num_replicas_in_sync
+    inner = lambda x: x * scale * _scale  # noqa: E731
+    step = lambda x: inner(x)  # noqa: E731
     one = (tf.constant(1.0),)
     for _ in range(2):
-        assert values(strategy, strategy.run(step, args=one)) == [4.0] * size
+        assert values(tpu, tpu.run(step, args=one)) == [4.0] * size
     scale = 3.0
     for _ in range(2):
-        assert values(strategy, strategy.run(step, args=one)) == [6.0] * size
+        assert values(tpu, tpu.run(step, args=one)) == [6.0] * size
     monkeypatch.setitem(globals(), "_scale", 5.0)
     for _ in range(2):
-        assert values(strategy, strategy.run(step, args=one)) == [15.0] * size
+        assert values(tpu, tpu.run(step, args=one)) == [15.0] * size
     assert recognised == [False, True] * 3
 
 
@@ -178,18 +149,14 @@ def test_what_a_function_uses_may_change(tpu, recognised, monkeypatch):
     ids=["shape", "dtype", "precision", "array", "number", "nested", "more", "list"],
 )
 def test_other_arguments_are_looked_at_closely(tpu, recognised, args):
-    strategy = tpu
-
-    def step(*given):
-        return tf.nest.map_structure(tf.identity, given)
-
+    step = lambda *given: tf.nest.map_structure(tf.identity, given)  # noqa: E731
     one = (tf.constant(1.0),)
     for _ in range(2):
-        strategy.run(step, args=one)
-    results = strategy.run(step, args=args)
+        tpu.run(step, args=one)
+    results = tpu.run(step, args=args)
     wanted = tf.nest.flatten(tuple(args))
     for result, value in zip(tf.nest.flatten(results), wanted, strict=True):
-        for each in strategy.experimental_local_results(result):
+        for each in tpu.experimental_local_results(result):
             assert each.dtype == tf.convert_to_tensor(value).dtype
             np.testing.assert_array_equal(each, value)
     assert recognised == [False, True, False]
@@ -199,9 +166,7 @@ def test_other_arguments_are_looked_at_closely(tpu, recognised, args):
     "kwargs", [tf.ones([2, 2]), np.ones(2), np.False_, ()], ids=["tensor", "array", "bool", "tuple"]
 )
 def test_keyword_arguments_of_a_wrong_kind_are_refused_as_ever(tpu, recognised, kwargs):
-    def step():
-        return tf.constant(1.0)
-
+    step = lambda: tf.constant(1.0)  # noqa: E731
     for _ in range(2):
         tpu.run(step)
     with pytest.raises(ReplicaValueError, match="kwargs"):
@@ -209,50 +174,34 @@ def test_keyword_arguments_of_a_wrong_kind_are_refused_as_ever(tpu, recognised, 
     assert recognised == [False, True]
 
 
-def test_values_of_each_replica_and_of_all_differ(recognised):
-    strategy = TPUStrategy(num_cores=2)
-
-    def step(x):
-        return x + 1.0
-
+def test_values_of_each_replica_and_of_all_differ(two, recognised):
+    step = lambda x: x + 1.0  # noqa: E731
     one = tf.constant(1.0)
-    each = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(float(context.replica_id_in_sync_group))
-    )
+    each = spread(two.strategy, lambda i: tf.constant(float(i)))
     for given, wanted in ((one, [2.0, 2.0]), (each, [1.0, 2.0]), (one, [2.0, 2.0]), (each, [1.0, 2.0])):
-        assert values(strategy, strategy.run(step, args=(given,))) == wanted
-    uneven = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ones([1 + context.replica_id_in_sync_group])
-    )
+        assert values(two.strategy, two.strategy.run(step, args=(given,))) == wanted
+    uneven = spread(two.strategy, lambda i: tf.ones([1 + i]))
     for _ in range(2):
-        assert values(strategy, strategy.run(step, args=(uneven,))) == [[2.0], [2.0, 2.0]]
+        assert values(two.strategy, two.strategy.run(step, args=(uneven,))) == [[2.0], [2.0, 2.0]]
 
 
 def test_another_context_is_looked_at_closely(tpu, recognised, tmp_path):
-    strategy = tpu
-
     def step(x):
         tf.summary.scalar("x", x)
         return x + 1.0
 
     one = (tf.constant(1.0),)
     for _ in range(2):
-        strategy.run(step, args=one)
-    with strategy.scope():
-        strategy.run(step, args=one)
+        tpu.run(step, args=one)
+    with tpu.scope():
+        tpu.run(step, args=one)
     with tf.summary.create_file_writer(str(tmp_path)).as_default(step=1):
-        strategy.run(step, args=one)
+        tpu.run(step, args=one)
     assert recognised == [False, True, False, False]
-    (file,) = tmp_path.glob("*tfevents*")
-    tags = [
-        value.tag
-        for record in tf.data.TFRecordDataset(str(file))
-        for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value
-    ]
-    assert tags == ["x"]
+    assert [value.tag for _, value in summaries(tmp_path)] == ["x"]
 
 
-def test_a_strategy_of_the_user_runs_functions_in_its_own_way():
+def test_a_strategy_of_the_user_runs_functions_in_its_own_way(two):
     class Noting(TPUExtended):
         seen = 0
 
@@ -260,20 +209,15 @@ def test_a_strategy_of_the_user_runs_functions_in_its_own_way():
             self.seen += 1
             return super()._call_for_each_replica(fn, args, kwargs)
 
-    strategy = TPUStrategy(num_cores=2)
-    strategy.extended.__class__ = Noting
-
-    def step():
-        return tf.constant(1.0)
-
+    two.strategy.extended.__class__ = Noting
+    step = lambda: tf.constant(1.0)  # noqa: E731
     for _ in range(3):
-        strategy.run(step)
-    assert strategy.extended.seen == 3
+        two.strategy.run(step)
+    assert two.strategy.extended.seen == 3
 
 
 def test_failures_of_a_recognised_call_undo_its_writes(tpu, recognised):
-    strategy = tpu
-    with strategy.scope():
+    with tpu.scope():
         number = tf.Variable(0.0)
     fails = threading.Event()
 
@@ -286,26 +230,25 @@ def test_failures_of_a_recognised_call_undo_its_writes(tpu, recognised):
         xla.outside_compilation(on_host, number.assign_add(1.0))
 
     for _ in range(3):
-        strategy.run(step)
+        tpu.run(step)
     fails.set()
     with pytest.raises(ValueError, match="had enough") as raised:
-        strategy.run(step)
+        tpu.run(step)
     assert raised.traceback[-1].name == "on_host"
     assert float(number) == 3.0
     fails.clear()
-    strategy.run(step)
+    tpu.run(step)
     assert float(number) == 4.0
     assert recognised[2:] == [True, True]  # the third call, and the last; the failed one raised
 
 
-def test_calls_of_many_functions_in_turn_are_recognised(recognised):
-    strategy = TPUStrategy(num_cores=2)
+def test_calls_of_many_functions_in_turn_are_recognised(two, recognised):
     steps = [function(f"def step(x): return x + {number}.0") for number in range(40)]
     x = tf.ones([])
     for _ in range(3):
         recognised.clear()
         for number, step in enumerate(steps):
-            assert values(strategy, strategy.run(step, args=(x,))) == [number + 1.0] * 2
+            assert values(two.strategy, two.strategy.run(step, args=(x,))) == [number + 1.0] * 2
     assert recognised == [True] * len(steps)
 
 
@@ -330,9 +273,7 @@ def test_a_partial_that_is_made_anew_of_a_callable_without_code_is_traced_once()
 
 
 def _unlike_shares(strategy):
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ones([1 + context.replica_id_in_sync_group])
-    )
+    return spread(strategy, lambda i: tf.ones([1 + i]))
 
 
 def test_what_is_compiled_for_unlike_shares_computes_in_each_launch(monkeypatch):

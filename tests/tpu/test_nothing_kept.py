@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.jobs import until
+from helpers.on_two import gradient_of
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.keras import replicate_model
@@ -23,17 +24,8 @@ def new_strategy():
     return TPUStrategy(xla.PjrtClusterResolver("cpu"), num_cores=2)
 
 
-def gradient_of(call):
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = call(x)
-        return tape.gradient(y, x)
-
-    def run():
-        new_strategy().run(step, (tf.constant([1.0, 2.0]),))
-
-    return run
+def compiled(call):
+    return lambda: new_strategy().run(gradient_of(call), (tf.constant([1.0, 2.0]),))
 
 
 def steps_with_text():
@@ -63,12 +55,7 @@ def fit():
 
 def on_threads(call):
     """The same in a `tf.function`, on replica threads."""
-
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = call(x)
-        return tape.gradient(y, x)
+    step = gradient_of(call)
 
     def run():
         strategy = MirroredStrategy(["CPU:0", "CPU:1"])
@@ -82,14 +69,14 @@ PROGRAMS = {
     "threads-maximum": on_threads(lambda x: tf.distribute.get_replica_context().all_reduce("MAX", x)),
     "threads-gather": on_threads(lambda x: tf.distribute.get_replica_context().all_gather(x, 0)),
     "threads-custom_gradient": on_threads(tf.nn.silu),
-    "sum": gradient_of(lambda x: xla.cross_replica_sum(x)),
-    "maximum": gradient_of(lambda x: xla.all_reduce(x, "MAX")),
-    "gather": gradient_of(lambda x: xla.all_gather(x)),
-    "exchange": gradient_of(lambda x: xla.all_to_all(x, 0, 0)),
-    "permutation": gradient_of(lambda x: xla.collective_permute(x, [(0, 1), (1, 0)])),
-    "in_a_branch": gradient_of(lambda x: tf.cond(tf.size(x) > 1, lambda: xla.cross_replica_sum(x), lambda: x)),
-    "custom_gradient": gradient_of(tf.nn.silu),
-    "host_call": gradient_of(lambda x: xla.outside_compilation(tf.square, x)),
+    "sum": compiled(lambda x: xla.cross_replica_sum(x)),
+    "maximum": compiled(lambda x: xla.all_reduce(x, "MAX")),
+    "gather": compiled(lambda x: xla.all_gather(x)),
+    "exchange": compiled(lambda x: xla.all_to_all(x, 0, 0)),
+    "permutation": compiled(lambda x: xla.collective_permute(x, [(0, 1), (1, 0)])),
+    "in_a_branch": compiled(lambda x: tf.cond(tf.size(x) > 1, lambda: xla.cross_replica_sum(x), lambda: x)),
+    "custom_gradient": compiled(tf.nn.silu),
+    "host_call": compiled(lambda x: xla.outside_compilation(tf.square, x)),
     "steps_with_text": steps_with_text,
     "in_function": in_function,
     "fit": fit,
@@ -167,9 +154,7 @@ def with_gradient(model, x):
 
 
 def in_nested_functions(model, x):
-    def inner(x):
-        return model(x)
-
+    inner = lambda x: model(x)  # noqa: E731
     return lambda x: inner(x) + 1.0, (x,)
 
 

@@ -38,10 +38,7 @@ def test_a_loop_on_one_is_a_loop_of_the_program(outcome):
 
 
 def test_they_have_gradients(outcome):
-    def fn(x, y):
-        return tf.gradients([(x + 7.0) ** 4 * y], [x])[0]
-
-    assert outcome(fn, 2.0, 3.0) == [8748.0, 8748.0]
+    assert outcome(lambda x, y: tf.gradients([(x + 7.0) ** 4 * y], [x])[0], 2.0, 3.0) == [8748.0, 8748.0]
 
 
 @pytest.mark.parametrize(
@@ -59,9 +56,7 @@ def test_a_body_that_wants_a_number_gets_one(outcome, fn, expected):
 
 
 def test_one_program_serves_all(two):
-    def step(x, rate):
-        return x * rate
-
+    step = lambda x, rate: x * rate  # noqa: E731
     two.strategy.run(step, args=(tf.ones([]), 0.5))
     before = xla.counts()
     for rate in (0.25, 2.0):
@@ -93,9 +88,7 @@ def test_a_failure_is_the_bodys_own_and_a_run_is_not_repeated(two):
 
 
 def test_numbers_in_structures_are_settings(two):
-    def body(settings):
-        return settings
-
+    body = lambda settings: settings  # noqa: E731
     assert two.strategy.run(body, args=({"rate": 0.5, "name": "sgd"},)) == {"rate": 0.5, "name": "sgd"}
 
 

@@ -32,9 +32,7 @@ def every_kind():
 def drawn(two):
     """`drawn(fn, replicas=two, times=1)`: for each run and replica what `fn` drew."""
 
-    def drawn(fn, replicas=two, times=1):
-        return [replicas.each(replicas.strategy.run(fn)) for _ in range(times)]
-
+    drawn = lambda fn, replicas=two, times=1: [replicas.each(replicas.strategy.run(fn)) for _ in range(times)]  # noqa: E731
     return drawn
 
 
@@ -297,10 +295,7 @@ def test_layers_of_keras_draw_as_their_seeds_say(replicas, drawn):
     for same in (False, False, True):
         some = replicas(2, same_random_numbers=same)
         with some.strategy.scope():
-            layers = [
-                keras.layers.Dropout(0.5, seed=1),
-                keras.layers.GaussianNoise(1.0, seed=1),
-            ]
+            layers = [keras.layers.Dropout(0.5, seed=1), keras.layers.GaussianNoise(1.0, seed=1)]
         fn = lambda layers=layers: [layer(tf.ones([4, 5, 30]), training=True) for layer in layers]  # noqa: E731
         runs.append(drawn(fn, some, times=2))
     assert runs[0] == runs[1]
@@ -334,8 +329,7 @@ def test_the_default_seed_of_keras_gives_the_same_run(replicas, drawn):
         some = replicas(2)
         with some.strategy.scope():
             layer = keras.layers.Dropout(0.5)
-        fn = lambda layer=layer: layer(tf.ones([40]), training=True)  # noqa: E731
-        runs.append(drawn(fn, some, times=2))
+        runs.append(drawn(lambda layer=layer: layer(tf.ones([40]), training=True), some, times=2))
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]
 
@@ -351,9 +345,7 @@ STATELESS = {
 
 @pytest.mark.parametrize("kind", [{}, {"alg": "philox"}], ids=str)
 def test_stateless_ops_draw_the_same_everywhere(two, kind):
-    def body():
-        return {name: draw(**kind) for name, draw in STATELESS.items()}
-
+    body = lambda: {name: draw(**kind) for name, draw in STATELESS.items()}  # noqa: E731
     expected = body()
     for found in two.each(two.strategy.run(body)):
         for name, value in expected.items():
@@ -387,37 +379,34 @@ def stateless(seed):
     )
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "an argument",
-        *(
-            pytest.param(form, marks=pytest.mark.full("the seed comes another way into the same code"))
-            for form in ("a variable", "of the replica", "in a branch", "in a loop")
-        ),
-    ],
-)
+def in_a_loop(seed):
+    draw = lambda i, _: (i + 1, tf.random.stateless_normal([1003], seed + tf.cast(i, tf.int64)))  # noqa: E731
+    return tf.while_loop(lambda i, _: i < 3, draw, [0, tf.zeros([1003])])[1]
+
+
+def in_a_branch(seed):
+    draw = lambda: tf.random.stateless_truncated_normal([1003], seed)  # noqa: E731
+    return tf.cond(seed[0] > 0, draw, lambda: tf.zeros([1003]))
+
+
+OTHER_FORMS = ("a variable", "of the replica", "in a branch", "in a loop")
+OTHER_WAY = pytest.mark.full("the seed comes another way into the same code")
+
+
+@pytest.mark.parametrize("form", ["an argument", *(pytest.param(form, marks=OTHER_WAY) for form in OTHER_FORMS)])
 def test_seeds_that_are_known_only_at_the_run_draw_tensorflows_numbers(two, form):
     """A seed that is a constant proves little: TensorFlow computes what follows from it before XLA sees it."""
-    with two.strategy.scope():
-        state = tf.Variable([3, 1 << 40], dtype=tf.int64)
-
-    def body(seed):
-        if form == "a variable":
-            return stateless(state)
-        if form == "of the replica":
-            return stateless(seed + tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64))
-        if form == "in a loop":
-            draw = lambda i, _: (i + 1, tf.random.stateless_normal([1003], seed + tf.cast(i, tf.int64)))  # noqa: E731
-            return tf.while_loop(lambda i, _: i < 3, draw, [0, tf.zeros([1003])])[1]
-        if form == "in a branch":
-            draw = lambda: tf.random.stateless_truncated_normal([1003], seed)  # noqa: E731
-            return tf.cond(seed[0] > 0, draw, lambda: tf.zeros([1003]))
-        return stateless(seed)
-
+    state = two.variable(tf.constant([3, 1 << 40], tf.int64))
+    own = lambda: tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)  # noqa: E731
+    draw = {
+        "an argument": stateless,
+        "a variable": lambda _: stateless(state),
+        "of the replica": lambda seed: stateless(seed + own()),
+        "in a branch": in_a_branch,
+        "in a loop": in_a_loop,
+    }[form]
     seed = tf.constant([3, 1 << 40], tf.int64)
-    results = two.strategy.run(body, args=(seed,))
-    for replica, found in enumerate(two.each(results)):
+    for replica, found in enumerate(two.each(two.strategy.run(lambda seed: draw(seed), args=(seed,)))):
         if form == "in a loop":
             np.testing.assert_allclose(found, tf.random.stateless_normal([1003], seed + 2), rtol=0, atol=2e-6)
         elif form == "in a branch":
@@ -428,9 +417,7 @@ def test_seeds_that_are_known_only_at_the_run_draw_tensorflows_numbers(two, form
 
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (2.0, 5.0), (-0.05, 0.05), (10.0, 10.7)])
 def test_uniform_numbers_of_a_range_differ_in_their_last_bit_at_most(two, low, high):
-    def draw(seed):
-        return tf.random.stateless_uniform([2000], seed, low, high)
-
+    draw = lambda seed: tf.random.stateless_uniform([2000], seed, low, high)  # noqa: E731
     seed = tf.constant([5, 6])
     last_bit = np.spacing(np.float32(max(abs(low), high)))
     for found in two.each(two.strategy.run(draw, args=(seed,))):
@@ -441,10 +428,7 @@ def test_a_generator_draws_the_numbers_of_replica_threads(two):
     def drawn(strategy):
         with strategy.scope():
             generator = tf.random.Generator.from_seed(7)
-
-        def body():
-            return of_all_floats(generator.uniform, generator.normal, generator.truncated_normal)
-
+        body = lambda: of_all_floats(generator.uniform, generator.normal, generator.truncated_normal)  # noqa: E731
         runs = [strategy.run(body) for _ in range(2)]  # the second one from where the first one stopped
         return [[tf.nest.map_structure(lambda each, i=i: each.values[i], run) for run in runs] for i in range(2)]
 
@@ -455,9 +439,7 @@ def test_a_generator_draws_the_numbers_of_replica_threads(two):
 
 
 def test_dropout_drops_tensorflows_elements(two):
-    def drop(seed):
-        return tf.nn.experimental.stateless_dropout(tf.ones([500]), 0.3, seed)
-
+    drop = lambda seed: tf.nn.experimental.stateless_dropout(tf.ones([500]), 0.3, seed)  # noqa: E731
     seed = tf.constant([8, 9])
     assert two.each(two.strategy.run(drop, args=(seed,))) == [drop(seed).numpy().tolist()] * 2
 

@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_two import spread
 
 from replica_engine import TPUStrategy
 
@@ -44,9 +45,7 @@ def test_rows_are_updated_as_on_one_device(name):
 
         for found in (shares % 3, shares):
             if strategy:
-                own = strategy.experimental_distribute_values_from_function(
-                    lambda context, found=found: found[context.replica_id_in_sync_group]
-                )
+                own = spread(strategy, lambda i, found=found: found[i])
                 strategy.run(step, args=(own,))
             else:
                 tf.function(step)(tf.reshape(found, [-1]))

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.host_work import Failing
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError, ReplicaMismatchError
@@ -57,9 +58,8 @@ class Stress:
 
     def check(self, count):
         """That so many steps wrote to the variable."""
-        assert self.replicas.components(self.total) == [pytest.approx(count * self.expected, rel=1e-4)] * len(
-            self.replicas.components(self.total)
-        )
+        found = self.replicas.components(self.total)
+        assert found == [pytest.approx(count * self.expected, rel=1e-4)] * len(found)
 
 
 @pytest.fixture
@@ -142,31 +142,19 @@ def test_a_data_set_beside_steps_does_not_starve_them(replicas):
 # Runs that fail.
 
 
-class Failing(Exception):
-    pass
+def draws(x):
+    return x * tf.cast(next(iter(tf.data.Dataset.range(3))), tf.float32)
 
 
 def raises(x):
     raise Failing("while it is traced")
 
 
-def needs_shapes(x):
-    return tf.where(x > 0.0)
-
-
-def adds_apart(x):
-    return x + tf.ones([5])
-
-
-def draws(x):
-    return x * tf.cast(next(iter(tf.data.Dataset.range(3))), tf.float32)
-
-
 FAILURES = {
     "an exception while tracing": (raises, Failing),
-    "a shape that depends on data": (needs_shapes, LoweringError),
+    "a shape that depends on data": (lambda x: tf.where(x > 0.0), LoweringError),
     "an op XLA has not": (draws, LoweringError),
-    "shapes that do not fit": (adds_apart, ValueError),
+    "shapes that do not fit": (lambda x: x + tf.ones([5]), ValueError),
 }
 
 
@@ -206,9 +194,8 @@ def test_replicas_with_other_shapes_fail_before_anything_runs(two, form, launche
         variable.assign_add(xla.all_reduce(tf.reduce_sum(x)))
         return variable.read_value()
 
-    run = (lambda x: two.strategy.run(fn, args=(x,))) if form == "eager" else None
-    if run is None:
-        run = tf.function(lambda x: two.strategy.run(fn, args=(x,)))
+    run = lambda x: two.strategy.run(fn, args=(x,))  # noqa: E731
+    run = run if form == "eager" else tf.function(run)
     assert two.each(run(two.spread(lambda i: [1.0]))) == [3.0] * 2
     error = ReplicaMismatchError if form == "eager" else tf.errors.OpError
     with pytest.raises((error, ReplicaMismatchError), match=r"drop_remainder=True"):
@@ -225,7 +212,7 @@ def test_a_failing_variable_initializer_leaves_no_trace(two):
 
         def __call__(self):
             if self.fail:
-                raise Failing
+                raise Failing("the initializer")
             if self.weight is None:
                 self.weight = tf.Variable(3.0)
             self.weight.assign_add(1.0)

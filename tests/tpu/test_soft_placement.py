@@ -2,15 +2,17 @@
 
 import collections
 import logging
-import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.on_two import on_two
+from helpers.host_work import Failing
+from helpers.loop_steps import at_once
+from helpers.on_two import gradient_of, on_two
+from helpers.summaries import summaries
 
 from replica_engine import TPUStrategy, xla
-from replica_engine.errors import CaptureError, InputsError, LoweringError
+from replica_engine.errors import InputsError, LoweringError
 
 
 @pytest.fixture
@@ -22,8 +24,7 @@ def logged(caplog):
 
 class TestStrings:
     def test_numbers_become_strings_and_numbers_again(self):
-        body = lambda x: tf.strings.length(tf.strings.as_string(x)) * 10  # noqa: E731
-        assert on_two(body, [7, 1234]) == [10, 40]
+        assert on_two(lambda x: tf.strings.length(tf.strings.as_string(x)) * 10, [7, 1234]) == [10, 40]
 
     def test_they_come_in_as_arguments(self):
         body = lambda text: tf.strings.to_number(text) * 2.0  # noqa: E731
@@ -140,12 +141,7 @@ class TestPython:
         assert seen == {0, 1}
 
     def test_gradients_go_through_it(self):
-        def body(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = tf.py_function(lambda x: x**3, [x], tf.float32) * 2.0
-            return tape.gradient(y, x)
-
+        body = gradient_of(lambda x: tf.py_function(lambda x: x**3, [x], tf.float32) * 2.0)
         assert on_two(body, [2.0, 3.0]) == [24.0, 54.0]
 
     def test_gradients_go_through_it_in_a_loop(self):
@@ -160,28 +156,24 @@ class TestPython:
 
         assert on_two(body, [1.5, 1.0]) == pytest.approx([8 * 1.5**7, 8.0])
 
-    def test_an_exception_keeps_its_type_and_nothing_is_written(self):
-        class CustomError(Exception):
-            pass
-
+    def test_an_exception_keeps_its_type_and_nothing_is_written(self, two):
         def fail(x):
-            raise CustomError("on purpose")
+            raise Failing("on purpose")
 
-        strategy = TPUStrategy(num_cores=2)
-        with strategy.scope():
+        with two.strategy.scope():
             variable = tf.Variable(1.0)
 
         def body(x):
             variable.assign_add(x)
             tf.py_function(fail, [x], [])  # here
 
-        with pytest.raises(CustomError, match="on purpose") as raised:
-            strategy.run(body, args=(tf.constant(2.0),))
+        with pytest.raises(Failing, match="on purpose") as raised:
+            two.strategy.run(body, args=(tf.constant(2.0),))
         assert "of 2, CPU:" in raised.value.__notes__[0]  # of the replica that came first
         assert "in EagerPyFunc at" in raised.value.__notes__[0]
         assert __file__ in raised.value.__notes__[0]
         assert float(variable) == 1.0
-        strategy.run(lambda x: variable.assign_add(x), args=(tf.constant(2.0),))
+        two.strategy.run(lambda x: variable.assign_add(x), args=(tf.constant(2.0),))
         assert float(variable) == 3.0
 
 
@@ -224,14 +216,12 @@ class TestChecks:
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"in gradient|backward"):
             on_two(body, [-1.0, 4.0])
 
-    def test_the_iteration_of_a_device_loop_is_said(self):
-        strategy = TPUStrategy(num_cores=2)
-
+    def test_the_iteration_of_a_device_loop_is_said(self, two):
         def step(context, x):
             tf.debugging.assert_less(x, 3.0)
 
         with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-            strategy.run_steps(step, [tf.constant(float(number)) for number in range(5)], iterations=5)
+            two.strategy.run_steps(step, [tf.constant(float(number)) for number in range(5)], iterations=5)
         assert "iteration 3 of the device loop" in "".join(raised.value.__notes__)
 
 
@@ -252,9 +242,7 @@ class TestNumbers:
             indices = [[row, 0] for row in range(count)]
             return on_two(sparse_sum, [tf.SparseTensor(indices, [1.0] * count, [4, 4])] * 2)
 
-        def sparse_sum(x):
-            return tf.reduce_sum(tf.sparse.to_dense(x))
-
+        sparse_sum = lambda x: tf.reduce_sum(tf.sparse.to_dense(x))  # noqa: E731
         assert dense(1) == [1.0, 1.0]
         before = xla.counts()
         assert dense(3) == [3.0, 3.0]
@@ -339,17 +327,16 @@ class TestTheSwitch:
         with pytest.raises(LoweringError, match="AsString"):
             strategy.run(self.body, args=(tf.constant(1),))
 
-    def test_none_follows_the_configuration_call_by_call(self):
-        strategy = TPUStrategy(num_cores=2)
+    def test_none_follows_the_configuration_call_by_call(self, two):
         always = TPUStrategy(num_cores=2, soft_placement=True)
         tf.config.set_soft_device_placement(False)
         try:
             with pytest.raises(LoweringError, match="AsString"):
-                strategy.run(self.body, args=(tf.constant(1),))
+                two.strategy.run(self.body, args=(tf.constant(1),))
             assert always.run(self.body, args=(tf.constant(1),)).values[0].numpy() == 1
         finally:
             tf.config.set_soft_device_placement(True)
-        assert strategy.run(self.body, args=(tf.constant(1),)).values[0].numpy() == 1
+        assert two.strategy.run(self.body, args=(tf.constant(1),)).values[0].numpy() == 1
 
     @pytest.mark.parametrize("wrong", [1, "yes", []])
     def test_it_is_a_bool(self, wrong):
@@ -400,13 +387,8 @@ def test_what_is_only_told_may_be_in_branches_and_loops(capfd, tmp_path):
     writer.close()
     printed = [each for each in capfd.readouterr().err.splitlines() if each.startswith("number")]  # TensorFlow may warn
     assert sorted(printed) == ["number 0"] * 2 + ["number 1"] * 2
-    records = tf.data.TFRecordDataset([str(file) for file in tmp_path.iterdir()])
-    events = [tf.compat.v1.Event.FromString(record.numpy()) for record in records]
-    assert [(event.step, each.tag) for event in events for each in event.summary.value] == [
-        (3, "text"),
-        (3, "image"),
-        (3, "audio"),
-    ]
+    found = [(step, value.tag) for step, value in summaries(tmp_path)]
+    assert found == [(3, "text"), (3, "image"), (3, "audio")]
 
 
 def test_a_loop_carries_a_string_that_it_prints_and_changes(capfd):
@@ -447,27 +429,20 @@ def test_a_shape_that_the_host_computes():
 
 
 class TestWhatStillCannot:
-    def test_an_iterator(self):
-        iterator = iter(tf.data.Dataset.range(10))
-        with pytest.raises(CaptureError, match="Iterator"):
-            on_two(lambda: next(iterator))
-
     @pytest.mark.parametrize("in_function", [False, True])
-    def test_iterators_and_datasets_as_arguments(self, in_function):
-        strategy = TPUStrategy(num_cores=2)
+    def test_iterators_and_datasets_as_arguments(self, two, in_function):
         dataset = tf.data.Dataset.range(8).batch(2)
-        spread = strategy.experimental_distribute_dataset(dataset)
-        made = strategy.distribute_datasets_from_function(lambda context: dataset)
-        run = lambda given: strategy.run(lambda given: 0, kwargs={"given": {"x": given}})  # noqa: E731
+        spread = two.strategy.experimental_distribute_dataset(dataset)
+        made = two.strategy.distribute_datasets_from_function(lambda context: dataset)
+        run = lambda given: two.strategy.run(lambda given: 0, kwargs={"given": {"x": given}})  # noqa: E731
         for each in (dataset, spread, made):
             with pytest.raises(InputsError, match=r"(?s)^kwargs\['given'\]\['x'\] is a .*Dataset.*for batch in \S+"):
                 (tf.function(run) if in_function else run)(each)
             with pytest.raises(InputsError, match=r"^kwargs\['given'\]\['x'\] is a .*Iterator.*args=\(next\(iterator"):
                 (tf.function(run) if in_function else run)(iter(each))
 
-    def test_a_variable_that_gets_what_cannot_leave_the_host(self):
-        strategy = TPUStrategy(num_cores=2)
-        with strategy.scope():
+    def test_a_variable_that_gets_what_cannot_leave_the_host(self, two):
+        with two.strategy.scope():
             variable = tf.Variable([0, 0])
 
         def body(text):
@@ -475,7 +450,7 @@ class TestWhatStillCannot:
             variable.assign(lengths)
 
         with pytest.raises(LoweringError, match=r"AssignVariableOp at .* cannot leave the host, made by StringLength"):
-            strategy.run(body, args=(tf.constant("a bc"),))
+            two.strategy.run(body, args=(tf.constant("a bc"),))
 
     @pytest.mark.parametrize("made", ["in a loop", "by a slice"])
     def test_what_is_told_and_has_a_shape_that_depends_on_data(self, made):
@@ -503,26 +478,18 @@ class TestWhatStillCannot:
         assert on_two(body, [tf.constant("a bc"), tf.constant("de f")]) == [[3, 3]] * 2
 
 
-def test_threads_that_trace_and_run_at_once():
-    strategy = TPUStrategy(num_cores=2)
-    found = {}
-
+def test_threads_that_trace_and_run_at_once(two):
     def work(number):
         body = lambda x: tf.strings.length(tf.strings.as_string(x)) + number  # noqa: E731
-        found[number] = [int(each) for each in strategy.run(body, args=(tf.constant(123),)).values]
+        return two.each(two.strategy.run(body, args=(tf.constant(123),)))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: [3 + number] * 2 for number in range(4)}
+    found = at_once(*(lambda number=number: work(number) for number in range(4)))
+    assert found == [[3 + number] * 2 for number in range(4)]
 
 
 class TestDeviceLoops:
-    def test_strings_among_the_inputs_of_the_steps(self):
-        strategy = TPUStrategy(num_cores=2)
-        with strategy.scope():
+    def test_strings_among_the_inputs_of_the_steps(self, two):
+        with two.strategy.scope():
             total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
         dataset = tf.data.Dataset.from_tensor_slices((["a", "bb", "ccc", "dddd", "e", "ff"], tf.range(6.0))).batch(2)
 
@@ -531,11 +498,11 @@ class TestDeviceLoops:
             context.set_last_step_output("last", tf.reduce_max(tf.strings.length(text)))
 
         before = xla.counts()
-        batches = iter(strategy.experimental_distribute_dataset(dataset))
-        context = strategy.run_steps(step, batches, iterations=3)
+        batches = iter(two.strategy.experimental_distribute_dataset(dataset))
+        context = two.strategy.run_steps(step, batches, iterations=3)
         assert (xla.counts() - before).launches == 3
         assert float(total) == 0 * 1 + 1 * 2 + 2 * 3 + 3 * 4 + 4 * 1 + 5 * 2
-        last = strategy.experimental_local_results(context.last_step_outputs["last"])
+        last = two.strategy.experimental_local_results(context.last_step_outputs["last"])
         assert [int(each) for each in last] == [1, 2]
 
     def test_padded_words_of_the_inputs_have_the_shape_that_they_have_in_a_run(self):
@@ -567,9 +534,8 @@ class TestDeviceLoops:
 
         np.testing.assert_allclose(train(in_a_loop=True), train(in_a_loop=False), rtol=1e-6)
 
-    def test_a_summary_in_each_step_at_a_step_of_its_own(self, tmp_path):
-        strategy = TPUStrategy(num_cores=2)
-        with strategy.scope():
+    def test_a_summary_in_each_step_at_a_step_of_its_own(self, two, tmp_path):
+        with two.strategy.scope():
             count = tf.Variable(0, dtype=tf.int64)
         writer = tf.summary.create_file_writer(str(tmp_path))
 
@@ -578,11 +544,7 @@ class TestDeviceLoops:
             count.assign_add(1)
 
         with writer.as_default():
-            strategy.run_steps(step, [tf.constant(10.0 * number) for number in range(4)], iterations=4)
+            two.strategy.run_steps(step, [tf.constant(10.0 * number) for number in range(4)], iterations=4)
         writer.close()
-        records = tf.data.TFRecordDataset([str(file) for file in tmp_path.iterdir()])
-        events = [tf.compat.v1.Event.FromString(record.numpy()) for record in records]
-        found = [
-            (event.step, tf.make_ndarray(value.tensor).item()) for event in events for value in event.summary.value
-        ]
+        found = [(step, tf.make_ndarray(value.tensor).item()) for step, value in summaries(tmp_path)]
         assert found == [(0, 0.0), (1, 10.0), (2, 20.0), (3, 30.0)]

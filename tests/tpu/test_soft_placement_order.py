@@ -5,9 +5,10 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.on_two import on_two, plain
+from helpers.on_two import gradient_of, on_two, plain
+from helpers.summaries import summaries
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import xla
 from replica_engine.errors import LoweringError
 
 
@@ -81,11 +82,8 @@ class TestConditionsOfLoops:
         assert seen == [0, 1, 2]
 
     def test_a_python_function_ends_a_loop(self):
-        def goes_on(number):
-            return tf.py_function(lambda number: bool(10 / float(number) > 2), [number], tf.bool)
-
-        body = lambda x: tf.while_loop(goes_on, lambda number: [number + 1.0], [x])[0]  # noqa: E731
-        assert on_two(body, [1.0, 4.0]) == [5.0, 5.0]
+        goes_on = lambda number: tf.py_function(lambda number: bool(10 / float(number) > 2), [number], tf.bool)  # noqa: E731
+        assert on_two(lambda x: tf.while_loop(goes_on, lambda number: [number + 1.0], [x])[0], [1.0, 4.0]) == [5.0, 5.0]
 
 
 class TestShapes:
@@ -97,28 +95,24 @@ class TestShapes:
 
         assert on_two(body, [[1, 0], [0, 1]]) == [[1, 0], [0, 1]]
 
-    def test_shares_of_different_sizes(self):
-        strategy = TPUStrategy(num_cores=2)
+    def test_shares_of_different_sizes(self, two):
         dataset = tf.data.Dataset.from_tensor_slices(list("abcde")).batch(4)
         found = []
-        for batch in strategy.experimental_distribute_dataset(dataset):
-            results = strategy.run(lambda text: (tf.strings.length(text), tf.strings.upper(text)), args=(batch,))
-            found += [plain(each) for pair in zip(*map(strategy.experimental_local_results, results)) for each in pair]  # noqa: B905
+        for batch in two.strategy.experimental_distribute_dataset(dataset):
+            results = two.strategy.run(lambda text: (tf.strings.length(text), tf.strings.upper(text)), args=(batch,))
+            pairs = zip(*map(two.strategy.experimental_local_results, results), strict=True)
+            found += [plain(each) for pair in pairs for each in pair]
         assert found == [[1, 1], [b"A", b"B"], [1, 1], [b"C", b"D"], [1], [b"E"], [], []]
 
-    def test_shares_of_different_sizes_in_python(self):
-        strategy = TPUStrategy(num_cores=2)
+    def test_shares_of_different_sizes_in_python(self, two):
         dataset = tf.data.Dataset.from_tensor_slices(tf.range(3.0)).batch(3)
-        (batch,) = strategy.experimental_distribute_dataset(dataset)
-        results = strategy.run(lambda x: tf.py_function(lambda x: x * 2.0, [x], tf.float32), args=(batch,))
+        (batch,) = two.strategy.experimental_distribute_dataset(dataset)
+        results = two.strategy.run(lambda x: tf.py_function(lambda x: x * 2.0, [x], tf.float32), args=(batch,))
         assert [plain(each) for each in results.values] == [[0.0, 2.0], [4.0]]
 
     def test_columns_that_a_separator_makes(self):
         table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["x", "y"], [1, 2]), 0)
-
-        def body(text):
-            return tf.reduce_sum(table.lookup(tf.strings.split(text, sep="|")).to_tensor(), axis=1)
-
+        body = lambda text: tf.reduce_sum(table.lookup(tf.strings.split(text, sep="|")).to_tensor(), axis=1)  # noqa: E731
         assert on_two(body, [["x|y", "y"], ["y|y|x", "z"]]) == [[3, 2], [5, 0]]
 
     @pytest.mark.parametrize("separator", [None, "|", " and "])
@@ -193,18 +187,12 @@ class TestOddPythonFunctions:
             y.set_shape([])
             return y
 
-        def body(x):
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = squared(x) + squared(10.0 * x)
-            return tape.gradient(y, x)
-
+        body = gradient_of(lambda x: squared(x) + squared(10.0 * x))
         with pytest.raises(LoweringError, match="called more than once"):
             on_two(body, [1.0, 2.0])
 
 
-def test_a_writer_that_a_body_names_is_not_that_of_the_caller(tmp_path):
-    strategy = TPUStrategy(num_cores=2)
+def test_a_writer_that_a_body_names_is_not_that_of_the_caller(two, tmp_path):
     named, others = (tf.summary.create_file_writer(str(tmp_path / name)) for name in ("named", "others"))
 
     def body(x):
@@ -213,11 +201,7 @@ def test_a_writer_that_a_body_names_is_not_that_of_the_caller(tmp_path):
 
     for writer in (named, others):
         with writer.as_default(step=1):
-            strategy.run(body, args=(tf.constant(1.0),))
+            two.strategy.run(body, args=(tf.constant(1.0),))
     named.close()
     others.close()
-    found = {}
-    for name in ("named", "others"):
-        records = tf.data.TFRecordDataset([str(file) for file in (tmp_path / name).iterdir()])
-        found[name] = sum(len(tf.compat.v1.Event.FromString(record.numpy()).summary.value) for record in records)
-    assert found == {"named": 2, "others": 0}
+    assert [len(summaries(tmp_path / name)) for name in ("named", "others")] == [2, 0]

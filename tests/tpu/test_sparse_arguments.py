@@ -25,20 +25,13 @@ def gradient(table, ids):
     return tape.gradient(loss, table)
 
 
-BODIES = {
-    "looked up": looked_up,
-    "gradient": gradient,
-}
+BODIES = {"looked up": looked_up, "gradient": gradient}
 
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("in_function", [False, True])
-def test_the_text_says_sparse(table, name, in_function):
-    strategy = TPUStrategy(num_cores=2)
-
-    def run(ids):
-        return strategy.run(lambda each: BODIES[name](table, each), args=(ids,))
-
+def test_the_text_says_sparse(two, table, name, in_function):
+    run = lambda ids: two.strategy.run(lambda each: BODIES[name](table, each), args=(ids,))  # noqa: E731
     with pytest.raises(LoweringError, match=r"args\[0\] of `lambda` is a sparse tensor.*test_sparse_arguments.py:\d+"):
         (tf.function(run) if in_function else run)(IDS)
 

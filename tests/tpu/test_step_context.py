@@ -2,7 +2,8 @@
 
 import pytest
 import tensorflow as tf
-from helpers.loop_steps import SUM, CustomError, make_total, numbers, replica_context
+from helpers.host_work import Failing
+from helpers.loop_steps import SUM, make_total, numbers, replica_context
 
 from replica_engine.errors import LoweringError
 
@@ -74,7 +75,7 @@ def test_a_step_of_extended_is_in_cross_replica_context_as_tensorflow_documents(
 # Failures of a step.
 
 
-@pytest.mark.parametrize("error", [CustomError(7, reason="own"), StopIteration("no more")], ids=repr)
+@pytest.mark.parametrize("error", [Failing(7), StopIteration("no more")], ids=repr)
 def test_what_a_step_raises_while_it_is_traced_is_raised(two, launched, error):
     total, good = make_total(two)
 

@@ -6,7 +6,8 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.loop_steps import SUM, CustomError, hosted, numbers, replica_context
+from helpers.host_work import Failing
+from helpers.loop_steps import SUM, hosted, numbers, replica_context
 
 from replica_engine import xla
 
@@ -47,8 +48,7 @@ def test_a_step_that_calls_the_host_and_sums_its_batch_runs_again(two):
 
 
 def test_gradients_go_through_host_calls_of_each_step(two):
-    def host_square(x):
-        return x * x
+    host_square = lambda x: x * x  # noqa: E731
 
     def train(weight, x):
         with tf.GradientTape() as tape:
@@ -76,7 +76,7 @@ def test_gradients_go_through_host_calls_of_each_step(two):
 @pytest.mark.parametrize(("step_number", "replica"), [(0, 0), (4, 1)])
 def test_a_host_call_that_fails_leaves_the_steps_before_and_says_where_it_was(two, step_number, replica):
     total, own = two.variable(1.0, SUM), two.variable(2.0, SUM, on_read=True)
-    error = CustomError(7, reason="own")
+    error = Failing(7)
     state = types.SimpleNamespace(fails=True)
 
     def host(x):
@@ -90,7 +90,7 @@ def test_a_host_call_that_fails_leaves_the_steps_before_and_says_where_it_was(tw
         replica_context().all_reduce("SUM", x)
 
     batches = map(np.float32, itertools.count())
-    with pytest.raises(CustomError) as raised:
+    with pytest.raises(Failing) as raised:
         two.strategy.run_steps(step, batches, 10**9)
     assert raised.value is error
     assert next(batches) <= step_number + 4  # one in use, two that were fetched ahead, and one that is being fetched

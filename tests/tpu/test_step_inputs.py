@@ -130,8 +130,7 @@ def test_one_array_may_be_filled_again_for_each_batch(noting, kind):
             array[...] = number
             yield (array,)
 
-    step = lambda context, x: noting.step(context, tf.reduce_max(x))  # noqa: E731
-    noting.strategy.run_steps(step, batches(), 20, prefetch=8)
+    noting.strategy.run_steps(lambda context, x: noting.step(context, tf.reduce_max(x)), batches(), 20, prefetch=8)
     assert noting.inputs == [float(number) for number in range(20)]
 
 

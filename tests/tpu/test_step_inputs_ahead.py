@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.interrupted import ctrl_c_raises
 from helpers.loop_steps import SUM, THREAD, Noting, numbers, then_fail
 
 from replica_engine import xla
@@ -122,11 +123,8 @@ def test_one_thread_feeds_loop_after_loop(noting, monkeypatch):
     on.clear()
     noting.run(batches(5), 3)
     noting.run(batches(5), 3)
-    assert [thread is threading.main_thread() for thread in on] == 2 * [
-        True,
-        False,
-        False,
-    ]  # the first batch: its shape
+    of_main = [thread is threading.main_thread() for thread in on]
+    assert of_main == 2 * [True, False, False]  # the first batch: its shape
     assert len({*on}) == 2
 
     with pytest.raises(tf.errors.OutOfRangeError):
@@ -211,13 +209,12 @@ def no_hang():
         state.fired = True
         signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(2 * SOON, fire)
-    timer.start()
-    yield state
-    timer.cancel()
-    timer.join()
-    signal.signal(signal.SIGINT, before)
+    with ctrl_c_raises():
+        timer.start()
+        yield state
+        timer.cancel()
+        timer.join()
 
 
 @pytest.mark.parametrize("uses", ["reads", "runs"])

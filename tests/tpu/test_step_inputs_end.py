@@ -111,16 +111,7 @@ def rows(*shape):
         ([(rows(4), rows(4))] * 2 + [None], ["structure"]),
         ([rows(4), rows(4), (rows(4), rows(4))], ["structure"]),
     ],
-    ids=[
-        "shape",
-        "in a dict",
-        "dtype",
-        "list",
-        "keys",
-        "rows for a pair",
-        "none for a pair",
-        "pair for one",
-    ],
+    ids=["shape", "in a dict", "dtype", "list", "keys", "rows for a pair", "none for a pair", "pair for one"],
 )
 def test_a_batch_unlike_the_first_ends_the_run_after_the_steps_before(two, batches, messages):
     ran = two.variable(0, tf.VariableAggregation.ONLY_FIRST_REPLICA)

@@ -195,9 +195,7 @@ def set_to_a_tensor_of_a_branch(context, x):
 
 @BOTH
 @pytest.mark.parametrize(
-    "step",
-    [set_in_if, set_in_both_branches, set_in_cond, set_in_loop, set_in_function, set_to_a_tensor_of_a_branch],
-    ids=lambda step: step.__name__,
+    "step", [set_in_if, set_in_both_branches, set_in_cond, set_in_loop, set_in_function, set_to_a_tensor_of_a_branch]
 )
 def test_an_output_of_a_branch_is_an_error_that_names_the_line(two, context, step):
     with pytest.raises(InputsError, match=r"'loss' is set at .*test_step_outputs\.py:\d+ in .*before the branch"):

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from helpers.interrupted import ctrl_c_raises
 from helpers.loop_steps import hosted, make_total, numbers
 
 from replica_engine.pjrt.executable import Executable
@@ -20,15 +21,8 @@ def for_ever():
 @pytest.fixture
 def ctrl_c():
     """Presses it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-
-
-def interrupted(run):
-    """Runs what somebody interrupts, which would not end by itself."""
-    with pytest.raises(KeyboardInterrupt):
-        run()
+    with ctrl_c_raises():
+        yield lambda: signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize(
@@ -66,17 +60,15 @@ def test_ctrl_c_ends_a_loop_between_steps(two, ctrl_c, after):
         step(context, x)
         own.assign_add(x)
 
-    def run():
-        def batches():
-            for number in itertools.count():
-                if number == after:
-                    ctrl_c()
-                yield np.float32(1.0)
-
-        two.strategy.run_steps(both, batches(), 10**9)
+    def batches():
+        for number in itertools.count():
+            if number == after:
+                ctrl_c()
+            yield np.float32(1.0)
 
     two.strategy.run_steps(both, numbers(1, start=1), 1)
-    interrupted(run)
+    with pytest.raises(KeyboardInterrupt):
+        two.strategy.run_steps(both, batches(), 10**9)
     first, second = two.components(own)
     assert first == second == int(first)
     assert total.numpy() == 2 * first
@@ -88,19 +80,17 @@ def test_ctrl_c_in_a_loop_with_host_calls_keeps_whole_steps(two, ctrl_c):
     total, step = make_total(two)
     calls = []
 
-    def run():
-        def host(x):
-            calls.append(x)
-            if len(calls) == 20:
-                ctrl_c()
+    def host(x):
+        calls.append(x)
+        if len(calls) == 20:
+            ctrl_c()
 
-        def both(context, x):
-            step(context, x)
-            hosted(host)(x)
+    def both(context, x):
+        step(context, x)
+        hosted(host)(x)
 
+    with pytest.raises(KeyboardInterrupt):
         two.strategy.run_steps(both, for_ever(), 10**9)
-
-    interrupted(run)
     before = total.numpy()
     assert 18.0 <= before <= len(calls)  # the host is called twice a step
     assert before % 2.0 == 0.0
@@ -112,16 +102,14 @@ def test_ctrl_c_while_replicas_wait_for_an_iterator_that_is_stuck(two, ctrl_c):
     total, step = make_total(two)
     release, waited = threading.Event(), []
 
-    def run():
-        def batches():
-            yield np.float32(1.0)
-            yield np.float32(1.0)
-            ctrl_c()
-            waited.append(release.wait(300))
+    def batches():
+        yield np.float32(1.0)
+        yield np.float32(1.0)
+        ctrl_c()
+        waited.append(release.wait(300))
 
+    with pytest.raises(KeyboardInterrupt):
         two.strategy.run_steps(step, batches(), 10**9)
-
-    interrupted(run)
     assert not waited, "it did not end the wait"
     release.set()
     before = total.numpy()

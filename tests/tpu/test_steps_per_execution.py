@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_steps import OwnStep, dense
 
 from replica_engine import TPUStrategy, xla
 
@@ -18,10 +19,6 @@ Y = (X @ np.array([[1.0], [-2.0], [0.5], [3.0]], "float32")).astype("float32")
 # As in test_keras_fit.py: gradients are summed in another order than on one device.
 LOSS = {"rtol": 2e-5}
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
-
-
-def dense(units, seed, **options):
-    return keras.layers.Dense(units, kernel_initializer=keras.initializers.GlorotUniform(seed), **options)
 
 
 def build(steps, *more, rate=0.05, **options):
@@ -62,17 +59,6 @@ def same(found, expected):
         np.testing.assert_allclose(history[key], values, err_msg=key, **LOSS)
     for one, two in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_allclose(one, two, **CLOSE)
-
-
-@pytest.fixture
-def scoped(two):
-    """`scoped(make, *args)`: what `make(*args)` builds under the scope of two replicas."""
-
-    def scoped(make, *args, **options):
-        with two.strategy.scope():
-            return make(*args, **options)
-
-    return scoped
 
 
 @pytest.fixture(scope="module")
@@ -177,36 +163,9 @@ def test_what_is_random_is_what_it_is_step_by_step(scoped):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-class Own(keras.Model):
-    """Has a training step of its own, and is built in its first batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = dense(1, 1)
-        self.tracker = keras.metrics.Mean("own")
-
-    def call(self, x):
-        return self.layer(x)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-        context = tf.distribute.get_replica_context()
-        variables = self.layer.trainable_variables
-        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-            variable.assign_sub(0.05 * context.all_reduce("MEAN", gradient))
-        self.tracker.update_state(loss)
-        return {"own": self.tracker.result(), "last": {"loss": loss, "number": 3}}
-
-    @property
-    def metrics(self):
-        return [self.tracker]
-
-
 def test_a_custom_training_step_may_have_collectives_and_logs_of_any_structure(scoped, launched):
     def make(steps, **options):
-        model = Own()
+        model = OwnStep()
         model.compile(steps_per_execution=steps, **options)
         return model
 
@@ -380,12 +339,10 @@ def test_a_callback_stops_training_after_an_execution_and_the_next_one_starts_ag
             self.model.stop_training = True
 
     model, other = shared(2), shared(2, alone=True)
-    histories = []
     for each in (model, other):
         fit(each, callbacks=[Stops()])
         assert count_steps(each) == 2
-        histories.append(fit(each))
-    same((histories[0], model), (histories[1], other))
+    same((fit(model), model), (fit(other), other))
 
 
 # Where nothing changes.

@@ -44,9 +44,7 @@ def test_steps_between_looks_move_no_variable(two, traffic):
         optimizer_like["slot"].assign_add(tf.ones([1000]))
         return x
 
-    def scalar_bytes(steps):
-        return {"put": 4 * steps, "fetched": 8 * steps}
-
+    scalar_bytes = lambda steps: {"put": 4 * steps, "fetched": 8 * steps}  # noqa: E731
     two.strategy.run(step, args=(tf.constant(1.0),))  # the values go to the devices
     traffic.update(put=0, fetched=0)
     for _ in range(10):

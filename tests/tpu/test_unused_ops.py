@@ -55,7 +55,7 @@ class Sampled(keras.layers.Layer):
         return x * weight if training else x
 
 
-@pytest.mark.parametrize("layer", [Sampled, keras.layers.MixUp], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("layer", [Sampled, keras.layers.MixUp])
 def test_shares_of_unlike_sizes(layer):
     images, labels = np.random.default_rng(0).normal(size=(7, 4, 4, 1)).astype("float32"), np.ones((7, 1), "float32")
 

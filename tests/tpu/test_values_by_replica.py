@@ -11,12 +11,6 @@ MEAN = tf.VariableAggregation.MEAN
 FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
-@pytest.fixture
-def counter(two):
-    """A variable that `two.add(counter)` counts up."""
-    return two.variable(0.0)
-
-
 LOOKS = {
     "numpy": lambda v, path: v.numpy(),
     "read_value": lambda v, path: v.read_value(),
@@ -71,8 +65,8 @@ def test_on_read_variables_are_aggregated_as_they_are_now(two, aggregation, expe
 # Copies.
 
 
-def test_a_copy_goes_its_own_way(two, counter):
-    two.add(counter)
+def test_a_copy_goes_its_own_way(two):
+    two.add(counter := two.variable(0.0))
     with two.strategy.scope():
         copied = copy.deepcopy(counter)
     two.add(counter)

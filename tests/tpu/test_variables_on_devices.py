@@ -76,11 +76,14 @@ def test_a_value_once_read_stays_as_it_was(two, counter):
     assert large.numpy().min() == 2.0
 
 
-def test_an_eager_tape_finds_the_gradient_and_harms_nothing(two, counter):
-    for step in range(1, 3):
+@pytest.mark.parametrize("form", ["eager", "function"])
+def test_a_tape_around_a_read_sees_the_last_step(two, counter, form):
+    square = lambda: counter * counter  # noqa: E731
+    square = tf.function(square) if form == "function" else square
+    for step in range(1, 4):
         two.add(counter)
         with tf.GradientTape() as tape:
-            loss = counter * counter
+            loss = square()
         assert float(tape.gradient(loss, counter)) == 2.0 * step
 
 
@@ -193,15 +196,6 @@ def test_a_tape_in_a_host_function_sees_the_last_step(two, counter):
     for step in range(1, 4):
         two.add(counter)
         assert float(gradient()) == 3.0 * step**2
-
-
-def test_a_tape_around_a_host_function_sees_the_last_step(two, counter):
-    square = tf.function(lambda: counter * counter)
-    for step in range(1, 4):
-        two.add(counter)
-        with tf.GradientTape() as tape:
-            loss = square()
-        assert float(tape.gradient(loss, counter)) == 2.0 * step
 
 
 def test_variables_of_two_kinds_in_one_function(two, counter):

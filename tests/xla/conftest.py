@@ -2,10 +2,17 @@
 
 import pytest
 import tensorflow as tf
+from helpers.on_two import spread
 
 from replica_engine import TPUStrategy, xla
 
 pytest.register_assert_rewrite("host_work")
+
+
+@pytest.fixture
+def two():
+    """A strategy of two replicas."""
+    return TPUStrategy(num_cores=2)
 
 
 @pytest.fixture
@@ -29,10 +36,7 @@ def run(request):
 def _run_with(strategy):
     def call(body, *values):
         # In a function the values are tensors of its graph, which a body can get only as arguments.
-        spread = strategy.experimental_distribute_values_from_function(
-            lambda context: values[context.replica_id_in_sync_group]
-        )
-        results = strategy.run(body, args=(spread,))
+        results = strategy.run(body, args=(spread(strategy, lambda i: values[i]),))
         return [each[0] for each in strategy.experimental_local_results([results])]
 
     return call

@@ -107,10 +107,7 @@ class TestPlainVariables:
     @pytest.mark.parametrize("n", [1, 4])
     def test_what_replica_0_wrote_stays(self, n):
         variable = tf.Variable(5.0)
-
-        def fn():
-            return variable.assign_add(tf.cast(xla.replica_id(), tf.float32) + 1.0)
-
+        fn = lambda: variable.assign_add(tf.cast(xla.replica_id(), tf.float32) + 1.0)  # noqa: E731
         assert values(xla.replicate(fn, num_replicas=n)) == [6.0 + i for i in range(n)]
         assert float(variable) == 6.0
         xla.replicate(fn, num_replicas=n)

@@ -7,6 +7,7 @@ that sum changes with the replica's own value.
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_two import gradient_of
 
 from replica_engine import xla
 from replica_engine.errors import LoweringError
@@ -47,16 +48,6 @@ def loss_of(operation):
         return tf.reduce_sum(weights * y**3) * tf.cast(xla.replica_id() + 1, x.dtype) / 10.0
 
     return loss
-
-
-def gradient_of(loss):
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            value = loss(x)
-        return tape.gradient(value, x)
-
-    return gradient
 
 
 def replicated(fn, *arrays):
@@ -136,12 +127,7 @@ def test_nothing_has_a_gradient_of_its_own_shape():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
 def test_gradients_are_of_the_dtype_of_the_value(dtype):
-    def fn(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = xla.cross_replica_sum(x) + xla.all_gather(x)[:1] + xla.ppermute(x, [(0, 1), (1, 0)])
-        return tape.gradient(y, x)
-
+    fn = gradient_of(lambda x: xla.cross_replica_sum(x) + xla.all_gather(x)[:1] + xla.ppermute(x, [(0, 1), (1, 0)]))
     results = xla.replicate(fn, [[tf.constant([1.0], dtype)], [tf.constant([2.0], dtype)]])
     # Of the sum 2; of what was gathered, both replicas took replica 0's: 2 for that one; of the permutation 1.
     assert [complex(result.numpy()[0]) for result in results] == [5.0, 3.0]
@@ -160,13 +146,10 @@ class TestInsideControlFlow:
     )
     def test_loops(self, name, loop):
         operation = OPERATIONS[name]
-
-        def step(x, y):
-            return tf.tanh(tf.reshape(operation(y), [-1, *SHAPE])[0] * 0.7 + x)
+        step = lambda x, y: tf.tanh(tf.reshape(operation(y), [-1, *SHAPE])[0] * 0.7 + x)  # noqa: E731
 
         def with_while(x):
-            body = lambda i, y: (i + 1, step(x, y))  # noqa: E731
-            return tf.while_loop(lambda i, y: i < 3, body, (0, x), maximum_iterations=3)[1]
+            return tf.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, step(x, y)), (0, x), maximum_iterations=3)[1]
 
         def with_range(x):
             y = x
@@ -179,10 +162,7 @@ class TestInsideControlFlow:
     @pytest.mark.parametrize("taken", [True, False])
     def test_branches(self, taken):
         condition = tf.Variable(taken)
-
-        def branch(x):
-            return tf.cond(condition, lambda: xla.cross_replica_sum(x), lambda: xla.all_to_all(x, 0, 0) * 3.0)
-
+        branch = lambda x: tf.cond(condition, lambda: xla.cross_replica_sum(x), lambda: xla.all_to_all(x, 0, 0) * 3.0)  # noqa: E731
         check(loss_of(branch), example(2))
 
     def test_nested_functions(self):

@@ -291,12 +291,8 @@ class TestInsideControlFlow:
     @pytest.mark.parametrize("loop", ["tf.while_loop", "tf.range"])
     def test_loops(self, name, loop):
         operation, reference = OPERATIONS[name]
-
-        def step(x):
-            return 0.5 * tf.reshape(operation(x), [-1, *SHAPE])[0] + 1.0
-
-        def with_while(x):
-            return tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, step(x)), (0, x))[1]
+        step = lambda x: 0.5 * tf.reshape(operation(x), [-1, *SHAPE])[0] + 1.0  # noqa: E731
+        with_while = lambda x: tf.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, step(x)), (0, x))[1]  # noqa: E731
 
         def with_range(x):
             for _ in tf.range(3):
@@ -328,9 +324,7 @@ class TestInsideControlFlow:
 
 
 def test_a_permutation_needs_a_shape_that_is_known():
-    def fn(x):
-        return xla.collective_permute(tf.boolean_mask(x, x > 0.0), [(0, 1), (1, 0)])
-
+    fn = lambda x: xla.collective_permute(tf.boolean_mask(x, x > 0.0), [(0, 1), (1, 0)])  # noqa: E731
     with pytest.raises(
         CollectiveError, match=r"collective_permute at .*test_collectives.py.* needs a shape that is known"
     ):

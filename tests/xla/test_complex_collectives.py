@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import xla
 
 DTYPES = ("complex64", "complex128")
 _ADDED = re.compile(r'(?:all_reduce|reduce_scatter)["(@].*?: \((.*?)\) ->', re.DOTALL)
@@ -97,9 +97,8 @@ def test_they_are_moved_as_they_are(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function of any batch"])
-def test_variables_and_batches_of_unknown_size(dtype, in_function):
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_variables_and_batches_of_unknown_size(two, dtype, in_function):
+    with two.scope():
         assigned, total = (tf.Variable(tf.zeros([2], dtype), aggregation=tf.VariableAggregation.SUM) for _ in range(2))
 
     def step(x):
@@ -109,11 +108,11 @@ def test_variables_and_batches_of_unknown_size(dtype, in_function):
         total.assign_add(tf.stack([own, own]))
         return tf.distribute.get_replica_context().all_reduce("SUM", x)
 
-    run = lambda x: strategy.run(step, args=(x,))  # noqa: E731
+    run = lambda x: two.run(step, args=(x,))  # noqa: E731
     if in_function:
         run = tf.function(run, input_signature=[tf.TensorSpec([None, 2], dtype)])
     x = tf.constant(np.arange(6).reshape(3, 2) * (1 + 1j), dtype)
-    result = strategy.experimental_local_results(run(x))
+    result = two.experimental_local_results(run(x))
     np.testing.assert_allclose(result[1], 2 * x)
     np.testing.assert_allclose(assigned, [1 + 30j, 2 + 60j])
     np.testing.assert_allclose(total, [1 + 30j, 1 + 30j])

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_two import gradient_of
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.keras import replicate_model
@@ -42,18 +43,6 @@ OF_ROWS = {
 }
 
 
-def gradient_of(fn, upstream=None):
-    """Computes the gradient of a function at a tensor, for an upstream gradient or for ones."""
-
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = fn(x)
-        return tape.gradient(y, x, output_gradients=upstream)
-
-    return gradient
-
-
 def in_a_program(fn, *args):
     """The results of `fn` on the first of two replicas that get the same arguments."""
     return xla.replicate(fn, [list(args)] * 2)[0]
@@ -63,10 +52,7 @@ def in_a_program(fn, *args):
 def test_gradients_at_zero_and_of_infinities(dtype):
     x, upstream = map(tf.constant, np.meshgrid(VALUES, UPSTREAM))
     x, upstream = tf.cast(x, dtype), tf.cast(upstream, dtype)
-
-    def gradients(x, upstream):
-        return [gradient_of(fn, upstream)(x) for fn in ELEMENTWISE.values()]
-
+    gradients = lambda x, upstream: [gradient_of(fn, upstream)(x) for fn in ELEMENTWISE.values()]  # noqa: E731
     found = in_a_program(gradients, x, upstream)
     rtol = {"float32": 1e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 2e-2}[dtype]
     for name, one, right in zip(ELEMENTWISE, found, gradients(x, upstream), strict=True):
@@ -78,10 +64,7 @@ def test_gradients_of_rows_of_zeros():
     rows = np.random.default_rng(0).normal(size=(4, 6)).astype("float32")
     rows[1] = 0
     rows[2, 3:] = 0
-
-    def gradients(x):
-        return [gradient_of(fn)(x) for fn in OF_ROWS.values()]
-
+    gradients = lambda x: [gradient_of(fn)(x) for fn in OF_ROWS.values()]  # noqa: E731
     found, right = in_a_program(gradients, tf.constant(rows)), gradients(tf.constant(rows))
     for name, one, other in zip(OF_ROWS, found, right, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=name)
@@ -102,8 +85,7 @@ def test_gradients_of_complex_roots_have_the_conjugate(dtype):
 def test_gradients_of_gradients_are_those_of_the_ops():
     """A choice between values has another gradient than the op where the upstream gradient is 0."""
 
-    def root(x):
-        return tf.reduce_sum(tf.where(x > 0, tf.sqrt(x), 0.0))
+    root = lambda x: tf.reduce_sum(tf.where(x > 0, tf.sqrt(x), 0.0))  # noqa: E731
 
     def of_a_gradient_that_is_zero(x):
         inner = gradient_of(lambda z: tf.reduce_sum(tf.sqrt(z) * (x - 2.0)))
@@ -123,10 +105,7 @@ def test_gradients_of_gradients_are_those_of_the_ops():
         "computed again": gradient_of(tf.recompute_grad(root)),
         "selu": gradient_of(lambda x: tf.reduce_sum(gradient_of(lambda x: tf.nn.selu(x - 2) ** 2)(x))),
     }
-
-    def all_places(x):
-        return [fn(x) for fn in places.values()]
-
+    all_places = lambda x: [fn(x) for fn in places.values()]  # noqa: E731
     x = tf.constant([0.0, 4.0, 2.0, 0.0])
     for name, one, right in zip(places, in_a_program(all_places, x), all_places(x), strict=True):
         np.testing.assert_allclose(one, right, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -290,9 +269,7 @@ def test_a_factor_of_a_mask_keeps_a_nan(dtype):
 @pytest.mark.parametrize("to", ["int32", "int64"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_numbers_that_are_no_integers_become_what_tensorflow_makes_of_them(dtype, to):
-    def converted(x):
-        return [tf.cast(x, to), tf.cast(tf.round(x * 2), to), tf.saturate_cast(x, to)]
-
+    converted = lambda x: [tf.cast(x, to), tf.cast(tf.round(x * 2), to), tf.saturate_cast(x, to)]  # noqa: E731
     x = tf.cast(tf.constant(LIMITS * 2, tf.float64), dtype)
     for one, right in zip(in_a_program(converted, x), converted(x), strict=True):
         assert one.numpy().tolist() == right.numpy().tolist()

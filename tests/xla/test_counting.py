@@ -59,9 +59,7 @@ def compiled():
 
 @pytest.mark.parametrize("bodies", [ON_DEVICES, BY_HOST], ids=["on devices", "by the host"])
 def test_counts_are_those_of_tensorflow(compiled, bodies):
-    def all_of(x):
-        return {name: body(x) for name, body in bodies.items()}
-
+    all_of = lambda x: {name: body(x) for name, body in bodies.items()}  # noqa: E731
     run = tf.function(
         lambda x: compiled.run(all_of, args=(x,)), input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False
     )

@@ -1,7 +1,7 @@
 """How often programs are traced, lowered and compiled when they are called again, with equal and with other arguments.
 
-Each program is a list of calls. Next to it stand, for each call, how many traces, lowerings, compiles and launches it
-makes. Fewer are a gain, if the results stay right; more are a loss that no other test sees.
+Next to each program stand, for each call, how many traces, lowerings, compiles and launches it makes. Fewer are a gain,
+if the results stay right; more are a loss that no other test sees.
 """
 
 import collections
@@ -14,16 +14,157 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_two import spread
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.keras import replicate_model
 
 ONE, TWO, THREE = tf.constant(1.0), tf.constant([1.0, 2.0]), tf.constant([1.0, 2.0, 3.0])
-NEW, AGAIN, NOTHING = (1, 1, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0)
+NEW, AGAIN = (1, 1, 1, 1), (0, 0, 0, 1)
 TWICE = (2, 1, 1, 1)  # traced, and once more
 ANY_SIZE = (0, 1, 1, 1)  # traced before, for any shape
 SHARED = (1, 1, 0, 1)  # an executable of the same text is there
 COMPILED = (1, 1, 1, 0)
+BRANCHES = (1, 2, 1, 1)  # for shares of different sizes
+
+
+def values(*parts):
+    return spread(TPUStrategy(num_cores=2), lambda i: parts[i])
+
+
+def sparse(*places):
+    return tf.SparseTensor([[place, 0] for place in places], [1.0] * len(places), [4, 2])
+
+
+def all_reduced(x):
+    return tf.distribute.get_replica_context().all_reduce("SUM", x)
+
+
+@xla.returns(None)
+def _note(x):
+    pass
+
+
+def noted(x):
+    xla.outside_compilation(_note, x)
+    return x * 2.0
+
+
+def checked(x):
+    tf.debugging.assert_positive(x)
+    return x * 2.0
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Point:
+    x: tf.Tensor
+    scale: float
+
+
+class Model:
+    def __init__(self, scale):
+        self.scale = scale
+        self.weight = None
+
+    def step(self, x):
+        return x * self.scale
+
+    __call__ = step
+
+    def lazy(self, x):
+        if self.weight is None:
+            self.weight = tf.Variable(2.0)
+        return self.weight.assign_add(x)
+
+
+FUNCTION = tf.function(lambda x: x * 2.0)
+REDUCED = tf.function(lambda x: x * 2.0, reduce_retracing=True)
+SIGNED = tf.function(lambda x: x * 2.0, input_signature=[tf.TensorSpec([None], tf.float32)])
+RAGGED = [tf.ragged.constant(rows) for rows in ([[1.0], [2.0, 3.0]], [[1.0, 4.0], [2.0]], [[1.0], [2.0]])]
+
+# What each call comes to, the function, and its arguments: one is no tuple, and values of replicas are made later.
+OF_ARGUMENTS = {
+    "tensors": ([NEW, AGAIN, AGAIN], lambda x: x * 2.0, [TWO, TWO, TWO + 1.0]),
+    "shapes": ([NEW, NEW, AGAIN, AGAIN], lambda x: x * 2.0, [TWO, THREE, TWO, THREE]),
+    "dtypes": (
+        [NEW, NEW, NEW, AGAIN, AGAIN],
+        lambda x: x + x,
+        [tf.cast(TWO, dtype) for dtype in ("float32", "float64", "int32", "float64", "float32")],
+    ),
+    "arrays": ([NEW, AGAIN, AGAIN], lambda x: x * 2.0, [np.ones(2), np.ones(2), tf.ones(2, tf.float64)]),
+    "integers": ([NEW, AGAIN, NEW, AGAIN], lambda x, k: x * float(k), [(ONE, 2), (ONE, 2), (ONE, 3), (ONE, 2)]),
+    "floats": ([NEW, AGAIN, AGAIN], lambda x, rate: x * rate, [(ONE, 0.5), (ONE, 0.5), (ONE, 0.25)]),
+    "floats_that_must_be_numbers": (
+        [TWICE, AGAIN, NEW, AGAIN],
+        lambda x, rate: x * math.sqrt(rate),
+        [(ONE, 0.5), (ONE, 0.5), (ONE, 0.25), (ONE, 0.5)],
+    ),
+    "words": (
+        [NEW, AGAIN, NEW, SHARED],
+        lambda x, kind: x + len(str(kind)),
+        [(ONE, "sum"), (ONE, "sum"), (ONE, None), (ONE, True)],
+    ),
+    "dictionaries": (
+        [NEW, AGAIN, AGAIN, SHARED],
+        lambda d: sum(map(tf.reduce_sum, tf.nest.flatten(d))),
+        [{"x": ONE, "y": [TWO]}, {"x": ONE, "y": [TWO]}, {"x": ONE + 1.0, "y": [TWO]}, {"x": ONE, "z": [TWO]}],
+    ),
+    "named_tuples": (
+        [NEW, AGAIN, SHARED],
+        lambda p: p[0] + p[1],
+        [(Pair(ONE, ONE),), (Pair(ONE, TWO[0]),), ((ONE, ONE),)],
+    ),
+    "data_classes": ([NEW, AGAIN, NEW], lambda p: p.x * p.scale, [Point(ONE, 2.0), Point(ONE, 2.0), Point(ONE, 3.0)]),
+    "functions": ([NEW, AGAIN, AGAIN, NEW], FUNCTION, [TWO, TWO, TWO + 1.0, THREE]),
+    "reduced_retracing": ([NEW, NEW, ANY_SIZE, AGAIN, AGAIN], REDUCED, [ONE[None], TWO, THREE, TWO, THREE]),
+    "signatures": ([NEW, AGAIN, ANY_SIZE], SIGNED, [TWO, TWO + 1.0, THREE]),
+    "sparse_arguments": (
+        [TWICE, AGAIN, AGAIN],
+        lambda x: tf.sparse.to_dense(x) * 2.0,
+        [sparse(0, 1), sparse(2, 3), sparse(0, 1, 2)],
+    ),
+    "sparse_arguments_beside_others": (
+        [TWICE, AGAIN, NEW, AGAIN],
+        lambda x, y: tf.sparse.to_dense(x) * 2.0 + y,
+        [(sparse(0), TWO), (sparse(1, 2), TWO), (sparse(1), TWO[:1]), (sparse(0, 1, 2), TWO[:1])],
+    ),
+    "ragged_arguments": ([NEW, AGAIN, NEW], lambda x: tf.reduce_sum(x.values) * 2.0, RAGGED),
+    "strings": (
+        [NEW, AGAIN, AGAIN],
+        lambda x: tf.strings.length(x) + 1,
+        [tf.constant(text) for text in ("a", "a", "bb")],
+    ),
+    "values_of_each_replica": (
+        [NEW, AGAIN, AGAIN, AGAIN],
+        lambda x: x * 2.0,
+        lambda: [ONE, each := values(ONE, ONE + 1.0), ONE, each],
+    ),
+    "shares_of_different_sizes": (
+        [BRANCHES, AGAIN, NEW],
+        lambda x: x * 2.0,
+        lambda: [values(TWO, THREE), values(TWO + 1.0, THREE), values(TWO, TWO)],
+    ),
+    # A new size makes a program, and another combination of known ones does not.
+    "combinations_of_shares_of_different_sizes": (
+        [BRANCHES, AGAIN, (0, 1, 1, 1), AGAIN, AGAIN, AGAIN],
+        lambda x: x * 2.0,
+        lambda: [values(*map(tf.ones, sizes)) for sizes in [(1, 2), (2, 1), (1, 3), (3, 2), (2, 3), (3, 1)]],
+    ),
+    "collectives": ([NEW, AGAIN, AGAIN, NEW], all_reduced, lambda: [TWO, TWO, values(TWO, TWO + 1.0), THREE]),
+    "host_calls": ([NEW, AGAIN, AGAIN], noted, [ONE, ONE, ONE + 1.0]),
+    "python_on_the_host": (
+        [NEW, AGAIN, AGAIN],
+        lambda x: tf.numpy_function(lambda v: v + 1.0, [x], tf.float32) * 2.0,
+        [ONE, ONE, ONE + 1.0],
+    ),
+    "moved_ops": ([NEW, AGAIN], checked, [ONE, ONE + 1.0]),
+    "variables_created_in_the_body": ([TWICE, AGAIN, AGAIN], Model(1.0).lazy, [ONE, ONE, ONE + 1.0]),
+    "random_numbers": ([NEW, AGAIN, AGAIN], lambda: tf.random.uniform([2]), [(), (), ()]),
+}
+
 
 PROGRAMS = {}
 
@@ -32,69 +173,20 @@ def counts(*expected):
     """Adds a program: a function that takes a strategy and returns the calls."""
 
     def add(make):
-        PROGRAMS[make.__name__] = make, list(expected)
+        PROGRAMS[make.__name__] = list(expected), make
         return make
 
     return add
 
 
-def values(*parts):
-    return TPUStrategy(num_cores=2).experimental_distribute_values_from_function(
-        lambda context: parts[context.replica_id_in_sync_group]
-    )
-
-
-def calls_of(strategy, fn, *of_args, **kwargs):
+def calls_of(strategy, fn, *of_args):
     """One call for each tuple of arguments."""
-    return [functools.partial(strategy.run, fn, args=args, kwargs=kwargs) for args in of_args]
-
-
-@counts(NEW, AGAIN, AGAIN)
-def tensors(strategy):
-    return calls_of(strategy, lambda x: x * 2.0, (TWO,), (TWO,), (TWO + 1.0,))
-
-
-@counts(NEW, NEW, AGAIN, AGAIN)
-def shapes(strategy):
-    return calls_of(strategy, lambda x: x * 2.0, (TWO,), (THREE,), (TWO,), (THREE,))
-
-
-@counts(NEW, NEW, NEW, AGAIN, AGAIN)
-def dtypes(strategy):
-    given = [tf.cast(TWO, dtype) for dtype in ("float32", "float64", "int32", "float64", "float32")]
-    return calls_of(strategy, lambda x: x + x, *((x,) for x in given))
-
-
-@counts(NEW, AGAIN, AGAIN)
-def arrays(strategy):
-    return calls_of(strategy, lambda x: x * 2.0, (np.ones(2),), (np.ones(2),), (tf.ones(2, tf.float64),))
-
-
-@counts(NEW, AGAIN, NEW, AGAIN)
-def integers(strategy):
-    return calls_of(strategy, lambda x, k: x * float(k), (ONE, 2), (ONE, 2), (ONE, 3), (ONE, 2))
-
-
-@counts(NEW, AGAIN, AGAIN)
-def floats(strategy):
-    return calls_of(strategy, lambda x, rate: x * rate, (ONE, 0.5), (ONE, 0.5), (ONE, 0.25))
-
-
-@counts(TWICE, AGAIN, NEW, AGAIN)
-def floats_that_must_be_numbers(strategy):
-    return calls_of(strategy, lambda x, rate: x * math.sqrt(rate), (ONE, 0.5), (ONE, 0.5), (ONE, 0.25), (ONE, 0.5))
-
-
-@counts(NEW, AGAIN, NEW, SHARED)
-def words(strategy):
-    return calls_of(strategy, lambda x, kind: x + len(str(kind)), (ONE, "sum"), (ONE, "sum"), (ONE, None), (ONE, True))
+    return [functools.partial(strategy.run, fn, args=args) for args in of_args]
 
 
 @counts(NEW, AGAIN, SHARED, NEW)
 def keywords(strategy):
-    def body(*, x, power):
-        return x**power
-
+    body = lambda *, x, power: x**power  # noqa: E731
     return [
         functools.partial(strategy.run, body, kwargs=each)
         for each in (
@@ -106,88 +198,36 @@ def keywords(strategy):
     ]
 
 
-@counts(NEW, AGAIN, AGAIN, SHARED)
-def dictionaries(strategy):
-    made = [{"x": ONE, "y": [TWO]}, {"x": ONE, "y": [TWO]}, {"x": ONE + 1.0, "y": [TWO]}, {"x": ONE, "z": [TWO]}]
-    return calls_of(strategy, lambda d: sum(map(tf.reduce_sum, tf.nest.flatten(d))), *((each,) for each in made))
-
-
-Pair = collections.namedtuple("Pair", "left right")
-
-
-@counts(NEW, AGAIN, SHARED)
-def named_tuples(strategy):
-    return calls_of(strategy, lambda p: p[0] + p[1], (Pair(ONE, ONE),), (Pair(ONE, TWO[0]),), ((ONE, ONE),))
-
-
-@dataclasses.dataclass
-class Point:
-    x: tf.Tensor
-    scale: float
-
-
-@counts(NEW, AGAIN, NEW)
-def data_classes(strategy):
-    return calls_of(strategy, lambda p: p.x * p.scale, (Point(ONE, 2.0),), (Point(ONE, 2.0),), (Point(ONE, 3.0),))
-
-
 @counts(NEW, AGAIN, AGAIN, NEW)
 def made_anew(strategy):
-    def call(scale):
-        return strategy.run(lambda x: x * scale, args=(ONE,))
-
+    call = lambda scale: strategy.run(lambda x: x * scale, args=(ONE,))  # noqa: E731
     return [functools.partial(call, scale) for scale in (2.0, 2.0, 2.0, 3.0)]
 
 
 @counts(NEW, AGAIN, AGAIN)
 def made_anew_around_a_function(strategy):
-    def inner(x):
-        return x + 1.0
+    inner = lambda x: x + 1.0  # noqa: E731
 
     def call():
-        def body(x):
-            return inner(x) * 2.0
-
-        return strategy.run(body, args=(ONE,))
+        return strategy.run(lambda x: inner(x) * 2.0, args=(ONE,))
 
     return [call, call, call]
 
 
 @counts(NEW, SHARED, AGAIN)
 def closed_over_tensors(strategy):
-    def call(tensor):
-        return strategy.run(lambda: tensor + 1.0)
-
+    call = lambda tensor: strategy.run(lambda: tensor + 1.0)  # noqa: E731
     other = TWO + 1.0
     return [functools.partial(call, tensor) for tensor in (TWO, other, TWO)]
 
 
 @counts(NEW, AGAIN, NEW)
 def partials(strategy):
-    def scaled(x, factor):
-        return x * factor
-
+    scaled = lambda x, factor: x * factor  # noqa: E731
     return [
         functools.partial(strategy.run, functools.partial(scaled, factor=factor), args=(ONE,))
         for factor in (2.0, 2.0, 3.0)
     ]
-
-
-class Model:
-    def __init__(self, scale):
-        self.scale = scale
-        self.weight = None
-
-    def step(self, x):
-        return x * self.scale
-
-    def __call__(self, x):
-        return x * self.scale
-
-    def lazy(self, x):
-        if self.weight is None:
-            self.weight = tf.Variable(2.0)
-        return self.weight.assign_add(x)
 
 
 @counts(NEW, AGAIN, NEW)
@@ -200,99 +240,6 @@ def methods(strategy):
 def objects(strategy):
     one, other = Model(2.0), Model(3.0)
     return [functools.partial(strategy.run, model, args=(ONE,)) for model in (one, one, other)]
-
-
-@counts(NEW, AGAIN, AGAIN, NEW)
-def functions(strategy):
-    return calls_of(strategy, tf.function(lambda x: x * 2.0), (TWO,), (TWO,), (TWO + 1.0,), (THREE,))
-
-
-@counts(NEW, NEW, ANY_SIZE, AGAIN, AGAIN)
-def reduced_retracing(strategy):
-    body = tf.function(lambda x: x * 2.0, reduce_retracing=True)
-    return calls_of(strategy, body, (ONE[None],), (TWO,), (THREE,), (TWO,), (THREE,))
-
-
-@counts(NEW, AGAIN, ANY_SIZE)
-def signatures(strategy):
-    body = tf.function(lambda x: x * 2.0, input_signature=[tf.TensorSpec([None], tf.float32)])
-    return calls_of(strategy, body, (TWO,), (TWO + 1.0,), (THREE,))
-
-
-def sparse(*places):
-    return tf.SparseTensor([[place, 0] for place in places], [1.0] * len(places), [4, 2])
-
-
-@counts(TWICE, AGAIN, AGAIN)
-def sparse_arguments(strategy):
-    body = tf.sparse.to_dense
-    return calls_of(strategy, lambda x: body(x) * 2.0, (sparse(0, 1),), (sparse(2, 3),), (sparse(0, 1, 2),))
-
-
-@counts(TWICE, AGAIN, NEW, AGAIN)
-def sparse_arguments_beside_others(strategy):
-    given = [(sparse(0), TWO), (sparse(1, 2), TWO), (sparse(1), TWO[:1]), (sparse(0, 1, 2), TWO[:1])]
-    return calls_of(strategy, lambda x, y: tf.sparse.to_dense(x) * 2.0 + y, *given)
-
-
-@counts(NEW, AGAIN, NEW)
-def ragged_arguments(strategy):
-    return calls_of(
-        strategy,
-        lambda x: tf.reduce_sum(x.values) * 2.0,
-        (tf.ragged.constant([[1.0], [2.0, 3.0]]),),
-        (tf.ragged.constant([[1.0, 4.0], [2.0]]),),
-        (tf.ragged.constant([[1.0], [2.0]]),),
-    )
-
-
-@counts(NEW, AGAIN, AGAIN)
-def strings(strategy):
-    return calls_of(
-        strategy, lambda x: tf.strings.length(x) + 1, (tf.constant("a"),), (tf.constant("a"),), (tf.constant("bb"),)
-    )
-
-
-@counts(NEW, AGAIN, AGAIN, AGAIN)
-def values_of_each_replica(strategy):
-    each = values(ONE, ONE + 1.0)
-    return calls_of(strategy, lambda x: x * 2.0, (ONE,), (each,), (ONE,), (each,))
-
-
-@counts((1, 2, 1, 1), AGAIN, NEW)
-def shares_of_different_sizes(strategy):
-    return calls_of(
-        strategy, lambda x: x * 2.0, (values(TWO, THREE),), (values(TWO + 1.0, THREE),), (values(TWO, TWO),)
-    )
-
-
-@counts((1, 2, 1, 1), AGAIN, (0, 1, 1, 1), AGAIN, AGAIN, AGAIN)
-def combinations_of_shares_of_different_sizes(strategy):
-    """A new size makes a program, and another combination of known ones does not."""
-    sizes = [(1, 2), (2, 1), (1, 3), (3, 2), (2, 3), (3, 1)]
-    return calls_of(strategy, lambda x: x * 2.0, *((values(*map(tf.ones, both)),) for both in sizes))
-
-
-@counts(NEW, AGAIN, AGAIN, NEW)
-def collectives(strategy):
-    def body(x):
-        return tf.distribute.get_replica_context().all_reduce("SUM", x)
-
-    return calls_of(strategy, body, (TWO,), (TWO,), (values(TWO, TWO + 1.0),), (THREE,))
-
-
-@xla.returns(None)
-def _note(x):
-    pass
-
-
-@counts(NEW, AGAIN, AGAIN)
-def host_calls(strategy):
-    def body(x):
-        xla.outside_compilation(_note, x)
-        return x * 2.0
-
-    return calls_of(strategy, body, (ONE,), (ONE,), (ONE + 1.0,))
 
 
 @counts(NEW, AGAIN, NEW, AGAIN)
@@ -314,22 +261,6 @@ def host_calls_made_anew(strategy):
 
 
 @counts(NEW, AGAIN, AGAIN)
-def python_on_the_host(strategy):
-    return calls_of(
-        strategy, lambda x: tf.numpy_function(lambda v: v + 1.0, [x], tf.float32) * 2.0, (ONE,), (ONE,), (ONE + 1.0,)
-    )
-
-
-@counts(NEW, AGAIN)
-def moved_ops(strategy):
-    def body(x):
-        tf.debugging.assert_positive(x)
-        return x * 2.0
-
-    return calls_of(strategy, body, (ONE,), (ONE + 1.0,))
-
-
-@counts(NEW, AGAIN, AGAIN)
 def gradients(strategy):
     with strategy.scope():
         weight = tf.Variable(TWO)
@@ -343,11 +274,6 @@ def gradients(strategy):
     return calls_of(strategy, body, (TWO,), (TWO,), (TWO + 1.0,))
 
 
-@counts(TWICE, AGAIN, AGAIN)
-def variables_created_in_the_body(strategy):
-    return calls_of(strategy, Model(1.0).lazy, (ONE,), (ONE,), (ONE + 1.0,))
-
-
 @counts(NEW, SHARED, AGAIN)
 def variables_as_arguments(strategy):
     with strategy.scope():
@@ -355,21 +281,12 @@ def variables_as_arguments(strategy):
     return calls_of(strategy, lambda v: v.assign_add(1.0), (one,), (other,), (one,))
 
 
-@counts(NEW, AGAIN, AGAIN)
-def random_numbers(strategy):
-    return calls_of(strategy, lambda: tf.random.uniform([2]), (), (), ())
-
-
 @counts(NEW, AGAIN, SHARED, AGAIN)
 def keras_layers(strategy):
     with strategy.scope():
         one, other = keras.layers.Dense(2), keras.layers.Dense(2)
         one.build([1, 2]), other.build([1, 2])
-
-    def body(layer, x):
-        return layer(x[None])
-
-    return calls_of(strategy, body, (one, TWO), (one, TWO), (other, TWO), (one, TWO))
+    return calls_of(strategy, lambda layer, x: layer(x[None]), (one, TWO), (one, TWO), (other, TWO), (one, TWO))
 
 
 @counts(COMPILED, AGAIN, AGAIN)
@@ -394,9 +311,7 @@ def in_a_function_of_any_size(strategy):
 
 @counts(NEW, AGAIN, AGAIN, NEW)
 def replicated(strategy):
-    def body(x):
-        return x * 1234.5
-
+    body = lambda x: x * 1234.5  # noqa: E731
     return [functools.partial(xla.replicate, body, [[x], [x]]) for x in (TWO, TWO, TWO + 1.0, THREE)]
 
 
@@ -488,11 +403,17 @@ def bodies_that_fail(strategy):
     return [_fails(run), _fails(run), mended, run]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_found_again(name):
-    make, expected = PROGRAMS[name]
+@pytest.mark.parametrize("name", [*OF_ARGUMENTS, *PROGRAMS])
+def test_a_program_is_found_again(two, name):
+    if name in PROGRAMS:
+        expected, make = PROGRAMS[name]
+        calls = make(two)
+    else:
+        expected, fn, given = OF_ARGUMENTS[name]
+        given = given() if callable(given) else given
+        calls = calls_of(two, fn, *(args if type(args) is tuple else (args,) for args in given))
     made = []
-    for call in make(TPUStrategy(num_cores=2)):
+    for call in calls:
         before = xla.counts()
         call()
         used = xla.counts() - before

@@ -71,58 +71,68 @@ CONVOLUTIONS = {
 }
 
 
+def conv2d(*options, **more):
+    return lambda x, w: tf.nn.conv2d(x, w, *options, **more)
+
+
+SOME = {CONVOLUTION: ...}
+SMALL, KERNEL, PIXEL = (4, 2, 2, 6), (3, 3, 6, 5), (1, 1, 6, 5)
+max_pool2d = lambda *options: lambda x: tf.nn.max_pool2d(x, *options)  # noqa: E731
+
+# An operation, the shapes of its operands, and what is rewritten of it and of its gradients.
+COUNTS = {
+    "the forward and the gradient of the image": (conv2d(1, "SAME"), [SMALL, KERNEL], {CONVOLUTION: 2}),
+    "all of a kernel of one pixel": (conv2d(1, "SAME"), [(4, 5, 5, 6), PIXEL], {CONVOLUTION: 3}),
+    "the gradients of a strided kernel of one pixel": (conv2d(2, "SAME"), [(4, 5, 5, 6), PIXEL], {CONVOLUTION: 2}),
+    "no large images": (conv2d(1, "SAME"), [(2, 8, 8, 3), (3, 3, 3, 4)], {}),
+    "no empty batch": (conv2d(1, "SAME"), [(0, 2, 2, 2), (3, 3, 2, 2)], {}),
+    "no pools of an empty batch": (max_pool2d(2, 2, "VALID"), [(0, 8, 8, 4)], {}),
+    "no products of an empty batch": (tf.matmul, [(0, 7, 6), (6, 5)], {}),
+    "one dimension": (lambda x, w: tf.nn.conv1d(x, w, 1, "SAME"), [(4, 2, 6), (3, 6, 5)], SOME),
+    "three dimensions": (lambda x, w: tf.nn.conv3d(x, w, [1] * 5, "SAME"), [(2, 2, 2, 2, 3), (3, 3, 3, 3, 4)], SOME),
+    "transposed": (
+        lambda x, w: tf.nn.conv2d_transpose(x, w, [4, 4, 4, 6], 2, "SAME"),
+        [(4, 2, 2, 5), (3, 3, 6, 5)],
+        SOME,
+    ),
+    "channels first": (conv2d(1, "SAME", data_format="NCHW"), [(4, 6, 2, 2), KERNEL], SOME),
+    "channels first, of one pixel": (conv2d(1, "SAME", data_format="NCHW"), [(4, 6, 5, 5), PIXEL], {CONVOLUTION: 3}),
+    "no groups of several channels": (conv2d(1, "SAME"), [(3, 2, 2, 8), (3, 3, 4, 6)], {}),
+    "pools of one dimension": (lambda x: tf.nn.max_pool1d(x, 2, 2, "VALID"), [(3, 8, 4)], {POOLING: 1}),
+    "no large windows": (max_pool2d(8, 8, "VALID"), [(1, 16, 16, 2)], {}),
+    "no windows that overlap much": (max_pool2d(3, 1, "SAME"), [(1, 5, 5, 2)], {}),
+    "the gradient of a matrix": (tf.matmul, [(4, 7, 6), (6, 5)], {PRODUCT: 1}),
+    "the gradient of a matrix, of four dimensions": (tf.matmul, [(2, 4, 7, 6), (6, 5)], {PRODUCT: 1}),
+    "no sum over rows": (lambda x, y: tf.reduce_sum(tf.matmul(x, y), 1), [(4, 7, 6), (4, 6, 5)], {}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_is_rewritten(name):
+    op, shapes, expected = COUNTS[name]
+    found = rewrites(op, *(random(*shape) for shape in shapes))
+    assert found[CONVOLUTION] > 0 if expected is SOME else found == expected
+
+
 class TestConvolutions:
     @pytest.mark.parametrize("case", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
     def test_values_and_gradients_are_equal(self, case):
         image, kernel, strides, padding, dilation = case
-        op = lambda x, w: tf.nn.conv2d(x, w, strides, padding, dilations=dilation)  # noqa: E731
+        op = conv2d(strides, padding, dilations=dilation)
         assert rewrites(op, random(*image), random(*kernel))[CONVOLUTION] > 0
 
-    def test_the_forward_and_the_gradient_of_the_image_are_rewritten(self):
-        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
-        assert rewrites(op, random(4, 2, 2, 6), random(3, 3, 6, 5)) == {CONVOLUTION: 2}
-        assert rewrites(op, random(4, 5, 5, 6), random(1, 1, 6, 5)) == {CONVOLUTION: 3}
-
-    def test_a_strided_kernel_of_one_pixel_stays_as_it_is_and_its_gradients_do_not(self):
-        op = lambda x, w: tf.nn.conv2d(x, w, 2, "SAME")  # noqa: E731
-        assert rewrites(op, random(4, 5, 5, 6), random(1, 1, 6, 5)) == {CONVOLUTION: 2}
-
-    def test_large_images_stay_as_they_are(self):
-        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
-        assert rewrites(op, random(2, 8, 8, 3), random(3, 3, 3, 4)) == {}
-
     def test_double_precision(self):
-        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
-        found = rewrites(op, random(4, 2, 2, 6, dtype=np.float64), random(3, 3, 6, 5, dtype=np.float64))
-        assert found == {CONVOLUTION: 2}
+        operands = [random(*shape, dtype=np.float64) for shape in (SMALL, KERNEL)]
+        assert rewrites(conv2d(1, "SAME"), *operands) == {CONVOLUTION: 2}
 
     def test_half_precision_stays_as_it_is(self):
         for op, *operands in (
-            (lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 2), random(3, 3, 2, 2)),
-            (lambda x: tf.nn.max_pool2d(x, 2, 2, "VALID"), random(3, 8, 8, 4)),
+            (conv2d(1, "SAME"), random(2, 2, 2, 2), random(3, 3, 2, 2)),
+            (max_pool2d(2, 2, "VALID"), random(3, 8, 8, 4)),
             (tf.matmul, random(4, 7, 6), random(6, 5)),
         ):
             half = lambda *args, op=op: tf.cast(op(*(tf.cast(each, tf.bfloat16) for each in args)), tf.float32)  # noqa: E731
             assert rewrites(op, *operands) != {} == rewrites(half, *operands)
-
-    def test_empty_batches_stay_as_they_are(self):
-        assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(0, 2, 2, 2), random(3, 3, 2, 2)) == {}
-        assert rewrites(lambda x: tf.nn.max_pool2d(x, 2, 2, "VALID"), random(0, 8, 8, 4)) == {}
-        assert rewrites(tf.matmul, random(0, 7, 6), random(6, 5)) == {}
-
-    def test_one_and_three_dimensions(self):
-        assert rewrites(lambda x, w: tf.nn.conv1d(x, w, 1, "SAME"), random(4, 2, 6), random(3, 6, 5))[CONVOLUTION] > 0
-        op = lambda x, w: tf.nn.conv3d(x, w, [1] * 5, "SAME")  # noqa: E731
-        assert rewrites(op, random(2, 2, 2, 2, 3), random(3, 3, 3, 3, 4))[CONVOLUTION] > 0
-
-    def test_transposed(self):
-        op = lambda x, w: tf.nn.conv2d_transpose(x, w, [4, 4, 4, 6], 2, "SAME")  # noqa: E731
-        assert rewrites(op, random(4, 2, 2, 5), random(3, 3, 6, 5))[CONVOLUTION] > 0
-
-    def test_channels_first(self):
-        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME", data_format="NCHW")  # noqa: E731
-        assert rewrites(op, random(4, 6, 2, 2), random(3, 3, 6, 5))[CONVOLUTION] > 0
-        assert rewrites(op, random(4, 6, 5, 5), random(1, 1, 6, 5))[CONVOLUTION] == 3
 
     @pytest.mark.parametrize(("strides", "dilation"), [(1, 1), (2, 1), (1, 2)])  # TensorFlow refuses (2, 2)
     @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -133,47 +143,38 @@ class TestConvolutions:
         assert rewrites(op, random(3, 7, 6, 4), random(3, 3, 4, 1))[CONVOLUTION] >= 2
 
     def test_depthwise_with_several_results_for_each_channel(self):
-        op = lambda x, w: tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME")  # noqa: E731
-        rewrites(op, random(3, 5, 5, 4), random(3, 3, 4, 2))
-
-    def test_groups_of_several_channels_stay_as_they_are(self):
-        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
-        assert rewrites(op, random(3, 2, 2, 8), random(3, 3, 4, 6)) == {}
+        rewrites(lambda x, w: tf.nn.depthwise_conv2d(x, w, [1] * 4, "SAME"), random(3, 5, 5, 4), random(3, 3, 4, 2))
 
 
-class TestMemory:
-    """What a program needs beside its arguments, rewritten and as it is."""
+# What a program needs beside its arguments.
+MEMORY = {
+    # The first transposed convolution of a DCGAN: patches would be 25 times as large as the dilated image.
+    "patches that would be much larger than the image": (
+        lambda x, w: tf.nn.conv2d_transpose(x, w, [128, 8, 8, 256], 2, "SAME"),
+        (128, 4, 4, 512),
+        (5, 5, 256, 512),
+    ),
+    "patches of many images": (conv2d(1, "SAME"), (64, 6, 6, 128), (7, 7, 128, 32)),
+    "a depthwise input that is mostly padding": (
+        lambda x, w: tf.nn.depthwise_conv2d(x, w, [1, 512, 512, 1], [[0, 0], [700, 700], [700, 700], [0, 0]]),
+        (2, 9, 9, 8),
+        (3, 3, 8, 1),
+    ),
+    "the last stage of ResNet": (conv2d(1, "SAME"), (16, 2, 2, 512), (3, 3, 512, 512)),
+}
 
-    def compare(self, op, *shapes):
-        lowered = xla.lower(op, [[np.zeros(shape, np.float32) for shape in shapes]])
-        needed = []
-        for enabled in (True, False):
-            xla.set_cpu_rewrites(enabled)
-            needed.append(lowered.compile().executable.bytes_needed)
-        return needed
 
-    def test_patches_that_would_be_much_larger_than_the_image_are_not_made(self):
-        """The first transposed convolution of a DCGAN: patches would be 25 times as large as the dilated image."""
-        op = lambda x, w: tf.nn.conv2d_transpose(x, w, [128, 8, 8, 256], 2, "SAME")  # noqa: E731
-        rewritten, plain = self.compare(op, (128, 4, 4, 512), (5, 5, 256, 512))
-        assert rewritten == plain
-
-    def test_patches_of_many_images(self):
-        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
-        rewritten, plain = self.compare(op, (64, 6, 6, 128), (7, 7, 128, 32))
-        assert rewritten == plain
-
-    def test_a_depthwise_input_that_is_mostly_padding(self):
-        around = [[0, 0], [700, 700], [700, 700], [0, 0]]
-        op = lambda x, w: tf.nn.depthwise_conv2d(x, w, [1, 512, 512, 1], around)  # noqa: E731
-        rewritten, plain = self.compare(op, (2, 9, 9, 8), (3, 3, 8, 1))
-        assert rewritten == plain
-
-    def test_the_last_stage_of_resnet_is_rewritten(self):
-        op = lambda x, w: tf.nn.conv2d(x, w, 1, "SAME")  # noqa: E731
-        rewritten, plain = self.compare(op, (16, 2, 2, 512), (3, 3, 512, 512))
-        assert rewritten != plain
-        assert rewritten <= plain + convolutions.MOST_BYTES
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory(name):
+    op, *shapes = MEMORY[name]
+    lowered = xla.lower(op, [[np.zeros(shape, np.float32) for shape in shapes]])
+    needed = []
+    for enabled in (True, False):
+        xla.set_cpu_rewrites(enabled)
+        needed.append(lowered.compile().executable.bytes_needed)
+    rewritten, plain = needed
+    assert (rewritten != plain) == (name == "the last stage of ResNet")
+    assert rewritten <= plain + convolutions.MOST_BYTES
 
 
 class TestPooling:
@@ -182,8 +183,7 @@ class TestPooling:
         [(2, 2, "VALID"), (3, 2, "VALID"), (3, 2, "SAME"), (2, 3, "VALID"), ((1, 3), (2, 1), "SAME")],
     )
     def test_the_gradient_is_equal(self, size, strides, padding):
-        op = lambda x: tf.nn.max_pool2d(x, size, strides, padding)  # noqa: E731
-        assert rewrites(op, random(3, 8, 7, 4)) == {POOLING: 1}
+        assert rewrites(max_pool2d(size, strides, padding), random(3, 8, 7, 4)) == {POOLING: 1}
 
     @pytest.mark.parametrize("value", [0.0, -np.inf, np.inf, np.nan])
     def test_equal_elements_in_a_window(self, value):
@@ -208,21 +208,8 @@ class TestPooling:
         else:
             np.testing.assert_allclose(found, plain, rtol=1e-6)
 
-    def test_one_dimension(self):
-        assert rewrites(lambda x: tf.nn.max_pool1d(x, 2, 2, "VALID"), random(3, 8, 4)) == {POOLING: 1}
-
-    def test_large_windows_stay_as_they_are(self):
-        assert rewrites(lambda x: tf.nn.max_pool2d(x, 8, 8, "VALID"), random(1, 16, 16, 2)) == {}
-
-    def test_windows_that_overlap_much_stay_as_they_are(self):
-        assert rewrites(lambda x: tf.nn.max_pool2d(x, 3, 1, "SAME"), random(1, 5, 5, 2)) == {}
-
 
 class TestProducts:
-    def test_the_gradient_of_a_matrix_is_one_product(self):
-        assert rewrites(tf.matmul, random(4, 7, 6), random(6, 5)) == {PRODUCT: 1}
-        assert rewrites(tf.matmul, random(2, 4, 7, 6), random(6, 5)) == {PRODUCT: 1}
-
     def test_a_product_that_is_used_elsewhere_too_stays_as_it_is(self):
         def both(x, y):
             made = tf.matmul(x, y)
@@ -247,9 +234,6 @@ class TestProducts:
         assert [[complex(each) for each in replica] for replica in made] == [[6, 1]] * 2
         assert not cpu_rewrites._failed
 
-    def test_a_sum_over_rows_stays_as_it_is(self):
-        assert rewrites(lambda x, y: tf.reduce_sum(tf.matmul(x, y), 1), random(4, 7, 6), random(4, 6, 5)) == {}
-
 
 class TestRulesThatFail:
     def test_the_operation_stays_as_it_is(self, monkeypatch, caplog):
@@ -267,12 +251,12 @@ class TestRulesThatFail:
             raise IndexError("a shape that no rule thought of")
 
         monkeypatch.setitem(cpu_rewrites._RULES["cpu"], CONVOLUTION, failing)
-        assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
+        assert rewrites(conv2d(1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
         assert caplog.text.count("IndexError: a shape that no rule thought of") == 1
 
     def test_a_value_of_another_shape_is_not_taken(self, monkeypatch):
         monkeypatch.setitem(cpu_rewrites._RULES["cpu"], CONVOLUTION, lambda operation: operation.lhs)
-        assert rewrites(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
+        assert rewrites(conv2d(1, "SAME"), random(2, 2, 2, 3), random(3, 3, 3, 4)) == {}
         assert cpu_rewrites._failed == {CONVOLUTION}
 
 

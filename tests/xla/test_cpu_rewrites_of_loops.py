@@ -26,10 +26,7 @@ def rewrites(step, steps=STEPS):
         with tf.GradientTape() as tape:
             tape.watch(x)
             _, h = tf.while_loop(
-                lambda i, h: i < steps,
-                lambda i, h: (i + 1, tf.tanh(step(i, h, w))),
-                (0, x),
-                maximum_iterations=STEPS,
+                lambda i, h: i < steps, lambda i, h: (i + 1, tf.tanh(step(i, h, w))), (0, x), maximum_iterations=STEPS
             )
             loss = tf.reduce_sum(h * tf.reshape(tf.range(12.0), [3, 4]))
         return [loss, *tape.gradient(loss, [x, w])]
@@ -47,26 +44,23 @@ def rewrites(step, steps=STEPS):
     return cpu_rewrites.rewrite(expand_markers(lowered.as_text(), "cpu"))
 
 
-def test_a_variable_is_not_kept():
-    assert rewrites(lambda i, h, w: tf.matmul(h, w)) == {WHILE: 1}
+KEPT_OR_NOT = {
+    "a variable is not kept": (lambda i, h, w: tf.matmul(h, w), STEPS, {WHILE: 1}),
+    "what changes in the loop is kept": (lambda i, h, w: h * h + w[0], STEPS, {}),
+    "a loop that may end before the last row": (lambda i, h, w: tf.matmul(h, w), STEPS - 2, {}),
+}
+for dtype in (tf.bfloat16, tf.float64):  # as in a step with mixed_bfloat16, and in one with float64
+    KEPT_OR_NOT[f"a variable in {dtype.name} is not kept"] = (
+        lambda i, h, w, dtype=dtype: tf.cast(tf.matmul(tf.cast(h, dtype), tf.cast(w, dtype)), tf.float32),
+        STEPS,
+        {WHILE: 1},
+    )
 
 
-def test_a_variable_in_another_type_is_not_kept():
-    """As in a step with mixed_bfloat16, and in one with float64."""
-    for dtype in (tf.bfloat16, tf.float64):
-
-        def step(i, h, w, dtype=dtype):
-            return tf.cast(tf.matmul(tf.cast(h, dtype), tf.cast(w, dtype)), tf.float32)
-
-        assert rewrites(step) == {WHILE: 1}
-
-
-def test_what_changes_in_the_loop_is_kept():
-    assert rewrites(lambda i, h, w: h * h + w[0]) == {}
-
-
-def test_a_loop_that_may_end_before_the_last_row_stays_as_it_is():
-    assert rewrites(lambda i, h, w: tf.matmul(h, w), steps=STEPS - 2) == {}
+@pytest.mark.parametrize("name", KEPT_OR_NOT)
+def test_what_is_kept(name):
+    step, steps, expected = KEPT_OR_NOT[name]
+    assert rewrites(step, steps) == expected
 
 
 def test_an_lstm_of_keras():

@@ -3,22 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.dtypes import EVERY, FLOATS, NARROW, NUMBERS, WITHOUT_VARIABLES, dtype_of
 
 from replica_engine import xla
 from replica_engine.pjrt import worker_exchange
-
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-NUMBERS = (*INTEGERS, *FLOATS, "complex64", "complex128")
-# TensorFlow has hardly any operations for these. XLA moves and casts them.
-WITHOUT_VARIABLES = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")
-KNOWN_NARROW = ("int4", "uint4", "float8_e4m3fn", "float8_e5m2", *WITHOUT_VARIABLES)
-NARROW = [name for name in KNOWN_NARROW if hasattr(tf.dtypes.experimental, name)]
-EVERY = ["bool", *NUMBERS, *NARROW]
-
-
-def dtype_of(name):
-    return getattr(tf.dtypes.experimental, name) if name in NARROW else tf.as_dtype(name)
 
 
 def array(name, *values):

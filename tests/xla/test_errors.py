@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import tensorflow as tf
+from helpers.host_work import COLLECTIVES, Failing
 
 from replica_engine import errors, xla
 from replica_engine.errors import (
@@ -81,10 +82,7 @@ class TestWhatXlaCannotCompile:
         ids=["as_string", "py_function", "read_file"],
     )
     def test_an_op(self, refused, no_soft_placement, op, name):
-        def body(x):
-            return op(x)
-
-        refused(body, LoweringError, name, __file__, "xla.outside_compilation", "MirroredStrategy")
+        refused(lambda x: op(x), LoweringError, name, __file__, "xla.outside_compilation", "MirroredStrategy")
 
     def test_an_op_at_its_line(self, refused, no_soft_placement):
         def body(x):
@@ -223,11 +221,7 @@ class TestReplicasThatDiffer:
     @pytest.mark.parametrize(
         ("parts", "error", "messages"),
         [
-            (
-                (tf.zeros([2]), tf.zeros([3])),
-                ReplicaMismatchError,
-                ["(2,)", "(3,)", "replica 1", "drop_remainder"],
-            ),
+            ((tf.zeros([2]), tf.zeros([3])), ReplicaMismatchError, ["(2,)", "(3,)", "replica 1", "drop_remainder"]),
             ((tf.zeros([2]), tf.zeros([2, 1])), ReplicaMismatchError, ["(2,)", "(2, 1)"]),
             ((tf.zeros([2]), tf.zeros([2], tf.int32)), ReplicaMismatchError, ["float32", "int32", "Cast"]),
             (({"a": 1.0}, {"b": 1.0}), StructureMismatchError, ["inputs[0]", "'a'", "'b'"]),
@@ -304,35 +298,20 @@ class TestPlatforms:
 
 
 class TestCollectives:
-    @pytest.mark.parametrize(
-        ("name", "args"),
-        [
-            ("replica_id", ()),
-            ("num_replicas", ()),
-            ("cross_replica_sum", (1.0,)),
-            ("all_reduce", (1.0, "MAX")),
-            ("all_gather", ([1.0],)),
-            ("all_to_all", ([1.0], 0, 0)),
-            ("collective_permute", (1.0, [(0, 1)])),
-        ],
-    )
+    @pytest.mark.parametrize("name", ["replica_id", "num_replicas", *COLLECTIVES])
     @pytest.mark.parametrize("traced", [False, True])
-    def test_outside_a_body(self, name, args, traced):
+    def test_outside_a_body(self, name, traced):
+        args = ([1.0], *COLLECTIVES[name]) if name in COLLECTIVES else ()
         call = lambda: getattr(xla, name)(*args)  # noqa: E731
         with pytest.raises(NotInBodyError, match=rf"xla\.{name}\(\).*xla.replicate"):
             (tf.function(call) if traced else call)()
 
-    @pytest.mark.parametrize(
-        "groups",
-        [[], [[0]], [[0, 1], [1]], [[0, 2]], [[-1, 0]], [[0, 1, 2]], [0, 1]],
-        ids=str,
-    )
+    @pytest.mark.parametrize("groups", [[], [[0]], [[0, 1], [1]], [[0, 2]], [[-1, 0]], [[0, 1, 2]], [0, 1]], ids=str)
     def test_groups_that_do_not_divide_the_replicas(self, refused, groups):
         refused(lambda x: xla.cross_replica_sum(x, groups), CollectiveError, "groups")
 
     @pytest.mark.parametrize(
-        "move",
-        [lambda x: xla.all_gather(x, 0, UNEQUAL), lambda x: xla.all_to_all(x, 0, 0, UNEQUAL)],
+        "move", [lambda x: xla.all_gather(x, 0, UNEQUAL), lambda x: xla.all_to_all(x, 0, 0, UNEQUAL)]
     )
     def test_unequal_groups_where_shapes_depend_on_them(self, refused, move):
         refused(move, CollectiveError, "equal sizes", "[[0], [1, 2]]", inputs=[[tf.zeros([6])]] * 3)
@@ -355,16 +334,7 @@ class TestCollectives:
     def test_what_does_not_fit_the_values(self, refused, operation, messages):
         refused(operation, CollectiveError, *messages)
 
-    @pytest.mark.parametrize(
-        ("name", "args"),
-        [
-            ("cross_replica_sum", ()),
-            ("all_reduce", ("MAX",)),
-            ("all_gather", ()),
-            ("all_to_all", (0, 0)),
-            ("collective_permute", ([(0, 1)],)),
-        ],
-    )
+    @pytest.mark.parametrize("name", COLLECTIVES)
     @pytest.mark.parametrize(
         ("make", "dtype"),
         [
@@ -375,9 +345,9 @@ class TestCollectives:
         ],
         ids=["string", "string of unknown shape", "variant", "quantized"],
     )
-    def test_values_that_no_device_has(self, refused, name, args, make, dtype):
+    def test_values_that_no_device_has(self, refused, name, make, dtype):
         def body(x):
-            return getattr(xla, name)(make(x), *args)  # here
+            return getattr(xla, name)(make(x), *COLLECTIVES[name])  # here
 
         refused(body, CollectiveError, line_of(body, "# here"), f"dtype {dtype}", "after the run")
 
@@ -390,18 +360,12 @@ class TestCollectives:
         refused(lambda x: xla.ppermute(x, pairs), CollectiveError, "pairs")
 
 
-class CustomError(Exception):
-    def __init__(self, code, *, reason):
-        super().__init__(f"code {code}")
-        self.code, self.reason = code, reason
-
-
 def test_a_users_exception_keeps_its_type_and_contents(refused, replicate):
     def body(x):
-        raise CustomError(7, reason="of the user's own")
+        raise Failing(7)
 
-    refused(body, CustomError, "code 7")
-    with pytest.raises(CustomError) as raised:
+    refused(body, Failing, "code 7")
+    with pytest.raises(Failing) as raised:
         replicate(body, X)
     assert (raised.value.code, raised.value.reason) == (7, "of the user's own")
 

@@ -89,7 +89,7 @@ def captures_from_functions_around(x):
 CAPTURES = [value for name, value in globals().items() if name.startswith("captures_")]
 
 
-@pytest.mark.parametrize("body", CAPTURES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", CAPTURES)
 def test_they_get_tensors_of_the_body(body):
     for start in (1.0, 5.0):
         assert values(on_two(body, start, start + 1.0)) == [2.0 * start + 1.0, 2.0 * start + 3.0]

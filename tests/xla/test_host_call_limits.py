@@ -2,18 +2,10 @@
 
 import pytest
 import tensorflow as tf
-from helpers.host_work import on_two, values
+from helpers.host_work import COLLECTIVES, line_of, on_two, values
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import xla
 from replica_engine.errors import HostAccessError, HostResultError, NestedHostCallError, NotInBodyError
-
-
-def line_of(text):
-    """The line of this file that ends in a comment."""
-    with open(__file__) as file:
-        numbers = [number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}")]
-    return f"{__file__}:{numbers[0]}"
-
 
 USES = {
     "read_value": lambda variable: variable.read_value(),
@@ -27,16 +19,14 @@ USES = {
 
 
 @pytest.mark.parametrize(
-    ("use", "kind"),
-    [*((use, "AUTO") for use in USES), *((use, "ON_READ") for use in ("numpy", "assign_add"))],
+    ("use", "kind"), [*((use, "AUTO") for use in USES), *((use, "ON_READ") for use in ("numpy", "assign_add"))]
 )
-def test_variables_of_a_strategy_cannot_be_used(use, kind):
+def test_variables_of_a_strategy_cannot_be_used(two, use, kind):
     """Their values are on the devices, where the body is running."""
-    strategy = TPUStrategy(num_cores=2)
     kind = tf.VariableSynchronization[kind]
-    with strategy.scope():
+    with two.scope():
         variable = tf.Variable(1.0, synchronization=kind, aggregation=tf.VariableAggregation.MEAN, name="weight")
-    initial = values(strategy.experimental_local_results(variable))
+    initial = values(two.experimental_local_results(variable))
 
     def fn():
         USES[use](variable)
@@ -51,14 +41,13 @@ def test_variables_of_a_strategy_cannot_be_used(use, kind):
 
     for each in (fn, with_results):
         with pytest.raises(HostAccessError, match=r"'weight.*outside_compilation") as raised:
-            strategy.run(body, args=(each,))
-        assert line_of("the call") in str(raised.value)
-        assert values(strategy.experimental_local_results(variable)) == initial
+            two.run(body, args=(each,))
+        assert line_of(__file__, "the call") in str(raised.value)
+        assert values(two.experimental_local_results(variable)) == initial
 
 
-def test_a_variable_of_a_strategy_as_an_argument_arrives_as_its_value(run_with):
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_a_variable_of_a_strategy_as_an_argument_arrives_as_its_value(two, run_with):
+    with two.scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
     seen = []
 
@@ -73,28 +62,17 @@ def test_a_variable_of_a_strategy_as_an_argument_arrives_as_its_value(run_with):
         variable.assign_add(tf.ones([]))
         return xla.outside_compilation(look, variable, {"v": variable}, last=before)
 
-    assert values(run_with(strategy)(body, tf.constant(1.0), tf.constant(2.0))) == [(False, False)] * 2
+    assert values(run_with(two)(body, tf.constant(1.0), tf.constant(2.0))) == [(False, False)] * 2
     assert seen == [[3.0, 3.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("results", [False, True], ids=["no results", "results"])
-@pytest.mark.parametrize(
-    ("name", "args"),
-    [
-        ("cross_replica_sum", (1.0,)),
-        ("all_reduce", (1.0, "MAX")),
-        ("all_gather", ([1.0],)),
-        ("all_to_all", ([1.0], 0, 0)),
-        ("collective_permute", (1.0, [(0, 1)])),
-    ],
-)
-def test_replicas_cannot_meet_in_them(name, args, results):
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_replicas_cannot_meet_in_them(name, results):
     def fn():
-        getattr(xla, name)(*args)
+        getattr(xla, name)([1.0], *COLLECTIVES[name])
 
-    def body():
-        return xla.outside_compilation((lambda: (fn(), 1.0)[1]) if results else fn)
-
+    body = lambda: xla.outside_compilation((lambda: (fn(), 1.0)[1]) if results else fn)  # noqa: E731
     with pytest.raises(NotInBodyError, match=rf"xla\.{name}\(\).*outside_compilation.*pass its result"):
         xla.replicate(body, num_replicas=2)
 
@@ -103,20 +81,13 @@ def test_replicas_cannot_meet_in_them(name, args, results):
 def test_they_cannot_be_nested(results):
     def outer():
         inner = xla.outside_compilation(lambda: 1.0)  # the inner call
-        if results:
-            return inner
-
-    def without():
-        xla.outside_compilation(lambda: 1.0)  # another inner call
-
-    def body():
-        xla.outside_compilation(outer if results else without)  # the outer call
+        return inner if results else None
 
     with pytest.raises(NestedHostCallError) as raised:
-        xla.replicate(body, num_replicas=2)
+        xla.replicate(lambda: xla.outside_compilation(outer), num_replicas=2)  # the outer call
     assert isinstance(raised.value, NotImplementedError)
-    assert line_of("the inner call" if results else "another inner call") in str(raised.value)
-    assert line_of("the outer call") in str(raised.value)
+    assert line_of(__file__, "the inner call") in str(raised.value)
+    assert line_of(__file__, "the outer call") in str(raised.value)
 
 
 def test_tensors_that_it_cannot_see_are_an_error():

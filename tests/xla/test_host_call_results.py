@@ -6,9 +6,11 @@ import functools
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.dtypes import NARROW, NUMBERS, dtype_of
 from helpers.host_work import SCALAR, Point, on_two, values
+from helpers.on_two import spread
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import xla
 from replica_engine.errors import HostResultError
 
 
@@ -36,16 +38,13 @@ RESULTS = {
 
 
 def test_they_return_any_structure():
-    def body(x):
-        return {name: xla.outside_compilation(fn, x) for name, fn in RESULTS.items()}
-
+    body = lambda x: {name: xla.outside_compilation(fn, x) for name, fn in RESULTS.items()}  # noqa: E731
     for result, x in zip(on_two(body), [tf.constant(1.0), tf.constant(2.0)], strict=True):
         for name, fn in RESULTS.items():
             expected = tf.nest.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), fn(x))
             assert values(result[name]) == values(expected), name
-            dtypes = [
-                [leaf.dtype for leaf in tf.nest.flatten(each) if leaf is not None] for each in (result[name], expected)
-            ]
+            both = (tf.nest.flatten(each) for each in (result[name], expected))
+            dtypes = [[leaf.dtype for leaf in leaves if leaf is not None] for leaves in both]
             assert dtypes[0] == dtypes[1], name
 
 
@@ -105,19 +104,18 @@ class Declared:
     __call__ = add_one
 
 
-@pytest.mark.parametrize(
-    "kind",
-    {
-        "a method": lambda fn: fn.add_one,
-        "an object": lambda fn: fn,
-        "a partial": lambda fn: functools.partial(fn.add_one),
-        "a method declared later": lambda fn: xla.returns(SCALAR)(fn.add_one),
-    }.items(),
-    ids=lambda kind: kind[0],
-)
+DECLARED = {
+    "a method": lambda fn: fn.add_one,
+    "an object": lambda fn: fn,
+    "a partial": lambda fn: functools.partial(fn.add_one),
+    "a method declared later": lambda fn: xla.returns(SCALAR)(fn.add_one),
+}
+
+
+@pytest.mark.parametrize("kind", DECLARED.values(), ids=DECLARED)
 def test_what_is_declared_of_any_callable_is_known(kind):
     modes = collections.deque()
-    fn = kind[1](Declared(modes))
+    fn = kind(Declared(modes))
     assert values(on_two(lambda x: xla.outside_compilation(fn, x))) == [2.0, 3.0]
     assert list(modes) == [True, True]
 
@@ -132,24 +130,8 @@ def test_declared_results_take_what_numpy_makes_of_them():
     assert values(on_two(lambda x: xla.outside_compilation(fn, x))) == [1, 0]
 
 
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-
-NUMBERS = (*INTEGERS, "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
-
-NARROW = [
-    name
-    for name in (
-        *("int4", "uint4", "float8_e4m3fn", "float8_e5m2"),
-        *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"),
-    )
-    if hasattr(tf.dtypes.experimental, name)
-]
-
-
 def test_every_dtype_goes_there_and_back():
-    dtypes = [tf.as_dtype(name) for name in ("bool", *NUMBERS)] + [
-        getattr(tf.dtypes.experimental, name) for name in NARROW
-    ]
+    dtypes = [dtype_of(name) for name in ("bool", *NUMBERS, *NARROW)]
     sent = [[np.array([0, 1, 1, 0, i]).astype(dtype.as_numpy_dtype) for dtype in dtypes] for i in range(2)]
     seen = {}
 
@@ -213,16 +195,13 @@ def test_a_result_that_contains_itself_is_refused():
         xla.replicate(lambda x: xla.outside_compilation(circle, x), inputs=[[1.0]])
 
 
-def test_replicas_with_shares_of_different_sizes_reach_one_call_twice():
-    strategy = TPUStrategy(num_cores=2)
+def test_replicas_with_shares_of_different_sizes_reach_one_call_twice(two):
     size = xla.returns(tf.TensorSpec([], tf.float32))(lambda x: np.float32(x.shape[0]))
 
     @tf.function
     def inner(x):
         return xla.outside_compilation(size, x)
 
-    shares = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ones([context.replica_id_in_sync_group + 1])
-    )
-    result = strategy.run(lambda x: inner(x) + inner(x), args=(shares,))
-    assert [float(each) for each in strategy.experimental_local_results(result)] == [2.0, 4.0]
+    shares = spread(two, lambda i: tf.ones([i + 1]))
+    result = two.run(lambda x: inner(x) + inner(x), args=(shares,))
+    assert [float(each) for each in two.experimental_local_results(result)] == [2.0, 4.0]

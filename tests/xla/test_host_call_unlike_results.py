@@ -3,17 +3,10 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.host_work import SCALAR, X, check_works
+from helpers.host_work import SCALAR, X, check_works, line_of
 
 from replica_engine import xla
 from replica_engine.errors import HostResultError
-
-
-def line_of(text):
-    """The line of this file that ends in a comment."""
-    with open(__file__) as file:
-        numbers = [number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}")]
-    return f"{__file__}:{numbers[0]}"
 
 
 @pytest.mark.parametrize(
@@ -44,17 +37,12 @@ def test_other_results_than_it_was_compiled_for_are_an_error(spec, fn, messages)
         xla.replicate(body, X)
     for message in messages:
         assert message in str(raised.value)
-    assert line_of("other results") in raised.value.__notes__[1]
+    assert line_of(__file__, "other results") in raised.value.__notes__[1]
     assert variable.numpy() == 1.0
     check_works()
 
 
 def test_a_result_that_is_sometimes_none_is_an_error():
-    @xla.returns(None)
-    def fn(x):
-        if x.numpy() > 1.5:
-            return x
-        return None
-
+    fn = xla.returns(None)(lambda x: x if x.numpy() > 1.5 else None)
     with pytest.raises(HostResultError, match=r"returned a tensor.* compiled for None"):
         xla.replicate(lambda x: xla.outside_compilation(fn, x), X)

@@ -1,5 +1,7 @@
 """Host calls in loops, branches and functions: where and as often as in eager mode, in order."""
 
+import functools
+
 import pytest
 import tensorflow as tf
 from helpers.host_work import noting, on_two, values
@@ -7,66 +9,49 @@ from helpers.host_work import noting, on_two, values
 from replica_engine import xla
 
 
-def in_a_loop_and_its_condition(f):
-    def body(x):
-        while xla.outside_compilation(f, x) < 60.0:
-            x = xla.outside_compilation(f, x * 2.0)
-        return xla.outside_compilation(f, x)
-
-    return body
+def in_a_loop_and_its_condition(call, x):
+    while call(x) < 60.0:
+        x = call(x * 2.0)
+    return call(x)
 
 
-def in_nested_loops(f):
-    def body(x):
+def in_nested_loops(call, x):
+    for _ in tf.range(2):
+        x = call(x)
         for _ in tf.range(2):
-            x = xla.outside_compilation(f, x)
-            for _ in tf.range(2):
-                x = xla.outside_compilation(f, x * 2.0)
-        return x
-
-    return body
+            x = call(x * 2.0)
+    return x
 
 
-def in_a_branch(f):
-    return lambda x: tf.cond(x > 1.5, lambda: xla.outside_compilation(f, x), lambda: x * 3.0)
+def in_a_branch(call, x):
+    return tf.cond(x > 1.5, lambda: call(x), lambda: x * 3.0)
 
 
-def in_both_branches(f):
-    def body(x):
-        y = xla.outside_compilation(f, x) if x > 1.5 else xla.outside_compilation(f, -x)
-        return xla.outside_compilation(f, y)
-
-    return body
+def in_both_branches(call, x):
+    return call(call(x) if x > 1.5 else call(-x))
 
 
-def in_a_switch(f):
-    def body(x):
-        branches = [lambda: x, lambda: x, lambda: xla.outside_compilation(f, x), lambda: xla.outside_compilation(f, -x)]
-        return tf.switch_case(tf.cast(x, tf.int32) + 1, branches)
-
-    return body
+def in_a_switch(call, x):
+    branches = [lambda: x, lambda: x, lambda: call(x), lambda: call(-x)]
+    return tf.switch_case(tf.cast(x, tf.int32) + 1, branches)
 
 
-def in_mapped_elements(f):
-    return lambda x: tf.map_fn(lambda y: xla.outside_compilation(f, y), tf.stack([x, 2.0 * x, 3.0 * x]))
+def in_mapped_elements(call, x):
+    return tf.map_fn(call, tf.stack([x, 2.0 * x, 3.0 * x]))
 
 
-PLACES = {
-    "a loop and its condition": in_a_loop_and_its_condition,
-    "nested loops": in_nested_loops,
-    "a branch": in_a_branch,
-    "both branches": in_both_branches,
-    "a switch": in_a_switch,
-    "map_fn": in_mapped_elements,
-}
+PLACES = [
+    *(in_a_loop_and_its_condition, in_nested_loops, in_a_branch, in_both_branches, in_a_switch, in_mapped_elements)
+]
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize("place", PLACES)
 def test_they_run_where_and_as_often_as_in_eager_mode(place):
     """Also where replicas take different branches, and loop differently often."""
     calls, expected_calls = {0: [], 1: []}, {0: [], 1: []}
-    results = on_two(place(noting(calls)))
-    expected = [place(noting(expected_calls, replica))(tf.constant(x)) for replica, x in enumerate([1.0, 2.0])]
+    fn = noting(calls)
+    results = on_two(lambda x: place(functools.partial(xla.outside_compilation, fn), x))
+    expected = [place(noting(expected_calls, replica), tf.constant(x)) for replica, x in enumerate([1.0, 2.0])]
     assert values(results) == values(expected)
     assert calls == expected_calls
 

@@ -7,17 +7,10 @@ import weakref
 
 import pytest
 import tensorflow as tf
-from helpers.host_work import SCALAR, Failing, X, check_works, fails_on, raised_by
+from helpers.host_work import SCALAR, Failing, X, check_works, fails_on, line_of, raised_by
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import HostResultError
-
-
-def line_of(text):
-    """The line of this file that ends in a comment."""
-    with open(__file__) as file:
-        numbers = [number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}")]
-    return f"{__file__}:{numbers[0]}"
 
 
 def frames(error):
@@ -50,7 +43,7 @@ def test_the_exception_is_the_users_own(results):
     assert frames(found)[-2:] == ["fn", "helper"]
     assert frames(found)[0].startswith("raised_by")
     (note,) = found.__notes__
-    call = f"outside_compilation({'with_results' if results else 'fn'}) at {line_of('the call')} in body"
+    call = f"outside_compilation({'with_results' if results else 'fn'}) at {line_of(__file__, 'the call')} in body"
     assert note == f"replica 1 of 2, CPU:1, in {call}, execution 1 of it there"
     check_works()
 
@@ -88,7 +81,9 @@ def test_in_a_host_function_its_text_leaves_it():
 
     with pytest.raises(tf.errors.UnknownError, match="Failing: code 7") as raised:
         tf.function(lambda: xla.replicate(body, X))()
-    assert f"replica 1 of 2, CPU:1, in outside_compilation(fn) at {line_of('the call in a graph')}" in str(raised.value)
+    assert f"replica 1 of 2, CPU:1, in outside_compilation(fn) at {line_of(__file__, 'the call in a graph')}" in str(
+        raised.value
+    )
     assert "test_host_failures.py" in str(raised.value)
 
 
@@ -151,12 +146,14 @@ def test_of_several_calls_it_is_said_which():
         return y + xla.outside_compilation(fine)
 
     found = raised_by(lambda: xla.replicate(body, X))
-    assert f"replica 0 of 2, CPU:0, in outside_compilation(fn) at {line_of('the second call')}" in found.__notes__[0]
+    assert (
+        f"replica 0 of 2, CPU:0, in outside_compilation(fn) at {line_of(__file__, 'the second call')}"
+        in found.__notes__[0]
+    )
 
 
-def test_in_a_device_loop_the_iteration_is_said():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_in_a_device_loop_the_iteration_is_said(two):
+    with two.scope():
         total = tf.Variable(5.0, aggregation=tf.VariableAggregation.MEAN)
     fn = fails_on(1, Failing(3), when=lambda x: x == 2.0)
 
@@ -165,18 +162,17 @@ def test_in_a_device_loop_the_iteration_is_said():
         total.assign_add(xla.all_reduce(xla.outside_compilation(fn, x), "MEAN"))
 
     batches = [tf.constant(float(i)) for i in range(4)]
-    found = raised_by(lambda: strategy.run_steps(train, batches, iterations=4))
+    found = raised_by(lambda: two.run_steps(train, batches, iterations=4))
     assert found.code == 3
     assert found.__notes__[0].startswith("replica 1 of 2, CPU:1, iteration 2 of the device loop, in")
     assert found.__notes__[0].endswith("execution 1 of it there")
     kept = 5.0 + (0.0 + 10.0) + (1.0 + 11.0)  # of the steps before
     assert total.numpy() == kept
-    assert strategy.run_steps(train, [tf.constant(7.0)] * 2, iterations=2).steps == 2
+    assert two.run_steps(train, [tf.constant(7.0)] * 2, iterations=2).steps == 2
     assert total.numpy() == kept + 2 * (7.0 + 17.0)
 
 
-def test_a_stop_iteration_of_a_step_is_not_the_end_of_its_inputs():
-    strategy = TPUStrategy(num_cores=2)
+def test_a_stop_iteration_of_a_step_is_not_the_end_of_its_inputs(two):
     error = StopIteration("of the user's own")
 
     def fn():
@@ -186,7 +182,7 @@ def test_a_stop_iteration_of_a_step_is_not_the_end_of_its_inputs():
         xla.outside_compilation(fn)
 
     with pytest.raises(StopIteration) as raised:
-        strategy.run_steps(step, [tf.constant(1.0)] * 2, iterations=2)
+        two.run_steps(step, [tf.constant(1.0)] * 2, iterations=2)
     assert raised.value is error
 
 
@@ -198,8 +194,8 @@ def test_what_is_raised_while_the_function_is_traced_is_named_where_its_results_
 
     with pytest.raises(HostResultError, match="Failing: code 7") as raised:
         xla.replicate(lambda x: xla.outside_compilation(fn, x) + 1.0, X)  # traced
-    assert line_of("in the function") in str(raised.value)
-    assert line_of("traced") in str(raised.value)
+    assert line_of(__file__, "in the function") in str(raised.value)
+    assert line_of(__file__, "traced") in str(raised.value)
     assert isinstance(raised.value.__cause__, Failing)
 
 
@@ -231,14 +227,13 @@ def test_the_host_knows_who_calls_in_launch_after_launch(size):
         assert all(known == own for known, own, _ in seen)
 
 
-def test_an_error_of_a_launch_in_a_function_is_let_go_of():
+def test_an_error_of_a_launch_in_a_function_is_let_go_of(two):
     """Its frames have the values of the step."""
-    strategy = TPUStrategy(num_cores=2)
     wrong = xla.returns(tf.TensorSpec([2], tf.float32))(lambda: tf.ones([3]))
 
     @tf.function
     def step():
-        return strategy.run(lambda: xla.outside_compilation(wrong))
+        return two.run(lambda: xla.outside_compilation(wrong))
 
     with pytest.raises(HostResultError) as caught:
         step()

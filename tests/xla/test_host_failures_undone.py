@@ -2,29 +2,21 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import textwrap
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers.host_work import (
-    Failing,
-    X,
-    check_strategy_works,
-    check_works,
-    fails_on,
-    raised_by,
-    values,
-)
+from helpers.host_work import Failing, X, check_strategy_works, check_works, fails_on, raised_by, values
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.xla.host_calls import session
 
 
 @pytest.mark.parametrize("form", ["eager", "in a function"])
-def test_variables_of_a_strategy_are_as_before(form):
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_variables_of_a_strategy_are_as_before(two, form):
+    with two.scope():
         mirrored = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
         apart = tf.Variable(1.0)
         on_read = tf.Variable(1.0, synchronization=tf.VariableSynchronization.ON_READ)
@@ -36,10 +28,8 @@ def test_variables_of_a_strategy_are_as_before(form):
         on_read.assign_add(xla.outside_compilation(fn, x))
         mirrored.assign_add(x)
 
-    def contents():
-        return [list(values(strategy.experimental_local_results(each))) for each in (mirrored, apart, on_read)]
-
-    run = lambda x: strategy.run(body, args=(x,))  # noqa: E731
+    contents = lambda: [list(values(two.experimental_local_results(each))) for each in (mirrored, apart, on_read)]  # noqa: E731
+    run = lambda x: two.run(body, args=(x,))  # noqa: E731
     run = tf.function(run) if form == "in a function" else run
     run(tf.constant(2.0))
     before = contents()
@@ -81,13 +71,12 @@ def test_random_numbers_go_on():
     assert not np.array_equal(first, xla.replicate(body, X)[0])
 
 
-def test_of_replicas_with_different_shapes_one_may_fail():
+def test_of_replicas_with_different_shapes_one_may_fail(two):
     """Each takes a branch of its own."""
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+    with two.scope():
         variable = tf.Variable(1.0)
     share = lambda context: tf.ones([2 + context.replica_id_in_sync_group])  # noqa: E731
-    x = strategy.experimental_distribute_values_from_function(share)
+    x = two.experimental_distribute_values_from_function(share)
 
     def fn(x):
         if x.shape[0] == 3:
@@ -97,10 +86,10 @@ def test_of_replicas_with_different_shapes_one_may_fail():
         variable.assign(5.0)
         xla.outside_compilation(fn, x)
 
-    found = raised_by(lambda: strategy.run(body, args=(x,)))
+    found = raised_by(lambda: two.run(body, args=(x,)))
     assert found.__notes__[0].startswith("replica 1 of 2, CPU:1, in outside_compilation(fn) at")
     assert variable.numpy() == 1.0
-    strategy.run(body, args=(tf.ones([2]),))
+    two.run(body, args=(tf.ones([2]),))
     assert variable.numpy() == 5.0
 
 
@@ -119,80 +108,73 @@ def test_after_a_failure_the_later_calls_are_not_made():
     assert calls == []
 
 
-def endless_in_its_condition(fn):
-    def body(x):
-        while xla.outside_compilation(fn, x) < 1000.0:
-            x = x * 1.0
-        return x
-
-    return body
+def endless_in_its_condition(call, x):
+    while call(x) < 1000.0:
+        x = x * 1.0
+    return x
 
 
-def endless_with_collectives(fn):
-    def body(x):
-        while xla.outside_compilation(fn, x) < 1000.0:
-            x = xla.cross_replica_sum(x) * 0.5
-        return x
-
-    return body
+def endless_with_collectives(call, x):
+    while call(x) < 1000.0:
+        x = xla.cross_replica_sum(x) * 0.5
+    return x
 
 
-def endless_in_its_body(fn):
-    def body(x):
-        while x < 1000.0:
-            x = xla.outside_compilation(fn, x)
-        return x
-
-    return body
+def endless_in_its_body(call, x):
+    while x < 1000.0:
+        x = call(x)
+    return x
 
 
-@pytest.mark.parametrize("make", [endless_in_its_condition, endless_with_collectives, endless_in_its_body])
-def test_a_loop_that_does_not_end_on_zeros_ends(make, monkeypatch):
+@pytest.mark.parametrize("body", [endless_in_its_condition, endless_with_collectives, endless_in_its_body])
+def test_a_loop_that_does_not_end_on_zeros_ends(body, monkeypatch):
     monkeypatch.setattr(session, "_PATIENCE", 200)
     error = Failing(1)
-    body = make(fails_on(0, error))
-    assert raised_by(lambda: xla.replicate(body, X)) is error
+    call = functools.partial(xla.outside_compilation, fails_on(0, error))
+    assert raised_by(lambda: xla.replicate(lambda x: body(call, x), X)) is error
     check_works()
 
 
+PROGRAM = """
+    import os, signal, threading
+    import tensorflow as tf
+    from replica_engine import xla
+    from replica_engine.xla.host_calls import session
+    session._STUCK_AFTER = 0.5
+
+    @xla.returns(tf.TensorSpec([], tf.float32))
+    def fails():
+        raise ArithmeticError("of the user's own")
+
+    def body():
+        x = xla.outside_compilation(fails)
+        while x < 100.0:
+            x = x * 2.0
+        return x
+
+    def run():
+        try:
+            xla.replicate(body, num_replicas=2)
+        except ArithmeticError as error:
+            print(error, len(error.__notes__) > 1)
+
+    HOW
+    print([int(each) for each in xla.replicate(lambda: xla.replica_id(), num_replicas=2)], flush=True)
+    os._exit(0)
+"""
 HOW_IT_IS_RUN = {
     "on the main thread": "run()",
-    "where SIGINT is ignored": "signal.signal(signal.SIGINT, signal.SIG_IGN)\n            run()",
-    "on another thread": "thread = threading.Thread(target=run)\n            thread.start()\n            thread.join()",
+    "where SIGINT is ignored": "signal.signal(signal.SIGINT, signal.SIG_IGN); run()",
+    "on another thread": "thread = threading.Thread(target=run); thread.start(); thread.join()",
 }
 
 
 @pytest.mark.parametrize("how", HOW_IT_IS_RUN)
 def test_a_loop_on_the_devices_that_does_not_end_on_zeros_is_left(programs, how):
     """It calls the host no more. In a process of its own, since nothing ends it."""
-    lines = run_program(
-        programs,
-        """
-        import signal, threading
-        from replica_engine.xla.host_calls import session
-        session._STUCK_AFTER = 0.5
-
-        @xla.returns(tf.TensorSpec([], tf.float32))
-        def fails():
-            raise ArithmeticError("of the user's own")
-
-        def body():
-            x = xla.outside_compilation(fails)
-            while x < 100.0:
-                x = x * 2.0
-            return x
-
-        def run():
-            try:
-                xla.replicate(body, num_replicas=2)
-            except ArithmeticError as error:
-                print(error, len(error.__notes__) > 1)
-
-        HOW
-        print([int(each) for each in xla.replicate(lambda: xla.replica_id(), num_replicas=2)])
-        """.replace("HOW", HOW_IT_IS_RUN[how].replace("            ", "        ")),
-    )
-    assert lines == ["of the user's own True", "[0, 1]"]
+    done = programs.run(textwrap.dedent(PROGRAM).replace("HOW", HOW_IT_IS_RUN[how]))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["of the user's own True", "[0, 1]"]
 
 
 def test_a_failing_strategy_leaves_another_one_alone():
@@ -226,11 +208,3 @@ def test_a_failing_strategy_leaves_another_one_alone():
             done.result()
     assert total.numpy() == 7 * 6
     check_strategy_works(failing)
-
-
-def run_program(programs, text):
-    """What a program prints, line by line."""
-    begin = "import os, tensorflow as tf\nfrom replica_engine import TPUStrategy, xla\n"
-    done = programs.run(begin + textwrap.dedent(text) + "print(end='', flush=True)\nos._exit(0)\n")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()

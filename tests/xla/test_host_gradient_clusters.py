@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.host_work import cubes, direct, example, gradients
+from helpers.on_two import spread
 
 from replica_engine import TPUStrategy, xla
 
@@ -30,10 +31,7 @@ def third_derivative(fn, x):
 def test_the_function_runs_once_for_each_forward_and_not_for_gradients():
     calls = collections.Counter()
     fn = counting(calls)
-
-    def body(x):
-        return third_derivative(lambda x: xla.outside_compilation(fn, x) * x, x)
-
+    body = lambda x: third_derivative(lambda x: xla.outside_compilation(fn, x) * x, x)  # noqa: E731
     for _ in range(2):
         xla.replicate(body, [[tf.constant(1.0)], [tf.constant(2.0)]])
     assert calls == {0: 2, 1: 2}
@@ -58,10 +56,7 @@ def test_in_a_loop_it_runs_once_in_each_iteration():
 def test_it_runs_in_the_branch_that_is_taken_only():
     calls = collections.Counter()
     fn = counting(calls)
-
-    def body(x):
-        return gradients(lambda x: tf.cond(x > 1.5, lambda: xla.outside_compilation(fn, x), lambda: x), x)[0]
-
+    body = lambda x: gradients(lambda x: tf.cond(x > 1.5, lambda: xla.outside_compilation(fn, x), lambda: x), x)[0]  # noqa: E731
     results = xla.replicate(body, [[tf.constant(1.0)], [tf.constant(2.0)]])
     assert [float(each) for each in results] == [1.0, pytest.approx(12.0 + np.cos(2.0))]
     assert calls == {1: 1}
@@ -72,39 +67,50 @@ def names(body, inputs=None):
     return [call.name for call in xla.lower(body, inputs or example()).traced.host_calls.calls]
 
 
-def test_clusters_are_numbered():
-    def body(x):
-        for _ in tf.range(2):
-            x = xla.outside_compilation(cubes, x)
-        xla.outside_compilation(lambda: None)
-        return xla.outside_compilation(cubes, x)
-
-    assert names(body) == ["0", "1", "2"]
+def numbered(x):
+    for _ in tf.range(2):
+        x = xla.outside_compilation(cubes, x)
+    xla.outside_compilation(lambda: None)
+    return xla.outside_compilation(cubes, x)
 
 
-def test_a_gradient_has_the_name_of_its_cluster_and_a_number():
-    def body(x):
-        return gradients(lambda x: xla.outside_compilation(tf.sin, xla.outside_compilation(cubes, x)), x)
-
-    assert names(body) == ["0", "1", "1.0", "0.0"]
+def a_gradient_of_two(x):
+    return gradients(lambda x: xla.outside_compilation(tf.sin, xla.outside_compilation(cubes, x)), x)
 
 
-def test_two_gradients_of_one_cluster_have_two_names():
-    def body(x):
-        with tf.GradientTape(persistent=True) as tape:
-            tape.watch(x)
-            y = xla.outside_compilation(cubes, x)
-            z = 2.0 * y
-        return tape.gradient(y, x), tape.gradient(z, x), tape.gradient(y, x)
+def several_gradients_of_one(x):
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        y = xla.outside_compilation(cubes, x)
+        z = 2.0 * y
+    return tape.gradient(y, x), tape.gradient(z, x), tape.gradient(y, x)
 
-    assert names(body) == ["0", "0.0", "0.1", "0.2"]
+
+def one_without_a_gradient(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = xla.outside_compilation(cubes, x)
+        z = xla.outside_compilation(cubes, 2.0 * x)
+    return y, tape.gradient(z, x)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (numbered, ["0", "1", "2"]),
+        (a_gradient_of_two, ["0", "1", "1.0", "0.0"]),
+        (several_gradients_of_one, ["0", "0.0", "0.1", "0.2"]),
+        (one_without_a_gradient, ["0", "1", "1.0"]),
+    ],
+)
+def test_a_gradient_has_the_name_of_its_cluster_and_a_number(body, expected):
+    assert names(body) == expected
 
 
 def test_the_gradient_of_a_gradient_is_one_of_the_same_cluster():
     def body(x):
         first = lambda x: gradients(lambda x: xla.outside_compilation(cubes, x), x)[0]  # noqa: E731
-        second = lambda x: gradients(first, x)[0]  # noqa: E731
-        return gradients(second, x), xla.outside_compilation(cubes, x)
+        return gradients(lambda x: gradients(first, x)[0], x), xla.outside_compilation(cubes, x)
 
     found = names(body)
     assert found[0] == "0"
@@ -112,17 +118,6 @@ def test_the_gradient_of_a_gradient_is_one_of_the_same_cluster():
     assert len(set(found)) == len(found)
     assert {name.split(".")[0] for name in found[1:-1]} == {"0"}
     assert sorted(int(name.split(".")[1]) for name in found[1:-1]) == list(range(len(found) - 2))
-
-
-def test_what_has_no_gradient_asked_for_has_no_cluster_for_it():
-    def body(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = xla.outside_compilation(cubes, x)
-            z = xla.outside_compilation(cubes, 2.0 * x)
-        return y, tape.gradient(z, x)
-
-    assert names(body) == ["0", "1", "1.0"]
 
 
 # With a strategy.
@@ -147,23 +142,17 @@ def test_a_training_step_learns_as_without_it():
             w.assign_sub(0.1 * xla.all_reduce(tape.gradient(loss, w), "MEAN"))
             return loss
 
-        spread = [
-            strategy.experimental_distribute_values_from_function(
-                lambda context, part=part: tf.constant(part[context.replica_id_in_sync_group])
-            )
-            for part in (x, y)
-        ]
+        shares = [spread(strategy, lambda i, part=part: tf.constant(part[i])) for part in (x, y)]
         train = tf.function(lambda *args, step=step, strategy=strategy: strategy.run(step, args=args))
         for _ in range(3):
-            train(*spread)
+            train(*shares)
         weights.append(w.numpy())
     assert not np.allclose(weights[0], start)
     np.testing.assert_allclose(weights[0], weights[1], rtol=1e-10)
 
 
-def test_each_step_of_a_device_loop_has_its_own():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_each_step_of_a_device_loop_has_its_own(two):
+    with two.scope():
         w = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
 
     def step(context, x):
@@ -173,19 +162,18 @@ def test_each_step_of_a_device_loop_has_its_own():
         w.assign_sub(0.1 * gradient)
         context.set_last_step_output("gradient", gradient)
 
-    context = strategy.run_steps(step, [tf.constant(x) for x in (1.0, 2.0, 0.5)], iterations=3)
+    context = two.run_steps(step, [tf.constant(x) for x in (1.0, 2.0, 0.5)], iterations=3)
     expected = 1.0
     for x in (1.0, 2.0, 0.5):
         gradient = 2.0 * x * (expected * x - 6.0)
         expected -= 0.1 * gradient
     assert w.numpy() == pytest.approx(expected, rel=1e-5)
-    for each in strategy.experimental_local_results(context.last_step_outputs["gradient"]):
+    for each in two.experimental_local_results(context.last_step_outputs["gradient"]):
         assert float(each) == pytest.approx(gradient, rel=1e-5)
 
 
-def test_a_step_that_is_late_with_its_gradient_is_not_overtaken_by_the_next():
+def test_a_step_that_is_late_with_its_gradient_is_not_overtaken_by_the_next(two):
     """The next batch depends on nothing; the gradient has to wait for a long product."""
-    strategy = TPUStrategy(num_cores=2)
     factor = tf.constant(np.random.default_rng(0).normal(size=(200, 200)) / 20)
 
     def product(x):
@@ -200,7 +188,7 @@ def test_a_step_that_is_late_with_its_gradient_is_not_overtaken_by_the_next():
             z = product(xla.outside_compilation(tf.identity, x))
         context.set_last_step_output("gradient", tape.gradient(z, x))
 
-    context = strategy.run_steps(step, [tf.ones([], tf.float64)] * 3, iterations=3)
+    context = two.run_steps(step, [tf.ones([], tf.float64)] * 3, iterations=3)
     expected = float(product(tf.ones([], tf.float64)))
-    for each in strategy.experimental_local_results(context.last_step_outputs["gradient"]):
+    for each in two.experimental_local_results(context.last_step_outputs["gradient"]):
         assert float(each) == pytest.approx(expected)

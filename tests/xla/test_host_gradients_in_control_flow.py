@@ -2,49 +2,41 @@
 
 import pytest
 import tensorflow as tf
-from helpers.host_work import cubes, example, gradients, same_without
+from helpers.host_work import cubes, example, first_order, gradients, same_without, second_order
 
 from replica_engine import xla
 
 
+@first_order
 def a_loop_over_a_range(call, x):
-    def outer(x):
-        y = x
-        for i in tf.range(3):
-            y = call(lambda y, i: tf.sin(y) * x + tf.cast(i, x.dtype), y, i)
-        return y
-
-    return gradients(outer, x)
+    y = x
+    for i in tf.range(3):
+        y = call(lambda y, i: tf.sin(y) * x + tf.cast(i, x.dtype), y, i)
+    return y
 
 
+@first_order
 def a_loop_that_ends_early(call, x):
-    def outer(x):
-        more = lambda y: tf.reduce_sum(y) < 20.0  # noqa: E731
-        return tf.while_loop(more, lambda y: (call(lambda y: y * 1.5 + x, y),), (x,), maximum_iterations=10)[0]
-
-    return gradients(outer, x)
+    more = lambda y: tf.reduce_sum(y) < 20.0  # noqa: E731
+    return tf.while_loop(more, lambda y: (call(lambda y: y * 1.5 + x, y),), (x,), maximum_iterations=10)[0]
 
 
+@first_order
 def nested_loops(call, x):
-    def outer(x):
-        y = x
+    y = x
+    for _ in tf.range(2):
         for _ in tf.range(2):
-            for _ in tf.range(2):
-                y = call(lambda y: tf.sin(y) * x, y)
-            y = call(lambda y: y**2, y)
-        return y
-
-    return gradients(outer, x)
+            y = call(lambda y: tf.sin(y) * x, y)
+        y = call(lambda y: y**2, y)
+    return y
 
 
+@second_order
 def second_order_in_a_loop(call, x):
-    def outer(x):
-        y = x
-        for _ in tf.range(2):
-            y = call(lambda x, y: tf.sin(y) * x, x, y)
-        return y
-
-    return gradients(lambda x: gradients(outer, x)[0] * x, x)
+    y = x
+    for _ in tf.range(2):
+        y = call(lambda x, y: tf.sin(y) * x, x, y)
+    return y
 
 
 def a_gradient_in_a_loop(call, x):
@@ -53,39 +45,30 @@ def a_gradient_in_a_loop(call, x):
     return x
 
 
+@second_order
 def second_order_in_a_branch(call, x):
     """Replicas take different ones."""
-
-    def outer(x):
-        return tf.cond(
-            tf.equal(xla.replica_id(), 0), lambda: call(cubes, x) * x, lambda: call(lambda x: 5.0 * x, x) ** 2
-        )
-
-    return gradients(lambda x: gradients(outer, x)[0] * x, x)
+    first = tf.equal(xla.replica_id(), 0)
+    return tf.cond(first, lambda: call(cubes, x) * x, lambda: call(lambda x: 5.0 * x, x) ** 2)
 
 
 def a_gradient_in_a_branch(call, x):
     return tf.cond(x[0] > 0.0, lambda: gradients(lambda x: call(cubes, x), x)[0], lambda: x)
 
 
+@first_order
 def a_branch_in_a_loop(call, x):
-    def outer(x):
-        y = x
-        for i in tf.range(4):
-            if tf.equal(i % 2, xla.replica_id()):
-                y = call(lambda y: tf.sin(y) * x, y)
-        return y
-
-    return gradients(outer, x)
+    y = x
+    for i in tf.range(4):
+        if tf.equal(i % 2, xla.replica_id()):
+            y = call(lambda y: tf.sin(y) * x, y)
+    return y
 
 
+@second_order
 def nested_functions(call, x):
-    @tf.function
-    def inner(x):
-        return call(cubes, x) * x
-
-    middle = tf.function(lambda x: inner(x) + inner(2.0 * x))
-    return gradients(lambda x: gradients(middle, x)[0] * x, x)
+    inner = tf.function(lambda x: call(cubes, x) * x)
+    return tf.function(lambda x: inner(x) + inner(2.0 * x))(x)
 
 
 def a_gradient_in_a_function(call, x):
@@ -93,21 +76,17 @@ def a_gradient_in_a_function(call, x):
     return gradients(lambda x: first(x) * first(2.0 * x), x)
 
 
+@second_order
 def second_order_of_a_sum_over_replicas(call, x):
-    def outer(x):
-        return call(tf.sin, xla.cross_replica_sum(call(cubes, x))) * x
-
-    return gradients(lambda x: gradients(outer, x)[0] * x, x)
+    return call(tf.sin, xla.cross_replica_sum(call(cubes, x))) * x
 
 
+@first_order
 def sums_over_replicas_in_a_loop(call, x):
-    def outer(x):
-        y = x
-        for _ in tf.range(3):
-            y = xla.all_reduce(call(lambda y: tf.sin(y) * x, y), "MEAN")
-        return y
-
-    return gradients(outer, x)
+    y = x
+    for _ in tf.range(3):
+        y = xla.all_reduce(call(lambda y: tf.sin(y) * x, y), "MEAN")
+    return y
 
 
 def computed_again(call, x):
@@ -119,35 +98,19 @@ def gradients_of_the_graph(call, x):
     return tf.gradients(tf.gradients(y, x)[0], x)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        a_loop_over_a_range,
-        a_loop_that_ends_early,
-        nested_loops,
-        second_order_in_a_loop,
-        a_gradient_in_a_loop,
-        a_gradient_in_a_branch,
-        nested_functions,
-        a_gradient_in_a_function,
-        computed_again,
-    ],
-    ids=lambda body: body.__name__,
-)
+OF_ONE_REPLICA = [
+    *(a_loop_over_a_range, a_loop_that_ends_early, nested_loops, second_order_in_a_loop, a_gradient_in_a_loop),
+    *(a_gradient_in_a_branch, nested_functions, a_gradient_in_a_function, computed_again),
+]
+OF_REPLICAS = [second_order_in_a_branch, a_branch_in_a_loop, sums_over_replicas_in_a_loop, gradients_of_the_graph]
+
+
+@pytest.mark.parametrize("body", OF_ONE_REPLICA)
 def test_gradients_are_those_without_it(body):
     same_without(body)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        second_order_in_a_branch,
-        a_branch_in_a_loop,
-        sums_over_replicas_in_a_loop,
-        gradients_of_the_graph,
-    ],
-    ids=lambda body: body.__name__,
-)
+@pytest.mark.parametrize("body", OF_REPLICAS)
 def test_gradients_are_those_of_the_same_program_without_it(body):
     same_without(body, eager=False)
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 import tensorflow as tf
 from helpers.host_work import check_strategy_works, check_works
-from helpers.interrupted import ctrl_c_at_line
+from helpers.interrupted import ctrl_c_at_line, ctrl_c_raises
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import ProgramError
@@ -36,14 +36,13 @@ def test_what_is_to_end_the_program_leaves_the_run(error):
     check_works()
 
 
-def test_an_interrupt_while_it_is_traced_leaves_the_strategy_usable():
+def test_an_interrupt_while_it_is_traced_leaves_the_strategy_usable(two):
     def fn(x):
         raise KeyboardInterrupt
 
-    strategy = TPUStrategy(num_cores=2)
     with pytest.raises(KeyboardInterrupt):
-        strategy.run(lambda: xla.outside_compilation(lambda x: [fn(x)], tf.constant(1.0)))
-    check_strategy_works(strategy)
+        two.run(lambda: xla.outside_compilation(lambda x: [fn(x)], tf.constant(1.0)))
+    check_strategy_works(two)
 
 
 @contextlib.contextmanager
@@ -57,17 +56,15 @@ def interrupts():
             os.kill(os.getpid(), signal.SIGINT)
         go.wait(300)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield go, interrupt
-    finally:
-        go.set()
-        signal.signal(signal.SIGINT, before)
+    with ctrl_c_raises():
+        try:
+            yield go, interrupt
+        finally:
+            go.set()
 
 
-def test_ctrl_c_is_answered_while_a_host_call_sleeps():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_ctrl_c_is_answered_while_a_host_call_sleeps(two):
+    with two.scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
     woken = []
 
@@ -83,16 +80,15 @@ def test_ctrl_c_is_answered_while_a_host_call_sleeps():
             woken.append(int(xla.replica_id()))
 
         with pytest.raises(KeyboardInterrupt):
-            strategy.run(body)
+            two.run(body)
         assert woken == [], "it did not end the wait"
         go.set()
-        check_strategy_works(strategy)
+        check_strategy_works(two)
         assert variable.numpy() == 1.0
 
 
-def test_ctrl_c_in_a_device_loop_ends_it():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_ctrl_c_in_a_device_loop_ends_it(two):
+    with two.scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
     steps = []
 
@@ -108,15 +104,14 @@ def test_ctrl_c_in_a_device_loop_ends_it():
             xla.outside_compilation(third, x)
 
         with pytest.raises(KeyboardInterrupt):
-            strategy.run_steps(step, (tf.constant(float(i)) for i in range(1000)), iterations=1000)
+            two.run_steps(step, (tf.constant(float(i)) for i in range(1000)), iterations=1000)
         go.set()
-        check_strategy_works(strategy)
+        check_strategy_works(two)
         assert variable.numpy() == 1.0 + 0.0 + 1.0  # the steps before
         assert sorted(steps) == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
 
 
-def test_the_next_run_waits_for_the_one_that_was_interrupted():
-    strategy = TPUStrategy(num_cores=2)
+def test_the_next_run_waits_for_the_one_that_was_interrupted(two):
     ended = []
 
     with interrupts() as (go, interrupt):
@@ -126,11 +121,11 @@ def test_the_next_run_waits_for_the_one_that_was_interrupted():
             ended.append(int(xla.replica_id()))
 
         with pytest.raises(KeyboardInterrupt):
-            strategy.run(lambda: xla.outside_compilation(fn))
+            two.run(lambda: xla.outside_compilation(fn))
         assert ended == []
         timer = threading.Timer(0.1, go.set)
         timer.start()
-        strategy.run(lambda: tf.zeros([]))
+        two.run(lambda: tf.zeros([]))
         assert sorted(ended) == [0, 1]
         timer.join()
 
@@ -150,31 +145,27 @@ def test_ctrl_c_in_the_moment_before_a_wait(waits_for, timeout):
         waited.append(go.wait(300))
 
     strategy = TPUStrategy(num_cores=2, timeout=timeout)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threads = []
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ctrl_c_raises())
         if waits_for == "its turn":
             other = TPUStrategy(num_cores=2)
-            threads.append(threading.Thread(target=other.run, args=(lambda: xla.outside_compilation(stuck),)))
-            threads[0].start()
+            running = threading.Thread(target=other.run, args=(lambda: xla.outside_compilation(stuck),))
+            pressing = threading.Timer(1.0, _thread.interrupt_main)  # by when this thread waits for its turn
+            for thread in (running, pressing):
+                stack.callback(thread.join, 300)
+            running.start()
             inside.wait(300)
-            threads.append(threading.Timer(1.0, _thread.interrupt_main))  # by when this thread waits for its turn
-            threads[1].start()
+            pressing.start()
+        stack.callback(go.set)
         with pytest.raises(KeyboardInterrupt):
             strategy.run(lambda: xla.outside_compilation(interrupted if waits_for == "its program" else lambda: None))
         assert not waited, "it did not end the wait"
-    finally:
-        go.set()
-        for thread in threads:
-            thread.join(300)
-        signal.signal(signal.SIGINT, before)
     check_strategy_works(strategy)
 
 
-def test_an_error_after_the_launch_does_not_hide_what_ended_it(monkeypatch):
+def test_an_error_after_the_launch_does_not_hide_what_ended_it(two, monkeypatch):
     """A program that is given up may fail afterwards, and what is to be done with its values then fails too."""
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+    with two.scope():
         variable = tf.Variable(1.0)
 
     def fails():
@@ -189,29 +180,25 @@ def test_an_error_after_the_launch_does_not_hide_what_ended_it(monkeypatch):
 
     monkeypatch.setattr(device_value.DeviceValue, "launched", launched)
     with pytest.raises(ValueError, match="the first error"):
-        strategy.run(body)
+        two.run(body)
 
 
-def test_ctrl_c_after_a_host_call_has_failed_leaves_nothing_that_interrupts_later():
+def test_ctrl_c_after_a_host_call_has_failed_leaves_nothing_that_interrupts_later(two):
     """What limits the wait for such a program would interrupt whatever the user runs by then."""
-    strategy = TPUStrategy(num_cores=2)
 
     def fails():
         raise KeyError("the user's")
 
     def run():
         with pytest.raises(KeyError):
-            strategy.run(lambda: xla.outside_compilation(fails))
+            two.run(lambda: xla.outside_compilation(fails))
 
     run()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with ctrl_c_raises():
         for code in (Session.end.__code__, watchdog.Wait.__exit__.__code__):
             number = 1
             while ctrl_c_at_line(number, code, run):
-                check_strategy_works(strategy)  # which waits for the end of the program
+                check_strategy_works(two)  # which waits for the end of the program
                 assert not watchdog._watchdog._watches, f"{code.co_name}, line {number}"
                 number += 1
             assert number > 5
-    finally:
-        signal.signal(signal.SIGINT, before)

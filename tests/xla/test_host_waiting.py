@@ -20,28 +20,26 @@ WAITING = {
 
 
 @pytest.mark.parametrize("wait", WAITING.values(), ids=WAITING.keys())
-def test_what_would_wait_for_the_step_is_an_error(wait):
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_what_would_wait_for_the_step_is_an_error(two, wait):
+    with two.scope():
         variable = tf.Variable(1.0)
 
     def fn():
-        wait(strategy, variable)
+        wait(two, variable)
 
     def body():
         variable.assign_add(1.0)
         xla.outside_compilation(fn)
 
-    strategy.run(lambda: variable.assign_add(1.0))
+    two.run(lambda: variable.assign_add(1.0))
     with pytest.raises((HostAccessError, tf.errors.UnknownError), match="outside_compilation"):
-        strategy.run(body)
+        two.run(body)
     assert variable.numpy() == 2.0
-    check_strategy_works(strategy)
+    check_strategy_works(two)
 
 
-def test_a_function_traced_before_cannot_use_the_variable_either():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_a_function_traced_before_cannot_use_the_variable_either(two):
+    with two.scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
     read = tf.function(lambda: variable + 1.0)
     read()
@@ -55,6 +53,6 @@ def test_a_function_traced_before_cannot_use_the_variable_either():
         xla.outside_compilation(fn)
 
     with pytest.raises(HostAccessError):
-        strategy.run(body)
+        two.run(body)
     assert seen == []
     assert variable.numpy() == 1.0

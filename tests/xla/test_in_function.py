@@ -14,14 +14,18 @@ def by_replica_sum(x):
 
 
 @pytest.fixture
-def counter():
-    """A variable, and a body that adds one to it."""
-    variable = tf.Variable(0.0)
+def variable():
+    return tf.Variable(0.0)
+
+
+@pytest.fixture
+def add(variable):
+    """`add()`: two replicas add one to the variable."""
 
     def body():
         variable.assign_add(1.0)
 
-    return variable, body
+    return lambda: xla.replicate(body, num_replicas=2)
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -74,22 +78,15 @@ def test_a_function_that_xla_is_to_compile_is_not_compiled_around_programs(trace
     assert values(results) == [[3.0], [4.0]]
 
 
-def test_it_runs_twice_in_one_function():
+def test_it_runs_twice_in_one_function_also_on_different_numbers_of_replicas():
     @tf.function
-    def step(x):
-        first = xla.replicate(by_replica_sum, [[x], [x * 2.0]])
-        return xla.replicate(by_replica_sum, [[first[0]], [first[1]]])
+    def step(x, factor, rest):
+        first = xla.replicate(by_replica_sum, [[x], [x * factor]])
+        return xla.replicate(by_replica_sum, [[each] for each in (*first, *rest)])
 
-    assert values(step(tf.constant(1.0))) == [7.0, 8.0]
-
-
-def test_different_numbers_of_replicas_meet_in_one_function():
-    @tf.function
-    def step(x):
-        two = xla.replicate(by_replica_sum, [[x], [x]])
-        return xla.replicate(by_replica_sum, [[two[0]], [two[1]], [x]])
-
-    assert values(step(tf.constant(1.0))) == [6.0, 7.0, 8.0]
+    x = tf.constant(1.0)
+    assert values(step(x, 2.0, [])) == [7.0, 8.0]
+    assert values(step(x, 1.0, [x])) == [6.0, 7.0, 8.0]
 
 
 def test_nested_functions_run_it_each_time_they_are_called():
@@ -100,14 +97,9 @@ def test_nested_functions_run_it_each_time_they_are_called():
     assert float(tf.function(lambda x: inner(inner(x)))(tf.constant(1.0))) == 16.0
 
 
-def test_it_runs_without_results(counter):
-    variable, body = counter
-    assert tf.function(lambda: xla.replicate(body, num_replicas=2))() == [None, None]
+def test_it_runs_without_results_and_though_nobody_uses_them(variable, add):
+    assert tf.function(add)() == [None, None]
     assert float(variable) == 1.0
-
-
-def test_it_runs_though_nobody_uses_its_results():
-    variable = tf.Variable(0.0)
 
     @tf.function
     def step():
@@ -115,19 +107,17 @@ def test_it_runs_though_nobody_uses_its_results():
 
     step()
     step()
-    assert float(variable) == 2.0
+    assert float(variable) == 3.0
 
 
-def test_host_reads_and_writes_keep_their_order(counter):
-    variable, body = counter
-
+def test_host_reads_and_writes_keep_their_order(variable, add):
     @tf.function
     def step():
         before = variable.read_value()
-        xla.replicate(body, num_replicas=2)
+        add()
         between = variable.read_value()
         variable.assign(100.0)
-        xla.replicate(body, num_replicas=2)
+        add()
         after = variable.read_value()
         variable.assign_add(1000.0)
         return [before, between, after]
@@ -137,26 +127,22 @@ def test_host_reads_and_writes_keep_their_order(counter):
     assert values(step())[:2] == [1101.0, 1102.0]
 
 
-def test_host_writes_before_a_run_are_seen_by_it(counter):
-    variable, body = counter
-
+def test_host_writes_before_a_run_are_seen_by_it(variable, add):
     @tf.function
     def step(x):
         variable.assign(x)
-        xla.replicate(body, num_replicas=2)
+        add()
 
     step(tf.constant(5.0))
     assert float(variable) == 6.0
 
 
-def test_it_runs_in_each_iteration_of_a_host_loop(counter):
-    variable, body = counter
-
+def test_it_runs_in_each_iteration_of_a_host_loop(variable, add):
     @tf.function
     def steps(count):
         seen = tf.TensorArray(tf.float32, size=count)
         for i in tf.range(count):
-            xla.replicate(body, num_replicas=2)
+            add()
             seen = seen.write(i, variable.read_value())
             if i == 1:
                 variable.assign(10.0)
@@ -177,16 +163,13 @@ def test_results_are_carried_through_a_host_loop():
 
 
 @pytest.mark.parametrize(("taken", "expected"), [(True, (1.0, 1.0)), (False, (0.0, -1.0))])
-def test_it_runs_only_in_the_branch_that_is_taken(counter, taken, expected):
-    variable, body = counter
-
+def test_it_runs_only_in_the_branch_that_is_taken(variable, add, taken, expected):
     @tf.function
     def step(condition):
+        result = tf.constant(-1.0)
         if condition:
-            xla.replicate(body, num_replicas=2)
+            add()
             result = variable.read_value()
-        else:
-            result = tf.constant(-1.0)
         return result
 
     result = float(step(tf.constant(taken)))
@@ -218,29 +201,20 @@ def test_shapes_that_turn_out_to_differ_are_an_error_that_says_so():
     assert values(step(tf.ones([2]), tf.zeros([2]))) == [[4.0, 4.0], [2.0, 2.0]]
 
 
-def test_shapes_may_turn_out_to_differ_where_nothing_is_summed():
-    @tf.function(input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])])
-    def step(x, y):
-        return xla.replicate(lambda x: x * 2.0 + tf.cast(xla.replica_id(), tf.float32), [[x], [y]])
-
+def test_shapes_and_ranks_may_turn_out_to_differ_where_nothing_is_summed():
+    body = lambda x: x * 2.0 + tf.cast(xla.replica_id(), tf.float32)  # noqa: E731
+    run = lambda x, y: xla.replicate(body, [[x], [y]])  # noqa: E731
+    step = tf.function(run, input_signature=[tf.TensorSpec([None]), tf.TensorSpec([None])])
     assert values(step(tf.ones([2]), tf.ones([3]))) == [[2.0, 2.0], [3.0, 3.0, 3.0]]
     assert values(step(tf.ones([0]), tf.ones([1]))) == [[], [3.0]]
+    step = tf.function(run, input_signature=[tf.TensorSpec(None), tf.TensorSpec(None)])
+    assert values(step(tf.ones([2]), tf.ones([2, 1]))) == [[2.0, 2.0], [[3.0], [3.0]]]
+    assert values(step(tf.ones([1, 3]), tf.ones([]))) == [[[2.0, 2.0, 2.0]], 3.0]
 
 
-def test_ranks_may_turn_out_to_differ_where_nothing_is_summed():
-    @tf.function(input_signature=[tf.TensorSpec(None), tf.TensorSpec(None)])
-    def step(x, y):
-        return xla.replicate(lambda x: x * 2.0, [[x], [y]])
-
-    assert values(step(tf.ones([2]), tf.ones([2, 1]))) == [[2.0, 2.0], [[2.0], [2.0]]]
-    assert values(step(tf.ones([1, 3]), tf.ones([]))) == [[[2.0, 2.0, 2.0]], 2.0]
-
-
-def test_what_xla_cannot_compile_fails_while_the_function_is_traced(counter):
-    variable, body = counter
-
+def test_what_xla_cannot_compile_fails_while_the_function_is_traced(variable):
     def bad():
-        body()
+        variable.assign_add(1.0)
         return variable * tf.cast(next(iter(tf.data.Dataset.range(3))), tf.float32)
 
     ran = []
@@ -256,10 +230,8 @@ def test_what_xla_cannot_compile_fails_while_the_function_is_traced(counter):
     assert not ran
 
 
-def test_a_function_traces_its_body_once(counter):
-    _, body = counter
-    step = tf.function(lambda: xla.replicate(body, num_replicas=2))
-    before = xla.counts()
+def test_a_function_traces_its_body_once(add):
+    step, before = tf.function(add), xla.counts()
     for _ in range(3):
         step()
     used = xla.counts() - before

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from helpers.host_work import SCALAR, Point, noting, on_two, values
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import xla
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,7 @@ def test_a_compiled_body_calls_them_too():
     assert calls == {0: [1.0] * 2, 1: [2.0] * 2}
 
 
-def test_replicas_with_shares_of_different_shapes_call_with_their_own(run_with):
-    strategy = TPUStrategy(num_cores=2)
+def test_replicas_with_shares_of_different_shapes_call_with_their_own(two, run_with):
     seen = {}
 
     @xla.returns(tf.TensorSpec([], tf.int32))
@@ -66,10 +65,8 @@ def test_replicas_with_shares_of_different_shapes_call_with_their_own(run_with):
         seen[int(xla.replica_id())] = x.numpy().tolist()
         return int(x.numpy().sum())
 
-    def body(x):
-        return xla.outside_compilation(look, x)
-
-    assert values(run_with(strategy)(body, tf.constant([1, 2]), tf.constant([3, 4, 5]))) == [3, 12]
+    body = lambda x: xla.outside_compilation(look, x)  # noqa: E731
+    assert values(run_with(two)(body, tf.constant([1, 2]), tf.constant([3, 4, 5]))) == [3, 12]
     assert seen == {0: [1, 2], 1: [3, 4, 5]}
 
 
@@ -171,7 +168,7 @@ def tenfold_array():
     return xla.replica_id().numpy() * 10
 
 
-@pytest.mark.parametrize("fn", [tenfold_tensor, tenfold_number, tenfold_array], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", [tenfold_tensor, tenfold_number, tenfold_array])
 def test_the_replica_is_known(fn):
     sizes = collections.deque()
 

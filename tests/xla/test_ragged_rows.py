@@ -84,10 +84,7 @@ def test_of_gradients(compiled):
 @pytest.mark.parametrize("rows", [[[1.0, 2.0], [3.0]], [[], [4.0]], [[1.0], [2.0, 3.0, 4.0]]])
 def test_of_replicate(rows, in_function):
     rows = tf.ragged.constant(rows, dtype=tf.float32)
-
-    def run():
-        return xla.replicate(lambda x: tf.reduce_sum(x, axis=1), [[rows], [rows * 2.0]])
-
+    run = lambda: xla.replicate(lambda x: tf.reduce_sum(x, axis=1), [[rows], [rows * 2.0]])  # noqa: E731
     first, second = tf.function(run)() if in_function else run()
     np.testing.assert_allclose(first, tf.reduce_sum(rows, axis=1))
     np.testing.assert_allclose(second, tf.reduce_sum(rows, axis=1) * 2.0)

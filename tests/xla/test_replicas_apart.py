@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import tensorflow as tf
+from helpers.on_two import spread
 
 from replica_engine import TPUStrategy, xla
 from replica_engine.errors import CollectiveError
@@ -28,14 +29,20 @@ def run(two, caplog):
     """`run(body)`: runs it with a value for each replica; returns the results and the warnings."""
 
     def call(body, *args):
-        own = two.experimental_distribute_values_from_function(
-            lambda context: tf.constant([1.0 + context.replica_id_in_sync_group, 2.0])
-        )
+        own = spread(two, lambda i: tf.constant([1.0 + i, 2.0]))
         with caplog.at_level(logging.WARNING, "replica_engine"):
             results = two.run(body, args=(own, *args)).values
         return [each.numpy().tolist() for each in results], logged(caplog)
 
     return call
+
+
+@pytest.fixture
+def own(two):
+    """A variable with a value for each replica."""
+    options = {"synchronization": tf.VariableSynchronization.ON_READ, "aggregation": tf.VariableAggregation.SUM}
+    with two.scope():
+        return tf.Variable([0.0, 0.0], **options)
 
 
 def replica_id():
@@ -196,31 +203,15 @@ def in_a_gradient_that_nothing_uses(x):
 
 
 APART = [
-    that_nothing_uses,
-    that_nothing_uses_beside_a_result,
-    in_a_loop_that_nothing_uses,
-    in_a_function_that_nothing_uses,
-    whose_branch_nothing_uses,
-    in_a_gradient_that_nothing_uses,
-    if_statement,
-    cond,
-    switch_case,
-    both_sides,
-    for_statement,
-    while_statement,
-    in_a_function_in_a_branch,
-    by_an_argument_of_a_function,
-    in_a_branch_on_data_of_all,
-    in_one_iteration,
-    after_a_return,
-    after_a_break,
-    in_its_gradient,
-    in_the_gradient_only,
-    of_a_computed_id,
+    *(that_nothing_uses, that_nothing_uses_beside_a_result, in_a_loop_that_nothing_uses),
+    *(in_a_function_that_nothing_uses, whose_branch_nothing_uses, in_a_gradient_that_nothing_uses),
+    *(if_statement, cond, switch_case, both_sides, for_statement, while_statement, in_a_function_in_a_branch),
+    *(by_an_argument_of_a_function, in_a_branch_on_data_of_all, in_one_iteration, after_a_return, after_a_break),
+    *(in_its_gradient, in_the_gradient_only, of_a_computed_id),
 ]
 
 
-@pytest.mark.parametrize("body", APART, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", APART)
 def test_it_is_an_error_before_anything_is_launched(run, two, body):
     before = len(two.sync_points())
     with pytest.raises(CollectiveError, match=r"depends on the replica id: it is reached .* by replica") as raised:
@@ -242,7 +233,7 @@ def test_the_lines_are_those_of_the_operation_and_of_the_condition(run):
         run(if_statement)
 
 
-@pytest.mark.parametrize("body", [*APART, in_the_condition], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [*APART, in_the_condition])
 def test_one_replica_is_never_apart(body):
     x = tf.constant([1.0, 2.0])
     assert TPUStrategy(num_cores=1).run(body, args=(x,)).shape == x.shape
@@ -259,22 +250,15 @@ def test_many_replicas_are_named_in_short():
         xla.replicate(body, num_replicas=12)
 
 
-def equal_ids(x):
-    if replica_id() < 100:
-        x = total(x)
-    return x
+def if_so(condition):
+    """A body with a sum in a branch."""
 
+    def body(x):
+        if condition(x):
+            x = total(x)
+        return x
 
-def a_reduced_value(x):
-    if tf.reduce_sum(total(x)) > 0.0:
-        x = total(x)
-    return x
-
-
-def a_gathered_value(x):
-    if xla.all_gather(x)[0] > 0.0:
-        x = total(x)
-    return x
+    return body
 
 
 def a_reduced_error(x):
@@ -292,25 +276,9 @@ def a_counter(x):
     return x
 
 
-def a_shape(x):
-    if tf.shape(x)[0] > 1:
-        x = total(x)
-    return x
-
-
-def a_branch_that_no_replica_takes(x):
-    return tf.switch_case(xla.replica_id(), [lambda: x, lambda: 2.0 * x, lambda: total(x)])
-
-
 def a_group_of_its_own(x):
     if replica_id() == 0:
         x = xla.cross_replica_sum(x, groups=[[0], [1]])
-    return x
-
-
-def the_host(x):
-    if xla.outside_compilation(lambda: True):
-        x = total(x)
     return x
 
 
@@ -318,12 +286,6 @@ def nothing_in_the_branch(x):
     if replica_id() == 0:
         x *= 2.0
     return total(x)
-
-
-def what_the_id_rules_out(x):
-    if replica_id() == 5 and tf.reduce_sum(x) > 0.0:
-        x = total(x)
-    return x
 
 
 def a_gradient_of_a_loop(x):
@@ -347,28 +309,26 @@ def nothing_uses_it_and_all_reach_it(x):
     return x
 
 
-MEET = [
-    nothing_uses_it_and_the_data_decide,
-    nothing_uses_it_and_all_reach_it,
-    equal_ids,
-    a_reduced_value,
-    a_gathered_value,
-    a_reduced_error,
-    a_counter,
-    a_shape,
-    a_branch_that_no_replica_takes,
-    a_group_of_its_own,
-    the_host,
-    nothing_in_the_branch,
-    what_the_id_rules_out,
-    a_gradient_of_a_loop,
+NAMED = [
+    *(nothing_uses_it_and_the_data_decide, nothing_uses_it_and_all_reach_it, a_reduced_error, a_counter),
+    *(a_group_of_its_own, nothing_in_the_branch, a_gradient_of_a_loop),
 ]
+MEET = {body.__name__: body for body in NAMED} | {
+    "equal_ids": if_so(lambda x: replica_id() < 100),
+    "a_reduced_value": if_so(lambda x: tf.reduce_sum(total(x)) > 0.0),
+    "a_gathered_value": if_so(lambda x: xla.all_gather(x)[0] > 0.0),
+    "a_shape": if_so(lambda x: tf.shape(x)[0] > 1),
+    "the_host": if_so(lambda x: xla.outside_compilation(lambda: True)),
+    "what_the_id_rules_out": if_so(lambda x: replica_id() == 5 and tf.reduce_sum(x) > 0.0),
+    "a_branch_that_no_replica_takes": lambda x: tf.switch_case(
+        xla.replica_id(), [lambda: x, lambda: 2.0 * x, lambda: total(x)]
+    ),
+}
 
 
-@pytest.mark.parametrize("body", MEET, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", MEET.values(), ids=MEET)
 def test_there_is_no_false_alarm(run, body):
-    _, warnings = run(body)
-    assert warnings == []
+    assert run(body)[1] == []
 
 
 def test_variables_that_are_equal_on_all_replicas_are_no_alarm(run, two):
@@ -388,13 +348,10 @@ def test_variables_that_are_equal_on_all_replicas_are_no_alarm(run, two):
     assert run(body) == ([[6.0, 8.0]] * 2, [])
 
 
-def test_a_variable_whose_value_goes_into_another_one_is_no_alarm(run, two):
+def test_a_variable_whose_value_goes_into_another_one_is_no_alarm(run, two, own):
     """A counter, such as that of an optimizer, scales what each replica writes to a variable of its own."""
     with two.scope():
         steps = tf.Variable(3.0)
-        own = tf.Variable(
-            [0.0, 0.0], synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
-        )
 
     def body(x):
         own.assign_add(x * steps)
@@ -452,9 +409,7 @@ def in_a_gradient(x):
 
 
 @pytest.mark.parametrize(
-    "body",
-    [own_data, own_data_in_a_loop, own_random_numbers, id_and_data, id_and_a_reduced_value, in_a_gradient],
-    ids=lambda body: body.__name__,
+    "body", [own_data, own_data_in_a_loop, own_random_numbers, id_and_data, id_and_a_reduced_value, in_a_gradient]
 )
 def test_what_may_differ_is_a_warning_with_both_lines(run, body):
     _, (warning,) = run(body)
@@ -466,18 +421,8 @@ def test_what_may_differ_is_a_warning_with_both_lines(run, body):
     assert run(body)[1] == [warning], "once"
 
 
-def test_a_variable_with_a_value_for_each_replica_is_a_warning(run, two):
-    with two.scope():
-        seen = tf.Variable(
-            1.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM
-        )
-
-    def body(x):
-        if seen > 0.0:
-            x = total(x)
-        return x
-
-    assert len(run(body)[1]) == 1
+def test_a_variable_with_a_value_for_each_replica_is_a_warning(run, own):
+    assert len(run(if_so(lambda x: own[0] + 1.0 > 0.0))[1]) == 1
 
 
 def test_a_variable_that_a_replica_writes_alone_is_a_warning(run, two):

@@ -64,9 +64,7 @@ def test_a_function_without_results_still_does_its_work():
 
 
 def test_structure_out_is_what_the_function_returned():
-    def fn(x):
-        return {"a": [x, (x + 1,)], "none": None, "empty": [[], {}, ()], "point": Point(x, "label"), "number": 3}
-
+    fn = lambda x: {"a": [x, (x + 1,)], "none": None, "empty": [[], {}, ()], "point": Point(x, "label"), "number": 3}  # noqa: E731
     expected = [
         {"a": [x, (x + 1,)], "none": None, "empty": [[], {}, ()], "point": Point(x, "label"), "number": 3}
         for x in (1, 2)

@@ -1,5 +1,6 @@
 """Traced, lowered, compiled: stages to look at, each done once for what it serves."""
 
+import contextlib
 import functools
 import sys
 
@@ -80,12 +81,9 @@ class TestStages:
 
     def test_a_compiled_body_inside_a_function_runs_or_says_why_not(self):
         compiled = xla.lower(lambda x: x * 2.0, X).compile()
-        step = tf.function(lambda x: compiled([[x], [x]]))
-        try:
-            results = step(tf.constant([1.0, 2.0]))
-        except ReplicaEngineError:
-            return
-        assert values(results) == [[2.0, 4.0]] * 2
+        with contextlib.suppress(ReplicaEngineError):
+            results = tf.function(lambda x: compiled([[x], [x]]))(tf.constant([1.0, 2.0]))
+            assert values(results) == [[2.0, 4.0]] * 2
 
     @pytest.mark.parametrize(
         ("inputs", "differs"),
@@ -138,16 +136,12 @@ class TestFoundAgain:
         assert used(xla.replicate, fn, X[::-1]) == FOUND
 
     @pytest.mark.parametrize(
-        "other",
-        [
-            [[tf.zeros([3])]] * 2,
-            [[tf.zeros([2], tf.float64)]] * 2,
-            [[tf.zeros([2])]] * 3,
-            [[np.zeros([2, 1], np.float32)]] * 2,
-        ],
+        ("value", "replicas"),
+        [(tf.zeros([3]), 2), (tf.zeros([2], tf.float64), 2), (tf.zeros([2]), 3), (np.zeros([2, 1], np.float32), 2)],
         ids=["shape", "dtype", "replicas", "rank"],
     )
-    def test_another_shape_dtype_or_number_of_replicas_is_compiled(self, other):
+    def test_another_shape_dtype_or_number_of_replicas_is_compiled(self, value, replicas):
+        other = [[value]] * replicas
         fn = lambda x: x * tf.cast(12, x.dtype)  # noqa: E731
         xla.replicate(fn, X)
         again = used(xla.replicate, fn, other)
@@ -183,10 +177,7 @@ class TestFoundAgain:
 
     def test_a_new_lambda_with_the_same_closure_is_the_same(self):
         variable, constant = tf.Variable(2.0), tf.constant(3.0)
-
-        def call(k):
-            return xla.replicate(lambda x: x * variable + constant + k, X)
-
+        call = lambda k: xla.replicate(lambda x: x * variable + constant + k, X)  # noqa: E731
         assert [used(call, k) for k in (16, 16, 17, 16)] == [ONCE, FOUND, ONCE, FOUND]
         assert values(call(17)) == [[22.0, 24.0], [26.0, 28.0]]
 
@@ -246,12 +237,8 @@ class TestFoundAgain:
         assert used(xla.replicate, model, X) == FOUND
 
     def test_equal_programs_of_different_functions_are_compiled_once(self):
-        def first(x):
-            return x * 22.0 + 1.0
-
-        def second(y):
-            return y * 22.0 + 1.0
-
+        first = lambda x: x * 22.0 + 1.0  # noqa: E731
+        second = lambda y: y * 22.0 + 1.0  # noqa: E731
         assert used(xla.replicate, first, X) == ONCE
         assert used(xla.replicate, second, X) == Counts(traces=1, lowerings=1, launches=1)
         assert values(xla.replicate(second, X)) == [[23.0, 45.0], [67.0, 89.0]]
@@ -274,12 +261,12 @@ class TestFoundAgain:
 def _keep_most(monkeypatch, most):
     for name in ("_MOST_PROGRAMS", "_MOST_UNUSED"):
         monkeypatch.setattr(program_table, name, most)
+    programs = program_table.ProgramTable(device_group("cpu", 2))
+    monkeypatch.setattr(REPLICATE, "_programs", lambda devices: programs)
 
 
 def test_caches_are_bounded(monkeypatch):
     _keep_most(monkeypatch, 2)
-    programs = program_table.ProgramTable(device_group("cpu", 2))
-    monkeypatch.setattr(REPLICATE, "_programs", lambda devices: programs)
     call = lambda k: xla.replicate(lambda x: x * float(k), X)  # noqa: E731
     for k in range(5):
         assert used(call, k) == ONCE
@@ -292,8 +279,6 @@ def test_caches_are_bounded(monkeypatch):
 
 def test_what_a_cache_drops_can_still_be_used(monkeypatch):
     _keep_most(monkeypatch, 1)
-    programs = program_table.ProgramTable(device_group("cpu", 2))
-    monkeypatch.setattr(REPLICATE, "_programs", lambda devices: programs)
     step = tf.function(lambda x: xla.replicate(lambda x: x * 2.0, [[x], [x]]))
     assert values(step(X[0][0])) == [[2.0, 4.0]] * 2
     for k in range(3):
@@ -337,9 +322,7 @@ def test_a_program_is_portable():
 def test_the_text_does_not_depend_on_what_was_traced_before():
     """TensorFlow numbers the functions of a process; workers compare texts, and may have traced other functions."""
 
-    def body(x):
-        return tf.cumsum(tf.map_fn(lambda each: tf.cond(each > 0, lambda: 2.0 * each, lambda: each), x))
-
+    body = lambda x: tf.cumsum(tf.map_fn(lambda each: tf.cond(each > 0, lambda: 2.0 * each, lambda: each), x))  # noqa: E731
     first = xla.lower(body, [[tf.ones([3])]]).as_text()
     tf.function(lambda x: x + 1.0)(1.0)
     assert first.count("func.func") > 1

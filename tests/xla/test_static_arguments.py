@@ -72,10 +72,7 @@ def test_of_ragged_tensors():
 
 def test_a_list_that_is_closed_over_counts_by_what_it_holds():
     rates = [2.0]
-
-    def fn(x):
-        return x * rates[0]
-
+    fn = lambda x: x * rates[0]  # noqa: E731
     assert xla.replicate(fn, [[ONE]])[0].numpy().tolist() == [2.0]
     rates[0] = 3.0
     assert xla.replicate(fn, [[ONE]])[0].numpy().tolist() == [3.0]
@@ -97,15 +94,12 @@ def test_many_traces_of_one_function_are_warned_of(caplog):
     assert "tf.constant(count)" in caplog.text
 
 
-def test_the_function_of_a_data_set_reads_what_the_last_step_wrote():
-    from replica_engine import TPUStrategy
-
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_the_function_of_a_data_set_reads_what_the_last_step_wrote(two):
+    with two.scope():
         variable = tf.Variable(0.0)
     dataset = tf.data.Dataset.range(1).map(lambda _: variable + 0.0)
     for step in range(1, 4):
-        strategy.run(lambda: variable.assign_add(1.0))
+        two.run(lambda: variable.assign_add(1.0))
         assert [float(each) for each in dataset] == [float(step)]
 
 
@@ -113,16 +107,13 @@ factor = 2.0
 factors = [2.0]
 
 
-def test_a_function_is_found_again_by_the_objects_that_it_uses(monkeypatch):
+def test_a_function_is_found_again_by_the_objects_that_it_uses(two, monkeypatch):
     """Each of them may be bound to another object, or change; only what is the very same needs no comparison."""
-    strategy = replica_engine.TPUStrategy(num_cores=2)
     offset, inner, held = 1.0, (lambda x: x), {"held": 1.0}
     closed = 1.0
 
     def make(power):
-        def nested(x):
-            return x**power + closed
-
+        nested = lambda x: x**power + closed  # noqa: E731
         return nested
 
     nested = make(2.0)
@@ -134,10 +125,7 @@ def test_a_function_is_found_again_by_the_objects_that_it_uses(monkeypatch):
         "what a closed-over function closes over": lambda: nested(ONE + 1.0),
         "a closed-over dictionary": lambda: ONE * held["held"],
     }
-
-    def results():
-        return [float(strategy.experimental_local_results(strategy.run(fn))[1][0]) for fn in uses.values()]
-
+    results = lambda: [float(two.experimental_local_results(two.run(fn))[1][0]) for fn in uses.values()]  # noqa: E731
     first = [2.0, 2.0, 2.0, 1.0, 5.0, 1.0]
     assert results() == results() == first
     monkeypatch.setitem(globals(), "factor", 3.0)
@@ -158,21 +146,16 @@ def test_a_function_is_found_again_by_the_objects_that_it_uses(monkeypatch):
 
     monkeypatch.setattr(FunctionSpec, "key", no_key)
     for name in ("a global", "a closed-over number", "a closed-over function"):
-        strategy.run(uses[name])
+        two.run(uses[name])
     with pytest.raises(AssertionError, match="compared"):
-        strategy.run(uses["a list that is a global"])
+        two.run(uses["a list that is a global"])
 
 
 def test_a_name_that_another_thread_binds_during_a_call(monkeypatch):
     strategy = replica_engine.TPUStrategy(num_cores=1)
     rate = 1.0
-
-    def body():
-        return ONE[0] * rate
-
-    def result():
-        return float(strategy.run(body))
-
+    body = lambda: ONE[0] * rate  # noqa: E731
+    result = lambda: float(strategy.run(body))  # noqa: E731
     assert result() == 1.0
     rate = 3.0
     assert result() == 3.0
@@ -215,8 +198,7 @@ def test_a_function_that_calls_the_host_is_found_again_by_its_cells():
 
 @pytest.mark.parametrize("of_body", [False, True], ids=["the body", "what the body calls"])
 def test_partials_with_other_arguments_are_other_functions(of_body):
-    def scaled(x, factor=1.0, *, added=0.0):
-        return factor * x + added
+    scaled = lambda x, factor=1.0, *, added=0.0: factor * x + added  # noqa: E731
 
     def run(*args, **kwargs):
         fn = functools.partial(scaled, *args, **kwargs)

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_two import gradient_of, spread
 
 from replica_engine import TPUStrategy, xla
 
@@ -28,11 +29,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 def test_of_all_sizes(pattern):
     masks = [np.asarray(pattern(shape), bool) for shape in SHAPES]
-
-    def fn(x):
-        return [tf.math.logical_xor(tf.constant(mask), x) for mask in masks]
-
-    results = xla.replicate(fn, [[False], [True]])
+    results = xla.replicate(lambda x: [tf.math.logical_xor(tf.constant(mask), x) for mask in masks], [[False], [True]])
     for mask, one, other in zip(masks, *results, strict=True):
         np.testing.assert_array_equal(one, mask)
         np.testing.assert_array_equal(other, ~mask)
@@ -43,18 +40,13 @@ def test_inside(where):
     mask = np.random.default_rng(1).random((13, 17)) < 0.5
 
     def fn(x):
-        def masked(x):
-            return tf.where(tf.constant(mask), x, 0.0)
-
+        masked = lambda x: tf.where(tf.constant(mask), x, 0.0)  # noqa: E731
         if where == "in a branch":
             return tf.cond(x[0, 0] > 0, lambda: masked(x), lambda: x)
         if where == "in a loop":
             return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, 2.0 * masked(x)), [0, x])[1] / 4.0
         if where == "in a gradient":
-            with tf.GradientTape() as tape:
-                tape.watch(x)
-                y = masked(x)
-            return tape.gradient(y, x)
+            return gradient_of(masked)(x)
         return tf.function(masked)(x)
 
     for result in xla.replicate(fn, [[tf.ones(mask.shape)]] * 2):
@@ -63,10 +55,7 @@ def test_inside(where):
 
 def test_in_programs_that_are_kept(folder):
     mask = np.random.default_rng(2).random((30, 30)) < 0.5
-
-    def masked(x):
-        return tf.where(tf.constant(mask), x, 0.0)
-
+    masked = lambda x: tf.where(tf.constant(mask), x, 0.0)  # noqa: E731
     before = xla.counts()
     for _ in range(2):
         for result in xla.replicate(lambda x: masked(x), [[tf.ones(mask.shape)]] * 2):
@@ -75,14 +64,11 @@ def test_in_programs_that_are_kept(folder):
     assert (xla.counts() - before).lowerings == 1  # the others read the text from the folder
 
 
-def test_replicas_with_different_shapes():
+def test_replicas_with_different_shapes(two):
     mask = np.random.default_rng(3).random(150) < 0.5
-    strategy = TPUStrategy(num_cores=2)
-    shares = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.ones([context.replica_id_in_sync_group + 1, 150])
-    )
-    result = strategy.run(lambda x: tf.reduce_sum(tf.where(tf.constant(mask), x, 0.0), 0), args=(shares,))
-    for factor, each in enumerate(strategy.experimental_local_results(result), start=1):
+    shares = spread(two, lambda i: tf.ones([i + 1, 150]))
+    result = two.run(lambda x: tf.reduce_sum(tf.where(tf.constant(mask), x, 0.0), 0), args=(shares,))
+    for factor, each in enumerate(two.experimental_local_results(result), start=1):
         np.testing.assert_array_equal(each, factor * mask)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import operator
 import queue
 
 import numpy as np
@@ -115,8 +116,7 @@ def test_in_control_flow_it_is_called_where_the_program_comes_by():
         for _ in tf.range(2):
             x += 10.0
             xla.outside_compilation(note, x)
-        condition = lambda x: x < 30.0  # noqa: E731
-        (x,) = tf.while_loop(condition, lambda x: (xla.outside_compilation(note, x), [x + 5.0])[1], [x])
+        (x,) = tf.while_loop(lambda x: x < 30.0, lambda x: (xla.outside_compilation(note, x), [x + 5.0])[1], [x])
         return x
 
     assert values(on_two(body)) == [31.0, 32.0]
@@ -138,27 +138,11 @@ def test_in_a_loop_of_steps_it_is_called_once_in_each():
 # Each use is the error, before anything runs.
 
 
-def in_a_function(x):
-    return tf.function(lambda: unknown(x))()
-
-
-def in_a_branch(x):
-    return tf.cond(x > 0.0, lambda: unknown(x), lambda: x)
-
-
-def in_both_branches(x):
-    return tf.cond(x > 0.0, lambda: unknown(x), lambda: unknown(x))
-
-
 def in_a_converted_branch(x):
     y = x
     if x > 0.0:
         y = unknown(x)
     return y
-
-
-def in_a_loop(x):
-    return tf.while_loop(lambda x: x < 3.0, lambda x: [unknown(x)], [x])
 
 
 def in_a_converted_loop(x):
@@ -167,27 +151,9 @@ def in_a_converted_loop(x):
     return x
 
 
-def in_an_array(x):
-    return tf.TensorArray(tf.float32, 1, element_shape=[]).write(0, unknown(x)).stack()
-
-
 def in_a_closure(x):
     y = unknown(x)
     xla.outside_compilation(lambda: print(y))
-
-
-def in_place(x):
-    y = unknown(x)
-    y += x
-    return y
-
-
-def an_item(x):
-    unknown(x)[0] = x
-
-
-def an_attribute(x):
-    unknown(x).loss = x
 
 
 USES = {
@@ -205,7 +171,7 @@ USES = {
     "added to": lambda x: x + unknown(x),
     "times a number": lambda x: 2.0 * unknown(x),
     "a power": lambda x: unknown(x) ** 2,
-    "in place": in_place,
+    "in place": lambda x: operator.iadd(unknown(x), x),
     "negative": lambda x: -unknown(x),
     "compared": lambda x: x < unknown(x),
     "equal": lambda x: unknown(x) == 1.0,
@@ -213,8 +179,8 @@ USES = {
     "taken apart": lambda x: (lambda a, b: a)(*unknown(x)),
     "indexed": lambda x: unknown(x)["loss"],
     "an attribute": lambda x: unknown(x).shape,
-    "an attribute that is set": an_attribute,
-    "an item that is set": an_item,
+    "an attribute that is set": lambda x: setattr(unknown(x), "loss", x),
+    "an item that is set": lambda x: operator.setitem(unknown(x), 0, x),
     "a length": lambda x: len(unknown(x)),
     "contains": lambda x: 1.0 in unknown(x),
     "a truth": lambda x: x if unknown(x) else x + 1.0,
@@ -228,15 +194,15 @@ USES = {
     "in an argument": lambda x: xla.outside_compilation(print, {"y": unknown(x)}),
     "closed over": in_a_closure,
     "a partial": lambda x: xla.outside_compilation(functools.partial(print, unknown(x))),
-    "of a function": in_a_function,
-    "of a branch": in_a_branch,
-    "of both branches": in_both_branches,
+    "of a function": lambda x: tf.function(lambda: unknown(x))(),
+    "of a branch": lambda x: tf.cond(x > 0.0, lambda: unknown(x), lambda: x),
+    "of both branches": lambda x: tf.cond(x > 0.0, lambda: unknown(x), lambda: unknown(x)),
     "of an if": in_a_converted_branch,
-    "of a loop": in_a_loop,
+    "of a loop": lambda x: tf.while_loop(lambda x: x < 3.0, lambda x: [unknown(x)], [x]),
     "of a while": in_a_converted_loop,
     "of a map": lambda x: tf.map_fn(unknown, tf.stack([x, x])),
     "in a tf.py_function": lambda x: tf.py_function(plus_one, [unknown(x)], tf.float32),
-    "in an array of tensors": in_an_array,
+    "in an array of tensors": lambda x: tf.TensorArray(tf.float32, 1, element_shape=[]).write(0, unknown(x)).stack(),
     "reduced": lambda x: xla.cross_replica_sum(unknown(x)),
     "printed": lambda x: tf.print(tf.strings.format("{}", unknown(x))),
 }
@@ -253,9 +219,8 @@ def test_any_use_is_the_error_that_says_what_to_write(use):
     assert isinstance(raised.value.__cause__, (AttributeError, TypeError))
 
 
-def test_an_assignment_is_the_error_too():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_an_assignment_is_the_error_too(two):
+    with two.scope():
         variables = [
             tf.Variable(1.0),
             tf.Variable(1.0, synchronization=tf.VariableSynchronization.ON_READ),
@@ -264,16 +229,15 @@ def test_an_assignment_is_the_error_too():
     for variable in variables:
         for assign in (variable.assign, variable.assign_add):
             with pytest.raises(HostResultError, match="results of `plus_one`"):
-                strategy.run(lambda x: assign(unknown(x)), args=(tf.constant(1.0),))  # noqa: B023
+                two.run(lambda x: assign(unknown(x)), args=(tf.constant(1.0),))  # noqa: B023
 
 
-def test_the_error_of_a_step_in_a_function_and_in_a_loop_of_steps():
-    strategy = TPUStrategy(num_cores=2)
+def test_the_error_of_a_step_in_a_function_and_in_a_loop_of_steps(two):
     with pytest.raises(HostResultError, match="results of `plus_one`"):
-        tf.function(lambda x: strategy.run(unknown, args=(x,)))(tf.constant(1.0))
-    batches = iter(strategy.experimental_distribute_dataset(tf.data.Dataset.range(4, output_type=tf.float32).batch(4)))
+        tf.function(lambda x: two.run(unknown, args=(x,)))(tf.constant(1.0))
+    batches = iter(two.experimental_distribute_dataset(tf.data.Dataset.range(4, output_type=tf.float32).batch(4)))
     with pytest.raises(HostResultError, match="results of `plus_one`"):
-        strategy.run_steps(lambda context, x: context.set_last_step_output("y", unknown(x)), batches, 1)
+        two.run_steps(lambda context, x: context.set_last_step_output("y", unknown(x)), batches, 1)
 
 
 def test_an_exception_of_the_user_about_it_stays():
@@ -288,9 +252,7 @@ def test_an_exception_of_the_user_about_it_stays():
 
 
 def test_a_shape_that_depends_on_values_is_named():
-    def body(x):
-        return xla.outside_compilation(lambda x: {"a": x, "large": tf.boolean_mask([x], [x > 1.0])}, x)["a"]
-
+    body = lambda x: xla.outside_compilation(lambda x: {"a": x, "large": tf.boolean_mask([x], [x > 1.0])}, x)["a"]  # noqa: E731
     with pytest.raises(HostResultError, match=r"the result\['large'\] has the shape \(None,\).*xla\.returns") as raised:
         on_two(body)
     assert raised.value.__cause__ is None
@@ -379,12 +341,10 @@ def test_what_is_no_spec_is_refused_where_it_is_declared(spec, got):
         xla.returns(spec)
 
 
-def test_one_function_that_is_declared_anew_is_another():
-    strategy = TPUStrategy(num_cores=2)
-
+def test_one_function_that_is_declared_anew_is_another(two):
     def run(spec):
         host = xla.returns(spec)(lambda x: x.numpy())
-        return strategy.run(lambda x: tf.shape(xla.outside_compilation(host, x)), args=(tf.ones([2]),))
+        return two.run(lambda x: tf.shape(xla.outside_compilation(host, x)), args=(tf.ones([2]),))
 
     with pytest.raises(HostResultError, match=r"compiled for a tensor of dtype float32 and shape \(3,\)"):
         run(tf.TensorSpec([3]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import TPUStrategy, xla
+from replica_engine import xla
 from replica_engine.errors import CollectiveError, LoweringError
 from replica_engine.upstream.graphs import xla_ops
 
@@ -17,8 +17,7 @@ DTYPES = [tf.bool, *INTEGERS, tf.float16, tf.bfloat16, tf.float32, tf.float64, t
 def run_with_any_size(fn, size=2):
     """`fn` on replicas, in a function that is traced once for all sizes of its argument: replica i has (i + 1) * x."""
 
-    def body(x):
-        return fn(x * tf.cast(xla.replica_id() + 1, x.dtype))
+    body = lambda x: fn(x * tf.cast(xla.replica_id() + 1, x.dtype))  # noqa: E731
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)])
     def step(x):
@@ -28,9 +27,7 @@ def run_with_any_size(fn, size=2):
 
 
 def test_values_of_all_dtypes_are_gathered():
-    def gather(x):
-        return {dtype.name: xla.all_gather(tf.cast(x, dtype)) for dtype in DTYPES}
-
+    gather = lambda x: {dtype.name: xla.all_gather(tf.cast(x, dtype)) for dtype in DTYPES}  # noqa: E731
     for rows in (0, 3):
         x = np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2)
         for found in run_with_any_size(gather)(x):
@@ -72,15 +69,13 @@ def test_reductions_of_what_xlas_own_op_does_not_take(op):
         assert result.numpy().tolist() == [[expected] * 2] * 3
 
 
-def test_other_operations_say_which_argument_it_is():
-    strategy = TPUStrategy(num_cores=2)
-
+def test_other_operations_say_which_argument_it_is(two):
     def swap(pixels):
         return xla.all_to_all(2.0 * pixels, 0, 0)
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2])])
     def step(x):
-        return strategy.run(swap, args=(x,))
+        return two.run(swap, args=(x,))
 
     with pytest.raises(CollectiveError) as caught:
         step(tf.ones([2, 2]))
