@@ -329,7 +329,4 @@ def test_the_model_of_step_time_reads_rows_of_the_group():
         for of in ("", " of 2")
     ]
     others = [Row("hosts", "step of mlp, 2 workers", {OURS: [5.0]})]
-    assert step_time.points([*rows, *others]) == [
-        step_time.Point(2, 1, 1e6, 0.002),
-        step_time.Point(2, 2, 1e6, 0.002),
-    ]
+    assert step_time.points([*rows, *others]) == [step_time.Point(2, 1, 1e6, 0.002), step_time.Point(2, 2, 1e6, 0.002)]

@@ -120,10 +120,7 @@ NEEDS_JAX = pytest.mark.skipif(not HAS_XLA, reason=WHY_NO_XLA)
 
 @pytest.mark.parametrize(
     ("under", "cases"),
-    [
-        pytest.param(MIRRORED, UNDER_MIRRORED, id="mirrored"),
-        pytest.param(TPU, UNDER_TPU, id="tpu", marks=NEEDS_JAX),
-    ],
+    [pytest.param(MIRRORED, UNDER_MIRRORED, id="mirrored"), pytest.param(TPU, UNDER_TPU, id="tpu", marks=NEEDS_JAX)],
 )
 def test_distributed_datasets_need_no_more_than_one_thread(programs, under, cases):
     """One after the other, in one process. The first line that is missing is of the one that hangs."""

@@ -44,3 +44,15 @@ def both(request):
 def compiled():
     """A new TPUStrategy, with its known-good step taken once."""
     return _witness("tpu")
+
+
+@pytest.fixture
+def threads():
+    """A new MirroredStrategy."""
+    return KINDS["mirrored"]()
+
+
+@pytest.fixture
+def tpu():
+    """A new TPUStrategy."""
+    return KINDS["tpu"]()

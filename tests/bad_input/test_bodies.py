@@ -5,55 +5,38 @@ import importlib
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, TPUStrategy, xla
-from replica_engine.errors import (
-    CaptureError,
-    CollectiveError,
-    HostAccessError,
-    LoweringError,
-    ProgramError,
-)
+from replica_engine import TPUStrategy, xla
+from replica_engine.errors import CaptureError, CollectiveError, HostAccessError, LoweringError, ProgramError
 from replica_engine.xla.host_calls import session
 
 lower = importlib.import_module("replica_engine.xla.stages.lowered")  # `xla.lower` is the function
 
 
 @pytest.fixture
-def _small_machine(monkeypatch):
-    monkeypatch.setattr(lower, "memory_limit", lambda devices: 8 << 30)
+def on_devices_alone():
+    return TPUStrategy(num_cores=2, soft_placement=False)
 
 
-@pytest.fixture
-def _little_patience(monkeypatch):
-    monkeypatch.setattr(session, "_STUCK_AFTER", 0.01)
-
-
-def test_a_variable_that_may_change_its_shape():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_a_variable_that_may_change_its_shape(tpu):
+    with tpu.scope():
         history = tf.Variable(tf.zeros([1]), shape=[None])
-
-    def step(x):
-        return x + tf.reduce_sum(history)
-
     with pytest.raises(CaptureError, match="Make the variable without shape=, so that it gets the shape"):
-        strategy.run(step, args=(tf.constant(1.0),))
+        tpu.run(lambda x: x + tf.reduce_sum(history), args=(tf.constant(1.0),))
 
 
-def test_text_from_outside():
-    strategy = TPUStrategy(num_cores=2, soft_placement=False)
-    labels = tf.constant(["cat", "dog"])
+def test_text_from_outside(on_devices_alone):
+    labels, words = tf.constant(["cat", "dog"]), tf.Variable(["a", "b"], name="words")
 
-    def step(x):
+    def count(x):
         return x + tf.cast(tf.size(tf.where(labels == "cat")), tf.float32)
 
     with pytest.raises(CaptureError, match="Its dtype is string, which no device can hold: convert it"):
-        strategy.run(step, args=(tf.constant(1.0),))
+        on_devices_alone.run(count, args=(tf.constant(1.0),))
+    with pytest.raises(CaptureError, match="Its dtype is string, which no device can hold: use it on"):
+        on_devices_alone.run(lambda x: x + tf.cast(tf.size(words), tf.float32), args=(tf.constant(1.0),))
 
 
-def test_the_gradient_of_a_loop_without_a_bound():
-    strategy = TPUStrategy(num_cores=2)
-
+def test_the_gradient_of_a_loop_without_a_bound(tpu):
     def step(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -65,193 +48,121 @@ def test_the_gradient_of_a_loop_without_a_bound():
     line = step.__code__.co_firstlineno + 4
     words = rf"In `step`, a loop at .*test_bodies.py:{line} in step keeps a value of each iteration, for its"
     with pytest.raises(LoweringError, match=words):
-        strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+        tpu.run(step, args=(tf.constant([1.0, 2.0]),))
 
 
 def test_a_batch_of_any_size():
-    def step(x):
-        return tf.reduce_sum(x)
-
     @tf.function(input_signature=[tf.TensorSpec([None, 3])])
     def show(x):
-        print(xla.lower(step, inputs=[[x], [x]]).as_text())
+        print(xla.lower(tf.reduce_sum, inputs=[[x], [x]]).as_text())
 
     with pytest.raises(LoweringError, match="but XLA compiles for fixed shapes"):
         show(tf.ones([8, 3]))
 
 
-def test_text_as_a_result():
-    strategy = TPUStrategy(num_cores=2, soft_placement=False)
-
-    def step(x):
-        return x, tf.strings.as_string(x)
-
+def test_text_as_a_result(on_devices_alone):
     with pytest.raises(LoweringError, match="is a string or another value that no device"):
-        strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+        on_devices_alone.run(lambda x: (x, tf.strings.as_string(x)), args=(tf.constant([1.0, 2.0]),))
 
 
-def test_a_branch_of_what_was_cut_out_that_the_host_needs():
-    strategy = TPUStrategy(num_cores=2)
-
-    def step(x):
-        large = tf.boolean_mask(x, x > 1.0)
-        shown = tf.cond(x[0] > 0.0, lambda: large * 2.0, lambda: large)
-        tf.print("large ones:", shown)
-
-    with pytest.raises(LoweringError, match="runs on the host and needs a result of"):
-        strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+def _branch_of_what_was_cut_out_that_the_host_needs(x):
+    large = tf.boolean_mask(x, x > 1.0)
+    tf.print("large ones:", tf.cond(x[0] > 0.0, lambda: large * 2.0, lambda: large))
 
 
-def test_a_branch_that_cuts_out_what_the_host_needs():
-    strategy = TPUStrategy(num_cores=2)
-
-    def step(x):
-        shown = tf.cond(x[0] > 0.0, lambda: tf.boolean_mask(x, x > 1.0), lambda: x)
-        tf.print("large ones:", shown)
-
-    with pytest.raises(LoweringError, match="runs on the host and needs a result of StatelessIf at "):
-        strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+def _branch_that_cuts_out_what_the_host_needs(x):
+    tf.print("large ones:", tf.cond(x[0] > 0.0, lambda: tf.boolean_mask(x, x > 1.0), lambda: x))
 
 
-def test_a_loop_that_gathers():
-    strategy = TPUStrategy(num_cores=2)
-
-    def step(x):
-        for _ in tf.range(3):
-            tf.autograph.experimental.set_loop_options(shape_invariants=[(x, tf.TensorShape([None]))])
-            x = tf.distribute.get_replica_context().all_gather(x, axis=0)
-        return x
-
-    with pytest.raises(LoweringError, match="after it, and XLA compiles a loop for one shape"):
-        strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+def _loop_that_gathers(x):
+    for _ in tf.range(3):
+        tf.autograph.experimental.set_loop_options(shape_invariants=[(x, tf.TensorShape([None]))])
+        x = tf.distribute.get_replica_context().all_gather(x, axis=0)
+    return x
 
 
-def test_whatever_else_xla_refuses():
-    strategy = TPUStrategy(num_cores=2)
-
-    def step(x):
-        array = tf.TensorArray(tf.float32, size=0)
-        return x + array.read(0)
-
-    with pytest.raises(LoweringError, match="TensorList is not initialized"):
-        strategy.run(step, args=(tf.constant([1.0, 2.0]),))
+def _list_of_nothing(x):
+    return x + tf.TensorArray(tf.float32, size=0).read(0)
 
 
-def test_a_variable_of_text():
-    strategy = TPUStrategy(num_cores=2, soft_placement=False)
-    words = tf.Variable(["a", "b"], name="words")
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (_branch_of_what_was_cut_out_that_the_host_needs, "runs on the host and needs a result of"),
+        (_branch_that_cuts_out_what_the_host_needs, "runs on the host and needs a result of StatelessIf at "),
+        (_loop_that_gathers, "after it, and XLA compiles a loop for one shape"),
+        (_list_of_nothing, "TensorList is not initialized"),
+    ],
+)
+def test_what_xla_refuses(tpu, step, words):
+    with pytest.raises(LoweringError, match=words):
+        tpu.run(step, args=(tf.constant([1.0, 2.0]),))
 
-    def step(x):
-        return x + tf.cast(tf.size(words), tf.float32)
 
-    with pytest.raises(CaptureError, match="Its dtype is string, which no device can hold: use it on"):
-        strategy.run(step, args=(tf.constant(1.0),))
-
-
-def test_a_concrete_function_of_all_replicas():
-    strategy = TPUStrategy(num_cores=2)
+def test_a_concrete_function_of_all_replicas(tpu):
     on_read, total = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
-    with strategy.scope():
+    with tpu.scope():
         seen = tf.Variable(0.0, name="seen", synchronization=on_read, aggregation=total)
-
-    @tf.function
-    def so_far(x):
-        return x + seen
-
-    concrete = so_far.get_concrete_function(tf.TensorSpec([]))
+    concrete = tf.function(lambda x: x + seen).get_concrete_function(tf.TensorSpec([]))
     with pytest.raises(CaptureError, match="There it is one value of all replicas, and a compiled"):
-        strategy.run(concrete, args=(tf.constant(1.0),))
+        tpu.run(concrete, args=(tf.constant(1.0),))
 
 
-@pytest.mark.usefixtures("_small_machine")
-def test_a_program_that_needs_more_memory_than_there_is():
+def test_a_program_that_needs_more_memory_than_there_is(tpu, monkeypatch):
     """On a machine that has 8 GiB of memory."""
-    strategy = TPUStrategy(num_cores=2)
+    monkeypatch.setattr(lower, "memory_limit", lambda devices: 8 << 30)
 
     def step():
         noise = tf.random.normal([1 << 22, 1 << 20])
         return tf.reduce_sum(noise @ tf.transpose(noise))
 
     with pytest.raises(ProgramError, match="The compiled program of `step` needs 32 TiB for"):
-        strategy.run(step)
-
-
-def test_a_gathering_of_losses():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    losses = strategy.run(tf.square, args=(tf.constant(2.0),))
-    with pytest.raises(CollectiveError, match="It joins the rows of all replicas, and a scalar has none"):
-        strategy.gather(losses, axis=0)
+        tpu.run(step)
 
 
 def test_groups_that_leave_a_replica_out():
-    def step(x):
-        return xla.cross_replica_sum(x, groups=[[0, 1]])
-
     with pytest.raises(CollectiveError, match="`groups` must contain each of the 3 replicas exactly once"):
-        xla.replicate(step, inputs=[[tf.constant(float(i))] for i in range(3)])
+        xla.replicate(lambda x: xla.cross_replica_sum(x, groups=[[0, 1]]), [[tf.constant(float(i))] for i in range(3)])
 
 
-def test_a_table_in_the_place_of_groups():
-    strategy = TPUStrategy(num_cores=2)
+def test_a_table_in_the_place_of_groups(tpu):
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 0)
-
-    def step(x):
-        return xla.cross_replica_sum(x, table)
-
     with pytest.raises(CollectiveError, match="`groups` must contain each of the 2 replicas exactly once"):
-        strategy.run(step, args=(tf.constant(1.0),))
+        tpu.run(lambda x: xla.cross_replica_sum(x, table), args=(tf.constant(1.0),))
 
 
 def test_a_replica_that_receives_twice():
-    def step(x):
-        return xla.collective_permute(x, pairs=[(0, 1), (1, 1)])
-
+    pairs = [(0, 1), (1, 1)]
     with pytest.raises(CollectiveError, match="of replicas 0 to 1, and each replica may send and receive"):
-        xla.replicate(step, inputs=[[tf.constant(1.0)], [tf.constant(2.0)]])
+        xla.replicate(lambda x: xla.collective_permute(x, pairs=pairs), [[tf.constant(1.0)], [tf.constant(2.0)]])
 
 
-def test_a_host_function_that_calls_a_function_with_a_variable():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_a_host_function_that_calls_a_function_with_a_variable(tpu):
+    with tpu.scope():
         scale = tf.Variable(2.0, name="scale")
-
-    @tf.function
-    def scaled(x):
-        return scale * x
+    scaled = tf.function(lambda x: scale * x)
 
     def report(loss):
         if xla.replica_id() == 0:
             print("loss", float(scaled(loss)))
 
-    def step(x):
-        xla.outside_compilation(report, x * x)
-
     scaled(tf.constant(1.0))
     with pytest.raises(HostAccessError, match="function that uses a variable of a strategy, whose values"):
-        strategy.run(step, args=(tf.constant(1.0),))
+        tpu.run(lambda x: xla.outside_compilation(report, x * x), args=(tf.constant(1.0),))
 
 
-def test_a_host_function_that_runs_a_step():
-    strategy = TPUStrategy(num_cores=2)
-
-    def evaluate():
-        return tf.constant(1.0)
-
+def test_a_host_function_that_runs_a_step(tpu):
     def report(loss):
         if xla.replica_id() == 0:
-            print("loss", float(loss), "accuracy", strategy.run(evaluate))
-
-    def step(x):
-        xla.outside_compilation(report, x * x)
+            print("loss", float(loss), "accuracy", tpu.run(lambda: tf.constant(1.0)))
 
     with pytest.raises(HostAccessError, match="runs on the host uses devices: it runs a"):
-        strategy.run(step, args=(tf.constant(1.0),))
+        tpu.run(lambda x: xla.outside_compilation(report, x * x), args=(tf.constant(1.0),))
 
 
-@pytest.mark.usefixtures("_little_patience")
-def test_a_program_that_does_not_end_after_a_failure():
+def test_a_program_that_does_not_end_after_a_failure(tpu, monkeypatch):
     """The program is long, and it is given 0.01 s to end after the failure, not 15."""
-    strategy = TPUStrategy(num_cores=2)
+    monkeypatch.setattr(session, "_STUCK_AFTER", 0.01)
 
     @xla.returns(tf.TensorSpec([500, 500]))
     def check(x):
@@ -266,5 +177,5 @@ def test_a_program_that_does_not_end_after_a_failure():
         return xla.cross_replica_sum(x)
 
     with pytest.raises(ValueError, match="no more room") as caught:
-        strategy.run(step, args=(tf.random.normal([500, 500]),))
+        tpu.run(step, args=(tf.random.normal([500, 500]),))
     assert "Either it takes long, or its 2 replicas wait for each" in str(caught.value.__notes__)

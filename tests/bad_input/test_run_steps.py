@@ -218,12 +218,3 @@ def test_batches_without_an_end_are_refused(compiled, make, good):
     _, error = run_counted_steps(compiled, [GOOD] * good + [make()])
     assert isinstance(error, ReplicaEngineError)
     assert "contains itself" in str(error) or "the structure differs" in str(error)
-
-
-@pytest.mark.parametrize("parameters", [lambda: None, lambda context: None, lambda context, x, y, z: None])
-def test_a_step_that_takes_other_arguments(compiled, parameters):
-    with pytest.raises(
-        TypeError, match=r"with its context first, and then with the batch:\n    def step\(context, batch\):"
-    ):
-        compiled.strategy.run_steps(parameters, [GOOD], 1)
-    compiled.check()

@@ -67,11 +67,7 @@ def test_numbers_of_rows_are_ints_that_are_not_negative(both, number):
 
 def test_numbers_of_rows_may_be_of_numpy_and_of_a_graph(both):
     outputs = PerReplica([tf.ones([2]), tf.zeros([2])])
-
-    @tf.function
-    def join(count):
-        return replica_engine.join_outputs(both.strategy, outputs, count)
-
+    join = tf.function(lambda count: replica_engine.join_outputs(both.strategy, outputs, count))
     assert replica_engine.join_outputs(both.strategy, outputs, np.int64(3)).numpy().tolist() == [1, 1, 0]
     assert join(tf.constant(3)).numpy().tolist() == [1, 1, 0]
 

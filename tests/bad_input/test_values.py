@@ -4,27 +4,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy, accumulate, split_batch
+from replica_engine import MirroredStrategy, MultiWorkerMirroredStrategy, accumulate, split_batch
 from replica_engine.errors import ReplicaValueError
 
 
-def test_a_distributed_value_in_another():
-    strategy = TPUStrategy(num_cores=2)
-
-    def replica_id(context):
-        return tf.constant(context.replica_id_in_sync_group)
-
-    def all_ids(context):
-        return strategy.experimental_distribute_values_from_function(replica_id)
-
-    ids = strategy.experimental_distribute_values_from_function(all_ids)
+def test_a_distributed_value_in_another(tpu):
+    make = tpu.experimental_distribute_values_from_function
+    ids = make(lambda _: make(lambda context: tf.constant(context.replica_id_in_sync_group)))
     with pytest.raises(ReplicaValueError, match="is a distributed value whose components are distributed"):
-        strategy.run(tf.square, args=(ids,))
+        tpu.run(tf.square, args=(ids,))
 
 
-def test_a_gradient_that_is_none():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+def test_a_gradient_that_is_none(threads):
+    with threads.scope():
         used, unused = tf.Variable(2.0), tf.Variable(3.0)
 
     def step(x):
@@ -34,108 +26,53 @@ def test_a_gradient_that_is_none():
         return tf.distribute.get_replica_context().all_reduce("SUM", gradients)
 
     with pytest.raises(ReplicaValueError, match="A tape gives None for a variable that the loss does not"):
-        strategy.run(step, args=(tf.constant(1.0),))
+        threads.run(step, args=(tf.constant(1.0),))
 
 
-def test_a_sum_of_a_python_number():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def count():
-        return 1.0
-
-    with pytest.raises(ReplicaValueError, match="0 is not defined: it is one value for all replicas, not one"):
-        strategy.reduce("SUM", strategy.run(count), axis=None)
-
-
-def test_a_sum_of_unequal_parts_of_a_batch():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def part(context):
-        return tf.ones([2 - context.replica_id_in_sync_group])
-
-    parts = strategy.experimental_distribute_values_from_function(part)
-    with pytest.raises(ReplicaValueError, match="The values of the replicas have different shapes"):
-        strategy.reduce("SUM", parts, axis=None)
-
-
-def test_a_function_of_numpy_that_is_written_in_c():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    @tf.function
-    def step(x):
-        return strategy.run(lambda part: np.exp(part), args=(x,))
-
-    with pytest.raises(NotImplementedError) as caught:
-        step(tf.constant([1.0, 2.0]))
+@pytest.mark.parametrize(
+    ("autograph", "fn", "value", "error"),
+    [
+        (True, lambda part: np.exp(part), [1.0, 2.0], NotImplementedError),
+        (False, lambda x: x if x > 0.0 else 0.0, 1.0, tf.errors.OperatorNotAllowedInGraphError),
+    ],
+    ids=["a function of NumPy that is written in C", "a condition without AutoGraph"],
+)
+def test_the_value_of_a_tensor_in_a_function(threads, autograph, fn, value, error):
+    step = tf.function(lambda x: threads.run(fn, args=(x,)), autograph=autograph)
+    with pytest.raises(error) as caught:
+        step(tf.constant(value))
     assert "function or by TPUStrategy: while it is traced, a tensor" in str(caught.value.__notes__)
 
 
-def test_a_condition_without_autograph():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-
-    def rectified(x):
-        return x if x > 0.0 else 0.0
-
-    @tf.function(autograph=False)
-    def step(x):
-        return strategy.run(rectified, args=(x,))
-
-    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError) as caught:
-        step(tf.constant(1.0))
-    assert "function or by TPUStrategy: while it is traced, a tensor" in str(caught.value.__notes__)
-
-
-def test_a_python_number_without_autograph():
-    strategy = TPUStrategy(num_cores=2)
-
+def test_a_python_number_without_autograph(tpu):
     @tf.autograph.experimental.do_not_convert
     def step(x):
         return float(x) + 1.0
 
     with pytest.raises(TypeError) as caught:
-        strategy.run(step, args=(tf.constant(1),))
+        tpu.run(step, args=(tf.constant(1),))
     assert "function or by TPUStrategy: while it is traced, a tensor" in str(caught.value.__notes__)
     assert "Write tf.cast(x, tf.float32)" in str(caught.value.__notes__)
 
 
-def test_the_array_of_a_variable():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
+def test_the_value_of_a_variable(tpu, threads):
+    with tpu.scope():
         weight = tf.Variable(1.0)
-
-    def step(x):
-        return x * weight.numpy()
-
     with pytest.raises(NotImplementedError) as caught:
-        strategy.run(step, args=(tf.constant(1.0),))
+        tpu.run(lambda x: x * weight.numpy(), args=(tf.constant(1.0),))
     assert "function or by TPUStrategy: while it is traced, no value of" in str(caught.value.__notes__)
-
-
-def test_a_function_of_numpy_of_a_variable():
-    strategy = MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+    with threads.scope():
         weight = tf.Variable(1.0)
-
-    @tf.function
-    def step(x):
-        return strategy.run(lambda part: part * np.exp(weight), args=(x,))
-
     with pytest.raises(NotImplementedError) as caught:
-        step(tf.constant(1.0))
+        tf.function(lambda x: threads.run(lambda part: part * np.exp(weight), args=(x,)))(tf.constant(1.0))
     assert "A NumPy function asks for the value of a variable" in str(caught.value.__notes__)
 
 
-def test_devices_in_the_place_of_a_strategy():
+def test_arguments_of_another_kind():
     with pytest.raises(ReplicaValueError, match="The first argument must be the strategy that the replicas"):
         split_batch(["CPU:0", "CPU:1"], np.ones([8, 4], "float32"))
-
-
-def test_a_word_for_yes():
     with pytest.raises(ReplicaValueError, match="concurrent must be True or False"):
         MirroredStrategy(["CPU:0", "CPU:1"], concurrent="yes")
-
-
-def test_a_word_that_is_not_known():
     with pytest.raises(ReplicaValueError, match="graph_optimizer must be"):
         MirroredStrategy(["CPU:0", "CPU:1"], graph_optimizer="none")
 

@@ -150,10 +150,7 @@ def fit(model, backup, *callbacks, data=None):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "job[7]",
-        *(pytest.param(name, marks=pytest.mark.full("other characters")) for name in ("a*/[!b]", "job?\\")),
-    ],
+    ["job[7]", *(pytest.param(name, marks=pytest.mark.full("other characters")) for name in ("a*/[!b]", "job?\\"))],
 )
 @pytest.mark.parametrize(
     "model",

@@ -78,7 +78,7 @@ def jobs(saved, programs, folder):
     """What the workers of a job found."""
     how = {"HOW": json.dumps(WORKERS), "SOURCES": json.dumps(["plain", "three parts"]), "FOLDER": str(folder)}
     with job(join=LONGER) as made:
-        started = [programs.start(JOB, env=made.environment(worker, **how)) for worker in range(2)]
+        started = made.start_all(programs, JOB, **how)
         return [read(one) for one in started]
 
 

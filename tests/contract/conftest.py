@@ -13,6 +13,12 @@ def backend(strategy):
 
 
 @pytest.fixture
+def n(strategy):
+    """The number of replicas."""
+    return strategy.num_replicas_in_sync
+
+
+@pytest.fixture
 def local(strategy):
     """`local(value)`: what each replica has of a value, as a list of plain Python values."""
 

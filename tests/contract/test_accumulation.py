@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import compiled
 from helpers.versions import HAS_XLA, WHY_NO_XLA
 
 from replica_engine import MirroredStrategy, logical_devices
@@ -236,9 +237,7 @@ def batches_of(size, count=20):
 def model_of(k, make=lambda k: keras.optimizers.SGD(0.2, 0.9, clipnorm=0.3, gradient_accumulation_steps=k), **options):
     table = keras.layers.Embedding(12, 3, embeddings_initializer=keras.initializers.RandomNormal(seed=1))
     dense = keras.layers.Dense(2, kernel_initializer=keras.initializers.GlorotUniform(seed=2))
-    model = keras.Sequential([keras.Input((3,), dtype="int32"), table, keras.layers.Flatten(), dense])
-    model.compile(make(k), "mse", **options)
-    return model
+    return compiled([keras.Input((3,), dtype="int32"), table, keras.layers.Flatten(), dense], make(k), "mse", **options)
 
 
 def trained(model, epochs=2, data=None):

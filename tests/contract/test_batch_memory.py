@@ -105,11 +105,7 @@ def test_a_step_that_finds_no_batch_changes_no_variable(strategy, nested):
         return strategy.reduce("SUM", strategy.run(in_replica, args=(batch,)), axis=None)
 
     inner = tf.function(on_replicas) if nested else on_replicas
-
-    @tf.function
-    def step(batches):
-        return inner(next(batches))
-
+    step = tf.function(lambda batches: inner(next(batches)))
     dataset = strategy.experimental_distribute_dataset(generated([np.ones([8, COLUMNS], "float32")]))
     for epoch in range(1, 4):
         batches = iter(dataset)

@@ -1,7 +1,6 @@
 """What `tf.distribute` says about where one is, and what a replica inherits from the caller of `run`."""
 
 import contextvars
-import os
 
 import pytest
 import tensorflow as tf
@@ -75,7 +74,7 @@ def test_a_merge_function_is_in_cross_replica_context(strategy, run):
     assert same_everywhere(after) == (False, True, True, strategy)
 
 
-def test_an_update_is_in_cross_replica_context(strategy, run):
+def test_an_update_is_in_cross_replica_context(strategy, n, run):
     seen = []
     with strategy.scope():
         v = tf.Variable(0.0)
@@ -93,10 +92,10 @@ def test_an_update_is_in_cross_replica_context(strategy, run):
     run(fn)
     assert same_everywhere(seen) == (True, False, True, strategy)
     components = strategy.experimental_local_results(v)
-    assert [component.numpy() for component in components] == [1.0] * strategy.num_replicas_in_sync
+    assert [component.numpy() for component in components] == [1.0] * n
 
 
-def test_a_context_knows_its_strategy_and_how_many_replicas_there_are(strategy, run):
+def test_a_context_knows_its_strategy_and_how_many_replicas_there_are(strategy, n, run):
     seen = []
 
     def fn():
@@ -105,7 +104,7 @@ def test_a_context_knows_its_strategy_and_how_many_replicas_there_are(strategy, 
         seen.append((context.strategy is strategy, context.num_replicas_in_sync))
 
     run(fn)
-    assert same_everywhere(seen) == (True, strategy.num_replicas_in_sync)
+    assert same_everywhere(seen) == (True, n)
 
 
 @pytest.mark.threads("a context of its own")
@@ -116,7 +115,7 @@ def test_the_context_is_this_librarys(strategy, run):
 
 
 @pytest.mark.threads("a device of its own")
-def test_a_context_knows_its_device(strategy, run):
+def test_a_context_knows_its_device(strategy, n, run):
     seen = {}
 
     def fn():
@@ -125,15 +124,15 @@ def test_a_context_knows_its_device(strategy, run):
 
     run(fn)
     devices = strategy.extended.worker_devices
-    assert seen == {i: devices[i] for i in range(strategy.num_replicas_in_sync)}
+    assert seen == {i: devices[i] for i in range(n)}
 
 
-def test_the_replica_id_is_a_number_that_tensors_can_use(strategy, run, local):
+def test_the_replica_id_is_a_number_that_tensors_can_use(n, run, local):
     def fn():
         i = tf.distribute.get_replica_context().replica_id_in_sync_group
         return tf.gather([10, 20, 30, 40], i) + i
 
-    assert local(run(fn)) == [10 * (i + 1) + i for i in range(strategy.num_replicas_in_sync)]
+    assert local(run(fn)) == [10 * (i + 1) + i for i in range(n)]
 
 
 def test_outside_a_run_the_default_context_merges_at_once(strategy):
@@ -145,14 +144,14 @@ def test_outside_a_run_the_default_context_merges_at_once(strategy):
 
 
 @pytest.mark.threads("a context of its own")
-def test_two_runs_in_a_row_have_contexts_of_their_own(strategy):
+def test_two_runs_in_a_row_have_contexts_of_their_own(strategy, n):
     seen = []
     for _ in range(2):
         strategy.run(lambda: seen.append(tf.distribute.get_replica_context()))
-    assert len(set(map(id, seen))) == 2 * strategy.num_replicas_in_sync
+    assert len(set(map(id, seen))) == 2 * n
 
 
-def test_context_variables_are_inherited(strategy, run, local):
+def test_context_variables_are_inherited(n, run, local):
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(42)
 
@@ -161,7 +160,7 @@ def test_context_variables_are_inherited(strategy, run, local):
         variable.set(before + 1)
         return tf.constant([before, variable.get()])
 
-    assert local(run(fn)) == [[42, 43]] * strategy.num_replicas_in_sync
+    assert local(run(fn)) == [[42, 43]] * n
     assert variable.get() == 42
 
 
@@ -183,19 +182,9 @@ def test_variable_creators_are_inherited(strategy, run):
     assert "made" in seen
 
 
-@pytest.mark.threads("summaries are host work")
-def test_the_summary_writer_is_inherited(strategy, tmp_path):
-    """Replica 0 writes for all."""
-    with tf.summary.create_file_writer(str(tmp_path)).as_default(step=7):
-        strategy.run(lambda: tf.summary.scalar("loss", 0.5))
-    (file,) = os.listdir(tmp_path)
-    events = list(tf.compat.v1.train.summary_iterator(str(tmp_path / file)))
-    assert [(event.step, value.tag) for event in events for value in event.summary.value] == [(7, "loss")]
-
-
-def test_soft_placement_and_device_scopes_apply_in_a_replica(strategy, local):
+def test_soft_placement_and_device_scopes_apply_in_a_replica(strategy, n, local):
     def fn():
         with tf.device("CPU:7"):
             return tf.add(1, 1).device
 
-    assert [name[-5:] for name in local(strategy.run(fn))] == ["CPU:7"] * strategy.num_replicas_in_sync
+    assert [name[-5:] for name in local(strategy.run(fn))] == ["CPU:7"] * n

@@ -4,15 +4,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import context
 
 pytestmark = [pytest.mark.graphs, pytest.mark.replicas(3)]  # first, between, last
 ALONE_TOO = pytest.mark.replicas(1, 3)  # one test of conditions and one of loops: nothing else depends on the number
 
 START = np.array([[1.0, -2.0], [0.5, 3.0], [-1.0, 0.25], [2.0, 1.5]], np.float32)  # x of each replica
-
-
-def context():
-    return tf.distribute.get_replica_context()
 
 
 def total_of(strategy, x):
@@ -88,10 +85,7 @@ def check(strategy, merging, per_replica):
     size = strategy.num_replicas_in_sync
 
     def check(program, plain, *args):
-        @tf.function
-        def step(x, *args):
-            return strategy.run(program, args=(merging, x, *args))
-
+        step = tf.function(lambda x, *args: strategy.run(program, args=(merging, x, *args)))
         results = step(per_replica(lambda index: START[index]), *map(tf.constant, args))
         expected = plain(InNumpy(merging), START[:size])
         got = [np.asarray(each) for each in strategy.experimental_local_results(results)]
@@ -110,10 +104,7 @@ def test_conditions(check):
         x = tf.switch_case(index + 7, [lambda: x], default=lambda: merging.light(x))
         return tf.case([(index > 5, lambda: x), (index > 1, lambda: merging.light(x))], default=lambda: x + 100.0)
 
-    def plain(merging, x):
-        return merging.light(merging.light(merging(merging(x) - 1.0) + 0.5))
-
-    check(program, plain, True, 2)
+    check(program, lambda merging, x: merging.light(merging.light(merging(merging(x) - 1.0) + 0.5)), True, 2)
 
 
 @ALONE_TOO
@@ -252,9 +243,8 @@ def test_autograph_returns(check):
     check(program, lambda merging, x: merging.light(merging.light(merging.light(x)) * 2.0), 2)
 
 
-def test_an_eager_run(strategy, merging, per_replica):
+def test_an_eager_run(strategy, n, merging, per_replica):
     """Operators of an eager replica are Python; those of a `tf.function` that it calls are not."""
-    size = strategy.num_replicas_in_sync
 
     @tf.function
     def inner(x, yes):
@@ -267,5 +257,5 @@ def test_an_eager_run(strategy, merging, per_replica):
         return inner(inner(x, tf.constant(True)), tf.constant(False))
 
     results = strategy.run(program, args=(per_replica(lambda index: START[index]),))
-    expected = merging.in_numpy(merging.in_numpy(START[:size]))
+    expected = merging.in_numpy(merging.in_numpy(START[:n]))
     np.testing.assert_allclose(strategy.experimental_local_results(results), expected, rtol=2e-5, atol=2e-5)

@@ -39,15 +39,15 @@ def components(strategy):
     return lambda v: [component.numpy().tolist() for component in strategy.experimental_local_results(v)]
 
 
-def test_random_initial_values_are_equal_on_all_replicas(strategy, run, local, components):
+def test_random_initial_values_are_equal_on_all_replicas(strategy, n, run, local, components):
     module = Module(*RANDOM.values())
     results = zip(*local(run(module, [tf.constant(1.0)])), strict=True)
     first = [components(made)[0] for made in module.made]
     for kind, made, result, value in zip(RANDOM, module.made, results, first, strict=True):
         assert len(set(value)) == 3, kind
-        assert components(made) == list(result) == [value] * strategy.num_replicas_in_sync, kind
+        assert components(made) == list(result) == [value] * n, kind
         assert made.distribute_strategy is strategy
-    assert local(run(module, [tf.constant(1.0)])) == [first] * strategy.num_replicas_in_sync
+    assert local(run(module, [tf.constant(1.0)])) == [first] * n
 
 
 @pytest.mark.graphs  # released all at once, replicas draw eager numbers in any order

@@ -17,8 +17,7 @@ def flat(batches):
     return [number for batch in batches for part in batch for number in part]
 
 
-def test_a_global_batch_is_split_over_the_replicas(strategy):
-    n = strategy.num_replicas_in_sync
+def test_a_global_batch_is_split_over_the_replicas(strategy, n):
     distributed = strategy.experimental_distribute_dataset(numbers(16, 8))
     size = 8 // n
     assert batches(strategy, distributed) == [
@@ -26,27 +25,23 @@ def test_a_global_batch_is_split_over_the_replicas(strategy):
     ]
 
 
-def test_a_last_partial_batch_loses_no_example(strategy):
-    distributed = strategy.experimental_distribute_dataset(numbers(13, 8))
-    found = batches(strategy, distributed)
+def test_a_last_partial_batch_loses_no_example(strategy, n):
+    """One that is smaller than the number of replicas is padded with nothing."""
+    found = batches(strategy, strategy.experimental_distribute_dataset(numbers(13, 8)))
     assert len(found) == 2
-    assert all(len(batch) == strategy.num_replicas_in_sync for batch in found)
+    assert all(len(batch) == n for batch in found)
     assert sorted(flat(found)) == list(range(13))
+    last = batches(strategy, strategy.experimental_distribute_dataset(numbers(9, 8)))[-1]
+    assert last == [[8]] + [[]] * (n - 1)
 
 
-def test_a_last_batch_smaller_than_the_replicas_is_padded_with_nothing(strategy):
-    distributed = strategy.experimental_distribute_dataset(numbers(9, 8))
-    last = batches(strategy, distributed)[-1]
-    assert last == [[8]] + [[]] * (strategy.num_replicas_in_sync - 1)
-
-
-def test_dropping_the_remainder_gives_static_shapes(strategy):
+def test_dropping_the_remainder_gives_static_shapes(strategy, n):
     distributed = strategy.experimental_distribute_dataset(tf.data.Dataset.range(13).batch(8, drop_remainder=True))
     found = batches(strategy, distributed)
     assert flat(found) == list(range(8))
     spec = distributed.element_spec
-    first = spec if strategy.num_replicas_in_sync == 1 else spec._component_specs[0]
-    assert first.shape == [8 // strategy.num_replicas_in_sync]
+    first = spec if n == 1 else spec._component_specs[0]
+    assert first.shape == [8 // n]
 
 
 @pytest.mark.replicas(2)
@@ -108,44 +103,28 @@ def test_an_all_reduce_inside_a_dataset_loop(strategy):
 
 
 @pytest.mark.graphs
-@pytest.mark.replicas(2)
-def test_an_iterator_of_an_infinite_dataset(strategy):
-    iterator = iter(strategy.experimental_distribute_dataset(numbers(8, 8).repeat()))
-
-    @tf.function
-    def step(iterator):
-        return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(next(iterator),)), axis=None)
-
-    assert [int(step(iterator)) for _ in range(5)] == [28] * 5
-
-
-@pytest.mark.graphs
 @pytest.mark.replicas(1, 2)
 def test_an_iterator_keeps_its_place_between_steps(strategy):
-    iterator = iter(strategy.experimental_distribute_dataset(numbers(24, 8)))
-
     @tf.function
     def step(iterator):
         return strategy.reduce("SUM", strategy.run(tf.reduce_sum, args=(next(iterator),)), axis=None)
 
+    iterator = iter(strategy.experimental_distribute_dataset(numbers(24, 8)))
     assert [int(step(iterator)) for _ in range(3)] == [sum(range(k, k + 8)) for k in (0, 8, 16)]
     with pytest.raises(tf.errors.OutOfRangeError):
         step(iterator)
+    endless = iter(strategy.experimental_distribute_dataset(numbers(8, 8).repeat()))
+    assert [int(step(endless)) for _ in range(5)] == [28] * 5
 
 
 @pytest.mark.replicas(2)
-def test_an_eager_iterator_ends_with_stop_iteration(strategy):
-    iterator = iter(strategy.experimental_distribute_dataset(numbers(8, 8)))
-    assert [part.shape[0] for part in strategy.experimental_local_results(next(iterator))] == [
-        8 // strategy.num_replicas_in_sync
-    ] * strategy.num_replicas_in_sync
+def test_an_eager_iterator_ends_with_stop_iteration(strategy, n):
+    dataset = strategy.experimental_distribute_dataset(numbers(8, 8))
+    iterator = iter(dataset)
+    assert [part.shape[0] for part in strategy.experimental_local_results(next(iterator))] == [8 // n] * n
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-@pytest.mark.replicas(2)
-def test_an_optional_says_whether_there_is_more(strategy):
-    iterator = iter(strategy.experimental_distribute_dataset(numbers(8, 8)))
+    iterator = iter(dataset)
     first = iterator.get_next_as_optional()
     assert bool(first.has_value())
     assert sum(int(tf.reduce_sum(part)) for part in strategy.experimental_local_results(first.get_value())) == 28
@@ -153,9 +132,8 @@ def test_an_optional_says_whether_there_is_more(strategy):
 
 
 @pytest.mark.replicas(4)
-def test_a_dataset_function_gets_its_place_and_keeps_its_batches(strategy):
+def test_a_dataset_function_gets_its_place_and_keeps_its_batches(strategy, n):
     """Batches of a dataset function are a replica's, not split."""
-    n = strategy.num_replicas_in_sync
     seen = []
 
     def dataset_fn(context):
@@ -169,8 +147,7 @@ def test_a_dataset_function_gets_its_place_and_keeps_its_batches(strategy):
 
 
 @pytest.mark.replicas(1, 2)
-def test_a_batch_size_that_does_not_divide_is_refused(strategy):
-    n = strategy.num_replicas_in_sync
+def test_a_batch_size_that_does_not_divide_is_refused(strategy, n):
 
     def dataset_fn(context):
         if n == 1:

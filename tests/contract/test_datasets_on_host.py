@@ -18,14 +18,6 @@ def numbers(n, batch, **options):
     return tf.data.Dataset.range(n).batch(batch, **options)
 
 
-def ragged():
-    return tf.data.Dataset.range(7).map(lambda x: tf.ragged.range(tf.stack([x % 3, x % 2]))).batch(4)
-
-
-def sparse():
-    return tf.data.Dataset.range(7).map(lambda x: tf.sparse.from_dense(tf.stack([x, 0, 1]))).batch(4)
-
-
 def unlike():
     spec = tf.TensorSpec([None], tf.float64)
     return tf.data.Dataset.from_generator(lambda: iter([[0.0] * 3, [1.0] * 5, [2.0]]), output_signature=spec)
@@ -42,8 +34,8 @@ KINDS = {
     "strings": lambda: tf.data.Dataset.from_tensor_slices(["a", "bb", "c"]).batch(2),
     "structure": lambda: tf.data.Dataset.range(6).batch(4).map(lambda x: {"x": (x, 2 * x), "y": x[..., tf.newaxis]}),
     "with None": lambda: tf.data.Dataset.range(6).batch(4).map(lambda x: (x, None)),
-    "ragged": ragged,
-    "sparse": sparse,
+    "ragged": lambda: tf.data.Dataset.range(7).map(lambda x: tf.ragged.range(tf.stack([x % 3, x % 2]))).batch(4),
+    "sparse": lambda: tf.data.Dataset.range(7).map(lambda x: tf.sparse.from_dense(tf.stack([x, 0, 1]))).batch(4),
 }
 
 
@@ -225,11 +217,7 @@ def test_all_eager_iterators_read_one_dataset(strategy, monkeypatch):
 
 def test_a_dataset_is_read_in_a_function_and_after_it(strategy):
     dataset = strategy.experimental_distribute_dataset(numbers(8, 4))
-
-    @tf.function
-    def first():
-        return strategy.experimental_local_results(next(iter(dataset)))
-
+    first = tf.function(lambda: strategy.experimental_local_results(next(iter(dataset))))
     expected = [[0, 1], [2, 3]]
     assert [part.numpy().tolist() for part in first()] == expected
     assert [part.numpy().tolist() for part in strategy.experimental_local_results(next(iter(dataset)))] == expected

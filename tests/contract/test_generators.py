@@ -9,20 +9,12 @@ from replica_engine import MirroredStrategy, TPUStrategy
 pytestmark = pytest.mark.replicas(3)
 
 
-def _in_a_branch(generator, x):
-    return tf.cond(x > 0.0, lambda: generator.normal([2]), lambda: tf.zeros([2]))
-
-
-def _in_a_function(generator, x):
-    return tf.function(lambda: generator.normal([2]) * x)()
-
-
 DRAWS = {
     "normal": lambda generator, x: generator.normal([2]) * x,
     "truncated": lambda generator, x: generator.truncated_normal([3]),
     "integers": lambda generator, x: generator.uniform([2], maxval=1000, dtype=tf.int32),
-    "in a branch": _in_a_branch,
-    "in a function": _in_a_function,
+    "in a branch": lambda generator, x: tf.cond(x > 0.0, lambda: generator.normal([2]), lambda: tf.zeros([2])),
+    "in a function": lambda generator, x: tf.function(lambda: generator.normal([2]) * x)(),
 }
 
 
@@ -34,8 +26,8 @@ def _in_turn(draw, size, steps):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_each_replica_draws_the_next_numbers(strategy, run, local, name, request):
-    size, generator = strategy.num_replicas_in_sync, tf.random.Generator.from_seed(7)
+def test_each_replica_draws_the_next_numbers(n, run, local, name, request):
+    size, generator = n, tf.random.Generator.from_seed(7)
     drawn = [local(run(lambda x: DRAWS[name](generator, x), (tf.constant(1.0),))) for _ in range(2)]
     rows, state = _in_turn(DRAWS[name], size, 2)
     if "concurrent" in request.node.callspec.id:  # the order in which replicas draw is not fixed
@@ -44,19 +36,19 @@ def test_each_replica_draws_the_next_numbers(strategy, run, local, name, request
     assert generator.state.numpy().tolist() == state
 
 
-def test_the_global_generator(strategy, run, local):
+def test_the_global_generator(n, run, local):
     before = tf.random.get_global_generator()
     try:
         tf.random.set_global_generator(tf.random.Generator.from_seed(7))
         drawn = local(run(lambda: tf.random.get_global_generator().uniform([2])))
-        rows, state = _in_turn(lambda generator, _: generator.uniform([2]), strategy.num_replicas_in_sync, 1)
+        rows, state = _in_turn(lambda generator, _: generator.uniform([2]), n, 1)
         np.testing.assert_allclose(np.sort(drawn, None), np.sort(rows, None), rtol=1e-6)
         assert tf.random.get_global_generator().state.numpy().tolist() == state
     finally:
         tf.random.set_global_generator(before)
 
 
-def test_several_draws_in_a_step_and_in_a_loop_differ(strategy, run, local):
+def test_several_draws_in_a_step_and_in_a_loop_differ(n, run, local):
     generator = tf.random.Generator.from_seed(7)
 
     def step():
@@ -65,7 +57,7 @@ def test_several_draws_in_a_step_and_in_a_loop_differ(strategy, run, local):
             drawn = drawn.write(index, generator.normal([2]))
         return tf.concat([drawn.concat(), generator.normal([2])], 0)
 
-    size = strategy.num_replicas_in_sync
+    size = n
     drawn = np.concatenate(local(run(tf.autograph.to_graph(step))))
     expected, state = _in_turn(lambda generator, _: generator.normal([2]), size, 4)
     np.testing.assert_allclose(np.sort(drawn), np.sort(np.ravel(expected)), rtol=1e-6)
@@ -84,8 +76,8 @@ def test_a_checkpoint_of_the_generator_continues(strategy, run, local, tmp_path)
     assert sorted(local(run(lambda: generator.normal([2])))) != first
 
 
-def test_steps_draw_on_in_the_loop_of_a_device_too(strategy):
-    generator, size = tf.random.Generator.from_seed(7), strategy.num_replicas_in_sync
+def test_steps_draw_on_in_the_loop_of_a_device_too(strategy, n):
+    generator, size = tf.random.Generator.from_seed(7), n
 
     def step(context, x):
         context.set_last_step_output("drawn", generator.normal([2]) * x)

@@ -23,18 +23,15 @@ def results(strategy, value):
 
 
 @pytest.mark.usefixtures("graph")
-def test_a_run_builds_ops_for_every_replica(strategy):
-    def fn():
-        return tf.distribute.get_replica_context().replica_id_in_sync_group * 10
-
-    value = strategy.run(fn)
+def test_a_run_builds_ops_for_every_replica(strategy, n):
+    value = strategy.run(lambda: tf.distribute.get_replica_context().replica_id_in_sync_group * 10)
     with session() as sess:
         found = [sess.run(one[0]) for one in results(strategy, value)]
-    assert found == [10 * i for i in range(strategy.num_replicas_in_sync)]
+    assert found == [10 * i for i in range(n)]
 
 
 @pytest.mark.usefixtures("graph")
-def test_get_variable_in_a_run_is_shared(strategy):
+def test_get_variable_in_a_run_is_shared(strategy, n):
     def fn():
         v = v1.get_variable("v", initializer=3.0, aggregation=tf.VariableAggregation.SUM)
         i = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
@@ -47,7 +44,7 @@ def test_get_variable_in_a_run_is_shared(strategy):
     with session() as sess:
         sess.run(initializer)
         found = [sess.run(one[0]) for one in results(strategy, value)]
-    assert found == [3.0 * (i + 1) for i in range(strategy.num_replicas_in_sync)]
+    assert found == [3.0 * (i + 1) for i in range(n)]
 
 
 @pytest.mark.usefixtures("graph")
@@ -78,7 +75,7 @@ def test_a_second_variable_of_the_name_is_refused_without_reuse(strategy):
 
 
 @pytest.mark.usefixtures("graph")
-def test_merge_calls_and_reductions_build_ops(strategy):
+def test_merge_calls_and_reductions_build_ops(strategy, n):
     def fn():
         context = tf.distribute.get_replica_context()
         x = tf.cast(context.replica_id_in_sync_group, tf.float32) + 1.0
@@ -86,14 +83,13 @@ def test_merge_calls_and_reductions_build_ops(strategy):
 
     everywhere, own = strategy.run(fn)
     total = strategy.reduce("SUM", own, axis=None)
-    n = strategy.num_replicas_in_sync
     with session() as sess:
         assert [sess.run(one[0]) for one in results(strategy, everywhere)] == [n * (n + 1) / 2] * n
         assert sess.run(total) == n * (n + 1) / 2
 
 
 @pytest.mark.usefixtures("graph")
-def test_a_train_op_trains(strategy):
+def test_a_train_op_trains(strategy, n):
     """The gradient of (w - replica id)^2, summed over replicas, goes to every component."""
     with strategy.scope():
         w = v1.get_variable("w", initializer=0.0, aggregation=tf.VariableAggregation.SUM)
@@ -106,7 +102,6 @@ def test_a_train_op_trains(strategy):
     with strategy.scope():
         train = strategy.experimental_local_results(strategy.run(fn))
         initializer = v1.global_variables_initializer()
-    n = strategy.num_replicas_in_sync
     with session() as sess:
         sess.run(initializer)
         sess.run(train)
@@ -115,14 +110,14 @@ def test_a_train_op_trains(strategy):
 
 
 @pytest.mark.usefixtures("graph")
-def test_placeholders_feed_every_replica(strategy):
+def test_placeholders_feed_every_replica(strategy, n):
     x = v1.placeholder(tf.float32, [])
     value = strategy.run(
         lambda x: x * tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group + 1, tf.float32), args=(x,)
     )
     with session() as sess:
         found = [sess.run(one[0], {x: 2.0}) for one in results(strategy, value)]
-    assert found == [2.0 * (i + 1) for i in range(strategy.num_replicas_in_sync)]
+    assert found == [2.0 * (i + 1) for i in range(n)]
 
 
 def test_names_and_devices_in_the_graph(strategy, graph):
@@ -132,23 +127,23 @@ def test_names_and_devices_in_the_graph(strategy, graph):
     assert mine == {("mine" if i == 0 else f"replica_{i}/mine"): devices[i] for i in range(len(devices))}
 
 
-def test_a_merge_function_depends_on_what_every_replica_waits_for(strategy, graph):
+def test_a_merge_function_depends_on_what_every_replica_waits_for(strategy, n, graph):
     def fn():
         with tf.control_dependencies([tf.no_op(name="before")]):
             tf.distribute.get_replica_context().merge_call(lambda strategy: tf.no_op(name="merged") and None)
 
     strategy.run(fn)
     inputs = {op.name for op in graph.get_operation_by_name("merged").control_inputs}
-    assert inputs == {"before", *(f"replica_{i}/before" for i in range(1, strategy.num_replicas_in_sync))}
+    assert inputs == {"before", *(f"replica_{i}/before" for i in range(1, n))}
 
 
-def test_control_dependencies_of_a_replica_stay_its_own(strategy, graph):
+def test_control_dependencies_of_a_replica_stay_its_own(strategy, n, graph):
     def fn():
         with tf.control_dependencies([tf.no_op(name="before")]):
             tf.no_op(name="after")
 
     strategy.run(fn)
-    for i in range(strategy.num_replicas_in_sync):
+    for i in range(n):
         scope = "" if i == 0 else f"replica_{i}/"
         inputs = {op.name for op in graph.get_operation_by_name(f"{scope}after").control_inputs}
         assert inputs == {f"{scope}before"}

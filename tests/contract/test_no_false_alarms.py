@@ -1,23 +1,20 @@
 """Programs that are right, and close to those of which the library warns: none of them is warned of."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import compiled
+from helpers.on_mirrored import index
+from helpers.warned import when_warned
 
 
 @pytest.fixture(autouse=True)
 def warnings():
     """The warnings that the library logs; a test fails that has some at its end, unless it has cleared them."""
     seen: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("replica_engine")
-    logger.addHandler(handler)
-    yield seen
-    logger.removeHandler(handler)
+    with when_warned(seen.append):
+        yield seen
     assert seen == []
 
 
@@ -44,7 +41,7 @@ def test_variables_of_the_scope(strategy, synchronization, aggregation):
     tf.function(lambda: strategy.run(step, args=(x,)))()
 
 
-def test_a_plain_variable_that_gets_what_all_replicas_reduced(strategy):
+def test_a_plain_variable_that_gets_what_all_replicas_reduced(strategy, n):
     mean = tf.Variable(0.0)
 
     def step(x):
@@ -54,7 +51,7 @@ def test_a_plain_variable_that_gets_what_all_replicas_reduced(strategy):
         lambda context: tf.constant(float(context.replica_id_in_sync_group))
     )
     tf.function(lambda: strategy.run(step, args=(x,)))()
-    assert mean.numpy() == (strategy.num_replicas_in_sync - 1) / 2
+    assert mean.numpy() == (n - 1) / 2
 
 
 def test_a_plain_variable_that_a_merge_function_writes(strategy):
@@ -71,11 +68,11 @@ def test_a_plain_variable_that_a_merge_function_writes(strategy):
 
 
 @pytest.mark.threads("a compiled body has no Python index of the replica")
-def test_a_plain_variable_of_each_replica(strategy):
-    mine = [tf.Variable(0.0) for _ in range(strategy.num_replicas_in_sync)]
+def test_a_plain_variable_of_each_replica(strategy, n):
+    mine = [tf.Variable(0.0) for _ in range(n)]
 
     def step():
-        mine[tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)].assign_add(1.0)
+        mine[index()].assign_add(1.0)
 
     tf.function(lambda: strategy.run(step))()
     assert [each.numpy() for each in mine] == [1.0] * len(mine)
@@ -87,12 +84,10 @@ def test_branches_that_meet_in_one_line_and_loops(strategy):
         return tf.distribute.get_replica_context().all_reduce("MEAN", x)
 
     def step():
-        first = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == 0
+        first = index() == 0
         x = mean(1.0) if first else mean(2.0)
         for _ in range(3):
-            x = mean(
-                mean(x) + 1.0,
-            )
+            x = mean(mean(x) + 1.0)
         return x
 
     strategy.run(step)
@@ -101,13 +96,12 @@ def test_branches_that_meet_in_one_line_and_loops(strategy):
 
 @pytest.mark.graphs
 @pytest.mark.replicas(2)
-def test_fit_with_dropout_metrics_and_a_rest(strategy):
-    size = strategy.num_replicas_in_sync
+def test_fit_with_dropout_metrics_and_a_rest(strategy, n):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
         model.compile("sgd", "mse", metrics=["mae"])
-    x, y = np.ones((5 * size, 3), "float32"), np.ones((5 * size, 1), "float32")
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(2 * size)
+    x, y = np.ones((5 * n, 3), "float32"), np.ones((5 * n, 1), "float32")
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(2 * n)
     model.fit(batches, verbose=0)
     model.evaluate(batches, verbose=0)
     model.predict(batches, verbose=0)
@@ -127,8 +121,7 @@ WITHOUT_A_REST = {
 @pytest.mark.replicas(2)
 def test_fit_of_a_dataset_whose_rest_never_comes(strategy, warnings):
     with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", run_eagerly=True)
+        model = compiled([keras.Input((3,)), keras.layers.Dense(1)], "sgd", "mse", run_eagerly=True)
     samples = tf.data.Dataset.from_tensor_slices((np.ones((11, 3), "float32"), np.ones((11, 1), "float32")))
     for name, batched in WITHOUT_A_REST.items():
         model.optimizer.iterations.assign(0)
@@ -140,6 +133,5 @@ def test_fit_of_a_dataset_whose_rest_never_comes(strategy, warnings):
 @pytest.mark.replicas(2)
 def test_an_evaluation_with_a_rest_that_does_not_divide(strategy):
     with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=["mae"])
+        model = compiled([keras.Input((3,)), keras.layers.Dense(1)], "sgd", "mse", metrics=["mae"])
     model.evaluate(np.ones((11, 3), "float32"), np.ones((11, 1), "float32"), batch_size=4, verbose=0)

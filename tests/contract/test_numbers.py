@@ -70,7 +70,7 @@ WAYS = [
 @pytest.mark.replicas(2)
 @pytest.mark.parametrize("where", ["eager", "in-function"])
 @pytest.mark.parametrize(("apply", "aggregation"), WAYS)
-def test_ten_steps_equal_one_device_on_the_whole_batch(strategy, alone, apply, aggregation, where):
+def test_ten_steps_equal_one_device_on_the_whole_batch(strategy, n, alone, apply, aggregation, where):
     with strategy.scope():
         weights = [tf.Variable(value, aggregation=aggregation) for value in START]
 
@@ -84,7 +84,7 @@ def test_ten_steps_equal_one_device_on_the_whole_batch(strategy, alone, apply, a
 
     if where == "in-function":
         step = tf.function(step)
-    size = BATCH // strategy.num_replicas_in_sync
+    size = BATCH // n
 
     def split(batch):
         return strategy.experimental_distribute_values_from_function(
@@ -101,11 +101,11 @@ def test_ten_steps_equal_one_device_on_the_whole_batch(strategy, alone, apply, a
         assert all(first.tobytes() == other.tobytes() for other in others)
 
 
-def test_exact_sums_give_exactly_the_same_weights(strategy, run, per_replica):
+def test_exact_sums_give_exactly_the_same_weights(strategy, n, run, per_replica):
     """A linear model on small integers: no rounding anywhere, so no tolerance either."""
     x = np.arange(24, dtype="float32").reshape(8, 3) % 5
     y = np.arange(8, dtype="float32") % 3
-    size = 8 // strategy.num_replicas_in_sync
+    size = 8 // n
     with strategy.scope():
         weights = tf.Variable([1.0, 2.0, -1.0], aggregation=tf.VariableAggregation.SUM)
 

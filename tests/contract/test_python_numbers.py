@@ -22,9 +22,9 @@ def test_a_tf_function_returns_tensors(strategy):
     assert result["none"] is None
 
 
-def test_what_is_computed_of_a_number_can_be_reduced(strategy, run):
+def test_what_is_computed_of_a_number_can_be_reduced(strategy, n, run):
     result = run(lambda x: x * 2.0, [17.5])
-    assert float(strategy.reduce("SUM", result, axis=None)) == 35.0 * strategy.num_replicas_in_sync
+    assert float(strategy.reduce("SUM", result, axis=None)) == 35.0 * n
     assert float(strategy.reduce("MEAN", result, axis=None)) == 35.0
 
 
@@ -56,8 +56,8 @@ def call(strategy, args=(), kwargs=None):
     return strategy.extended.call_for_each_replica(lambda x, y=0.0: x + y, args=args, kwargs=kwargs)
 
 
-def test_all_arguments_may_be_one_distributed_value(strategy, local, own):
-    sizes = range(strategy.num_replicas_in_sync)
+def test_all_arguments_may_be_one_distributed_value(strategy, n, local, own):
+    sizes = range(n)
     assert local(call(strategy, own(lambda i: [tf.constant(float(i))]))) == [float(i) for i in sizes]
     assert local(call(strategy, own(lambda i: (float(i), 1.0)))) == [i + 1.0 for i in sizes]
     assert local(call(strategy, (1.0,), own(lambda i: {"y": float(i)}))) == [i + 1.0 for i in sizes]

@@ -1,10 +1,10 @@
 """`strategy.run`: what goes in, what comes out, and what happens when it fails."""
 
 import functools
-import threading
 
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import index, replica_id
 
 from replica_engine.errors import ReplicaValueError
 
@@ -13,25 +13,21 @@ class OwnError(Exception):
     pass
 
 
-def replica_id():
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
+def test_every_replica_runs_with_its_own_id(n, run, local):
+    assert local(run(lambda: replica_id() + 10)) == [10 + i for i in range(n)]
 
 
-def test_every_replica_runs_with_its_own_id(strategy, run, local):
-    assert local(run(lambda: replica_id() + 10)) == [10 + i for i in range(strategy.num_replicas_in_sync)]
-
-
-def test_args_and_kwargs_reach_every_replica(strategy, run, local):
+def test_args_and_kwargs_reach_every_replica(n, run, local):
     def fn(a, b, *, c, d=1000):
         return a + b + c + d
 
     result = run(fn, args=(tf.constant(1), tf.constant(10)), kwargs={"c": tf.constant(100)})
-    assert local(result) == [1111] * strategy.num_replicas_in_sync
+    assert local(result) == [1111] * n
 
 
-def test_each_replica_gets_its_part_of_a_distributed_argument(strategy, run, local, per_replica):
+def test_each_replica_gets_its_part_of_a_distributed_argument(n, run, local, per_replica):
     result = run(lambda a, b: a * 10 + b, args=(per_replica(lambda i: i),), kwargs={"b": per_replica(lambda i: 2 * i)})
-    assert local(result) == [12 * i for i in range(strategy.num_replicas_in_sync)]
+    assert local(result) == [12 * i for i in range(n)]
 
 
 @pytest.mark.replicas(1)
@@ -42,21 +38,21 @@ def test_one_replica_returns_plain_tensors(run):
 
 
 @pytest.mark.replicas(2, 4)
-def test_several_replicas_return_distributed_values(strategy, run):
+def test_several_replicas_return_distributed_values(n, run):
     result = run(lambda: {"a": tf.identity(replica_id())})
     assert isinstance(result["a"], tf.distribute.DistributedValues)
-    assert [int(v) for v in result["a"].values] == list(range(strategy.num_replicas_in_sync))
+    assert [int(v) for v in result["a"].values] == list(range(n))
 
 
 def test_a_function_that_returns_nothing_gives_none(run):
     assert run(lambda: None) is None
 
 
-def test_run_leaves_the_result_of_one_run_alone_in_the_next(strategy, local, per_replica):
+def test_run_leaves_the_result_of_one_run_alone_in_the_next(strategy, n, local, per_replica):
     first = strategy.run(lambda x: x + 1, args=(per_replica(lambda i: i),))
     second = strategy.run(lambda x: x * 2, args=(first,))
-    assert local(first) == [i + 1 for i in range(strategy.num_replicas_in_sync)]
-    assert local(second) == [2 * (i + 1) for i in range(strategy.num_replicas_in_sync)]
+    assert local(first) == [i + 1 for i in range(n)]
+    assert local(second) == [2 * (i + 1) for i in range(n)]
 
 
 class Adder:
@@ -81,13 +77,13 @@ class Adder:
         pytest.param(tf.negative, -1, id="library-function"),
     ],
 )
-def test_every_kind_of_callable_runs(strategy, local, fn, expected):
-    assert local(strategy.run(fn, args=(tf.constant(1),))) == [expected] * strategy.num_replicas_in_sync
+def test_every_kind_of_callable_runs(strategy, n, local, fn, expected):
+    assert local(strategy.run(fn, args=(tf.constant(1),))) == [expected] * n
 
 
-def test_run_takes_run_options(strategy, local):
+def test_run_takes_run_options(strategy, n, local):
     options = tf.distribute.RunOptions()
-    assert local(strategy.run(replica_id, options=options)) == list(range(strategy.num_replicas_in_sync))
+    assert local(strategy.run(replica_id, options=options)) == list(range(n))
 
 
 @pytest.mark.parametrize("x", [tf.constant(1.0), tf.constant([1.0]), 1.0], ids=["scalar", "vector", "number"])
@@ -106,28 +102,28 @@ def test_args_that_are_no_sequence_are_refused(strategy, x):
 
 
 @pytest.mark.threads("a device of its own")
-def test_each_replica_computes_on_its_own_device(strategy, local):
+def test_each_replica_computes_on_its_own_device(strategy, n, local):
     devices = local(strategy.run(lambda: tf.add(1, 2).device))
     assert devices == list(strategy.extended.worker_devices)
-    assert len(set(devices)) == strategy.num_replicas_in_sync
+    assert len(set(devices)) == n
 
 
-def test_a_gradient_tape_works_in_a_replica(strategy, run, local, per_replica):
+def test_a_gradient_tape_works_in_a_replica(n, run, local, per_replica):
     def fn(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = x * x
         return tape.gradient(y, x)
 
-    assert local(run(fn, args=(per_replica(float),))) == [2.0 * i for i in range(strategy.num_replicas_in_sync)]
+    assert local(run(fn, args=(per_replica(float),))) == [2.0 * i for i in range(n)]
 
 
 @pytest.mark.threads("Python code of each replica")
-def test_an_exception_keeps_its_type_and_message_and_says_which_replica(strategy, run):
-    last = strategy.num_replicas_in_sync - 1
+def test_an_exception_keeps_its_type_and_message_and_says_which_replica(n, run):
+    last = n - 1
 
     def fn():
-        if tf.get_static_value(replica_id()) == last:
+        if index() == last:
             raise OwnError("the message")
 
     with pytest.raises(OwnError, match="the message") as caught:
@@ -137,14 +133,14 @@ def test_an_exception_keeps_its_type_and_message_and_says_which_replica(strategy
     assert any(note in one for one in caught.value.__notes__)
 
 
-def test_run_works_after_a_failed_run(strategy, run, local):
+def test_run_works_after_a_failed_run(n, run, local):
     def fail():
         raise OwnError
 
     for _ in range(2):
         with pytest.raises(OwnError):
             run(fail)
-        assert local(run(replica_id)) == list(range(strategy.num_replicas_in_sync))
+        assert local(run(replica_id)) == list(range(n))
 
 
 @pytest.mark.threads("XLA has no assertions")
@@ -167,34 +163,14 @@ def test_run_inside_a_replica_is_refused(strategy):
         strategy.run(lambda: strategy.run(replica_id))
 
 
-def test_run_inside_a_merge_function_runs_on_all_replicas(strategy, local):
-    def merge_fn(strategy):
-        return strategy.run(lambda: replica_id() * 3)
+def test_run_inside_a_merge_function_runs_on_all_replicas(strategy, n, local):
+    def inner():
+        return replica_id() * 3, tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0))
 
     def fn():
-        return tf.distribute.get_replica_context().merge_call(merge_fn)
+        return tf.distribute.get_replica_context().merge_call(lambda strategy: strategy.run(inner))
 
-    assert local(strategy.run(fn)) == [3 * i for i in range(strategy.num_replicas_in_sync)]
-
-
-@pytest.mark.replicas(2)
-def test_several_threads_may_run_one_strategy_at_once(strategy, local):
-    together = threading.Barrier(3, timeout=300)
-    results = [None] * 3
-
-    def total(x):
-        return tf.distribute.get_replica_context().all_reduce("sum", x + 0)
-
-    def work(k):
-        together.wait()
-        results[k] = [local(strategy.run(total, args=(tf.constant(k + step),))) for step in range(5)]
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [[[2 * (k + step)] * 2 for step in range(5)] for k in range(3)]
+    assert local(strategy.run(fn)) == [(3 * i, float(n)) for i in range(n)]
 
 
 def test_strategies_of_several_sizes_work_side_by_side(make_strategy):

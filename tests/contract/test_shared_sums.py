@@ -141,9 +141,9 @@ def test_one_replica_shares_nothing(strategy, run):
 
 @pytest.mark.replicas(1, 2)
 @pytest.mark.parametrize("value", [[], {"a": [], "b": ()}], ids=str)
-def test_nothing_is_reduced_to_nothing(run, local, strategy, value):
+def test_nothing_is_reduced_to_nothing(run, local, n, value):
     def step():
         context = tf.distribute.get_replica_context()
         return [context.all_gather(value, 0), *(context.all_reduce(name, value) for name in ("SUM", "MEAN", "MAX"))]
 
-    assert local(run(step)) == [[value] * 4] * strategy.num_replicas_in_sync
+    assert local(run(step)) == [[value] * 4] * n

@@ -58,8 +58,8 @@ def test_a_step_of_ones_own(strategy, on_one_device):
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
-def test_their_all_reduce_has_the_rows_of_all_replicas(strategy, op):
-    size = strategy.num_replicas_in_sync
+def test_their_all_reduce_has_the_rows_of_all_replicas(strategy, n, op):
+    size = n
 
     def step(ids):
         context = tf.distribute.get_replica_context()
@@ -92,7 +92,7 @@ def test_a_model_with_an_embedding_fits(strategy, on_one_device):
     np.testing.assert_allclose(losses(strategy.scope()), on_one_device[1], rtol=1e-4)
 
 
-def test_values_of_a_size_that_is_not_static_are_gathered(strategy):
+def test_values_of_a_size_that_is_not_static_are_gathered(strategy, n):
     def step(x):
         context = tf.distribute.get_replica_context()
         own = x * tf.cast(context.replica_id_in_sync_group + 1, x.dtype)
@@ -107,6 +107,6 @@ def test_values_of_a_size_that_is_not_static_are_gathered(strategy):
         below, beside = (
             strategy.experimental_local_results(each)[-1].numpy() for each in gathered(tf.constant(x, tf.int32))
         )
-        own = [x * (replica + 1) for replica in range(strategy.num_replicas_in_sync)]
+        own = [x * (replica + 1) for replica in range(n)]
         np.testing.assert_array_equal(below, np.concatenate(own))
         np.testing.assert_array_equal(beside, np.concatenate(own, axis=1))

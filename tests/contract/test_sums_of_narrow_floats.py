@@ -9,13 +9,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import context
 
 LARGE = {"float16": 2048.0, "bfloat16": 256.0}
 ORDERS = [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 1, 0)]  # 0 stands for the large number
-
-
-def context():
-    return tf.distribute.get_replica_context()
 
 
 def own(dtype, order, like=(3,)):
@@ -38,22 +35,19 @@ def check(strategy, result, expected):
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("dtype", LARGE)
-def test_all_reduces(strategy, run, dtype, op):
+def test_all_reduces(strategy, n, run, dtype, op):
     shapes = [(), (3,), (2, 40_000)]
 
-    def fn():
-        return [context().all_reduce(op, own(dtype, order, like)) for order in ORDERS for like in shapes]
-
-    results = run(fn)
-    count = strategy.num_replicas_in_sync
+    results = run(lambda: [context().all_reduce(op, own(dtype, order, like)) for order in ORDERS for like in shapes])
+    count = n
     for index, result in enumerate(results):
         check(strategy, result, rounded(dtype, ORDERS[index // len(shapes)], op, count))
 
 
 @pytest.mark.parametrize("dtype", LARGE)
-def test_many_values_at_once_as_of_gradients(strategy, run, dtype):
+def test_many_values_at_once_as_of_gradients(strategy, n, run, dtype):
     """Small tensors of a graph travel in packs."""
-    count = strategy.num_replicas_in_sync
+    count = n
     results = run(lambda: context().all_reduce("MEAN", [own(dtype, ORDERS[0])] * 20))
     for result in results:
         check(strategy, result, rounded(dtype, ORDERS[0], "MEAN", count))
@@ -61,8 +55,8 @@ def test_many_values_at_once_as_of_gradients(strategy, run, dtype):
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("dtype", LARGE)
-def test_reductions_outside_replicas(strategy, run, dtype, op):
-    expected = rounded(dtype, ORDERS[0], op, strategy.num_replicas_in_sync)
+def test_reductions_outside_replicas(strategy, n, run, dtype, op):
+    expected = rounded(dtype, ORDERS[0], op, n)
     values = run(lambda: own(dtype, ORDERS[0]))
     kind = tf.distribute.ReduceOp[op]
     check(strategy, strategy.reduce(kind, values, axis=None), expected)
@@ -73,9 +67,9 @@ def test_reductions_outside_replicas(strategy, run, dtype, op):
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("dtype", LARGE)
-def test_variables_with_aggregation(strategy, run, dtype, op):
+def test_variables_with_aggregation(strategy, n, run, dtype, op):
     """Those that are written together, and those that are read as a sum."""
-    expected = rounded(dtype, ORDERS[0], op, strategy.num_replicas_in_sync)
+    expected = rounded(dtype, ORDERS[0], op, n)
     aggregation = tf.VariableAggregation[op]
     with strategy.scope():
         together = tf.Variable(tf.zeros([3], dtype), aggregation=aggregation)
@@ -108,7 +102,7 @@ def test_a_mean_does_not_overflow_and_has_a_gradient(strategy, run, dtype):
     check(strategy, gradient, 1.0)
 
 
-def test_the_gradients_of_a_keras_optimizer(strategy, run):
+def test_the_gradients_of_a_keras_optimizer(strategy, n, run):
     """A weight of float16 and a loss whose gradient is another number on each replica."""
     with strategy.scope():
         weight = keras.Variable(np.zeros(3), dtype="float16")
@@ -120,4 +114,4 @@ def test_the_gradients_of_a_keras_optimizer(strategy, run):
         optimizer.apply([gradient], [weight])
         return weight.value.read_value() if hasattr(weight.value, "read_value") else tf.identity(weight.value)
 
-    check(strategy, run(fn), -rounded("float16", ORDERS[0], "SUM", strategy.num_replicas_in_sync))
+    check(strategy, run(fn), -rounded("float16", ORDERS[0], "SUM", n))

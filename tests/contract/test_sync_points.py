@@ -6,6 +6,7 @@ import time
 
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import context, index, line_of
 
 import replica_engine
 from replica_engine.errors import ReplicaMismatchError
@@ -16,20 +17,9 @@ HERE = "test_sync_points.py"
 
 def two_meetings():
     """An all-reduce of 3 float32, and one of 2 x 2 int64."""
-    context = tf.distribute.get_replica_context()
-    first = context.all_reduce("SUM", tf.ones([3]))
-    second = context.all_reduce("SUM", tf.ones([2, 2], tf.int64))
+    first = context().all_reduce("SUM", tf.ones([3]))
+    second = context().all_reduce("SUM", tf.ones([2, 2], tf.int64))
     return first, second
-
-
-def this_replica():
-    return tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-
-def line_of(text):
-    """The number of the line in this file that has some text first."""
-    with open(__file__) as file:
-        return next(number for number, line in enumerate(file, start=1) if text in line)
 
 
 def test_each_replica_has_its_last_ones_in_order(strategy):
@@ -76,7 +66,7 @@ def test_it_says_what_a_merge_function_of_ones_own_was_given(strategy, traces):
     @tf.function
     def step():
         value = {"a": tf.ones([5]), "b": [tf.zeros([], tf.int32)], "c": None}
-        return tf.distribute.get_replica_context().merge_call(mine, args=(value,))
+        return context().merge_call(mine, args=(value,))
 
     strategy.run(step)
     found = strategy.sync_points()
@@ -96,7 +86,7 @@ def test_it_says_what_a_merge_function_of_ones_own_was_given(strategy, traces):
 def test_an_exception_says_the_last_sync_points_of_its_run(strategy):
     def step():
         two_meetings()
-        if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == 0:
+        if index() == 0:
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine") as caught:
@@ -120,12 +110,8 @@ def test_an_exception_before_any_has_no_such_note(strategy):
     assert not any("sync points" in note for note in getattr(caught.value, "__notes__", ()))
 
 
-def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
-    """Of a run that began: a body that cannot be traced never did."""
-    folder = tmp_path / "dumps"
-    monkeypatch.setenv("REPLICA_ENGINE_DUMP_DIR", "dumps")
-    monkeypatch.setattr(setup, "_BEGAN_IN", str(tmp_path))  # of the process, and not where the program goes
-    strategy = make_strategy(2)
+def step_that_fails(strategy):
+    """After two meetings, also where the step is compiled."""
 
     def fails():
         raise KeyError("mine")
@@ -137,9 +123,18 @@ def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
         else:
             fails()
 
+    return step
+
+
+def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
+    """Of a run that began: a body that cannot be traced never did."""
+    folder = tmp_path / "dumps"
+    monkeypatch.setenv("REPLICA_ENGINE_DUMP_DIR", "dumps")
+    monkeypatch.setattr(setup, "_BEGAN_IN", str(tmp_path))  # of the process, and not where the program goes
+    strategy = make_strategy(2)
     strategy.run(two_meetings)
     with pytest.raises(KeyError, match="mine") as caught:
-        strategy.run(step)
+        strategy.run(step_that_fails(strategy))
     (path,) = folder.iterdir()
     assert caught.value.__notes__[-1] == f"the full record of the run: {path}"
     data = json.loads(path.read_text())
@@ -158,19 +153,9 @@ def test_a_failed_run_leaves_a_file(make_strategy, tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_written_hides_nothing(make_strategy, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("REPLICA_ENGINE_DUMP_DIR", str(tmp_path / "file"))
-
-    def fails():
-        raise KeyError("mine")
-
-    def step():
-        if hasattr(strategy.extended, "device_group"):
-            replica_engine.xla.outside_compilation(fails)
-        else:
-            fails()
-
     strategy = make_strategy(2)
     with pytest.raises(KeyError, match="mine"):
-        strategy.run(step)
+        strategy.run(step_that_fails(strategy))
     assert "REPLICA_ENGINE_DUMP_DIR" in caplog.text
 
 
@@ -191,9 +176,7 @@ class TestMismatch:
         reached = []
 
         def step():
-            context = tf.distribute.get_replica_context()
-            value = of_replica(tf.get_static_value(context.replica_id_in_sync_group))
-            result = context.all_reduce("SUM", value)
+            result = context().all_reduce("SUM", of_replica(index()))
             reached.append(result)
             return result
 
@@ -206,8 +189,7 @@ class TestMismatch:
 
     def test_all_gather_takes_what_differs_along_the_axis_and_nothing_else(self, strategy):
         def step(of_replica):
-            context = tf.distribute.get_replica_context()
-            return context.all_gather(of_replica(tf.get_static_value(context.replica_id_in_sync_group)), axis=0)
+            return context().all_gather(of_replica(index()), axis=0)
 
         gathered = strategy.run(step, args=(lambda i: tf.fill([i + 1, 2], i),))
         size = strategy.num_replicas_in_sync
@@ -219,8 +201,7 @@ class TestMismatch:
     @pytest.mark.parametrize("axis", [0, -2])
     def test_all_gather_off_the_axis_where_the_shapes_are_static(self, strategy, run, axis):
         def step():
-            context = tf.distribute.get_replica_context()
-            return context.all_gather(tf.zeros([2, 3 + this_replica()]), axis)
+            return context().all_gather(tf.zeros([2, 3 + index()]), axis)
 
         with pytest.raises(ReplicaMismatchError) as caught:
             run(step)
@@ -236,8 +217,8 @@ class TestMismatch:
         @tf.function(input_signature=[tf.TensorSpec(shape)] * 2)
         def gathered(first, others):
             def step():
-                x = others if this_replica() else first
-                return tf.distribute.get_replica_context().all_gather(x, axis=0)
+                x = others if index() else first
+                return context().all_gather(x, axis=0)
 
             return strategy.run(step)
 
@@ -252,12 +233,8 @@ class TestMismatch:
         assert "differ along the axis only" in text
 
     def test_the_next_run_works(self, strategy):
-        def wrong():
-            context = tf.distribute.get_replica_context()
-            context.all_reduce("SUM", tf.ones([tf.get_static_value(context.replica_id_in_sync_group) + 1]))
-
         with pytest.raises(ReplicaMismatchError):
-            strategy.run(wrong)
+            strategy.run(lambda: context().all_reduce("SUM", tf.ones([index() + 1])))
         first, _ = strategy.run(two_meetings)
         value = strategy.experimental_local_results(first)[0]
         assert value.numpy().tolist() == [strategy.num_replicas_in_sync] * 3

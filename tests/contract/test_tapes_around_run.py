@@ -60,10 +60,7 @@ def test_gradients_of_the_whole_graph_are_right(strategy):
     with strategy.scope():
         weight = tf.Variable(3.0)
 
-    @tf.function
-    def loss(x):
-        return strategy.reduce("SUM", strategy.run(lambda x: x * weight, args=(x,)), axis=None)
-
+    loss = tf.function(lambda x: strategy.reduce("SUM", strategy.run(lambda x: x * weight, args=(x,)), axis=None))
     x, expected = tf.constant(2.0), 3.0 * strategy.num_replicas_in_sync
     with tf.GradientTape() as tape:
         tape.watch(x)

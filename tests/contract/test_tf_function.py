@@ -2,18 +2,11 @@
 
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import context, index
 
 pytestmark = pytest.mark.replicas(2)
 
 FORMS = ("around", "inside", "both")
-
-
-def context():
-    return tf.distribute.get_replica_context()
-
-
-def index():
-    return tf.get_static_value(context().replica_id_in_sync_group)
 
 
 @pytest.fixture(params=FORMS)
@@ -32,7 +25,7 @@ def compiled(request, strategy):
 
 
 @pytest.mark.graphs
-def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local, traces):
+def test_a_function_is_traced_once_for_a_signature(n, compiled, local, traces):
     calls = []
 
     def fn(x):
@@ -40,7 +33,6 @@ def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local, tr
         return x + 1
 
     step = compiled(fn)
-    n = strategy.num_replicas_in_sync
     assert local(step(tf.constant(1))) == [2] * n
     assert calls == ([None] if traces < n else list(range(n)))  # once a replica, or once for all
     for k in range(3):
@@ -53,7 +45,7 @@ def test_a_function_is_traced_once_for_a_signature(strategy, compiled, local, tr
 
 
 @pytest.mark.graphs
-def test_traces_count_merge_functions_once(strategy, compiled, local):
+def test_traces_count_merge_functions_once(strategy, n, compiled, local):
     merges = []
 
     def merge_fn(strategy, x):
@@ -61,14 +53,13 @@ def test_traces_count_merge_functions_once(strategy, compiled, local):
         return tf.add_n(strategy.experimental_local_results(x))
 
     step = compiled(lambda x: context().merge_call(merge_fn, args=(x + 0,)))
-    n = strategy.num_replicas_in_sync
     for k in range(3):
         assert local(step(tf.constant(k))) == [n * k] * n
     assert merges == [1]
 
 
 @pytest.mark.graphs
-def test_distributed_arguments_do_not_retrace(strategy, compiled, local, per_replica, traces):
+def test_distributed_arguments_do_not_retrace(n, compiled, local, per_replica, traces):
     calls = []
 
     def fn(x):
@@ -76,63 +67,44 @@ def test_distributed_arguments_do_not_retrace(strategy, compiled, local, per_rep
         return 2 * x
 
     step = compiled(fn)
-    n = strategy.num_replicas_in_sync
     for k in range(3):
         assert local(step(per_replica(lambda i, k=k: i + k))) == [2 * (i + k) for i in range(n)]
     assert len(calls) == traces
 
 
 def test_one_function_serves_several_strategies(make_strategy):
-    @tf.function
-    def fn(x):
-        return context().all_reduce("sum", x)
-
+    fn = tf.function(lambda x: context().all_reduce("sum", x))
     strategies = [make_strategy(size) for size in (1, 2, 4)]
     for _ in range(2):
         totals = [s.experimental_local_results(s.run(fn, args=(tf.constant(1.0),)))[0] for s in strategies]
         assert [float(total) for total in totals] == [1.0, 2.0, 4.0]
 
 
-def test_a_function_works_alone_after_a_run(strategy, local):
-    @tf.function
-    def fn(x):
-        return x * 3
-
-    assert local(strategy.run(fn, args=(tf.constant(2),))) == [6] * strategy.num_replicas_in_sync
+def test_a_function_works_alone_after_a_run(strategy, n, local):
+    fn = tf.function(lambda x: x * 3)
+    assert local(strategy.run(fn, args=(tf.constant(2),))) == [6] * n
     assert int(fn(tf.constant(2))) == 6
-    assert local(strategy.run(fn, args=(tf.constant(3),))) == [9] * strategy.num_replicas_in_sync
+    assert local(strategy.run(fn, args=(tf.constant(3),))) == [9] * n
 
 
 @pytest.mark.graphs
-def test_an_input_signature_is_kept(strategy, compiled, local, traces):
+@pytest.mark.parametrize("kept", ["input_signature", "reduce_retracing"])
+def test_options_are_kept(n, compiled, local, traces, kept):
     calls = []
 
     def fn(x):
         calls.append(1)
         return tf.reduce_sum(x)
 
-    step = compiled(fn, input_signature=[tf.TensorSpec([None], tf.float32)])
-    n = strategy.num_replicas_in_sync
-    for size in (1, 2, 3):
+    step = compiled(fn, **{kept: [tf.TensorSpec([None], tf.float32)] if kept == "input_signature" else True})
+    for size in (1, 2, 3, 4, 5):
         assert local(step(tf.ones([size]))) == [size] * n
+    if kept == "reduce_retracing":
+        assert len(calls) == 2 * traces  # the second trace takes any length
+        return
     assert len(calls) == traces
     with pytest.raises((TypeError, ValueError)):
         step(tf.constant("text"))
-
-
-@pytest.mark.graphs
-def test_reduce_retracing_is_kept(strategy, compiled, local, traces):
-    calls = []
-
-    def fn(x):
-        calls.append(1)
-        return tf.reduce_sum(x)
-
-    step = compiled(fn, reduce_retracing=True)
-    n = strategy.num_replicas_in_sync
-    for size in (1, 2, 3, 4, 5):
-        assert local(step(tf.ones([size]))) == [size] * n
-    assert len(calls) == 2 * traces  # the second trace takes any length
 
 
 @pytest.mark.graphs
@@ -147,7 +119,7 @@ def test_without_autograph_a_tensor_is_no_condition(compiled):
 
 
 @pytest.mark.graphs
-def test_autograph_converts_conditions_and_loops(strategy, compiled, local, per_replica):
+def test_autograph_converts_conditions_and_loops(n, compiled, local, per_replica):
     def fn(x):
         total = tf.constant(0)
         for k in tf.range(x):
@@ -157,7 +129,6 @@ def test_autograph_converts_conditions_and_loops(strategy, compiled, local, per_
             total -= 100
         return total
 
-    n = strategy.num_replicas_in_sync
     expected = [sum(range(0, 10 * (i + 1), 2)) for i in range(n)]
     expected = [total - 100 * ((total - 1) // 100) if total > 100 else total for total in expected]
     assert local(compiled(fn)(per_replica(lambda i: 10 * (i + 1)))) == expected
@@ -170,8 +141,7 @@ def sign(x):
 
 
 @pytest.mark.graphs
-def test_autograph_converts_what_the_function_calls(strategy, compiled, local, per_replica):
-    n = strategy.num_replicas_in_sync
+def test_autograph_converts_what_the_function_calls(n, compiled, local, per_replica):
     result = compiled(lambda x: sign(x) * 10)(per_replica(lambda i: i - 1))
     assert local(result) == [-10 if i < 2 else 10 for i in range(n)]
 
@@ -205,16 +175,13 @@ def test_a_merge_function_is_not_run_in_python_after_tracing(strategy, local):
         python.append(1)
         return v.assign_add(1.0)
 
-    @tf.function
-    def step():
-        return strategy.run(lambda: context().merge_call(merge_fn) + 0.0)
-
+    step = tf.function(lambda: strategy.run(lambda: context().merge_call(merge_fn) + 0.0))
     for k in (1, 2, 3):
         assert local(step()) == [float(k)] * strategy.num_replicas_in_sync
     assert python == [1]
 
 
-def test_a_function_inside_a_replica_runs_on_its_own(strategy, run, local, per_replica):
+def test_a_function_inside_a_replica_runs_on_its_own(n, run, local, per_replica):
     calls = []
 
     @tf.function
@@ -222,7 +189,6 @@ def test_a_function_inside_a_replica_runs_on_its_own(strategy, run, local, per_r
         calls.append(1)
         return 2 * x
 
-    n = strategy.num_replicas_in_sync
     assert local(run(lambda x: double(x) + 1, args=(per_replica(lambda i: i),))) == [2 * i + 1 for i in range(n)]
     assert 1 <= len(calls) <= n  # TensorFlow traces again for another device
 
@@ -243,33 +209,23 @@ def names(graph, suffix):
 
 
 @pytest.mark.threads("ops of each replica")
-def test_each_replica_has_a_name_scope(strategy):
+def test_each_replica_has_a_name_scope(strategy, n):
     graph = graph_of(strategy, lambda: tf.constant(1.0, name="mine"))
-    n = strategy.num_replicas_in_sync
     assert names(graph, "mine") == {"mine", *(f"replica_{i}/mine" for i in range(1, n))}
 
 
 @pytest.mark.threads("ops in the graph")
-def test_name_scopes_continue_the_callers(strategy):
+def test_name_scopes_continue_the_callers(strategy, n):
+    """A merge function is in that of the first replica."""
+
     def fn():
         with tf.name_scope("inner"):
+            context().merge_call(lambda strategy: tf.constant(1.0, name="merged"))
             return tf.constant(1.0, name="mine")
 
     graph = graph_of(strategy, fn, scope="outer")
-    n = strategy.num_replicas_in_sync
-    assert names(graph, "mine") == {
-        "outer/inner/mine",
-        *(f"outer/replica_{i}/inner/mine" for i in range(1, n)),
-    }
-
-
-@pytest.mark.threads("ops in the graph")
-def test_a_merge_function_is_in_the_name_scope_of_the_first_replica(strategy):
-    def fn():
-        with tf.name_scope("inner"):
-            return context().merge_call(lambda strategy: tf.constant(1.0, name="merged"))
-
-    assert names(graph_of(strategy, fn, scope="outer"), "merged") == {"outer/inner/merged"}
+    assert names(graph, "mine") == {"outer/inner/mine", *(f"outer/replica_{i}/inner/mine" for i in range(1, n))}
+    assert names(graph, "merged") == {"outer/inner/merged"}
 
 
 @pytest.mark.threads("ops of each replica")
@@ -280,24 +236,17 @@ def test_replicas_run_in_one_graph_on_their_devices(strategy):
 
 
 @pytest.mark.graphs
-def test_side_effects_in_replicas_happen_in_a_function(strategy):
+def test_side_effects_in_replicas_happen_in_a_function(strategy, n):
     """A run whose result nobody uses still assigns."""
     with strategy.scope():
         v = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
 
-    def add():
-        v.assign_add(tf.constant(1.0))
-
-    def double():
-        v.assign(v * 2.0)
-
     @tf.function
     def step():
-        strategy.run(add)
-        strategy.run(double)
+        strategy.run(lambda: v.assign_add(tf.constant(1.0)))
+        strategy.run(lambda: v.assign(v * 2.0))
 
     step()
-    n = strategy.num_replicas_in_sync
     assert float(v.numpy()) == 2.0 * n * n  # 1 a replica makes n; each assigns 2 n, summed
 
 
@@ -314,7 +263,7 @@ def test_a_merge_function_depends_on_the_control_inputs_of_every_replica(strateg
 
 
 @pytest.mark.graphs
-def test_runs_in_a_loop_inside_a_function(strategy):
+def test_runs_in_a_loop_inside_a_function(strategy, n):
     @tf.function
     def steps(k):
         total = tf.constant(0)
@@ -322,11 +271,10 @@ def test_runs_in_a_loop_inside_a_function(strategy):
             total += strategy.reduce("SUM", strategy.run(lambda: context().replica_id_in_sync_group + 1), axis=None)
         return total
 
-    n = strategy.num_replicas_in_sync
     assert int(steps(tf.constant(5))) == 5 * n * (n + 1) // 2
 
 
-def test_a_method_of_a_class_keeps_its_object(strategy, local):
+def test_a_method_of_a_class_keeps_its_object(strategy, n, local):
     class Model:
         def __init__(self, factor):
             self.factor = factor
@@ -336,6 +284,5 @@ def test_a_method_of_a_class_keeps_its_object(strategy, local):
             return x * self.factor
 
     first, second = Model(2), Model(3)
-    n = strategy.num_replicas_in_sync
     assert local(strategy.run(first.step, args=(tf.constant(1),))) == [2] * n
     assert local(strategy.run(second.step, args=(tf.constant(1),))) == [3] * n

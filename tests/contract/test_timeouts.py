@@ -1,13 +1,14 @@
 """What does not come back: the table, as a warning and as an error, and what is left after it."""
 
-import logging
 import re
 import threading
 
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import context, index
 from helpers.time_limits import LEFT, PATIENT, elapse, time_is_nearly_up, time_runs_out, wait_until_time_is_up
 from helpers.versions import HAS_XLA, WHY_NO_XLA
+from helpers.warned import when_warned
 
 import replica_engine
 from replica_engine import logical_devices
@@ -45,18 +46,39 @@ def said():
     """An event that is set when the library has logged a warning with the words `expected`; `text` is the warning."""
     event = threading.Event()
     event.expected = ""
-    handler = logging.Handler(logging.WARNING)
 
-    def emit(record):
-        if event.expected in record.getMessage():
-            event.text = record.getMessage()
+    def note(text):
+        if event.expected in text:
+            event.text = text
             event.set()
 
-    handler.emit = emit
-    logger = logging.getLogger("replica_engine")
-    logger.addHandler(handler)
-    yield event
-    logger.removeHandler(handler)
+    with when_warned(note):
+        yield event
+
+
+@pytest.fixture(params=[True, False], ids=["main thread", "another thread"])
+def runs_out(request):
+    """`runs_out(run)`: the error when the time of a run is up, on the main thread or on another one."""
+
+    def runs_out(run):
+        caught = []
+
+        def call():
+            with pytest.raises(ReplicaTimeoutError) as raised:
+                run()
+            caught.append(raised.value)
+
+        if request.param:
+            call()
+        else:
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join(300)
+        (error,) = caught
+        return error
+
+    runs_out.on_main = request.param
+    return runs_out
 
 
 def counting(strategy):
@@ -84,12 +106,11 @@ def test_a_replica_that_is_stuck_in_python(release):
     strategy.run(step)
 
     def stuck():
-        context = tf.distribute.get_replica_context()
-        context.all_reduce("SUM", tf.ones([3]))
-        if tf.get_static_value(context.replica_id_in_sync_group) == 1:
+        context().all_reduce("SUM", tf.ones([3]))
+        if index() == 1:
             time_is_nearly_up()
             release.wait()
-        context.all_reduce("SUM", tf.ones([3]))
+        context().all_reduce("SUM", tf.ones([3]))
 
     with pytest.raises(ReplicaTimeoutError) as caught:
         strategy.run(stuck)
@@ -104,8 +125,7 @@ def test_a_replica_that_is_stuck_in_python(release):
     check_goes_on(strategy, count, step, 1)
 
 
-@pytest.mark.parametrize("on_main", [True, False], ids=["main thread", "another thread"])
-def test_a_merge_function_that_is_stuck(on_main, release):
+def test_a_merge_function_that_is_stuck(runs_out, release):
     """On the main thread out of a lock, on another one out of a loop."""
     strategy = mirrored(timeout=PATIENT)
     count, step = counting(strategy)
@@ -113,23 +133,10 @@ def test_a_merge_function_that_is_stuck(on_main, release):
 
     def merge_fn(_):
         time_is_nearly_up()
-        while not release.wait(1000 if on_main else 0.001):
+        while not release.wait(1000 if runs_out.on_main else 0.001):
             pass
 
-    caught = []
-
-    def run():
-        with pytest.raises(ReplicaTimeoutError) as raised:
-            strategy.run(lambda: tf.distribute.get_replica_context().merge_call(merge_fn))
-        caught.append(raised.value)
-
-    if on_main:
-        run()
-    else:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(300)
-    (error,) = caught
+    error = runs_out(lambda: strategy.run(lambda: tf.distribute.get_replica_context().merge_call(merge_fn)))
     assert [row.state for row in error.rows] == ["waiting in a merge call"] * 2
     assert "in the merge function" in error.coordinator.state
     assert "release.wait" in error.coordinator.stack
@@ -364,51 +371,39 @@ def test_a_run_that_waits_for_anothers_program_has_a_limit_too(release):
     check_goes_on(other, count, step, 1)
 
 
-@pytest.mark.parametrize("on_main", [True, False], ids=["main thread", "another thread"])
-def test_time_that_runs_out_in_an_update_leaves_all_replicas_equal(on_main):
-    """The update is made on all of them, and then the run is given up."""
-    strategy = mirrored(timeout=PATIENT)
+def updating(strategy, update):
+    """A step that updates a variable in a merge function, and the variable."""
     with strategy.scope():
         variable = tf.Variable(0.0)
+
+    def step():
+        merge_fn = lambda strategy: strategy.extended.update(variable, update)  # noqa: E731
+        tf.distribute.get_replica_context().merge_call(merge_fn)
+
+    return step, variable
+
+
+def test_time_that_runs_out_in_an_update_leaves_all_replicas_equal(runs_out):
+    """The update is made on all of them, and then the run is given up."""
+    strategy = mirrored(timeout=PATIENT)
 
     def update(component):
         wait_until_time_is_up()
         component.assign(1.0)
 
-    def step():
-        merge_fn = lambda strategy: strategy.extended.update(variable, update)  # noqa: E731
-        tf.distribute.get_replica_context().merge_call(merge_fn)
-
-    caught = []
-
-    def run():
-        with pytest.raises(ReplicaTimeoutError, match="updates that were merged before stay") as raised:
-            strategy.run(step)
-        caught.append(raised.value)
-
-    if on_main:
-        run()
-    else:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join(300)
-    assert len(caught) == 1
+    step, variable = updating(strategy, update)
+    assert "updates that were merged before stay" in str(runs_out(lambda: strategy.run(step)))
     assert [float(component.numpy()) for component in strategy.experimental_local_results(variable)] == [1.0, 1.0]
 
 
 def test_an_update_that_never_ends_is_left_too(release):
     strategy = mirrored(timeout=LIMIT / 2)
-    with strategy.scope():
-        variable = tf.Variable(0.0)
 
     def update(component):
         while not release.wait(0.001):
             pass
 
-    def step():
-        merge_fn = lambda strategy: strategy.extended.update(variable, update)  # noqa: E731
-        tf.distribute.get_replica_context().merge_call(merge_fn)
-
+    step, _ = updating(strategy, update)
     with pytest.raises(ReplicaTimeoutError):
         strategy.run(step)
 
@@ -452,11 +447,10 @@ def test_what_waits_for_a_program_that_was_given_up_names_that_program(release, 
         wait_until_time_is_up()
         release.set()
 
-    class Releases(logging.Handler):
-        def emit(self, record):
-            if "was given up" in record.getMessage() and not texts:
-                texts.append(record.getMessage())
-                threading.Thread(target=time_runs_out).start()
+    def releases(text):
+        if "was given up" in text and not texts:
+            texts.append(text)
+            threading.Thread(target=time_runs_out).start()
 
     together = threading.Barrier(2)
 
@@ -476,12 +470,8 @@ def test_what_waits_for_a_program_that_was_given_up_names_that_program(release, 
 
     with pytest.raises(ReplicaTimeoutError):
         strategy.run(step, args=(tf.constant(1.0),))
-    handler = Releases(logging.WARNING)
-    logging.getLogger("replica_engine").addHandler(handler)
-    try:
+    with when_warned(releases):
         result = strategy.run(after, args=(tf.constant(1.0),))
-    finally:
-        logging.getLogger("replica_engine").removeHandler(handler)
     assert [float(each) for each in strategy.experimental_local_results(result)] == [2.0, 2.0]
     (text,) = texts
     assert text.startswith("The compiled program of `after` has been waiting for")

@@ -24,8 +24,7 @@ def test_the_sum_of_weighted_losses_is_the_mean_over_the_samples(strategy, count
     assert float(total) == pytest.approx(np.mean(np.sum(x**2, axis=1)), rel=1e-5)
 
 
-def test_weights_count_each_sample_once_and_padding_never(strategy, local):
-    n = strategy.num_replicas_in_sync
+def test_weights_count_each_sample_once_and_padding_never(strategy, n, local):
     _, weights = replica_engine.split_batch(strategy, X[:3], batch_size=3 * n)
     assert [len(each) for each in local(weights)] == [3] * n
     np.testing.assert_allclose(np.concatenate(local(weights)), [1 / 3] * 3 + [0] * (3 * n - 3), rtol=1e-6)

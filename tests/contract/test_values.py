@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import index, replica_id
 
 Point = collections.namedtuple("Point", ["x", "y"])
 
@@ -22,36 +23,26 @@ class Frozen:
     value: Any
 
 
-def replica_id():
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
-
-
-def test_local_results_are_one_a_replica_in_order(strategy):
+def test_local_results_are_one_a_replica_in_order(strategy, n):
     value = strategy.experimental_distribute_values_from_function(
         lambda context: tf.constant(10 * context.replica_id_in_sync_group)
     )
     results = strategy.experimental_local_results(value)
     assert isinstance(results, tuple)
-    assert [int(one) for one in results] == [10 * i for i in range(strategy.num_replicas_in_sync)]
-
-
-def test_local_results_of_a_plain_value_are_that_value(strategy):
+    assert [int(one) for one in results] == [10 * i for i in range(n)]
     assert strategy.experimental_local_results(3) == (3,)
 
 
-def test_local_results_of_a_structure_are_structures(strategy):
-    value = strategy.run(lambda: {"id": replica_id(), "one": 1})
-    results = strategy.experimental_local_results(value)
-    expected = [{"id": i, "one": 1} for i in range(strategy.num_replicas_in_sync)]
-    assert [{"id": int(one["id"]), "one": one["one"]} for one in results] == expected
+def test_local_results_of_a_structure_are_structures(strategy, n):
+    results = strategy.experimental_local_results(strategy.run(lambda: {"id": replica_id(), "one": 1}))
+    assert [{"id": int(one["id"]), "one": one["one"]} for one in results] == [{"id": i, "one": 1} for i in range(n)]
 
 
-def test_values_from_a_function_know_their_replica(strategy):
+def test_values_from_a_function_know_their_replica(strategy, n):
     seen = []
     strategy.experimental_distribute_values_from_function(
         lambda context: seen.append((context.replica_id_in_sync_group, context.num_replicas_in_sync))
     )
-    n = strategy.num_replicas_in_sync
     assert seen == [(i, n) for i in range(n)]
 
 
@@ -103,32 +94,23 @@ def test_python_values_go_through_a_run_as_they_are(strategy):
 
 
 @pytest.mark.replicas(2, 4)
-def test_python_values_that_differ_come_out_per_replica(strategy):
+def test_python_values_that_differ_come_out_per_replica(strategy, n):
     result = strategy.run(lambda: {"id": int(replica_id()), "same": 1})
-    n = strategy.num_replicas_in_sync
     assert result["same"] == 1
     assert isinstance(result["id"], tf.distribute.DistributedValues)
     assert result["id"].values == tuple(range(n))
 
 
-def test_dataclasses_keep_their_class_and_fields(strategy, local, per_replica):
+def test_dataclasses_keep_their_class_and_fields(strategy, n, local, per_replica):
     batch = Batch(per_replica(lambda i: [i, i]), label=per_replica(lambda i: i), name="first")
-
-    def fn(batch):
-        return Batch(batch.features * 2, {"label": batch.label}, batch.name)
-
-    result = strategy.run(fn, args=(batch,))
+    result = strategy.run(lambda batch: Batch(batch.features * 2, {"label": batch.label}, batch.name), args=(batch,))
     assert isinstance(result, Batch)
     assert result.name == "first"
-    n = strategy.num_replicas_in_sync
     assert local(result.features) == [[2 * i, 2 * i] for i in range(n)]
     assert local(result.label["label"]) == list(range(n))
-
-
-def test_frozen_dataclasses_go_through(strategy, local, per_replica):
     result = strategy.run(lambda frozen: Frozen(frozen.value + 1), args=(Frozen(per_replica(lambda i: i)),))
     assert isinstance(result, Frozen)
-    assert local(result.value) == [i + 1 for i in range(strategy.num_replicas_in_sync)]
+    assert local(result.value) == [i + 1 for i in range(n)]
 
 
 @pytest.mark.threads("shapes that differ")
@@ -172,10 +154,9 @@ def test_empty_tensors_go_through(strategy, run, local):
     assert local(run(lambda x: x + 1, args=(tf.zeros([0, 2]),))) == [[]] * strategy.num_replicas_in_sync
 
 
-def test_a_variable_as_argument_stands_for_the_replicas_component(strategy, run, local):
+def test_a_variable_as_argument_stands_for_the_replicas_component(strategy, n, run, local):
     with strategy.scope():
         v = tf.Variable(3.0)
-    n = strategy.num_replicas_in_sync
     assert local(strategy.run(lambda v: (v.device, v * 2), args=(v,))) == [
         (strategy.extended.worker_devices[i], 6.0) for i in range(n)
     ]
@@ -214,7 +195,7 @@ def test_a_replica_may_change_its_own_containers(strategy, local):
 )
 def test_results_of_different_structure_are_refused(strategy, run, first, others):
     with pytest.raises((ValueError, AssertionError), match="structure"):
-        run(lambda: first if tf.get_static_value(replica_id()) == 0 else others)
+        run(lambda: first if index() == 0 else others)
 
 
 @pytest.mark.threads("Python code of each replica")

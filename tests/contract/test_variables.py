@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import context, replica_id
 
 NONE = tf.VariableAggregation.NONE
 SUM = tf.VariableAggregation.SUM
@@ -13,14 +14,6 @@ MEAN = tf.VariableAggregation.MEAN
 FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 MIRRORED = [tf.VariableSynchronization.AUTO, tf.VariableSynchronization.ON_WRITE]
 ON_READ = tf.VariableSynchronization.ON_READ
-
-
-def context():
-    return tf.distribute.get_replica_context()
-
-
-def replica_id():
-    return context().replica_id_in_sync_group
 
 
 def make(strategy, initial, aggregation=NONE, synchronization=tf.VariableSynchronization.AUTO):
@@ -51,12 +44,6 @@ def test_a_variable_has_a_component_on_every_device(strategy):
     assert isinstance(v, tf.Variable)
 
 
-def test_components_start_equal_though_the_initializer_is_random(strategy):
-    with strategy.scope():
-        v = tf.Variable(lambda: tf.random.normal([3]))
-    assert components(strategy, v) == [components(strategy, v)[0]] * strategy.num_replicas_in_sync
-
-
 def test_a_variable_made_outside_a_scope_is_an_ordinary_one(strategy, local):
     v = tf.Variable(2.0)
     strategy.run(lambda: None)
@@ -76,9 +63,8 @@ class Lazy:
         return self.v * tf.cast(replica_id() + 1, tf.float32)
 
 
-def test_a_variable_made_in_a_run_is_shared_by_the_replicas(strategy, run, local):
+def test_a_variable_made_in_a_run_is_shared_by_the_replicas(strategy, n, run, local):
     lazy = Lazy()
-    n = strategy.num_replicas_in_sync
     for _ in range(2):
         assert local(run(lazy)) == [5.0 * (i + 1) for i in range(n)]
     assert lazy.v.distribute_strategy is strategy
@@ -95,19 +81,14 @@ def test_each_replica_that_makes_a_variable_gets_the_same_one(strategy):
 @pytest.mark.threads("Python code of each replica")
 @pytest.mark.replicas(2, 4)
 def test_replicas_that_make_different_variables_are_refused(strategy):
-    def fn():
-        return tf.Variable(1.0, name="first" if int(replica_id()) == 0 else "other")
-
     with pytest.raises(RuntimeError, match="other"):
-        strategy.run(fn)
+        strategy.run(lambda: tf.Variable(1.0, name="first" if int(replica_id()) == 0 else "other"))
 
 
-def test_synchronization_none_is_refused(strategy):
+def test_synchronization(strategy):
+    """NONE is refused, and ON_READ variables are not trainable."""
     with pytest.raises(ValueError, match="`NONE` variable synchronization mode is not supported"):
         make(strategy, 1.0, synchronization=tf.VariableSynchronization.NONE)
-
-
-def test_on_read_variables_are_not_trainable(strategy):
     with strategy.scope():
         assert tf.Variable(1.0, synchronization=ON_READ).trainable is False
         assert tf.Variable(1.0).trainable is True
@@ -124,9 +105,8 @@ def test_scope_tells_its_variables_from_others(strategy):
 
 
 @pytest.mark.parametrize(("initial", "number"), [(0, 1), (0.0, 1), (0.0, 1.5), (0.0, np.float32(1.5))])
-def test_each_replica_adds_a_python_number_to_a_sum(strategy, run, initial, number):
+def test_each_replica_adds_a_python_number_to_a_sum(strategy, n, run, initial, number):
     v = make(strategy, initial, SUM)
-    n = strategy.num_replicas_in_sync
 
     def fn():
         v.assign_add(number)
@@ -139,9 +119,8 @@ def test_each_replica_adds_a_python_number_to_a_sum(strategy, run, initial, numb
 
 @pytest.mark.parametrize("synchronization", MIRRORED)
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
-def test_assigning_a_mirrored_variable_in_replicas_merges(strategy, per_replica, synchronization, aggregation):
+def test_assigning_a_mirrored_variable_in_replicas_merges(strategy, n, per_replica, synchronization, aggregation):
     v = make(strategy, 100.0, aggregation, synchronization)
-    n = strategy.num_replicas_in_sync
     x = per_replica(lambda i: 2.0 * i + 1)
     change = merged(aggregation, [2.0 * i + 1 for i in range(n)])
 
@@ -154,9 +133,8 @@ def test_assigning_a_mirrored_variable_in_replicas_merges(strategy, per_replica,
 
 
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
-def test_assigning_the_same_number_in_replicas_merges(strategy, aggregation):
+def test_assigning_the_same_number_in_replicas_merges(strategy, n, aggregation):
     v = make(strategy, 1.0, aggregation)
-    n = strategy.num_replicas_in_sync
     times = n if aggregation == SUM else 1
     strategy.run(lambda: v.assign(3.0))
     strategy.run(lambda: v.assign_add(2.0))
@@ -178,14 +156,13 @@ def test_a_step_returns_what_each_assignment_gave_and_the_variable_itself(strate
 
 
 @pytest.mark.parametrize("aggregation", [SUM, MEAN, FIRST])
-def test_replicas_see_what_they_assigned(strategy, run, local, per_replica, aggregation):
+def test_replicas_see_what_they_assigned(strategy, n, run, local, per_replica, aggregation):
     v = make(strategy, 0.0, aggregation)
 
     def fn(x):
         v.assign(x)
         return v.read_value()
 
-    n = strategy.num_replicas_in_sync
     expected = merged(aggregation, [i + 1.0 for i in range(n)])
     assert local(run(fn, args=(per_replica(lambda i: i + 1.0),))) == [expected] * n
 
@@ -212,9 +189,8 @@ def test_a_mean_of_integers_is_refused(strategy):
 
 @pytest.mark.parametrize("synchronization", MIRRORED)
 @pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
-def test_assigning_a_mirrored_variable_outside_sets_every_component(strategy, synchronization, aggregation):
+def test_assigning_a_mirrored_variable_outside_sets_every_component(strategy, n, synchronization, aggregation):
     v = make(strategy, 1.0, aggregation, synchronization)
-    n = strategy.num_replicas_in_sync
     with strategy.scope():
         v.assign(3.0)
         assert components(strategy, v) == [3.0] * n
@@ -239,14 +215,13 @@ def test_assigning_in_a_function_outside_a_run(strategy):
     assert components(strategy, v) == [3.0] * strategy.num_replicas_in_sync
 
 
-def test_scatter_updates_in_replicas_merge(strategy, per_replica):
+def test_scatter_updates_in_replicas_merge(strategy, n, per_replica):
     v = make(strategy, [0.0, 0.0, 0.0, 0.0], SUM)
 
     def fn(x):
         v.scatter_add(tf.IndexedSlices(tf.stack([x, 100.0]), tf.stack([replica_id(), 3])))
 
     strategy.run(fn, args=(per_replica(lambda i: i + 1.0),))
-    n = strategy.num_replicas_in_sync
     expected = [i + 1.0 if i < n else 0.0 for i in range(4)]
     expected[3] += 100.0 * n
     assert components(strategy, v) == [expected] * n
@@ -267,9 +242,8 @@ def test_gradients_flow_to_mirrored_variables(strategy, run, local, per_replica)
 
 
 @pytest.mark.parametrize("aggregation", [NONE, SUM])
-def test_an_on_read_variable_is_each_replicas_own(strategy, run, local, per_replica, aggregation):
+def test_an_on_read_variable_is_each_replicas_own(strategy, n, run, local, per_replica, aggregation):
     v = make(strategy, 1.0, aggregation, ON_READ)
-    n = strategy.num_replicas_in_sync
 
     def fn(x):
         v.assign(x)
@@ -303,10 +277,9 @@ def test_an_on_read_variable_without_aggregation_cannot_be_read_outside(strategy
 
 
 @pytest.mark.parametrize("aggregation", [NONE, SUM, MEAN, FIRST])
-def test_assigning_an_on_read_variable_outside(strategy, aggregation):
+def test_assigning_an_on_read_variable_outside(strategy, n, aggregation):
     """With SUM the value is divided among the components, so that reading gives it back."""
     v = make(strategy, 1.0, aggregation, ON_READ)
-    n = strategy.num_replicas_in_sync
     with strategy.scope():
         v.assign(8.0, read_value=False)  # with NONE it cannot be read
     assert components(strategy, v) == [8.0 / n if aggregation == SUM else 8.0] * n
@@ -346,9 +319,8 @@ def test_colocating_with_a_foreign_variable_is_refused(strategy):
 
 
 @pytest.mark.threads("a component for each replica")
-def test_update_calls_a_function_on_every_component(strategy, per_replica):
+def test_update_calls_a_function_on_every_component(strategy, n):
     v = make(strategy, 1.0)
-    n = strategy.num_replicas_in_sync
     devices = []
 
     def fn(component, x, *, scale):
@@ -357,18 +329,9 @@ def test_update_calls_a_function_on_every_component(strategy, per_replica):
 
     with strategy.scope():
         strategy.extended.update(v, fn, args=(tf.constant(2.0),), kwargs={"scale": 10.0})
-    assert components(strategy, v) == [21.0] * n
-    assert devices == list(strategy.extended.worker_devices)
-
-
-@pytest.mark.threads("a component for each replica")
-def test_update_without_group_gives_a_result_for_each_component(strategy):
-    v = make(strategy, 1.0)
-    n = strategy.num_replicas_in_sync
-    with strategy.scope():
         results = strategy.extended.update(v, lambda component: tf.constant(component.device), group=False)
-    assert [one.numpy().decode() for one in results] == list(strategy.extended.worker_devices)
-    assert len(results) == n
+    assert components(strategy, v) == [21.0] * n
+    assert devices == [one.numpy().decode() for one in results] == list(strategy.extended.worker_devices)
 
 
 def test_update_gives_each_component_its_part_of_a_mirrored_argument(strategy):
@@ -379,7 +342,7 @@ def test_update_gives_each_component_its_part_of_a_mirrored_argument(strategy):
     assert components(strategy, v) == [9.0] * strategy.num_replicas_in_sync
 
 
-def test_update_in_a_merge_function(strategy, run, per_replica):
+def test_update_in_a_merge_function(strategy, n, run, per_replica):
     v = make(strategy, 1.0)
 
     def merge_fn(strategy, x):
@@ -387,7 +350,6 @@ def test_update_in_a_merge_function(strategy, run, per_replica):
         strategy.extended.update(v, lambda component, x: component.assign_add(x), args=(total,))
 
     run(lambda x: context().merge_call(merge_fn, args=(x,)), args=(per_replica(float),))
-    n = strategy.num_replicas_in_sync
     assert components(strategy, v) == [1.0 + sum(range(n))] * n
 
 
@@ -401,9 +363,8 @@ def test_update_in_a_replica_updates_every_component_once(strategy, run):
     assert components(strategy, v) == [3.0] * strategy.num_replicas_in_sync
 
 
-def test_reduce_to_a_variable_puts_the_result_on_its_devices(strategy, per_replica):
+def test_reduce_to_a_variable_puts_the_result_on_its_devices(strategy, n, per_replica):
     v = make(strategy, 0.0)
-    n = strategy.num_replicas_in_sync
     with strategy.scope():
         total = strategy.extended.reduce_to(tf.distribute.ReduceOp.SUM, per_replica(float), destinations=v)
         mean = strategy.extended.reduce_to("MEAN", per_replica(float), destinations=v)
@@ -420,9 +381,8 @@ def test_reduce_to_one_device_gives_one_value(strategy, per_replica):
     assert value.device.endswith("CPU:5")
 
 
-def test_batch_reduce_to_reduces_each_pair(strategy, per_replica):
+def test_batch_reduce_to_reduces_each_pair(strategy, n, per_replica):
     v, w = make(strategy, 0.0), make(strategy, [0.0, 0.0])
-    n = strategy.num_replicas_in_sync
     pairs = [(per_replica(float), v), (per_replica(lambda i: [1.0, 2.0 * i]), w)]
     with strategy.scope():
         first, second = strategy.extended.batch_reduce_to("SUM", pairs)
@@ -449,14 +409,10 @@ def test_non_slot_devices_are_where_updates_run(strategy):
     assert [float(one) for one in results] == [3.0] * strategy.num_replicas_in_sync
 
 
-def test_read_var_gives_the_value_of_a_mirrored_variable(strategy):
+def test_value_container_is_the_variable_a_component_belongs_to(strategy):
     v = make(strategy, 2.5)
     with strategy.scope():
         assert float(strategy.extended.read_var(v)) == 2.5
-
-
-def test_value_container_is_the_variable_a_component_belongs_to(strategy):
-    v = make(strategy, 1.0)
     for component in strategy.experimental_local_results(v):
         assert strategy.extended.value_container(component) is v
     x = tf.constant(1.0)
@@ -466,19 +422,24 @@ def test_value_container_is_the_variable_a_component_belongs_to(strategy):
 # Random numbers.
 
 
+def test_components_start_equal_though_the_initializer_is_random(strategy, n):
+    with strategy.scope():
+        v = tf.Variable(lambda: tf.random.normal([3]))
+    assert components(strategy, v) == [components(strategy, v)[0]] * n
+
+
 @pytest.mark.replicas(2, 4)
-def test_a_generator_made_in_scope_gives_replicas_different_numbers(strategy, local):
+def test_a_generator_made_in_scope_gives_replicas_different_numbers(strategy, n, local):
     with strategy.scope():
         generator = tf.random.Generator.from_seed(1234)
     numbers = local(strategy.run(lambda: generator.uniform([])))
-    assert len(set(numbers)) == strategy.num_replicas_in_sync
+    assert len(set(numbers)) == n
 
 
 # Saving.
 
 
-def test_a_checkpoint_brings_back_what_was_saved(strategy, tmp_path, per_replica):
-    n = strategy.num_replicas_in_sync
+def test_a_checkpoint_brings_back_what_was_saved(strategy, n, tmp_path, per_replica):
     variables = {
         "mirrored": make(strategy, 2.0, MEAN),
         "sum": make(strategy, 0.0, SUM, ON_READ),
@@ -522,7 +483,7 @@ class Scaler(tf.Module):
         return x * self.scale
 
 
-def test_a_saved_model_loads_with_and_without_a_strategy(strategy, tmp_path, local):
+def test_a_saved_model_loads_with_and_without_a_strategy(strategy, n, tmp_path, local):
     with strategy.scope():
         module = Scaler()
     tf.saved_model.save(module, str(tmp_path))
@@ -532,7 +493,6 @@ def test_a_saved_model_loads_with_and_without_a_strategy(strategy, tmp_path, loc
 
     with strategy.scope():
         loaded = tf.saved_model.load(str(tmp_path))
-    n = strategy.num_replicas_in_sync
     assert components(strategy, loaded.scale) == [3.0] * n
     loaded.scale.assign(5.0)
     assert local(strategy.run(loaded, args=(tf.constant([2.0]),))) == [[10.0]] * n

@@ -54,16 +54,6 @@ def test_an_optimizer_outside_the_scope_is_refused_each_time(make, traced):
             (tf.function(train) if traced else train)()
 
 
-def test_compiled_replicas_refuse_an_optimizer_outside_the_scope_each_time():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        model = make_model()
-    model.compile(keras.optimizers.Adam(name="adam"), "mse")
-    for _ in range(2):
-        with pytest.raises(ScopeError, match="The optimizer 'adam' was made outside"):
-            model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0)
-
-
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "train_on_batch", "predict_on_batch"])
 @pytest.mark.parametrize("make", [lambda: MirroredStrategy(["CPU:0", "CPU:1"]), lambda: TPUStrategy(num_cores=2)])
 def test_methods_of_a_model_that_run_replicas(make, method):

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from replica_engine import workers
 from replica_engine.errors.worker_errors import TOKEN
@@ -106,6 +107,10 @@ class Job:
             self._threads.append(thread)
             thread.start()
         return process
+
+    def start_all(self, programs: Any, text: str, **environment: str) -> list[Any]:
+        """Starts a text as the program of each worker, in processes that have TensorFlow imported."""
+        return [programs.start(text, env=self.environment(worker, **environment)) for worker in range(self.size)]
 
     def join(self, worker: int, *, address=None, versions=None, replicas=1, **more) -> workers.Member:
         """Joins as a worker with the test's process."""

@@ -132,10 +132,7 @@ def in_a_scope(x, y):
 def outputs(programs, made: Job, program: str, local: int = 1, **environment: str) -> list[dict]:
     """Runs a program in all workers of a job; returns what each has found."""
     text = HEAD + program + TAIL
-    started = [
-        programs.start(text, env=made.environment(worker, LOCAL=str(local), **environment))
-        for worker in range(made.size)
-    ]
+    started = made.start_all(programs, text, LOCAL=str(local), **environment)
     return [read(each) for each in started]
 
 

@@ -121,6 +121,18 @@ def alike():
 
 
 @pytest.fixture(scope="session")
+def agree():
+    """`agree(models, call)`: `call` makes the same of both models, alone and replicated; returns what of the latter."""
+
+    def agree(models, call, **close):
+        expected, found = map(call, models)
+        _alike(found, expected, **close)
+        return found
+
+    return agree
+
+
+@pytest.fixture(scope="session")
 def batched():
     """`batched(size, x, y)`: a dataset of batches of so many samples, of arrays or structures of arrays.
 

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import Stops, dense
 from helpers.versions import HAS_XLA
 
 import replica_engine
@@ -173,19 +174,13 @@ def test_another_number_of_replicas_goes_on_in_the_middle_of_an_epoch(tmp_path, 
         data = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
         dataset = tf.data.Dataset.from_tensor_slices((data[:, :4], data[:, 4:])).shuffle(48).batch(8)
         with strategy.scope():
-            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-            model.compile("adam", "mse", metrics=["mae"])
+            model = dense(4, 2, "adam", "mse", metrics=["mae"])
         backup = BackupAndRestore(tmp_path / folder, save_freq=2)
         history = model.fit(dataset, epochs=3, verbose=0, callbacks=[*given, backup]).history
         return [*model.get_weights(), *(np.array(values) for values in history.values())]
 
-    class Stopped(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.optimizer.iterations == 6 + 5:
-                raise InterruptedError
-
     with pytest.raises(InterruptedError):
-        train(before, "stopped", Stopped())
+        train(before, "stopped", Stops(6 + 5))
     for found, expected in zip(train(after, "stopped"), train(before, "undisturbed"), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
@@ -197,25 +192,15 @@ def test_a_repeated_dataset_goes_on_in_its_order(tmp_path):
         keras.utils.set_random_seed(1)
         data = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
         dataset = tf.data.Dataset.from_tensor_slices((data[:, :4], data[:, 4:])).shuffle(40).batch(8).prefetch(2)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("adam", "mse", run_eagerly=True)  # which saves the time to trace it
+        model = dense(4, 2, "adam", "mse", run_eagerly=True)  # which saves the time to trace it
         backup = BackupAndRestore(tmp_path / folder, save_freq=2, asynchronous=False)
         fitted = model.fit(dataset.repeat(), steps_per_epoch=5, epochs=3, verbose=0, callbacks=[*given, backup])
         return [*model.get_weights(), np.array(fitted.history["loss"])]
 
-    class Stopped(keras.callbacks.Callback):
-        def __init__(self, at):
-            super().__init__()
-            self.at = at
-
-        def on_train_batch_end(self, batch, logs=None):
-            if self.model.optimizer.iterations == self.at:
-                raise InterruptedError
-
     undisturbed = train("undisturbed")
     for at in (3, 5, 9):
         with pytest.raises(InterruptedError):
-            train(f"stopped at {at}", Stopped(at))
+            train(f"stopped at {at}", Stops(at))
         for found, expected in zip(train(f"stopped at {at}"), undisturbed, strict=True):
             np.testing.assert_array_equal(found, expected)
 
@@ -299,9 +284,7 @@ def test_a_loop_of_its_own_goes_on_after_a_signal(programs, tmp_path):
 
 def trained(folder, *callbacks, model=None, **kwargs):
     """Fits a model with a backup in a folder; returns the model and its history."""
-    if model is None:
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    model = dense(4, 1, "sgd", "mse") if model is None else model
     x, y = np.ones((8, 4), "f"), np.ones((8, 1), "f")
     backup = [] if folder is None else [BackupAndRestore(folder)]
     return model, model.fit(x, y, verbose=0, callbacks=[*callbacks, *backup], **kwargs)

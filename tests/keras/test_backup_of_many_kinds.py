@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import Stops, dense
 
 import replica_engine
 from replica_engine.errors import BackupError, CheckpointError
@@ -21,17 +22,6 @@ DATA = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
 X, Y = DATA[:, :4], DATA[:, 4:]
 
 
-class Stopped(keras.callbacks.Callback):
-    def __init__(self, after):
-        super().__init__()
-        self.left = after
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.left -= 1
-        if not self.left:
-            raise InterruptedError
-
-
 def check_goes_on(tmp_path, train, stopped_at, save_freq=2):
     """Trains undisturbed, and with an end after some batches; `train` takes callbacks and returns arrays."""
 
@@ -40,16 +30,14 @@ def check_goes_on(tmp_path, train, stopped_at, save_freq=2):
         return train([*callbacks, BackupAndRestore(tmp_path / name, save_freq=save_freq)])
 
     with pytest.raises(InterruptedError):
-        run("stopped", Stopped(stopped_at))
+        run("stopped", Stops(stopped_at))
     for found, expected in zip(run("stopped"), run("undisturbed"), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
 def plain(optimizer):
     """A model of Keras that runs eagerly, which saves the time to trace it."""
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    model.compile(optimizer, "mse", run_eagerly=True)
-    return model
+    return dense(4, 2, optimizer, "mse", run_eagerly=True)
 
 
 def values_of(model, history, *optimizers):
@@ -81,7 +69,7 @@ def test_a_fit_waits_for_the_backup_that_the_one_before_is_writing(tmp_path, mon
         model.fit(X, Y, batch_size=8, verbose=0, callbacks=[count, *callbacks, BackupAndRestore(tmp_path, 2)])
 
     with pytest.raises(InterruptedError):
-        train(Stopped(3))
+        train(Stops(3))
     threading.Timer(0.3, goes_on.set).start()
     train()
     assert seen == [0, 1, 2, 2, 3, 4]
@@ -92,8 +80,8 @@ class Adversaries(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.generator = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
-        self.critic = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.generator = dense(3, 4)
+        self.critic = dense(4, 1)
         self.seed = keras.random.SeedGenerator(5)
 
     def compile(self, first, second, **options):
@@ -225,7 +213,6 @@ def test_a_layer_that_the_first_step_builds(tmp_path):
 
 def test_a_folder_that_cannot_be_written_to_is_a_checkpoint_error(tmp_path):
     (tmp_path / "file").touch()
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
+    model = dense(4, 2, "sgd", "mse")
     with pytest.raises(CheckpointError, match=r"file' could not be written: .*Not a directory"):
         model.fit(X, Y, verbose=0, callbacks=[BackupAndRestore(tmp_path / "file")])

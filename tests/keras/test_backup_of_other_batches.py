@@ -82,10 +82,7 @@ def train(folder, data, steps_at_once=1, after=None, kind="threads", epochs=3):
 
 
 @pytest.mark.parametrize("data", [arrays, dataset, generator, repeated])
-@pytest.mark.parametrize(
-    ("first", "second", "after"),
-    [(1, 6, 3), (2, 3, 3), (4, 3, 8), (6, 1, 7)],
-)
+@pytest.mark.parametrize(("first", "second", "after"), [(1, 6, 3), (2, 3, 3), (4, 3, 8), (6, 1, 7)])
 def test_another_number_of_steps_at_once(data, first, second, after, tmp_path):
     """Each row is trained once in an epoch, in the epoch that goes on and in those after it."""
     plain = data is not arrays or (first, second) != (1, 6)  # replicas once

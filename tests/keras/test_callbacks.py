@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import callbacks, layers
+from helpers.keras_models import classifier
+from keras import callbacks
 
 pytestmark = pytest.mark.on("mirrored")
 
@@ -14,13 +15,6 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype("float32")
 Y = RANDOM.integers(0, 3, size=16)
 BATCHES, VALIDATION = (tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(8) for count in (16, 8))
-
-
-def classifier():
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +170,7 @@ def test_a_callback_that_stops_training_is_obeyed(pair):
     assert int(pair.original.optimizer.iterations.numpy()) == 1
 
 
-def test_a_callback_may_write_weights_and_train_and_predict(pair, alike):
+def test_a_callback_may_write_weights_and_train_and_predict(pair, alike, agree):
     """Between steps, with the model itself, which is the replicated one."""
     predictions = []
 
@@ -185,20 +179,13 @@ def test_a_callback_may_write_weights_and_train_and_predict(pair, alike):
             self.model.set_weights([weight * 0.5 for weight in self.model.get_weights()])
             predictions.append(self.model.predict_on_batch(X[:6]))
 
-    expected, found = (fit(model, Meddles(), epochs=1) for model in pair.both)
-    alike(found, expected)
+    agree(pair.both, lambda model: fit(model, Meddles(), epochs=1))
     alike(predictions[2:], predictions[:2])
     alike(pair.original.get_weights(), pair.alone.get_weights())
 
 
-def test_swapped_averages_of_weights_are_put_back(alone_and_replicated, alike):
-    def make():
-        model = classifier()
-        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
-        model.compile(optimizer, model.loss)
-        return model
-
-    models = alone_and_replicated(make, 2)
-    expected, found = (fit(model, callbacks.SwapEMAWeights(swap_on_epoch=True)) for model in models)
-    alike(found, expected)
+def test_swapped_averages_of_weights_are_put_back(alone_and_replicated, alike, agree):
+    averaged = {"use_ema": True, "ema_momentum": 0.5}
+    models = alone_and_replicated(lambda: classifier(keras.optimizers.SGD(0.1, **averaged), metrics=None), 2)
+    agree(models, lambda model: fit(model, callbacks.SwapEMAWeights(swap_on_epoch=True)))
     alike(models[1].get_weights(), models[0].get_weights())

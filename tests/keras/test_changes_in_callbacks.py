@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import OneLayer, built, dense
 from keras import layers, optimizers
 
 import replica_engine
@@ -29,10 +30,8 @@ DATA = {"validation_data": VALIDATION, **QUIET}
 
 def regression(optimizer=None, **options):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
     optimizer = optimizer or optimizers.SGD(0.05, momentum=0.9)
-    model.compile(optimizer, "mse", metrics=["mae"], run_eagerly=True, **options)
-    return model
+    return dense(4, 2, optimizer, "mse", metrics=["mae"], run_eagerly=True, **options)
 
 
 def read_state(model):
@@ -181,16 +180,12 @@ def test_it_counts_where_steps_are_compiled(two_replicas, alike, do, hook):
     check(alike, two_replicas, do, hook, by_original=False)
 
 
-class Own(keras.Model):
+class Own(OneLayer):
     """Has a step, and a second optimizer, which Keras builds when the step first applies it."""
 
     def __init__(self):
         super().__init__()
-        self.dense = layers.Dense(2)
         self.own = optimizers.Adam(0.05)
-
-    def call(self, x):
-        return self.dense(x)
 
     def train_step(self, data):
         x, y = data[:2]
@@ -201,40 +196,45 @@ class Own(keras.Model):
         return {"loss": loss}
 
 
+@pytest.fixture
+def own_alike(two_replicas, alike):
+    """`own_alike(use)`: what `use(model, original)` gives is alike on one device and on replicas."""
+
+    def own_alike(use):
+        found = []
+        for is_replicated in (False, True):
+            keras.utils.set_random_seed(1)
+            original = built(Own(), X[:1], loss="mse", run_eagerly=not is_replicated)
+            model = replicate_model(original, strategy=two_replicas) if is_replicated else original
+            found.append([variable.numpy() for variable in use(model, original)])
+        alike(found[1], found[0])
+
+    return own_alike
+
+
 @pytest.mark.on("mirrored", "tpu")
-def test_an_optimizer_that_a_step_builds_goes_on_in_the_next_fit(two_replicas, alike):
+def test_an_optimizer_that_a_step_builds_goes_on_in_the_next_fit(own_alike):
     """Its state is that of the original, whose variables the traced step updates."""
-    found = []
-    for is_replicated in (False, True):
-        keras.utils.set_random_seed(1)
-        model = original = Own()
-        original(X[:1])
-        original.compile(loss="mse", run_eagerly=not is_replicated)
-        if is_replicated:
-            model = replicate_model(original, strategy=two_replicas)
+
+    def use(model, original):
         for _ in range(3):
             model.fit(BATCHES, **QUIET)
-        found.append([variable.numpy() for variable in [*original.variables, *original.own.variables]])
-    alike(found[1], found[0])
+        return [*original.variables, *original.own.variables]
+
+    own_alike(use)
 
 
-def test_an_optimizer_that_a_step_builds_is_current_after_each_call(two_replicas, alike):
+def test_an_optimizer_that_a_step_builds_is_current_after_each_call(own_alike):
     """Its variables, and the TensorFlow variables that they held after the first call."""
-    found = []
-    for is_replicated in (False, True):
-        keras.utils.set_random_seed(1)
-        model = original = Own()
-        original(X[:1])
-        original.compile(loss="mse", run_eagerly=not is_replicated)
-        if is_replicated:
-            model = replicate_model(original, strategy=two_replicas)
+
+    def use(model, original):
         model.train_on_batch(X[:4], Y[:4])
         held = [variable.value for variable in original.own.variables]
-        found.append([])
         for begin in (4, 8, 12):
             model.train_on_batch(X[begin : begin + 4], Y[begin : begin + 4])
-            found[-1] += [variable.numpy() for variable in [*original.own.variables, *held]]
-    alike(found[1], found[0])
+            yield from [*original.own.variables, *held]
+
+    own_alike(use)
 
 
 def test_in_a_scope_it_trains_as_outside(two_replicas, alike):
@@ -269,10 +269,7 @@ def test_replicas_on_other_devices_than_the_weights(alike):
     """The optimizer knows the weights again: built before, or in a callback."""
     strategy = replica_engine.MirroredStrategy(logical_devices(3)[1:])
     for do in (build, lambda model: None):
-        alone, original = regression(), regression()
-        model = replicate_model(original, strategy=strategy)
-        expected = everything(alone, alone, At("on_train_begin", do))
-        alike(everything(model, original, At("on_train_begin", do)), expected)
+        check(alike, strategy, do, "on_train_begin", by_original=False)
 
 
 def test_moving_statistics_that_are_saved_are_those_that_training_goes_on_with(two_replicas, tmp_path):
@@ -305,9 +302,8 @@ def test_a_seed_that_is_restored_in_a_callback_is_another_one_on_each_replica(tw
     seeds = []
 
     def seeds_now(*_):
-        seeds.append(
-            {component.numpy().tobytes() for component in two_replicas.experimental_local_results(state.value)}
-        )
+        components = two_replicas.experimental_local_results(state.value)
+        seeds.append({component.numpy().tobytes() for component in components})
 
     set_seed = At("on_train_begin", lambda model: state.assign([7, 8]))
     fast.fit(BATCHES, **QUIET, callbacks=[set_seed, keras.callbacks.LambdaCallback(on_epoch_begin=seeds_now)])

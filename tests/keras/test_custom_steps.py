@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import Counted, OneLayer, built, classifier, compiled, crossentropy
 from keras import layers
 
 from replica_engine.errors import LogError
@@ -15,19 +16,15 @@ Y = RANDOM.integers(0, 3, size=18)
 REAL = RANDOM.normal(size=(18, 4)).astype("float32")
 
 
-def crossentropy(y, outputs):
+def mean_crossentropy(y, outputs):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs))
 
 
-class Classifier(keras.Model):
-    """One layer; what follows writes its steps in the ways in which people do."""
+class Classifier(OneLayer):
+    """What follows writes its steps in the ways in which people do."""
 
     def __init__(self):
-        super().__init__()
-        self.layer = layers.Dense(3)
-
-    def call(self, x):
-        return self.layer(x)
+        super().__init__(3)
 
 
 class PlainStep(Classifier):
@@ -55,7 +52,7 @@ class ByHand(Classifier):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = crossentropy(y, self(x, training=True))
+            loss = mean_crossentropy(y, self(x, training=True))
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         self.tracker.update_state(loss)
@@ -63,7 +60,7 @@ class ByHand(Classifier):
 
     def test_step(self, data):
         x, y = data
-        loss = crossentropy(y, self(x))
+        loss = mean_crossentropy(y, self(x))
         self.tracker.update_state(loss)
         return {"own": self.tracker.result()}
 
@@ -127,7 +124,7 @@ class ByAssignment(Classifier):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = crossentropy(y, self(x, training=True))
+            loss = mean_crossentropy(y, self(x, training=True))
         for variable, gradient in zip(
             self.trainable_variables, tape.gradient(loss, self.trainable_variables), strict=True
         ):
@@ -137,49 +134,40 @@ class ByAssignment(Classifier):
         return {"loss": loss}
 
 
-def built(model, *options, **more):
-    model(X[:2])
-    model.compile(*options, **more)
-    return model
-
-
-def test_a_step_by_hand(trains_alike, batched, alike):
+def test_a_step_by_hand(trains_alike, batched, agree):
     """Its mean over a share is weighed by the share: of 9 samples replicas have 5 and 4, of 1 both have it."""
-    make = lambda: built(ByHand(), keras.optimizers.SGD(0.1))  # noqa: E731
-    alone, model, history = trains_alike(make, 2, X[:10], Y[:10], batch_size=9)
+    make = lambda: built(ByHand(), X[:2], keras.optimizers.SGD(0.1))  # noqa: E731
+    *models, history = trains_alike(make, 2, X[:10], Y[:10], batch_size=9)
     assert {"own", "raw"} <= set(history)
     data = batched(9, X[:9], Y[:9])
-    expected, found = (each.evaluate(data, verbose=0, return_dict=True) for each in (alone, model))
-    alike(found, expected)
-    expected, found = (each.predict(data, verbose=0) for each in (alone, model))
-    assert found.shape == (9,)
-    alike(found, expected)
+    agree(models, lambda each: each.evaluate(data, verbose=0, return_dict=True))
+    assert agree(models, lambda each: each.predict(data, verbose=0)).shape == (9,)
 
 
 @pytest.mark.on("tpu")
-def test_a_step_with_the_loss_and_metrics_of_compile(trains_alike, batched, alike):
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    make = lambda: built(OfKeras(), keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])  # noqa: E731
-    alone, model, history = trains_alike(make, 2, X, Y, batch_size=9)
+def test_a_step_with_the_loss_and_metrics_of_compile(trains_alike, batched, agree):
+    options = {"loss": crossentropy(), "metrics": ["accuracy"]}
+    make = lambda: built(OfKeras(), X[:2], keras.optimizers.SGD(0.1), **options)  # noqa: E731
+    *models, history = trains_alike(make, 2, X, Y, batch_size=9)
     assert {"accuracy", "loss"} == set(history)
     data = batched(9, X[:9], Y[:9])
-    expected, found = (each.evaluate(data, verbose=0, return_dict=True) for each in (alone, model))
-    alike(found, expected)
+    agree(models, lambda each: each.evaluate(data, verbose=0, return_dict=True))
 
 
 @pytest.mark.on("mirrored")
-def test_a_step_with_several_optimizers(trains_alike, alike):
-    make = lambda: built(Adversaries(), keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05, momentum=0.9))  # noqa: E731
-    alone, model, _ = trains_alike(make, 2, X, REAL, batch_size=9)
-    for name in ("of_critic", "of_maker"):
-        expected, found = ([variable.numpy() for variable in getattr(each, name).variables] for each in (alone, model))
-        alike(found, expected)
+def test_a_step_with_several_optimizers(trains_alike, agree):
+    def make():
+        optimizers = keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05, momentum=0.9)
+        return built(Adversaries(), X[:2], *optimizers)
+
+    *models, _ = trains_alike(make, 2, X, REAL, batch_size=9)
+    agree(models, lambda each: [value.numpy() for value in [*each.of_critic.variables, *each.of_maker.variables]])
 
 
 def test_a_step_that_brings_gradients_together_itself(both, batched, alike):
     """By the collectives of a replica; with equal shares the mean of all is that of the batch."""
     keras.utils.set_random_seed(1)
-    model = built(ByAssignment())
+    model = built(ByAssignment(), X[:2])
     kernel, bias = (weight.numpy() for weight in model.layer.trainable_variables)
     replicate_model(model, strategy=both(2)).fit(batched(8, X[:8], Y[:8]), verbose=0)
     outputs = X[:8] @ kernel + bias
@@ -192,29 +180,11 @@ def test_a_step_that_brings_gradients_together_itself(both, batched, alike):
 def test_metrics_of_ones_own(trains_alike):
     """A class that counts, a function, and a mean of one."""
 
-    class Counted(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(name="counted")
-            self.count = self.add_variable((), "zeros", name="count")
-
-        def update_state(self, y, outputs, sample_weight=None):
-            self.count.assign_add(tf.cast(tf.shape(y)[0], "float32"))
-
-        def result(self):
-            return self.count
-
     def confidence(y, outputs):
         return tf.reduce_max(tf.nn.softmax(outputs), -1)
 
     def make():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(
-            keras.optimizers.SGD(0.1),
-            loss,
-            metrics=[Counted(), confidence, keras.metrics.MeanMetricWrapper(confidence, "mean")],
-        )
-        return model
+        return classifier(metrics=[Counted(), confidence, keras.metrics.MeanMetricWrapper(confidence, "mean")])
 
     _, _, history = trains_alike(make, 2, X, Y, batch_size=9)
     assert history["counted"] == [18.0]
@@ -228,13 +198,10 @@ def test_a_loss_of_ones_own(trains_alike):
         def call(self, y, outputs):
             return tf.reduce_mean((y - outputs) ** 2, -1)
 
-    def absolute(y, outputs):
-        return tf.abs(y - outputs)
-
     def make():
         inputs = keras.Input((4,))
         model = keras.Model(inputs, [layers.Dense(4, name="one")(inputs), layers.Dense(4, name="two")(inputs)])
-        model.compile(keras.optimizers.SGD(0.1), [Squared(), absolute])
+        model.compile(keras.optimizers.SGD(0.1), [Squared(), lambda y, outputs: tf.abs(y - outputs)])
         return model
 
     trains_alike(make, 2, X, [REAL, REAL], batch_size=9)
@@ -254,8 +221,7 @@ def test_a_step_may_keep_its_state_in_a_weight(both, batched):
                 self.steps.assign_add(1.0)
             return x
 
-    model = keras.Sequential([keras.Input((4,)), Counting(), layers.Dense(4)])
-    model.compile("sgd", "mse")
+    model = compiled([keras.Input((4,)), Counting(), layers.Dense(4)], "sgd", "mse")
     replicated = replicate_model(model, strategy=both(2))
     replicated.fit(batched(8, X[:16], REAL[:16]), verbose=0)
     assert float(model.layers[0].steps.numpy()) == 2.0
@@ -325,7 +291,7 @@ class OfTheHead(InParts):
 
 
 def in_parts(model, optimizer=None):
-    model = built(model, optimizer or keras.optimizers.SGD(0.1))
+    model = built(model, X[:2], optimizer or keras.optimizers.SGD(0.1))
     model.other.build(model.head.trainable_variables)
     if isinstance(model, OfTheHead):
         model.optimizer.build(model.head.trainable_variables)
@@ -448,15 +414,9 @@ def test_a_normalization_over_replicas_in_a_step_of_ones_own(trains_alike):
             return self.layer(self.normalization(self.before(x), training=training))
 
         def loss_of(self, x, y):
-            return crossentropy(y, self(x, training=True))
+            return mean_crossentropy(y, self(x, training=True))
 
-    def make():
-        model = Normalized()
-        model(X[:1])
-        model.compile(keras.optimizers.SGD(0.5))
-        return model
-
-    trains_alike(make, 2, X[:9], Y[:9], batch_size=3)
+    trains_alike(lambda: built(Normalized(), X[:1], keras.optimizers.SGD(0.5)), 2, X[:9], Y[:9], batch_size=3)
 
 
 @pytest.mark.on("mirrored")
@@ -471,13 +431,11 @@ def test_a_reduction_in_a_step_of_ones_own_has_the_gradient_of_one_device(trains
         def loss_of(self, x, y):
             hidden = self.before(x)
             total = tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(hidden, 0))
-            return crossentropy(y, self.layer(hidden + total))
+            return mean_crossentropy(y, self.layer(hidden + total))
 
     def make():
-        model = Reducing()
-        model(X[:1])
+        model = built(Reducing(), X[:1], keras.optimizers.SGD(0.1))
         model.before.build((None, 4))
-        model.compile(keras.optimizers.SGD(0.1))
         return model
 
     trains_alike(make, 2, X[:9], Y[:9], batch_size=3)

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import OneLayer, built, compiled, dense
 from keras import layers
 
 from replica_engine.keras import replicate_model
@@ -25,9 +26,7 @@ class Mine(Exception):
 
 
 def regression():
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    return model
+    return dense(4, 2, keras.optimizers.SGD(0.1, momentum=0.9), "mse")
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +109,8 @@ def test_a_batch_of_a_wrong_shape(pair, is_usable):
 FAILS = set()
 
 
-class Failing(keras.Model):
+class Failing(OneLayer):
     """Its steps fail while "fails" is in `FAILS`, which is when they are traced; the training step after its update."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = layers.Dense(2)
-
-    def call(self, x):
-        return self.layer(x)
 
     def train_step(self, data):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -143,9 +135,7 @@ class Failing(keras.Model):
 def failing(both):
     """A model of which steps fail, replicated, and a way to have them fail or not."""
     keras.utils.set_random_seed(1)
-    model = Failing()
-    model(X[:2])
-    model.compile(keras.optimizers.SGD(0.1))
+    model = built(Failing(), X[:2], keras.optimizers.SGD(0.1))
     FAILS.add("fails")
     yield model, replicate_model(model, strategy=both(2))
     FAILS.clear()
@@ -173,9 +163,7 @@ def test_an_exception_of_a_step(failing):
 @pytest.mark.on("tpu")
 def test_an_exception_of_a_step_that_runs_eagerly(both, alike):
     keras.utils.set_random_seed(1)
-    model = Failing()
-    model(X[:2])
-    model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    model = built(Failing(), X[:2], keras.optimizers.SGD(0.1), run_eagerly=True)
     replicated = replicate_model(model, strategy=both(2))
     before = model.get_weights()
     replicated.train_on_batch(X[:8], Y[:8])
@@ -195,8 +183,7 @@ def test_an_op_that_fails_in_a_step(both, is_tpu):
     """Checks are ops of graphs, and of no compiled program."""
     check = (lambda x: x) if is_tpu else (lambda x: tf.debugging.check_numerics(x, "from an op"))
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((4,)), layers.Lambda(check), layers.Dense(2)])
-    model.compile("sgd", "mse")
+    model = compiled([keras.Input((4,)), layers.Lambda(check), layers.Dense(2)], "sgd", "mse")
     replicated = replicate_model(model, strategy=both(2))
     replicated.train_on_batch(X[:8], Y[:8])
     before = model.get_weights()
@@ -291,8 +278,7 @@ def test_a_check_of_all_ops_that_finds_nan(both, checks):
     def logarithm(x):
         return tf.math.log(x * 0.0 - 1.0)
 
-    model = keras.Sequential([keras.Input((4,)), layers.Lambda(logarithm), layers.Dense(2)])
-    model.compile("sgd", "mse")
+    model = compiled([keras.Input((4,)), layers.Lambda(logarithm), layers.Dense(2)], "sgd", "mse")
     with pytest.raises(tf.errors.InvalidArgumentError, match="in logarithm"):
         replicate_model(model, strategy=both(2)).fit(X[:8], Y[:8], verbose=0)
 

@@ -122,14 +122,6 @@ def of_metrics(model):
     return lambda: read().numpy()
 
 
-def eager(model):
-    return lambda: model(X[:2]).numpy()
-
-
-def by_predict(model):
-    return lambda: model.predict(X[:2], verbose=0)
-
-
 def assigns(model):
     shrink = tf.function(lambda: model.layers[-1].kernel.assign(model.layers[-1].kernel * 0.5))
     shrink()
@@ -168,8 +160,8 @@ READ = {
     "gradient": gradient,
     "optimizer": of_optimizer,
     "metrics": of_metrics,
-    "eager": eager,
-    "predict": by_predict,
+    "eager": lambda model: lambda: model(X[:2]).numpy(),
+    "predict": lambda model: lambda: model.predict(X[:2], verbose=0),
 }
 WRITE = {"assigns": assigns, "assigns, jit_compile": assigns_through_jit, "set_weights": sets_weights}
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import classifier, crossentropy
 from keras import layers
 
 pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
@@ -16,16 +17,6 @@ Y = RANDOM.integers(0, 3, size=18)
 REAL = RANDOM.normal(size=(18, 2)).astype("float32")
 WORDS = RANDOM.integers(0, 20, size=(18, 5))
 WEIGHTS = RANDOM.random(18).astype("float32")
-
-
-def crossentropy(**options):
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-
-
-def classifier(**options):
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
-    model.compile(keras.optimizers.SGD(0.1), **{"loss": crossentropy(), "metrics": ["accuracy"], **options})
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +199,9 @@ def test_weighted_samples_count_as_much_as_on_one_device(two_reduced, batched, a
     alike(two_reduced.replicated.get_weights(), two_reduced.alone.get_weights())
 
 
-def test_classes_have_weights(pair, alike):
+def test_classes_have_weights(pair, alike, agree):
     options = {"batch_size": 9, "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}, "shuffle": False, "verbose": 0}
-    expected, found = (model.fit(X, Y, **options).history for model in pair.both)
-    alike(found, expected)
+    agree(pair.both, lambda model: model.fit(X, Y, **options).history)
     alike(pair.replicated.get_weights(), pair.alone.get_weights())
 
 

@@ -1,12 +1,12 @@
 """What a user is told: which strategy was chosen, what is compiled, how long it takes, which layer is to blame."""
 
-import logging
 import threading
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.warned import when_warned
 
 import replica_engine
 from replica_engine.errors import LoweringError
@@ -61,31 +61,10 @@ def test_a_program_of_the_cache_folder_is_read_and_not_compiled(both, caplog, tm
     assert second.startswith(f"read the program for {batch}")
 
 
-@pytest.mark.on("tpu")  # on threads: test_shared_with_original.py
-def test_compile_frozen_layers_and_another_optimizer_are_noticed(both):
-    original = small(keras.layers.Dense(3))
-    model = replicate_model(original, strategy=both(2))
-    model.fit(BATCHES, verbose=0)
-    original.layers[0].trainable = False
-    before = original.layers[0].get_weights(), original.layers[1].get_weights()
-    model.fit(BATCHES, verbose=0)
-    assert np.array_equal(before[0][0], original.layers[0].get_weights()[0])
-    assert not np.array_equal(before[1][0], original.layers[1].get_weights()[0])
-    original.compile(keras.optimizers.SGD(0.0), "mse")
-    before = original.get_weights()
-    model.fit(BATCHES, verbose=0)
-    assert all(np.array_equal(one, other) for one, other in zip(before, original.get_weights(), strict=True))
-
-
-def test_a_traced_step_that_does_not_come_back_is_warned_of(caplog):
+def test_a_traced_step_that_does_not_come_back_is_warned_of():
     """The engine sees a step on threads only while it is traced."""
     told = threading.Event()
     slow = threading.Event()
-
-    class Handler(logging.Handler):
-        def emit(self, record):
-            if "The tf.function `test_step` has not returned" in record.getMessage():
-                told.set()
 
     def wait(x):
         return x if not slow.is_set() or told.wait(60) else np.full_like(x, np.nan)
@@ -97,13 +76,9 @@ def test_a_traced_step_that_does_not_come_back_is_warned_of(caplog):
     strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"], warn_after=0.05)
     model = replicate_model(small(Waits()), strategy=strategy)
     model.test_on_batch(X[:8], X[:8, :1])
-    logger = logging.getLogger("replica_engine")
-    logger.addHandler(handler := Handler())
-    try:
+    with when_warned(lambda text: "The tf.function `test_step` has not returned" in text and told.set()):
         slow.set()
         model.test_on_batch(X[:8], X[:8, :1])
-    finally:
-        logger.removeHandler(handler)
     assert told.is_set()
 
 
@@ -117,19 +92,10 @@ def test_a_long_compilation_says_that_it_goes_on(both, is_tpu, caplog, monkeypat
                 assert told.wait(300)
             return x
 
-    class Told(logging.Handler):
-        def emit(self, record):
-            told.set()
-
     model = replicate_model(small(Slow()), strategy=both(2))
     monkeypatch.setattr(train_function, "PROGRESS_EVERY", 0.1)
-    logger, handler = logging.getLogger("replica_engine"), Told(logging.WARNING)
-    logger.addHandler(handler)
-    try:
-        with caplog.at_level("WARNING", "replica_engine"):
-            model.fit(BATCHES, verbose=0)
-    finally:
-        logger.removeHandler(handler)
+    with when_warned(lambda _: told.set()), caplog.at_level("WARNING", "replica_engine"):
+        model.fit(BATCHES, verbose=0)
     doing = "compiling" if is_tpu else "tracing"  # threads compile nothing
     assert f"still {doing} train_step of 'small' for 2 replicas" in of_level(caplog, "WARNING")[0]
 
@@ -151,57 +117,62 @@ def test_a_layer_that_xla_cannot_compile_is_named_and_runs_on_threads(both, is_t
     assert "replicate_model(model, strategy=replica_engine.MirroredStrategy())" in note
 
 
-class TestTheDefault:
-    @pytest.fixture
-    def reason(self, caplog):
-        def reason(model, replicas=2):
-            caplog.clear()
-            with caplog.at_level("INFO", "replica_engine"):
-                made = replicate_model(model, replicas)
-            assert made.strategy.num_replicas_in_sync == replicas
-            return type(made.strategy), of_level(caplog, "INFO")[0]
+@pytest.fixture
+def reason(caplog):
+    """`reason(model, replicas)`: the kind of strategy that is chosen, and why."""
 
-        return reason
+    def reason(model, replicas=2):
+        caplog.clear()
+        with caplog.at_level("INFO", "replica_engine"):
+            made = replicate_model(model, replicas)
+        assert made.strategy.num_replicas_in_sync == replicas
+        return type(made.strategy), of_level(caplog, "INFO")[0]
 
-    def test_is_xla_for_recurrent_layers(self, reason):
-        kind, message = reason(small(keras.layers.Reshape((4, 1)), keras.layers.LSTM(2, name="memory")))
-        assert kind is replica_engine.TPUStrategy
-        assert message == (
-            "replicate_model: 'small' on TPUStrategy(2 replicas: CPU:0, CPU:1): XLA is fast at layers such as 'memory'"
-        )
+    return reason
 
-    def test_is_printed_where_nobody_said_how_many(self, capsys):
-        made = replicate_model(small())
-        assert f"replicate_model: 'small' on {made.strategy!r}: XLA wins nothing on CPU" in capsys.readouterr().out
-        replicate_model(small(), replicas=2)
-        assert capsys.readouterr().out == ""
 
-    def test_is_threads_for_matrix_products(self, reason):
-        kind, message = reason(small())
-        assert kind is replica_engine.MirroredStrategy
-        assert "XLA wins nothing on CPU" in message
+def of_words():
+    words = keras.layers.StringLookup(vocabulary=["a", "b"], name="words")
+    return keras.Sequential([keras.Input((1,), dtype="string"), words, keras.layers.Embedding(4, 2)])
 
-    def test_is_xla_where_tensorflow_has_too_few_devices(self, reason):
-        kind, message = reason(small(), replicas=9)
-        assert kind is replica_engine.TPUStrategy
-        assert "it makes its own CPU devices" in message
 
-    def test_is_threads_for_convolutions(self, reason):
-        reshape, flatten = keras.layers.Reshape((4, 1)), keras.layers.Flatten()
-        kind, message = reason(small(reshape, keras.layers.Conv1D(2, 2, name="edges"), flatten))
-        assert kind is replica_engine.MirroredStrategy
-        assert "XLA is slow at convolutions on CPU, such as 'edges'" in message
+def convolutional():
+    edges = keras.layers.Conv1D(2, 2, name="edges")
+    return small(keras.layers.Reshape((4, 1)), edges, keras.layers.Flatten())
 
-    def test_is_threads_for_what_xla_cannot_compile(self, reason):
-        words = keras.layers.StringLookup(vocabulary=["a", "b"], name="words")
-        model = keras.Sequential([keras.Input((1,), dtype="string"), words, keras.layers.Embedding(4, 2)])
-        kind, message = reason(model)
-        assert kind is replica_engine.MirroredStrategy
-        assert "XLA cannot compile the layer 'words'" in message
 
-    def test_takes_all_devices(self):
-        everything = len(tf.config.list_logical_devices("CPU"))
-        assert replicate_model(small()).strategy.num_replicas_in_sync == everything
+MIRRORED, TPU = replica_engine.MirroredStrategy, replica_engine.TPUStrategy
+CHOSEN = {
+    "recurrent layers": (
+        lambda: small(keras.layers.Reshape((4, 1)), keras.layers.LSTM(2, name="memory")),
+        TPU,
+        "replicate_model: 'small' on TPUStrategy(2 replicas: CPU:0, CPU:1): XLA is fast at layers such as 'memory'",
+    ),
+    "matrix products": (small, MIRRORED, "XLA wins nothing on CPU"),
+    "convolutions": (convolutional, MIRRORED, "XLA is slow at convolutions on CPU, such as 'edges'"),
+    "what XLA cannot compile": (of_words, MIRRORED, "XLA cannot compile the layer 'words'"),
+}
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), CHOSEN.values(), ids=CHOSEN)
+def test_the_default_is_chosen_by_the_layers(reason, make, kind, words):
+    chosen, message = reason(make())
+    assert chosen is kind
+    assert words in message
+
+
+def test_the_default_is_xla_where_tensorflow_has_too_few_devices(reason):
+    kind, message = reason(small(), replicas=9)
+    assert kind is TPU
+    assert "it makes its own CPU devices" in message
+
+
+def test_the_default_takes_all_devices_and_is_printed_where_nobody_said_how_many(capsys):
+    made = replicate_model(small())
+    assert f"replicate_model: 'small' on {made.strategy!r}: XLA wins nothing on CPU" in capsys.readouterr().out
+    assert made.strategy.num_replicas_in_sync == len(tf.config.list_logical_devices("CPU"))
+    replicate_model(small(), replicas=2)
+    assert capsys.readouterr().out == ""
 
 
 class Printing(keras.Model):

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import compiled, dense
 from keras import layers, optimizers
 
 from replica_engine.keras import replicate_model
@@ -25,26 +26,21 @@ MAKERS = {
 }
 
 
-def regression(optimizer):
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-    model.compile(optimizer, "mse")
-    return model
-
-
 @pytest.fixture
 def trains(trains_alike):
     """In 6 steps of 9 samples, 5 and 4 for each replica, so that what happens every second or third step does."""
-    return lambda name: _trains(trains_alike, name)
+
+    def trains(name):
+        alone, model, _ = trains_alike(lambda: dense(4, 2, MAKERS[name](), "mse"), 2, X, Y, batch_size=9, epochs=2)
+        assert int(model.optimizer.iterations.numpy()) == int(alone.optimizer.iterations.numpy())
+
+    return trains
 
 
-def _trains(trains_alike, name):
-    alone, model, _ = trains_alike(lambda: regression(MAKERS[name]()), 2, X, Y, batch_size=9, epochs=2)
-    assert int(model.optimizer.iterations.numpy()) == int(alone.optimizer.iterations.numpy())
-
-
-@pytest.mark.on("mirrored")
-def test_a_schedule_momentum_and_clipped_norms(trains):
-    trains("a rate that decays, norms clipped")
+@pytest.mark.on("mirrored")  # compiled: test_rows_of_an_embedding_are_accumulated in test_whole_batches.py
+@pytest.mark.parametrize("name", ["a rate that decays, norms clipped", "accumulated, values clipped"])
+def test_a_schedule_and_accumulated_gradients_on_threads(trains, name):
+    trains(name)
 
 
 @pytest.mark.on("tpu")
@@ -52,17 +48,12 @@ def test_averaged_weights_and_a_clipped_global_norm(trains):
     trains("AdamW, averaged")
 
 
-@pytest.mark.on("mirrored")  # compiled: test_rows_of_an_embedding_are_accumulated in test_whole_batches.py
-def test_gradients_that_are_accumulated_and_clipped(trains):
-    trains("accumulated, values clipped")
-
-
 def test_clipping_matters_in_these_tests(alike):
     """Without it the model would be another, so the tests above do test it."""
     weights = []
     for clip in ({}, {"clipnorm": 0.2}):
         keras.utils.set_random_seed(1)
-        model = regression(optimizers.SGD(0.1, **clip))
+        model = dense(4, 2, optimizers.SGD(0.1, **clip), "mse")
         model.run_eagerly = True
         model.train_on_batch(X[:9], Y[:9])
         weights.append(model.get_weights()[0])
@@ -145,7 +136,7 @@ def test_replicas_that_look_up_different_rows_of_the_same_batch(trains_alike):
 @pytest.mark.on("tpu")
 def test_a_learning_rate_that_is_set_counts_from_the_next_step(both):
     keras.utils.set_random_seed(1)
-    model = regression(optimizers.SGD(0.1))
+    model = dense(4, 2, optimizers.SGD(0.1), "mse")
     replicated = replicate_model(model, strategy=both(2))
     replicated.train_on_batch(X[:9], Y[:9])
     before = model.get_weights()
@@ -193,9 +184,7 @@ def float8(kind=keras.Sequential, **options):
 
 
 def of_a_layer():
-    model = keras.Sequential([keras.Input((4,)), Largest(), keras.layers.Dense(2)])
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
+    return compiled([keras.Input((4,)), Largest(), keras.layers.Dense(2)], keras.optimizers.Adam(0.01), "mse")
 
 
 OVERWRITTEN = {
@@ -209,7 +198,7 @@ OVERWRITTEN = {
 
 @pytest.mark.on("mirrored", "tpu")
 @pytest.mark.parametrize("kind", OVERWRITTEN)
-def test_what_a_gradient_overwrites_is_as_on_one_device(both, batched, alike, kind):
+def test_what_a_gradient_overwrites_is_as_on_one_device(both, batched, alike, kind, agree):
     """It is no sum over replicas: the scales of float8 grew with each step, and with the number of replicas."""
     make, batch_size = OVERWRITTEN[kind]
     models = []
@@ -218,12 +207,12 @@ def test_what_a_gradient_overwrites_is_as_on_one_device(both, batched, alike, ki
         models.append(make())
     alone, replicated = models[0], replicate_model(models[1], strategy=both(2))  # Keras has no eager float8
     x, y = X[: 2 * batch_size], Y[: 2 * batch_size]
-    expected, found = (
-        model.fit(batched(batch_size, x, y), epochs=2, shuffle=False, verbose=0).history
-        for model in (alone, replicated)
+    agree(
+        (alone, replicated),
+        lambda model: model.fit(batched(batch_size, x, y), epochs=2, shuffle=False, verbose=0).history,
+        rtol=1e-3,
+        atol=1e-4,
     )
-    # A number near the middle of two numbers of float8 may become either.
-    alike(found, expected, rtol=1e-3, atol=1e-4)
     alike(replicated.get_weights(), alone.get_weights(), rtol=1e-3, atol=1e-4)
     scales = [variable for variable in replicated.variables if variable.overwrite_with_gradient]
     alike([each.numpy() for each in scales], [v.numpy() for v in alone.variables if v.overwrite_with_gradient])

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import OneLayer, built, dense
 
 from replica_engine import TPUStrategy
 from replica_engine.keras import replicate_model
@@ -93,16 +94,12 @@ class Weighted(Own):
             self.value.assign(tf.maximum(self.value, tf.reduce_max(sample_weight)))
 
 
-class Trained(keras.Model):
+class Trained(OneLayer):
     """Has its own step, with a metric that gets the errors of the samples."""
 
     def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
+        super().__init__(1)
         self.worst = Worst()
-
-    def call(self, x):
-        return self.dense(x)
 
     def train_step(self, data):
         x, y = data
@@ -124,19 +121,7 @@ class Worst(Own):
 
 
 def model_with(*metrics, **options):
-    def make():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=[kind() for kind in metrics], **options)
-        return model
-
-    return make
-
-
-def trained():
-    model = Trained()
-    model(X[:1])
-    model.compile(keras.optimizers.SGD(0.05))
-    return model
+    return lambda: dense(3, 1, keras.optimizers.SGD(0.05), "mse", metrics=[kind() for kind in metrics], **options)
 
 
 KINDS = (Biggest, Smallest, Last, Decaying, Total, BiggestOfAll)
@@ -155,16 +140,6 @@ def test_metrics_that_are_no_sums(alone_and_replicated, batched, alike):
     alike([each.result() for each in replicated.metrics], [each.result() for each in alone.metrics])
 
 
-@pytest.mark.on("mirrored", rest="tpu")
-def test_training_with_metrics_that_are_no_sums(trains_alike):
-    trains_alike(model_with(*KINDS), 3, X, Y, batch_size=9, validation_data=(X[:8], Y[:8]), epochs=2)
-
-
-@pytest.mark.on("tpu", rest="mirrored")
-def test_a_step_of_its_own_with_a_metric_that_is_no_sum(trains_alike):
-    trains_alike(trained, 2, X, Y, batch_size=9, epochs=2)
-
-
 class Careful(Trained):
     """Goes on if something in its step fails."""
 
@@ -175,27 +150,47 @@ class Careful(Trained):
             return {"worst": 0.0}
 
 
-@pytest.mark.on("mirrored", rest="tpu")
-def test_a_step_that_handles_exceptions(trains_alike):
-    def make():
-        model = Careful()
-        model(X[:1])
-        model.compile(keras.optimizers.SGD(0.05))
-        return model
+class LengthOfErrors(Own):
+    """A sum of what is no sum over samples."""
 
-    trains_alike(make, 2, X, Y, batch_size=9)
+    def update_state(self, y, outputs, sample_weight=None):
+        self.value.assign_add(tf.sqrt(tf.reduce_sum((y - outputs) ** 2)))
+
+
+def with_step(kind):
+    return lambda: built(kind(), X[:1], keras.optimizers.SGD(0.05))
+
+
+# The model, the number of replicas, and options of `trains_alike`.
+ON_TPU_FIRST = {
+    "a step of its own": (with_step(Trained), 2, {"batch_size": 9, "epochs": 2}),
+    "several steps in one launch": (model_with(Biggest, Total, steps_per_execution=3), 2, {"batch_size": 8}),
+}
+ON_THREADS_FIRST = {
+    "all kinds": (model_with(*KINDS), 3, {"batch_size": 9, "validation_data": (X[:8], Y[:8]), "epochs": 2}),
+    "a step that handles exceptions": (with_step(Careful), 2, {"batch_size": 9}),
+    "shows nothing before it runs": (model_with(HelpedByAFunction), 2, {"batch_size": 8}),
+    "of what is no sum over samples": (model_with(LengthOfErrors), 2, {"batch_size": 8}),
+}
 
 
 @pytest.mark.on("tpu", rest="mirrored")
-def test_several_steps_in_one_launch(trains_alike):
-    trains_alike(model_with(Biggest, Total, steps_per_execution=3), 2, X, Y, batch_size=8)
+@pytest.mark.parametrize("name", ON_TPU_FIRST)
+def test_compiled_training_with_metrics_that_are_no_sums(trains_alike, name):
+    make, size, options = ON_TPU_FIRST[name]
+    trains_alike(make, size, X, Y, **options)
+
+
+@pytest.mark.on("mirrored", rest="tpu")
+@pytest.mark.parametrize("name", ON_THREADS_FIRST)
+def test_training_with_metrics_that_are_no_sums(trains_alike, name):
+    make, size, options = ON_THREADS_FIRST[name]
+    trains_alike(make, size, X, Y, **options)
 
 
 @pytest.mark.on("mirrored")
 def test_a_metric_that_is_no_sum_is_named_once_for_all_steps_and_without_a_warning(both, caplog):
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", metrics=[Biggest()])
-    replicated = replicate_model(model, strategy=both(2))
+    replicated = replicate_model(dense(3, 1, "sgd", "mse", metrics=[Biggest()]), strategy=both(2))
     caplog.set_level("INFO", "replica_engine")
     for run in (replicated.train_on_batch, replicated.test_on_batch):
         run(X[:4], Y[:4])
@@ -210,19 +205,9 @@ def test_eager_steps_with_a_metric_that_is_no_sum(trains_alike):
     trains_alike(model_with(Biggest, run_eagerly=True), 2, X, Y, batch_size=9)
 
 
-@pytest.mark.on("mirrored", rest="tpu")
-def test_an_update_that_shows_nothing_before_it_runs(trains_alike):
-    trains_alike(model_with(HelpedByAFunction), 2, X, Y, batch_size=8)
-
-
 @pytest.mark.on("tpu", rest="mirrored")
 def test_an_update_that_depends_on_its_arguments(alone_and_replicated, alike):
-    def make():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", weighted_metrics=[Weighted()])
-        return model
-
-    models = alone_and_replicated(make, 2)
+    models = alone_and_replicated(lambda: dense(3, 1, "sgd", "mse", weighted_metrics=[Weighted()]), 2)
     for weights in (None, np.arange(8.0)):
         expected, found = (
             model.evaluate(X[:8], Y[:8], sample_weight=weights, batch_size=4, verbose=0) for model in models
@@ -251,13 +236,10 @@ def test_a_batch_is_divided_where_metrics_only_add(both, kinds, parts):
     assert replicated.evaluate(X[:8], Y[:8], batch_size=8, verbose=0, return_dict=True)["parts"] == parts
 
 
-def test_a_parity_check_of_a_metric_that_is_no_sum():
+def test_a_parity_check_of_a_metric_that_is_no_sum(monkeypatch):
+    """It also finds one that reads other numbers, as one would that is no sum, and that nobody noticed."""
     report = check_parity(model_with(*KINDS, run_eagerly=True)(), X[:9], Y[:9], replicas=2, steps=1)
     assert report.ok, report
-
-
-def test_a_parity_check_finds_a_metric_that_reads_other_numbers(monkeypatch):
-    """As one would that is no sum, and that nobody noticed."""
     monkeypatch.setattr("replica_engine.upstream.keras.metric_updates.has_own_update", lambda metric: False)
     report = check_parity(model_with(Biggest, run_eagerly=True)(), X[:9], Y[:9], replicas=2, steps=1)
     assert "biggest" in {each.name for each in report.differences}
@@ -433,16 +415,6 @@ class KeepsItsLast(Own):
         self.value.assign_add(self.added(self.last))
 
 
-class LengthOfErrors(Own):
-    def update_state(self, y, outputs, sample_weight=None):
-        self.value.assign_add(tf.sqrt(tf.reduce_sum((y - outputs) ** 2)))
-
-
-@pytest.mark.on("mirrored", rest="tpu")
-def test_a_sum_of_what_is_no_sum_over_samples(trains_alike):
-    trains_alike(model_with(LengthOfErrors), 2, X, Y, batch_size=8)
-
-
 @pytest.mark.on("tpu", rest="mirrored")
 def test_looking_at_a_metric_leaves_nothing_in_it_and_in_its_functions(both):
     metric = KeepsItsLast()
@@ -468,10 +440,8 @@ class Remembering(Total):
 
 
 def test_ctrl_c_while_a_metric_is_looked_at_leaves_the_metric_as_it_was():
-    strategy = TPUStrategy(num_cores=2)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=[Remembering()])
+    with TPUStrategy(num_cores=2).scope():
+        model = dense(3, 1, "sgd", "mse", metrics=[Remembering()])
     with pytest.raises(KeyboardInterrupt):
         model.fit(X[:32], Y[:32], batch_size=8, verbose=0)
     inner = [inner for metric in model.metrics for inner in getattr(metric, "metrics", [metric])]

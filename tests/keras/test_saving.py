@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers
+from helpers.keras_models import OneLayer, built, classifier, crossentropy
 
 from replica_engine.keras import replicate_model
 
@@ -42,11 +42,8 @@ ELSEWHERE = """
 """
 
 
-def classifier():
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
-    return model
+def with_momentum():
+    return classifier(keras.optimizers.SGD(0.05, momentum=0.9))
 
 
 def fit(model, epochs=1):
@@ -55,7 +52,7 @@ def fit(model, epochs=1):
 
 @pytest.fixture(scope="module")
 def two(make_pair):
-    return make_pair(classifier, 2)
+    return make_pair(with_momentum, 2)
 
 
 @pytest.fixture
@@ -132,7 +129,7 @@ def test_keras_functions_save_it_as_its_methods_do(pair, tmp_path, alike):
 
 def test_a_file_in_the_old_format_is_written_too(both, tmp_path, alike):
     """With a model of its own: Keras forgets what it was compiled with when it writes one."""
-    replicated = replicate_model(classifier(), strategy=both(2))
+    replicated = replicate_model(with_momentum(), strategy=both(2))
     replicated.save(tmp_path / "model.h5")
     loaded = keras.models.load_model(tmp_path / "model.h5")
     assert type(loaded) is keras.Sequential
@@ -156,23 +153,13 @@ def test_a_tensorflow_checkpoint_takes_both(pair, tmp_path):
 
 
 @keras.saving.register_keras_serializable(package="tests")
-class Subclassed(keras.Model):
-    def __init__(self, units=3, **options):
-        super().__init__(**options)
-        self.units = units
-        self.layer = layers.Dense(units)
-
-    def call(self, x):
-        return self.layer(x)
-
+class Subclassed(OneLayer):
     def get_config(self):
-        return {"units": self.units}
+        return {"units": self.layer.units}
 
 
 def test_a_subclassed_model_is_saved_as_its_class(both, tmp_path, alike):
-    model = Subclassed()
-    model(X[:2])
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model = built(Subclassed(3), X[:2], "sgd", crossentropy())
     replicated = replicate_model(model, strategy=both(2))
     fit(replicated)
     replicated.save(tmp_path / "model.keras")

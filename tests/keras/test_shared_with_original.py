@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import crossentropy, dense
 from keras import layers
 
 from replica_engine.errors import OptimizerError
@@ -19,10 +20,6 @@ pytestmark = pytest.mark.on("mirrored")  # where nothing else is said
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(16, 4)).astype("float32")
 Y = RANDOM.integers(0, 3, size=16)
-
-
-def crossentropy():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def classifier():
@@ -135,6 +132,7 @@ def fresh(both):
     return original, replicate_model(original, strategy=both(2))
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_compiling_either_compiles_both(fresh, batched):
     original, replicated = fresh
     fit(replicated)
@@ -154,7 +152,7 @@ def test_compiling_either_compiles_both(fresh, batched):
 
 
 def test_a_model_may_be_compiled_after_it_is_replicated(both):
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model = dense(4, 3)
     replicated = replicate_model(model, strategy=both(2))
     assert np.allclose(replicated.predict_on_batch(X), model(X), atol=1e-5)
     with pytest.raises(ValueError, match="compile"):
@@ -163,6 +161,7 @@ def test_a_model_may_be_compiled_after_it_is_replicated(both):
     assert fit(replicated)["loss"][0] < 10.0
 
 
+@pytest.mark.on("mirrored", rest="tpu")
 def test_a_frozen_layer_stays_from_the_next_call_on(fresh):
     original, replicated = fresh
     first, last = original.layers

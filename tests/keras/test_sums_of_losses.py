@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import OneLayer, built, dense
 from helpers.versions import KERAS
 from keras import layers
 
@@ -24,18 +25,14 @@ def size(x):
     return tf.cast(tf.shape(x)[0], "float32")
 
 
-class Own(keras.Model):
+class Own(OneLayer):
     """Its weight `rows` is the number of samples that a replica was given last."""
 
     def __init__(self, loss_of=None, changed=None, step=None):
         super().__init__()
-        self.dense = layers.Dense(2)
         self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False, name="rows")
         self.loss_of, self.changed, self.step = loss_of, changed, step
         self.tracker = keras.metrics.Mean(name="tracker")
-
-    def call(self, x):
-        return self.dense(x)
 
     def train_step(self, data):
         x, y = data
@@ -75,14 +72,11 @@ def of_weights(model, x, y):
     """A penalty on the gradient of the batch."""
     with tf.GradientTape() as tape:
         loss = mean(model, x, y)
-    return loss + 0.1 * tf.reduce_sum(tape.gradient(loss, model.dense.kernel.value) ** 2)
+    return loss + 0.1 * tf.reduce_sum(tape.gradient(loss, model.layer.kernel.value) ** 2)
 
 
 def in_a_function(model, x, y):
-    @tf.function
-    def loss(outputs):
-        return SUM(y, outputs) / size(y)
-
+    loss = tf.function(lambda outputs: SUM(y, outputs) / size(y))
     return loss(model(x))
 
 
@@ -142,11 +136,11 @@ def by_hand(model, x, y, changed=lambda gradient: gradient):
 def in_a_function_by_hand(model, x, y):
     with tf.GradientTape() as tape:
         loss = mean(model, x, y)
-    gradient = tape.gradient(loss, model.dense.bias)
+    gradient = tape.gradient(loss, model.layer.bias)
 
     @tf.function
     def update(gradient):
-        model.dense.bias.assign(model.dense.bias - 0.05 * gradient)
+        model.layer.bias.assign(model.layer.bias - 0.05 * gradient)
 
     update(gradient)
     return {"loss": loss}
@@ -168,7 +162,7 @@ IN_PARTS = {
     "a mean of Keras": {"loss_of": lambda model, x, y: MEAN(y, model(x))},
     "a sum as it is": {"loss_of": lambda model, x, y: SUM(y, model(x))},
     "a sum and a mean": {"loss_of": lambda model, x, y: 0.3 * SUM(y, model(x)) + mean(model, x, y)},
-    "a sum by a weight": {"loss_of": lambda model, x, y: SUM(y, model(x)) / (9.0 + model.dense.bias[0])},
+    "a sum by a weight": {"loss_of": lambda model, x, y: SUM(y, model(x)) / (9.0 + model.layer.bias[0])},
     "the sum of compile": {"loss_of": by_compute_loss},
     "gradients of samples": {"loss_of": of_inputs},
     "decay": {"loss_of": mean, "changed": decayed},
@@ -218,11 +212,8 @@ CHANGED = {
 }
 
 
-def made(options):
-    model = Own(**options)
-    model(X[:1])
-    model.compile(keras.optimizers.SGD(0.05), SUM)
-    return model
+def made(options, kind=Own, **more):
+    return built(kind(**options), X[:1], keras.optimizers.SGD(0.05), SUM, **more)
 
 
 def of_warnings(caplog):
@@ -230,25 +221,23 @@ def of_warnings(caplog):
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_a_step_whose_parts_add_up_is_computed_in_parts(alone_and_replicated, batched, alike, caplog, name):
+def test_a_step_whose_parts_add_up_is_computed_in_parts(alone_and_replicated, batched, alike, caplog, name, agree):
     """Ten steps, of 8 samples 4 on each of 2 replicas."""
     alone, replicated = alone_and_replicated(lambda: made(IN_PARTS[name]), 2)
-    expected, found = (each.fit(batched(8, X, Y), verbose=0).history for each in (alone, replicated))
-    alike(found, expected)
-    alike(replicated.dense.get_weights(), alone.dense.get_weights())
+    agree((alone, replicated), lambda each: each.fit(batched(8, X, Y), verbose=0).history)
+    alike(replicated.layer.get_weights(), alone.layer.get_weights())
     assert float(replicated.rows.numpy()) == 4.0
     assert of_warnings(caplog) == []
 
 
 @pytest.fixture
-def is_whole(alone_and_replicated, batched, alike, caplog):
+def is_whole(alone_and_replicated, batched, alike, caplog, agree):
     """`is_whole(options)`: trains as one device, on 8 of 8 samples on each replica, and has logged one warning."""
 
     def is_whole(options):
         alone, replicated = alone_and_replicated(lambda: made(options), 2)
-        expected, found = (each.fit(batched(8, X, Y), epochs=2, verbose=0).history for each in (alone, replicated))
-        alike(found, expected)
-        alike(replicated.dense.get_weights(), alone.dense.get_weights())
+        agree((alone, replicated), lambda each: each.fit(batched(8, X, Y), epochs=2, verbose=0).history)
+        alike(replicated.layer.get_weights(), alone.layer.get_weights())
         assert float(replicated.rows.numpy()) == 8.0
         (text,) = of_warnings(caplog)
         assert "`train_step`" in text
@@ -308,22 +297,18 @@ class Computing(keras.Sequential):
         return super().compute_loss(x, y, y_pred, sample_weight) / size(y_pred)
 
 
-def average(y, outputs):
-    return tf.nn.compute_average_loss(tf.reduce_mean((y - outputs) ** 2, 1))
+def of_samples(y, outputs):
+    return tf.reduce_mean((y - outputs) ** 2, 1)
 
 
 def of_known_size(y, outputs):
-    losses = tf.nn.compute_average_loss(tf.reduce_mean((y - outputs) ** 2, 1), global_batch_size=8)
+    losses = tf.nn.compute_average_loss(of_samples(y, outputs), global_batch_size=8)
     return losses + tf.nn.scale_regularization_loss(tf.constant([0.5, 0.25]))
 
 
 def of_names_of_ones_own(y, outputs):
-    losses = AVERAGE(tf.reduce_mean((y - outputs) ** 2, 1), global_batch_size=8)
+    losses = AVERAGE(of_samples(y, outputs), global_batch_size=8)
     return losses + AVERAGE(tf.reduce_mean(outputs**2, 1)) + REGULARIZATION(tf.constant([0.5, 0.25]))
-
-
-def of_own_size(y, outputs):
-    return tf.nn.compute_average_loss(tf.reduce_mean((y - outputs) ** 2, 1), global_batch_size=tf.shape(y)[0])
 
 
 LOSSES = {
@@ -333,10 +318,12 @@ LOSSES = {
     "a class that sums": Halved(reduction="sum"),
     "a class that changes its sum": Rooted(reduction="sum"),
     "a sum": SUM,
-    "an average": average,
+    "an average": lambda y, outputs: tf.nn.compute_average_loss(of_samples(y, outputs)),
     "of a known size": of_known_size,
     "of names of one's own": of_names_of_ones_own,
-    "of its own size": of_own_size,
+    "of its own size": lambda y, outputs: tf.nn.compute_average_loss(
+        of_samples(y, outputs), global_batch_size=tf.shape(y)[0]
+    ),
     "a number": lambda y, outputs: 1.5,
     "numbers": lambda y, outputs: [1.0, 2.0, 3.0],
 }
@@ -353,7 +340,7 @@ def of_all_outputs(history):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_compiled_loss_that_sums_up_itself(alone_and_replicated, batched, alike, name):
+def test_a_compiled_loss_that_sums_up_itself(alone_and_replicated, batched, alike, name, agree):
     """In `fit` with a smaller last batch, `evaluate`, and by hand."""
 
     def make():
@@ -365,8 +352,7 @@ def test_a_compiled_loss_that_sums_up_itself(alone_and_replicated, batched, alik
     models = alone_and_replicated(make, 2)
     models[0].run_eagerly = False  # an eager Keras counts the loss of an output by samples
     data = batched(8, X[:13], [Y[:13], Y[:13]])
-    expected, found = (of_all_outputs(each.fit(data, validation_data=data, verbose=0).history) for each in models)
-    alike(found, expected)
+    agree(models, lambda each: of_all_outputs(each.fit(data, validation_data=data, verbose=0).history))
     logs = (each.train_on_batch(X[:5], [Y[:5], Y[:5]], return_dict=True) for each in models)
     expected, found = map(of_all_outputs, logs)
     alike(found, expected)
@@ -430,20 +416,17 @@ def in_a_branch(add_up):
 
 
 @pytest.mark.parametrize(
-    ("name", "around"),
-    [*((name, None) for name in ACCUMULATED), ("clipped", tf.function), ("clipped", in_a_branch)],
+    ("name", "around"), [*((name, None) for name in ACCUMULATED), ("clipped", tf.function), ("clipped", in_a_branch)]
 )
 def test_gradients_that_a_step_adds_up_in_variables(alone_and_replicated, batched, alike, name, around):
     def make():
         model = Accumulating(ACCUMULATED[name], around or (lambda fn: fn))
-        model(X[:1])
-        model.compile(keras.optimizers.SGD(0.05))
-        return model
+        return built(model, X[:1], keras.optimizers.SGD(0.05))
 
     alone, replicated = alone_and_replicated(make, 2)
     for each in (alone, replicated):
         each.fit(batched(8, X, Y), epochs=2, verbose=0)
-    alike(replicated.dense.get_weights(), alone.dense.get_weights())
+    alike(replicated.layer.get_weights(), alone.layer.get_weights())
     assert float(replicated.rows.numpy()) == (4.0 if name == "as they are" else 8.0)
 
 
@@ -474,19 +457,12 @@ SUMMING = {
 
 
 @pytest.mark.parametrize("name", SUMMING)
-def test_a_metric_that_calls_a_sum_of_losses(alone_and_replicated, batched, alike, caplog, name):
-    def make():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-        model.compile(keras.optimizers.SGD(0.05), "mse", metrics=[SUMMING[name]()])
-        return model
-
+def test_a_metric_that_calls_a_sum_of_losses(alone_and_replicated, batched, agree, caplog, name):
     caplog.set_level("INFO", "replica_engine")
-    models = alone_and_replicated(make, 2)
+    models = alone_and_replicated(lambda: dense(4, 2, keras.optimizers.SGD(0.05), "mse", metrics=[SUMMING[name]()]), 2)
     data = batched(8, X[:13], Y[:13])
-    expected, found = (each.evaluate(data, verbose=0, return_dict=True) for each in models)
-    alike(found, expected)
-    expected, found = (each.fit(data, verbose=0).history for each in models)
-    alike(found, expected)
+    agree(models, lambda each: each.evaluate(data, verbose=0, return_dict=True))
+    agree(models, lambda each: each.fit(data, verbose=0).history)
     assert ("computes whole batches" in caplog.text) == (name not in ("a sum", "a mean, times"))
 
 
@@ -495,7 +471,7 @@ def test_a_metric_that_calls_a_sum_of_losses(alone_and_replicated, batched, alik
     ("name", "late"),
     [*itertools.product(["divided", "clip_by_norm", "a mean"], [False, True]), ("weights changed by hand", False)],
 )
-def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name, late):
+def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name, late, agree):
     """It has changed variables before it is given up, and they count once, also if it is another one than the first."""
 
     class Eager(Own):
@@ -514,17 +490,11 @@ def test_an_eager_step_that_needs_the_whole_batch(both, alike, batched, name, la
 
     def make():
         keras.utils.set_random_seed(1)
-        model = Eager(**options)
-        model(X[:1])
-        model.compile(keras.optimizers.SGD(0.05), SUM, run_eagerly=True)
-        return model
+        return made(options, Eager, run_eagerly=True)
 
     alone, model = make(), make()
-    expected, found = (
-        each.fit(batched(8, X, Y), verbose=0).history for each in (alone, replicate_model(model, strategy=both(2)))
-    )
-    alike(found, expected)
-    alike(model.dense.get_weights(), alone.dense.get_weights())
+    agree((alone, replicate_model(model, strategy=both(2))), lambda each: each.fit(batched(8, X, Y), verbose=0).history)
+    alike(model.layer.get_weights(), alone.layer.get_weights())
     assert float(model.rows.numpy()) == (4.0 if name == "a mean" else 8.0)
 
 
@@ -534,8 +504,6 @@ def test_scale_loss_of_a_number(both, batched, loss):
         def train_step(self, data):
             return {"scaled": self.optimizer.scale_loss(loss), "loss": mean(self, *data)}
 
-    model = Numbers()
-    model(X[:1])
-    model.compile(keras.optimizers.SGD(0.05, loss_scale_factor=4.0))
+    model = built(Numbers(), X[:1], keras.optimizers.SGD(0.05, loss_scale_factor=4.0))
     history = replicate_model(model, strategy=both(2)).fit(batched(8, X, Y), verbose=0).history
     assert history["scaled"] == [4.0 * float(loss)]

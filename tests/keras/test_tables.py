@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import compiled
 from helpers.versions import KERAS
 from keras import layers, ops
 
@@ -67,12 +68,7 @@ class Embedding(layers.Layer):
 def model_of(optimizer="Adam", length=6, **options):
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
-        [
-            keras.Input((length,), dtype="int32"),
-            Embedding(**options),
-            layers.GlobalAveragePooling1D(),
-            layers.Dense(1),
-        ]
+        [keras.Input((length,), dtype="int32"), Embedding(**options), layers.GlobalAveragePooling1D(), layers.Dense(1)]
     )
     model.compile(OPTIMIZERS[optimizer](), "mse")
     return model
@@ -124,15 +120,14 @@ def test_of_as_many_indices_as_samples(trains_alike, size):
 
 
 @pytest.mark.parametrize("length", [6, None], ids=["known length", "unknown length"])
-def test_of_a_model_in_a_scope(both, is_tpu, alike, length):
+def test_of_a_model_in_a_scope(both, is_tpu, alike, length, agree):
     """Keras 3.16 traces the first step for its batch: what is repeated for a known number of samples is constant."""
     options = {"length": length, "repeats": not is_tpu and KERAS < (3, 16)}
     alone = model_of(**options)
     alone.run_eagerly = length is not None  # which saves the time to trace it; eagerly each batch has a known length
     with both(2).scope():
         model = model_of(**options)
-    expected, found = (each.fit(batches(), epochs=2, verbose=0).history for each in (alone, model))
-    alike(found, expected)
+    agree((alone, model), lambda each: each.fit(batches(), epochs=2, verbose=0).history)
     alike(model.get_weights(), alone.get_weights())
 
 
@@ -187,9 +182,7 @@ class Joined(layers.Layer):
 
 def joined_model(how, optimizer):
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input((6,), dtype="int32"), Joined(how)])
-    model.compile(optimizer(), "mse")
-    return model
+    return compiled([keras.Input((6,), dtype="int32"), Joined(how)], optimizer(), "mse")
 
 
 @pytest.mark.parametrize(
@@ -212,8 +205,7 @@ def test_of_as_many_positions_as_a_shard_has_samples(both, alike, rows):
     def trained(scope):
         keras.utils.set_random_seed(0)
         with scope:
-            model = keras.Sequential([keras.Input((6,)), Placed(), layers.Dense(1)])
-            model.compile(keras.optimizers.Adam(0.05), "mse")
+            model = compiled([keras.Input((6,)), Placed(), layers.Dense(1)], keras.optimizers.Adam(0.05), "mse")
         data = tf.data.Dataset.from_tensor_slices((WORDS.astype("float32"), SCORES)).batch(
             2 * rows, drop_remainder=True
         )
@@ -287,8 +279,12 @@ def test_of_a_loop_of_ones_own(both, alike, how):
                 outputs = tf.gather(words, tokens) + tf.gather(places, tf.range(6))
                 loss = tf.reduce_sum((tf.reduce_sum(outputs, [1, 2])[:, None] - scores) ** 2) / 8
             grads = tape.gradient(loss, [words, places])
-            if strategy is None or how == "optimizer":
+            if how == "optimizer":
                 optimizer.apply_gradients(zip(grads, [words, places], strict=True))
+                return
+            if strategy is None:
+                for table, grad in zip([words, places], grads, strict=True):
+                    updated(table, grad)
                 return
             context = tf.distribute.get_replica_context()
             if how == "all_reduce":
@@ -305,20 +301,9 @@ def test_of_a_loop_of_ones_own(both, alike, how):
         def updated(table, grad):
             table.assign_sub(squares(grad))
 
-        def of_one(data):
-            tokens, scores = data
-            with tf.GradientTape() as tape:
-                outputs = tf.gather(words, tokens) + tf.gather(places, tf.range(6))
-                loss = tf.reduce_sum((tf.reduce_sum(outputs, [1, 2])[:, None] - scores) ** 2) / 8
-            for table, grad in zip([words, places], tape.gradient(loss, [words, places]), strict=True):
-                updated(table, grad)
-
         @tf.function
         def train(data):
-            if strategy is None:
-                (step if how == "optimizer" else of_one)(data)
-            else:
-                strategy.run(step, args=(data,))
+            step(data) if strategy is None else strategy.run(step, args=(data,))
 
         data = batches() if strategy is None else strategy.experimental_distribute_dataset(batches())
         for batch in data:

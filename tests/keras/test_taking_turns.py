@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import dense
 
 from replica_engine.errors import ReplicateError
 from replica_engine.keras import replicate_model
@@ -18,9 +19,7 @@ HALVES, WHOLE = (tf.data.Dataset.from_tensor_slices((X, Y)).batch(size) for size
 
 def make():
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
-    return model
+    return dense(4, 1, keras.optimizers.SGD(0.05, momentum=0.9), "mse")
 
 
 def make_alone():

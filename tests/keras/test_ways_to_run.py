@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import classifier, crossentropy
 from helpers.versions import HAS_XLA
 from keras import layers
 
@@ -23,30 +24,23 @@ Y = RANDOM.integers(0, 3, size=54)
 BATCHES, VALIDATION = (tf.data.Dataset.from_tensor_slices((X[:count], Y[:count])).batch(9) for count in (54, 18))
 
 
-def classifier(**options):
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"], **options)
-    return model
-
-
 @pytest.fixture
 def trains_with(alone_and_replicated, alike):
     """6 steps of 9 samples, of which 4 are one execution and then 2 more."""
-    return lambda **options: _trains_with(alone_and_replicated, alike, options)
 
+    def trains_with(**options):
+        alone, replicated = alone_and_replicated(lambda: classifier(**options), 2)
+        batches = []
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
+        arguments = {"validation_data": VALIDATION, "shuffle": False, "verbose": 0}
+        alone.compile(alone.optimizer, alone.loss, metrics=["accuracy"], run_eagerly=True)
+        expected = alone.fit(BATCHES, **arguments).history
+        alike(replicated.fit(BATCHES, callbacks=[note], **arguments).history, expected)
+        alike(replicated.get_weights(), alone.get_weights())
+        assert int(replicated.optimizer.iterations.numpy()) == 6
+        assert batches == ([3, 7] if "steps_per_execution" in options else [*range(6)])
 
-def _trains_with(alone_and_replicated, alike, options):
-    alone, replicated = alone_and_replicated(lambda: classifier(**options), 2)
-    batches = []
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(batch))
-    arguments = {"validation_data": VALIDATION, "shuffle": False, "verbose": 0}
-    alone.compile(alone.optimizer, alone.loss, metrics=["accuracy"], run_eagerly=True)
-    expected = alone.fit(BATCHES, **arguments).history
-    alike(replicated.fit(BATCHES, callbacks=[note], **arguments).history, expected)
-    alike(replicated.get_weights(), alone.get_weights())
-    assert int(replicated.optimizer.iterations.numpy()) == 6
-    assert batches == ([3, 7] if "steps_per_execution" in options else [*range(6)])
+    return trains_with
 
 
 @pytest.mark.on("mirrored", "tpu")
@@ -221,7 +215,7 @@ SEES_VALUES = {  # the first calls make losses and metrics, as on one device: of
 
 
 @pytest.mark.parametrize("kind", SEES_VALUES)
-def test_losses_metrics_and_call_see_what_they_see_on_one_device(both, alike, kind):
+def test_losses_metrics_and_call_see_what_they_see_on_one_device(both, alike, kind, agree):
     """In the first call too, in which Keras would make losses and metrics of dense symbols, under a strategy."""
     data, options, of_model = SEES_VALUES[kind]
     models = []
@@ -233,10 +227,8 @@ def test_losses_metrics_and_call_see_what_they_see_on_one_device(both, alike, ki
     alone, replicated = models[0], replicate_model(models[1], strategy=both(2))
     alone.run_eagerly = True
     for _ in range(2):
-        expected, found = (model.evaluate(data, data, verbose=0) for model in (alone, replicated))
-        alike(found, expected)
-        expected, found = (model.train_on_batch(data, data) for model in (alone, replicated))
-        alike(found, expected)
+        agree((alone, replicated), lambda model: model.evaluate(data, data, verbose=0))
+        agree((alone, replicated), lambda model: model.train_on_batch(data, data))
     alike(replicated.get_weights(), alone.get_weights())
 
 
@@ -359,7 +351,7 @@ def test_two_models_share_a_layer(both, alike):
     inputs = keras.Input((4,))
     encoded = layers.Dense(3, "tanh")(inputs)
     encoder, whole = keras.Model(inputs, encoded), keras.Model(inputs, layers.Dense(3)(encoded))
-    whole.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    whole.compile("sgd", crossentropy())
     strategy = both(2)
     fast_encoder, fast = replicate_model(encoder, strategy=strategy), replicate_model(whole, strategy=strategy)
     before = fast_encoder.predict_on_batch(X[:9])

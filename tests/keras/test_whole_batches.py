@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.keras_models import Counted, OneLayer, built, compiled
 
 from replica_engine.keras import CrossReplicaOptimizer, replicate_model
 
@@ -14,27 +15,8 @@ Y = RANDOM.random((23, 3)).astype("float32")
 TOKENS = RANDOM.integers(0, 20, size=(23, 3))
 
 
-class Seen(keras.metrics.Metric):
-    """Counts samples, and goes on counting when it is reset."""
-
-    def __init__(self):
-        super().__init__(name="seen")
-        self.count = self.add_variable((), "zeros", name="count")
-
-    def update_state(self, y, outputs, sample_weight=None):
-        self.count.assign_add(tf.cast(tf.shape(y)[0], "float32"))
-
-    def result(self):
-        return self.count
-
-    def reset_state(self):
-        pass
-
-
-def dense(loss="mse", metrics=None):
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, "sigmoid")])
-    model.compile(keras.optimizers.SGD(0.05), loss, metrics=metrics)
-    return model
+def sigmoid(loss="mse", metrics=None):
+    return compiled([keras.Input((4,)), layers.Dense(3, "sigmoid")], keras.optimizers.SGD(0.05), loss, metrics=metrics)
 
 
 def mean_error(y, outputs):
@@ -49,18 +31,14 @@ def embedded(**options):
     return model
 
 
-class Encoder(keras.Model):
+class Encoder(OneLayer):
     """Its optimizer is in a dictionary, and its logs have names of their own, as in Keras' guide to VAEs."""
 
     def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(3)
+        super().__init__(3)
         self.total = keras.metrics.Mean(name="total_loss")
         self.optimizers = {"only": keras.optimizers.SGD(0.05)}
         self.strategy = "greedy"
-
-    def call(self, x):
-        return self.dense(x)
 
     def train_step(self, data):
         assert self.strategy == "greedy"  # an attribute of its own, though a replicated model has a strategy
@@ -73,17 +51,10 @@ class Encoder(keras.Model):
         return {"loss": self.total.result(), "last": loss}
 
 
-def encoder():
-    model = Encoder()
-    model(X[:1])
-    model.compile()
-    return model
-
-
 def measured():
     """A loss that is a sum, and of metrics a number of the batch, a count that is never reset, and a correlation."""
-    metrics = [mean_error, Seen(), keras.metrics.PearsonCorrelation(axis=0)]
-    return dense(keras.losses.MeanSquaredError(reduction=None), metrics)
+    metrics = [mean_error, Counted(keeps=True), keras.metrics.PearsonCorrelation(axis=0)]
+    return sigmoid(keras.losses.MeanSquaredError(reduction=None), metrics)
 
 
 # Losses and metrics are those of `replica_engine/keras`, whatever the strategy: those are tested on both that the two
@@ -97,21 +68,21 @@ def trains(trains_alike):
 
 
 def test_a_sum_as_the_loss_and_metrics_that_are_no_means(trains):
-    assert list(trains(measured)) == ["loss", "mean_error", "pearson_correlation", "seen"]
+    assert list(trains(measured)) == ["counted", "loss", "mean_error", "pearson_correlation"]
 
 
 def test_a_step_with_logs_of_its_own(trains):
-    trains(encoder)
+    trains(lambda: built(Encoder(), X[:1]))
 
 
 @pytest.mark.on("mirrored")
 def test_a_loss_of_the_batch(trains):
-    trains(lambda: dense(keras.losses.Dice()))
+    trains(lambda: sigmoid(keras.losses.Dice()))
 
 
 @pytest.mark.on("tpu")
 def test_fewer_samples_than_replicas_count_once(trains_alike):
-    trains_alike(lambda: dense(metrics=["mae", Seen()]), 4, X[:3], Y[:3])
+    trains_alike(lambda: sigmoid(metrics=["mae", Counted(keeps=True)]), 4, X[:3], Y[:3])
 
 
 @pytest.mark.on("mirrored")
@@ -127,7 +98,7 @@ def test_rows_of_an_embedding_are_accumulated(trains_alike):
 @pytest.mark.on("mirrored")
 def test_a_model_that_was_compiled_for_a_loop_of_its_own(trains_alike):
     def make():
-        model = dense()
+        model = sigmoid()
         model.compile(CrossReplicaOptimizer(keras.optimizers.SGD(0.05)), "mse")
         return model
 
@@ -135,13 +106,12 @@ def test_a_model_that_was_compiled_for_a_loop_of_its_own(trains_alike):
 
 
 @pytest.mark.parametrize("fn", [lambda x: tf.reshape(x, (-1, 1)), lambda x: tf.reduce_sum(x, 0, keepdims=True)])
-def test_predictions_that_are_no_rows_of_samples(alone_and_replicated, batched, alike, fn):
+def test_predictions_that_are_no_rows_of_samples(alone_and_replicated, batched, agree, fn):
     def make():
         return keras.Sequential([keras.Input((4,)), layers.Dense(2), layers.Lambda(fn)])
 
     data = batched(9, X[:18])
-    expected, found = (model.predict(data, verbose=0) for model in alone_and_replicated(make, 2))
-    alike(found, expected)
+    agree(alone_and_replicated(make, 2), lambda model: model.predict(data, verbose=0))
 
 
 def test_tables_of_words_are_built_without_being_called(batched):
@@ -159,8 +129,7 @@ def test_tables_of_words_are_built_without_being_called(batched):
 
 @pytest.mark.on("mirrored")  # XLA has no sparse tensors of unknown size
 def test_sparse_inputs(both):
-    model = keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(3)])
-    model.compile("sgd", "mse")
+    model = compiled([keras.Input((4,), sparse=True), layers.Dense(3)], "sgd", "mse")
     before = np.mean((X @ model.get_weights()[0] - Y) ** 2)
     replicated = replicate_model(model, strategy=both(2))
     assert replicated.train_on_batch(tf.sparse.from_dense(X), Y) == pytest.approx(before, rel=1e-5)

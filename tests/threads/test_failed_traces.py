@@ -2,17 +2,10 @@
 
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import context, index
 
 from replica_engine import MirroredStrategy
 from replica_engine.errors import MergeCallMismatchError, StructureMismatchError
-
-
-def context():
-    return tf.distribute.get_replica_context()
-
-
-def is_first():
-    return tf.get_static_value(context().replica_id_in_sync_group) == 0
 
 
 def logged(caplog):
@@ -27,7 +20,7 @@ def own_error(x):
 
 def another_meeting(x):
     mean = context().all_reduce("MEAN", x)
-    return mean if is_first() else context().all_reduce("MEAN", mean)
+    return mean if index() == 0 else context().all_reduce("MEAN", mean)
 
 
 def merge_function(x):
@@ -48,7 +41,7 @@ def in_the_merge_of_a_branch(x):
 
 def another_structure(x):
     total = context().all_reduce("SUM", x)
-    return [total] if is_first() else {"total": total}
+    return [total] if index() == 0 else {"total": total}
 
 
 FAILING = [

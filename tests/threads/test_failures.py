@@ -1,4 +1,4 @@
-"""The failure table of docs/architecture.md, row by row, from user-shaped code."""
+"""Failures as users see them on replica threads; those that every strategy has are in `tests/contract`."""
 
 import _thread
 import concurrent.futures
@@ -13,7 +13,8 @@ import attrs
 import keras
 import pytest
 import tensorflow as tf
-from helpers.time_limits import PATIENT, elapse, time_is_nearly_up
+from helpers.on_mirrored import context, index
+from helpers.time_limits import PATIENT, elapse
 
 import replica_engine
 from replica_engine.engine.run import UNWIND_GRACE
@@ -30,19 +31,6 @@ from replica_engine.errors import (
 HERE = os.path.basename(__file__)
 
 
-@pytest.fixture
-def mirrored():
-    return replica_engine.MirroredStrategy(["CPU:0", "CPU:1"])
-
-
-def context():
-    return tf.distribute.get_replica_context()
-
-
-def replica_id():
-    return int(tf.get_static_value(context().replica_id_in_sync_group))
-
-
 def works(strategy):
     """Does the next run work?"""
     total = strategy.run(lambda: context().all_reduce("SUM", tf.constant(1.0)))
@@ -57,7 +45,7 @@ class CustomError(Exception):
 
 def fail_on_replica_1():
     context().merge_call(lambda strategy: None)
-    if replica_id() == 1:
+    if index() == 1:
         raise CustomError(7, reason="of the user's own")
 
 
@@ -80,17 +68,6 @@ class TestAReplicaRaises:
         assert HERE in notes
         assert works(mirrored)
 
-    def test_a_cause_that_the_user_gave_is_kept(self, mirrored):
-        def fn():
-            try:
-                {}["key"]
-            except KeyError as error:
-                raise ValueError("no key") from error
-
-        with pytest.raises(ValueError, match="no key") as raised:
-            mirrored.run(fn)
-        assert isinstance(raised.value.__cause__, KeyError)
-
     @pytest.mark.parametrize("place", ["replica", "merge function"])
     @pytest.mark.parametrize("traced", [False, True])
     def test_it_is_not_taken_for_one_that_the_user_handled(self, mirrored, place, traced):
@@ -108,8 +85,9 @@ class TestAReplicaRaises:
                 outer()
             context().merge_call(outer)
 
-        with pytest.raises(OSError, match="what the user raised"):
+        with pytest.raises(OSError, match="what the user raised") as raised:
             mirrored.run(tf.function(fn) if traced else fn)
+        assert place == "merge function" or isinstance(raised.value.__cause__, CustomError)
 
     def test_a_frozen_one_leaves_as_it_is(self, mirrored):
         @attrs.frozen
@@ -135,44 +113,12 @@ class TestAReplicaRaises:
         line = step.python_function.__code__.co_firstlineno + 3
         assert f'File "{__file__}", line {line}, in fn' in "\n".join(raised.value.__notes__)
 
-    def test_autographs_view_of_the_source_becomes_a_note(self, mirrored):
-        def fn(x):
-            if x > 0:  # a tensor: AutoGraph converts this
-                raise_here(x)
-            return x
-
-        def raise_here(x):
-            raise CustomError(1, reason="traced")
-
-        with pytest.raises(CustomError) as raised:
-            mirrored.run(tf.function(fn), args=(tf.constant(1.0),))
-        notes = "\n".join(raised.value.__notes__)
-        assert "in user code" in notes
-        assert "raise_here(x)" in notes
-
-    def test_other_replicas_are_unwound(self, mirrored):
-        ended = []
-
-        def fn():
-            try:
-                context().merge_call(lambda strategy: None)
-                if replica_id() == 1:
-                    raise ValueError("replica 1")
-                context().merge_call(lambda strategy: None)
-            finally:
-                ended.append(replica_id())
-
-        with pytest.raises(ValueError, match="replica 1"):
-            mirrored.run(fn)
-        assert ended == [1, 0]
-        assert works(mirrored)
-
     def test_variables_keep_the_values_of_the_last_whole_step(self, mirrored):
         with mirrored.scope():
             variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
 
         def step(fail):
-            if fail and replica_id() == 1:
+            if fail and index() == 1:
                 raise ValueError("before the assignment is merged")
             variable.assign_add(1.0)
 
@@ -185,54 +131,22 @@ class TestAReplicaRaises:
 
 
 class TestMismatch:
-    def test_some_finish_while_others_wait(self, mirrored):
-        def fn():
-            context().all_reduce("SUM", tf.constant(1.0))
-            if replica_id() == 0:
-                context().merge_call(lambda strategy: None)
-
-        line = fn.__code__.co_firstlineno
-        with pytest.raises(MergeCallMismatchError) as raised:
-            mirrored.run(fn)
-        text = str(raised.value)
-        assert "replica 0 of 2 (CPU:0): waiting in a merge call; 2 merge calls" in text
-        assert f"{HERE}:{line + 3} in fn" in text
-        assert "replica 1 of 2 (CPU:1): finished; 1 merge call" in text
-        assert f"{HERE}:{line + 1} in fn" in text
-        assert works(mirrored)
-
     @pytest.mark.parametrize("traced", [False, True])
     def test_reductions_of_different_kinds(self, mirrored, traced):
         def fn():
-            return context().all_reduce("SUM" if replica_id() == 0 else "MEAN", tf.constant(1.0))
+            return context().all_reduce("SUM" if index() == 0 else "MEAN", tf.constant(1.0))
 
         with pytest.raises(MergeCallMismatchError, match=r"replica 0 .*all_reduce\(SUM\)(.|\n)*all_reduce\(MEAN\)"):
             mirrored.run(tf.function(fn) if traced else fn)
 
     def test_different_builtins(self, mirrored):
         with pytest.raises(MergeCallMismatchError, match="different merge functions"):
-            mirrored.run(lambda: context().merge_call(print if replica_id() == 0 else repr))
-
-    def test_different_merge_functions(self, mirrored):
-        def merge_a(strategy):
-            return "a"
-
-        def merge_b(strategy):
-            return "b"
-
-        def fn():
-            return context().merge_call(merge_a if replica_id() == 0 else merge_b)
-
-        with pytest.raises(MergeCallMismatchError, match="different merge functions") as raised:
-            mirrored.run(fn)
-        assert "merge_a at" in str(raised.value)
-        assert "merge_b at" in str(raised.value)
-        assert works(mirrored)
+            mirrored.run(lambda: context().merge_call(print if index() == 0 else repr))
 
     @pytest.mark.parametrize("traced", [False, True])
     def test_each_replicas_own_closure_is_the_same_merge_function(self, mirrored, traced):
         def fn():
-            scale = 2.0 + replica_id()
+            scale = 2.0 + index()
 
             def merge_fn(strategy, x):
                 return strategy.reduce("SUM", x, axis=None) * scale
@@ -244,105 +158,46 @@ class TestMismatch:
 
         assert float(tf.function(run)() if traced else run()) == 4.0  # replica 0's closure is the one that runs
 
-    def test_lines_are_the_users_in_code_that_autograph_converted(self, mirrored):
-        def fn(x):
-            if replica_id() == 0:
-                x = context().all_reduce("SUM", x)
-            return x
-
-        line = fn.__code__.co_firstlineno + 2
-        with pytest.raises(MergeCallMismatchError) as raised:
-            mirrored.run(tf.function(fn), args=(tf.constant(1.0),))
-        assert f"all_reduce at {__file__}:{line} in fn" in str(raised.value)
-
-    def test_lines_are_the_users_in_a_function_defined_in_a_converted_one(self, mirrored):
-        @tf.function
-        def step(x):
+    @pytest.mark.parametrize("nested", [False, True], ids=["converted", "defined in a converted function"])
+    def test_lines_are_the_users(self, mirrored, nested):
+        def outer(x):
             def fn(x):
-                if replica_id() == 0:
+                if index() == 0:
                     x = context().all_reduce("SUM", x)
                 return x
 
-            return mirrored.run(fn, args=(x,))
+            if nested:
+                return mirrored.run(fn, args=(x,))
+            return fn(x)
 
-        line = step.python_function.__code__.co_firstlineno + 4
+        line = outer.__code__.co_firstlineno + 3
+        step = tf.function(outer)
         with pytest.raises(MergeCallMismatchError) as raised:
-            step(tf.constant(1.0))
+            step(tf.constant(1.0)) if nested else mirrored.run(step, args=(tf.constant(1.0),))
         assert f"all_reduce at {__file__}:{line} in fn" in str(raised.value)
 
 
 class TestStructure:
     def test_results_that_differ(self, mirrored):
-        def fn():
-            return {"loss": 1.0, "parts": [1, 2] if replica_id() == 0 else [1, 2, 3]}
-
         with pytest.raises(StructureMismatchError) as raised:
-            mirrored.run(fn)
+            mirrored.run(lambda: {"loss": 1.0, "parts": [1, 2] if index() == 0 else [1, 2, 3]})
         assert raised.value.path == "result['parts']"
         assert raised.value.replicas == (0, 1)
         assert works(mirrored)
 
-    def test_arguments_of_a_merge_call_that_differ(self, mirrored):
+    def test_arguments_of_a_merge_call_that_differ_have_their_line(self, mirrored):
         def fn():
-            value = (1, {"a": 1}) if replica_id() == 0 else (1, {"b": 1})
+            value = (1, {"a": 1}) if index() == 0 else (1, {"b": 1})
             context().merge_call(lambda strategy, x: x, args=(value,))
 
-        with pytest.raises(StructureMismatchError) as raised:
+        with pytest.raises(StructureMismatchError, match=rf"{HERE}:{fn.__code__.co_firstlineno + 2} in fn"):
             mirrored.run(fn)
-        assert raised.value.path == "args[0][1]"
-        assert f"{HERE}:{fn.__code__.co_firstlineno + 2} in fn" in str(raised.value)
         assert works(mirrored)
 
     def test_a_leaf_against_a_container(self, mirrored):
-        with pytest.raises(
-            StructureMismatchError, match="replica 0 has one value of type int, replica 1 has a list of length 1"
-        ):
-            mirrored.run(lambda: 5 if replica_id() == 0 else [5])
-
-
-class TestMergeFunctionRaises:
-    @pytest.mark.parametrize("traced", [False, True])
-    def test_its_exception_leaves_and_all_are_unwound(self, mirrored, traced):
-        ended = []
-
-        def merge_fn(strategy):
-            raise CustomError(3, reason="in merge")
-
-        def fn():
-            try:
-                context().merge_call(merge_fn)
-            finally:
-                ended.append(replica_id())
-
-        with pytest.raises(CustomError) as raised:
-            mirrored.run(tf.function(fn) if traced else fn)
-        assert "raised in merge function" in "\n".join(raised.value.__notes__)
-        assert ended == [0, 1]
-        assert works(mirrored)
-
-
-class TestOtherGraph:
-    @pytest.mark.parametrize("kind", ["a concrete function", "a map of a dataset", "a jacobian"])
-    def test_a_merge_call_there_is_an_error(self, mirrored, kind):
-        """More of them, and the wordings: tests/threads/control_flow/test_refusals.py."""
-
-        def meet():
-            return context().all_reduce("SUM", tf.constant(1.0))
-
-        def fn():
-            if kind == "a concrete function":
-                return tf.function(meet).get_concrete_function()()
-            if kind == "a map of a dataset":
-                return next(iter(tf.data.Dataset.range(1).map(lambda i: meet())))
-            with tf.GradientTape() as tape:
-                x = context().all_reduce("SUM", tape.watch(y := tf.ones([2])) or y)
-            return tape.jacobian(x, y)
-
-        with pytest.raises(MergeCallGraphError, match="`merge_call` called ") as raised:
-            tf.function(lambda: mirrored.run(fn))()
-        assert "replica 0 of 2 (CPU:0)" in str(raised.value)
-        assert HERE in str(raised.value)
-        assert works(mirrored)
+        words = "replica 0 has one value of type int, replica 1 has a list of length 1"
+        with pytest.raises(StructureMismatchError, match=words):
+            mirrored.run(lambda: 5 if index() == 0 else [5])
 
 
 def test_a_merge_call_from_a_thread_of_the_users_own(mirrored):
@@ -354,31 +209,6 @@ def test_a_merge_call_from_a_thread_of_the_users_own(mirrored):
     with pytest.raises(NotInReplicaError, match="not running a replica"):
         mirrored.run(fn)
     assert works(mirrored)
-
-
-def test_a_variable_that_replica_0_did_not_create(mirrored):
-    def fn():
-        if replica_id() == 1:
-            tf.Variable(1.0, name="extra")
-
-    with pytest.raises(VariableMismatchError, match="Tried to create variable extra"):
-        mirrored.run(fn)
-    assert works(mirrored)
-
-
-def test_a_replica_that_does_not_come_back_in_time():
-    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"], timeout=PATIENT)
-    release = threading.Event()
-
-    def fn():
-        if replica_id() == 1:
-            time_is_nearly_up()
-            release.wait()
-
-    with pytest.raises(ReplicaTimeoutError, match=r"replica 1 of 2 \(CPU:1\): running"):
-        strategy.run(fn)
-    release.set()
-    assert works(strategy)
 
 
 def test_the_timeout_is_for_one_replica_not_for_all():
@@ -408,38 +238,6 @@ def test_errors_cross_processes(error):
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert vars(again) == vars(error)
-
-
-class TestDevices:
-    @pytest.mark.parametrize(
-        ("devices", "message"),
-        [
-            (["CPU:0", "CPU:99"], "No such device: CPU:99"),
-            (["CPU:0", "/device:CPU:0"], "No duplicates allowed"),
-            (["CPU:0", "GPU:0"], "mixes kinds"),
-            (["CPU:0", "toaster"], "Not a device"),
-            ([3], "Not a device"),
-            (3, "Not a device"),
-        ],
-    )
-    def test_bad_ones_are_errors_at_construction(self, devices, message):
-        with pytest.raises(DeviceError, match=message):
-            replica_engine.MirroredStrategy(devices)
-
-    def test_none_are_all(self):
-        everything = len(tf.config.list_logical_devices("CPU"))
-        assert replica_engine.MirroredStrategy().num_replicas_in_sync == everything
-
-    def test_logical_devices_themselves(self):
-        devices = tf.config.list_logical_devices("CPU")[:2]
-        assert replica_engine.MirroredStrategy(devices).extended.worker_devices == (
-            "/job:localhost/replica:0/task:0/device:CPU:0",
-            "/job:localhost/replica:0/task:0/device:CPU:1",
-        )
-
-    def test_a_timeout_of_zero(self):
-        with pytest.raises(ValueError, match="timeout"):
-            replica_engine.MirroredStrategy(["CPU:0"], timeout=0)
 
 
 CTRL_C = """
@@ -512,7 +310,7 @@ def test_ctrl_c_in_the_moment_before_a_wait():
     go, waited = threading.Event(), []
 
     def stuck():
-        if replica_id() == 1:
+        if index() == 1:
             _thread.interrupt_main()
             waited.append(go.wait(300))
 

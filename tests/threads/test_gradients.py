@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import tensorflow as tf
 from helpers.devices import DEVICES
+from helpers.on_mirrored import index
 
 from replica_engine import MirroredStrategy
 
@@ -25,11 +26,7 @@ def all_reduce(op, value):
 
 def step_of(strategy, weight, op="SUM"):
     """Each of N replicas has the sum, or mean, of N weights; it returns the sum of these."""
-
-    @tf.function
-    def step():
-        return strategy.reduce("SUM", strategy.run(lambda: all_reduce(op, 1.0 * weight)), axis=None)
-
+    step = tf.function(lambda: strategy.reduce("SUM", strategy.run(lambda: all_reduce(op, 1.0 * weight)), axis=None))
     return step
 
 
@@ -99,8 +96,7 @@ def test_what_is_known_while_a_graph_is_built_is_reduced_in_the_graph(mirrored, 
     @tf.function
     def step():
         def fn():
-            index = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
-            result = all_reduce("SUM", parts[index])
+            result = all_reduce("SUM", parts[index()])
             symbolic.append(tf.is_symbolic_tensor(result))
             return result
 

@@ -40,11 +40,6 @@ def outside(x):
 
 
 @pytest.fixture
-def mirrored():
-    return MirroredStrategy(logical_devices(2))
-
-
-@pytest.fixture
 def compiled():
     return TPUStrategy(num_cores=2)
 

@@ -61,11 +61,7 @@ def test_functions_in_which_no_replica_runs_stay_as_they_were(ops_left):
 
 def test_of_two_strategies_in_one_function_the_one_with_more_passes_counts(ops_left):
     strategies = [MirroredStrategy(DEVICES, graph_optimizer=level) for level in ("full", "off")]
-
-    @tf.function
-    def both(x):
-        return [strategy.run(doubled_negation, args=(x,)) for strategy in strategies]
-
+    both = tf.function(lambda x: [strategy.run(doubled_negation, args=(x,)) for strategy in strategies])
     assert number_of_negations(ops_left(both, tf.ones([3]))) == 0
 
 

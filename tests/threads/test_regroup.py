@@ -10,7 +10,6 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import replica_engine
 from replica_engine.errors import StructureMismatchError
 from replica_engine.replica import select
 from replica_engine.values.regroup import regroup
@@ -128,9 +127,15 @@ def test_a_container_against_a_leaf_names_path_and_replicas(shape, data, extra):
 
 
 def test_what_is_the_same_object_stays_as_it_is():
-    shared = object()
-    assert regroup([shared, shared]) is shared
-    assert regroup([None, None]) is None
+    """But for lists, which are copied for each replica."""
+    shared, config, node = object(), Batch(inputs=[1, 2]), Batch(inputs=1)
+    node.labels = [node]  # in a circle
+    for each in (shared, None, config):
+        assert regroup([each, each]) is each
+    assert select(0, config) is config
+    assert select(1, node) is node
+    items = [1, 2]
+    assert select(0, items) is not select(1, items)
 
 
 def test_what_differs_becomes_per_replica():
@@ -139,33 +144,15 @@ def test_what_differs_becomes_per_replica():
     assert grouped.values == (1.5, 2.5)
 
 
-def test_a_dataclass_passed_through_keeps_its_identity():
-    config = Batch(inputs=[1, 2])
-    assert select(0, config) is config
-    assert regroup([config, config]) is config
-
-
-def test_a_dataclass_in_a_circle_passes_as_it_is():
-    node = Batch(inputs=1)
-    node.labels = [node]
-    assert select(1, node) is node
-
-
-def test_lists_are_copied_for_each_replica():
-    shared = [1, 2]
-    assert select(0, shared) is not select(1, shared)
-
-
 def test_mappings_in_another_order_are_like():
     grouped = regroup([{"a": 1.5, "b": 2.5}, {"b": 4.5, "a": 3.5}])
     assert select(1, grouped) == {"a": 3.5, "b": 4.5}
 
 
-def test_a_variables_components_become_the_variable():
-    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+def test_a_variables_components_become_the_variable(mirrored):
+    with mirrored.scope():
         variable = tf.Variable(1.0)
-    assert regroup(strategy.experimental_local_results(variable)) is variable
+    assert regroup(mirrored.experimental_local_results(variable)) is variable
     assert select(1, {"v": variable})["v"] is variable
 
 
@@ -175,18 +162,13 @@ def test_composite_tensors_are_leaves():
     assert select(1, grouped) is ragged[1]
 
 
-def test_a_variable_is_not_read_on_its_way_through_a_merge_call():
+def test_a_variable_is_not_read_on_its_way_through_a_merge_call(mirrored):
     """To ask a distributed variable for an attribute that it has not reads its whole value."""
-    strategy = replica_engine.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+    with mirrored.scope():
         variable = tf.Variable([1.0, 2.0])
 
     def replica_step():
         tf.distribute.get_replica_context().merge_call(lambda strategy, variables: None, args=([variable],))
 
-    @tf.function
-    def step():
-        strategy.run(replica_step)
-
-    graph = step.get_concrete_function().graph
+    graph = tf.function(lambda: mirrored.run(replica_step)).get_concrete_function().graph
     assert not [op.name for op in graph.get_operations() if op.type == "ReadVariableOp"]

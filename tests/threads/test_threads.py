@@ -31,19 +31,6 @@ def threads_of_replicas():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("replica ")]
 
 
-def test_are_named_after_replica_and_device():
-    names = []
-    mirrored(4).run(lambda: names.append(threading.current_thread().name))
-    assert names[1] == "replica 1 of 4 (CPU:1)"
-
-
-def test_are_reused():
-    strategy, seen = mirrored(2), []
-    for _ in range(3):
-        strategy.run(lambda: seen.append(threading.get_ident()))
-    assert len(set(seen)) == 2
-
-
 def test_go_when_the_strategy_goes():
     with no_leaked_threads():
         strategy = mirrored(3)
@@ -60,16 +47,6 @@ def test_go_when_keras_made_a_seed_generator_on_them():
         strategy = mirrored(2)
         strategy.run(lambda: keras.random.normal([2]))
         del strategy
-
-
-@pytest.mark.parametrize("form", ["eager", "tf.function"])
-def test_several_strategies_of_different_sizes_in_turn(form):
-    strategies = [mirrored(n) for n in (2, 4, 3, 1)]
-    for _ in range(3):
-        for strategy in strategies:
-            n = strategy.num_replicas_in_sync
-            run = tf.function(all_reduce_id) if form == "tf.function" else all_reduce_id
-            assert first(strategy, strategy.run(run)) == n * (n + 1) / 2
 
 
 @pytest.mark.parametrize("form", ["eager", "tf.function"])
@@ -116,19 +93,6 @@ def test_collectives_of_two_strategies_do_not_meet():
         assert reduced[0].numpy().tolist() == [n * 1.0, n * 2.0]
 
 
-def test_run_inside_a_merge_function():
-    strategy = mirrored(2)
-
-    def merge_fn(strategy, x):
-        inner = strategy.run(all_reduce_id)
-        return strategy.reduce("SUM", x, axis=None) + strategy.experimental_local_results(inner)[0]
-
-    def fn():
-        return tf.distribute.get_replica_context().merge_call(merge_fn, args=(tf.constant(10.0),))
-
-    assert first(strategy, strategy.run(fn)) == 23.0
-
-
 def test_two_thousand_runs_neither_grow_threads_nor_memory(programs):
     grown, threads = programs.value(memory.grown_by_merge_calls)
     assert threads <= 0
@@ -136,30 +100,6 @@ def test_two_thousand_runs_neither_grow_threads_nor_memory(programs):
 
 
 class TestConcurrent:
-    def test_replicas_are_inside_at_the_same_time(self):
-        barrier = threading.Barrier(2, timeout=300)
-        mirrored(2, concurrent=True).run(barrier.wait)
-
-    def test_gives_the_same_as_one_after_another(self):
-        def train(strategy):
-            with strategy.scope():
-                weight = tf.Variable(tf.ones([4, 4]), aggregation=tf.VariableAggregation.MEAN)
-
-            def step(x):
-                with tf.GradientTape() as tape:
-                    loss = tf.reduce_sum(tf.tanh(x @ weight))
-                gradient = tape.gradient(loss, weight)
-                weight.assign_sub(0.1 * tf.distribute.get_replica_context().all_reduce("MEAN", gradient))
-
-            inputs = strategy.experimental_distribute_values_from_function(
-                lambda context: tf.random.stateless_normal([8, 4], [1, context.replica_id_in_sync_group])
-            )
-            for _ in range(10):
-                strategy.run(step, args=(inputs,))
-            return weight.numpy().tobytes()
-
-        assert train(mirrored(3, concurrent=True)) == train(mirrored(3))
-
     @pytest.mark.parametrize("quick", [0, 1])
     def test_variables_are_made_by_replica_0_whichever_is_quicker(self, quick):
         strategy = mirrored(2, concurrent=True)
@@ -235,12 +175,6 @@ class TestConcurrent:
         for _ in range(4):
             strategy.run(fn)
         assert sorted(order) == ["replica 0"] * 5 + ["replica 1"] * 5
-
-    def test_graphs_are_still_traced_in_order(self):
-        order = []
-        strategy = mirrored(3, concurrent=True)
-        strategy.run(tf.function(lambda: order.append(threading.current_thread().name[:9])))
-        assert order == ["replica 0", "replica 1", "replica 2"]
 
 
 def test_nothing_waits_for_replicas_at_exit(programs):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers.on_mirrored import context, index
 
 from replica_engine import MirroredStrategy, logical_devices
 from replica_engine.diagnostics.user_frames import FOLDERS
@@ -78,9 +79,8 @@ def test_a_call_with_too_few_arguments_names_the_users_function(strategy):
 
 def test_an_error_of_the_librarys_ends_at_the_call(strategy):
     def step():
-        context = tf.distribute.get_replica_context()
-        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
-            context.all_reduce("SUM", 1.0)
+        if index() == 0:
+            context().all_reduce("SUM", 1.0)
 
     with pytest.raises(RuntimeError) as caught:
         strategy.run(step)

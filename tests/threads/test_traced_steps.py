@@ -1,7 +1,6 @@
 """Steps that are already traced: where their replicas are while they run, and how a step that stands still ends."""
 
 import gc
-import logging
 import os
 import re
 import signal
@@ -16,7 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers.interrupted import ctrl_c_at_line
+from helpers.on_mirrored import context, index, line_of
 from helpers.time_limits import PATIENT, time_runs_out
+from helpers.warned import when_warned
 from tensorflow.python.util import _pywrap_determinism  # nothing public turns it off again
 
 from replica_engine import MirroredStrategy, logical_devices, timeline
@@ -46,16 +47,11 @@ def said():
     """Waits for the first warning with some words, and returns its text."""
     texts: list[str] = []
     more = threading.Condition()
-    handler = logging.Handler(logging.WARNING)
 
-    def emit(record):
+    def note(text):
         with more:
-            texts.append(record.getMessage())
+            texts.append(text)
             more.notify_all()
-
-    handler.emit = emit  # type: ignore[method-assign]
-    logger = logging.getLogger("replica_engine")
-    logger.addHandler(handler)
 
     def wait(words, *others):
         def found():
@@ -66,13 +62,8 @@ def said():
             return found()[0]
 
     wait.forget = texts.clear  # type: ignore[attr-defined]
-    yield wait
-    logger.removeHandler(handler)
-
-
-def line_of(text):
-    with open(__file__) as file:
-        return next(number for number, line in enumerate(file, start=1) if text in line)
+    with when_warned(note):
+        yield wait
 
 
 class Program:
@@ -116,11 +107,10 @@ class Program:
         }[how]
 
         def step(x):
-            context = tf.distribute.get_replica_context()
-            total = context.all_reduce("SUM", x)
-            if tf.get_static_value(context.replica_id_in_sync_group) == STUCK:
+            total = context().all_reduce("SUM", x)
+            if index() == STUCK:
                 total = tf.cond(self.stands, lambda: waits(total), lambda: total)
-            mean = context.all_reduce("MEAN", total)
+            mean = context().all_reduce("MEAN", total)
             self.weight.assign_add(mean, read_value=False)
             self.other.assign_add(mean, read_value=False)
 
@@ -159,7 +149,7 @@ def test_the_table_names_the_replica_that_stands_still(loops, release, said):
     table = said(rf"replica {STUCK} of 4 \(CPU:{STUCK}\) may be waiting in the Python function")
     release.set()
     asked.join(60)
-    first, second = line_of('total = context.all_reduce("SUM", x)'), line_of('context.all_reduce("MEAN", total)')
+    first, second = line_of('total = context().all_reduce("SUM", x)'), line_of('context().all_reduce("MEAN", total)')
     step = r" in iteration 1" if loops else ""
     for replica in range(4):
         row = rf"replica {replica} of 4 \(CPU:{replica}\): "
@@ -325,9 +315,7 @@ def test_what_replicas_write_on_their_own_is_named():
 
     def step():
         seen.assign_add(1.0)
-        context = tf.distribute.get_replica_context()
-        is_first = tf.get_static_value(context.replica_id_in_sync_group) == 0
-        return context.all_reduce("SUM", tf.ones([]) if is_first else queue.dequeue())
+        return context().all_reduce("SUM", tf.ones([]) if index() == 0 else queue.dequeue())
 
     with pytest.raises(ReplicaTimeoutError) as caught:
         strategy.run(tf.function(step))
@@ -363,11 +351,10 @@ def takes_long(x):
 
 def works_longer(x, weight):
     """A step in which one replica takes a fifth of a second, however busy the machine is."""
-    context = tf.distribute.get_replica_context()
-    if tf.get_static_value(context.replica_id_in_sync_group) == STUCK:
+    if index() == STUCK:
         x = tf.ensure_shape(tf.numpy_function(takes_long, [x], tf.float32), x.shape)
     x = tf.tanh(x @ weight)
-    return context.all_reduce("MEAN", x)
+    return context().all_reduce("MEAN", x)
 
 
 @pytest.mark.parametrize("form", ["around run", "given to run", "fit"])
@@ -418,7 +405,7 @@ def test_of_steps_in_a_loop_nothing_is_drawn_and_the_command_says_so(tmp_path, c
     @tf.function
     def loop():
         for _ in tf.range(8):
-            strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([])))
+            strategy.run(lambda: context().all_reduce("SUM", tf.ones([])))
 
     path = str(tmp_path / "run.json")
     with timeline(path):
@@ -442,8 +429,7 @@ def test_spans_lie_between_the_sync_points(tmp_path):
         return strategy.reduce("MEAN", x, axis=None)
 
     def step(x):
-        context = tf.distribute.get_replica_context()
-        return context.merge_call(mean, args=(tf.tanh(context.merge_call(mean, args=(x,)) @ x),))
+        return context().merge_call(mean, args=(tf.tanh(context().merge_call(mean, args=(x,)) @ x),))
 
     @tf.function
     def train(x):
@@ -491,7 +477,7 @@ def test_a_mark_that_is_late_makes_no_spans_that_overlap(late, of_first, tmp_pat
 
 def test_sync_points_have_the_times_of_the_last_execution():
     strategy = MirroredStrategy(DEVICES[:2])
-    step = tf.function(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3])))
+    step = tf.function(lambda: context().all_reduce("SUM", tf.ones([3])))
     strategy.run(step)
     first = strategy.sync_points()
     before = time.time()
@@ -516,7 +502,7 @@ def test_a_traced_step_runs_where_ops_must_be_deterministic():
     strategy = MirroredStrategy(["CPU:0", "CPU:1"])
     tf.config.experimental.enable_op_determinism()
     try:
-        total = tf.function(lambda: strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", 1.0)))()
+        total = tf.function(lambda: strategy.run(lambda: context().all_reduce("SUM", 1.0)))()
     finally:
         _pywrap_determinism.enable(False)
     assert [float(each) for each in strategy.experimental_local_results(total)] == [2.0, 2.0]

@@ -17,11 +17,6 @@ from replica_engine.strategies import MirroredExtended
 
 
 @pytest.fixture
-def mirrored():
-    return MirroredStrategy(logical_devices(8)[:2])
-
-
-@pytest.fixture
 def compiled():
     return TPUStrategy(num_cores=2)
 
@@ -61,16 +56,16 @@ def add_up(x):
     return xla.cross_replica_sum(x, groups=[[0, 1], [1]])
 
 
+ADD_UP = ("add_up", "return xla.cross_replica_sum(x, groups=[[0, 1], [1]])")
+
+
 def test_of_a_collective_in_a_helper(compiled, run):
     def step(x):
         return 2.0 * add_up(x)
 
     with pytest.raises(errors.CollectiveError) as caught:
         run(compiled, step, tf.constant(1.0))
-    assert list(lines_of(caught.value)) == [
-        ("step", "return 2.0 * add_up(x)"),
-        ("add_up", "return xla.cross_replica_sum(x, groups=[[0, 1], [1]])"),
-    ]
+    assert list(lines_of(caught.value)) == [("step", "return 2.0 * add_up(x)"), ADD_UP]
 
 
 def test_of_a_collective_in_a_branch_on_a_tensor(compiled, run):
@@ -81,36 +76,34 @@ def test_of_a_collective_in_a_branch_on_a_tensor(compiled, run):
 
     with pytest.raises(errors.CollectiveError) as caught:
         run(compiled, step, tf.constant(1.0))
-    assert list(lines_of(caught.value))[-1] == ("add_up", "return xla.cross_replica_sum(x, groups=[[0, 1], [1]])")
+    assert list(lines_of(caught.value))[-1] == ADD_UP
 
 
-def test_of_a_body_without_a_strategy():
+def test_where_there_is_no_strategy():
     with pytest.raises(errors.CollectiveError) as caught:
         xla.replicate(add_up, inputs=[[1.0], [2.0]])
-    assert list(lines_of(caught.value)) == [("add_up", "return xla.cross_replica_sum(x, groups=[[0, 1], [1]])")]
+    assert list(lines_of(caught.value)) == [ADD_UP]
+    with pytest.raises(errors.NotInBodyError, match=f"was called outside one at {__file__}:[0-9]+ in add_up"):
+        tf.function(lambda x: add_up(x))(tf.constant(1.0))
+    with pytest.raises(errors.NotInBodyError, match=r"xla\.cross_replica_sum\(\) works inside a function"):
+        Total()(tf.ones([2]))
 
 
 def test_of_what_a_host_function_returns(compiled, run):
-    def names(x):
-        return {"first"}
-
     def step(x):
-        return xla.outside_compilation(names, x) * 2.0
+        return xla.outside_compilation(lambda x: {"first"}, x) * 2.0
 
     with pytest.raises(errors.HostResultError) as caught:
         run(compiled, step, tf.constant(1.0))
-    assert list(lines_of(caught.value)) == [("step", "return xla.outside_compilation(names, x) * 2.0")]
+    assert list(lines_of(caught.value)) == [("step", 'return xla.outside_compilation(lambda x: {"first"}, x) * 2.0')]
 
 
 def test_of_a_variable_that_is_new_each_time(compiled, run):
     def make(x):
         return tf.Variable(1.0, name="weight")
 
-    def step(x):
-        return make(x) * x
-
     with pytest.raises(errors.VariableCreationError) as caught:
-        run(compiled, step, tf.constant(1.0))
+        run(compiled, lambda x: make(x) * x, tf.constant(1.0))
     line = inspect.getsourcelines(make)[1] + 1
     assert f"(weight at {__file__}:{line} in make)" in str(caught.value)
 
@@ -130,15 +123,6 @@ def test_of_a_variable_made_of_arguments(compiled):
     assert list(lines_of(caught.value))[-1][1] == 'self.value = tf.Variable(tf.reduce_mean(x), name="mean")'
 
 
-def test_of_what_is_used_where_there_is_no_body():
-    @tf.function
-    def total(x):
-        return add_up(x)
-
-    with pytest.raises(errors.NotInBodyError, match=f"was called outside one at {__file__}:[0-9]+ in add_up"):
-        total(tf.constant(1.0))
-
-
 class Total(keras.layers.Layer):
     def call(self, x):
         return add_up(x)
@@ -153,49 +137,18 @@ def test_of_a_layer(compiled, run):
 
     with pytest.raises(errors.CollectiveError, match="Exception encountered when calling Total") as caught:
         run(compiled, step, tf.ones([2]))
-    assert list(lines_of(caught.value))[-1] == ("add_up", "return xla.cross_replica_sum(x, groups=[[0, 1], [1]])")
+    assert list(lines_of(caught.value))[-1] == ADD_UP
 
 
-def test_a_layer_without_replicas_keeps_type_and_text():
-    with pytest.raises(errors.NotInBodyError, match=r"xla\.cross_replica_sum\(\) works inside a function"):
-        Total()(tf.ones([2]))
-
-
-def test_an_error_of_the_run_keeps_what_it_knows(mirrored, run):
-    def step(x):
-        context = tf.distribute.get_replica_context()
-        if tf.get_static_value(context.replica_id_in_sync_group) == 0:
-            x = context.all_reduce("SUM", x)
-        return x
-
-    with pytest.raises(errors.MergeCallMismatchError) as caught:
-        run(mirrored, step, tf.constant(1.0))
-    assert [row.replica for row in caught.value.rows] == [0, 1]
-    assert f"{__file__}:" in str(caught.value)
-
-
-def test_of_a_structure_in_a_merge_call(mirrored, run):
-    def step(x):
-        context = tf.distribute.get_replica_context()
-        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
-        return context.merge_call(lambda strategy, x: x, args=([x] if first else x,))
-
-    with pytest.raises(errors.StructureMismatchError) as caught:
-        run(mirrored, step, tf.constant(1.0))
-    assert (caught.value.path, caught.value.replicas) == ("args[0]", (0, 1))
-
-
-def test_two_boundaries_tell_it_once(compiled):
+def test_two_boundaries_tell_it_once(mirrored):
     def inner(x):
         return add_up(x)
 
-    def merge(strategy, x):
-        return xla.replicate(inner, inputs=[[1.0], [2.0]])
-
     def step(x):
-        return tf.distribute.get_replica_context().merge_call(merge, args=(x,))
+        return tf.distribute.get_replica_context().merge_call(
+            lambda strategy, x: xla.replicate(inner, inputs=[[1.0], [2.0]]), args=(x,)
+        )
 
-    mirrored = MirroredStrategy(logical_devices(8)[:2])
     with pytest.raises(errors.CollectiveError) as caught:
         tf.function(lambda x: mirrored.run(step, args=(x,)))(tf.constant(1.0))
     assert [function for function, _ in lines_of(caught.value)][-2:] == ["inner", "add_up"]
@@ -309,7 +262,7 @@ def test_a_package_of_the_users_is_the_users(programs, tmp_path):
         "import replica_engine, tree\n"
         "strategy = replica_engine.MirroredStrategy(['CPU:0'])\n"
         "strategy.run(tree.step)\n"
-        "print(strategy.sync_points()[0].where)",
+        "print(strategy.sync_points()[0].where)"
     )
     assert done.stdout.strip() == f"{tmp_path}/tree/__init__.py:4 in step", done.stderr
 
@@ -321,26 +274,16 @@ def test_little_of_the_library_is_in_the_traceback_of_a_traced_step(mirrored):
     def step(x):
         raise failure
 
-    @tf.function
-    def inner(x):
-        return mirrored.run(step, args=(x,))
-
-    @tf.function
-    def outer(x):
-        return inner(x)
-
+    inner = tf.function(lambda x: mirrored.run(step, args=(x,)))
     with pytest.raises(ValueError, match="mine") as caught:
-        outer(tf.constant(1.0))
+        tf.function(lambda x: inner(x))(tf.constant(1.0))
     assert caught.value is failure
     frames = [os.path.basename(frame.path) for frame in caught.traceback]
     assert frames == ["test_user_lines.py", "traceback_utils.py", "supervised_call.py"]
 
 
 def test_a_traceback_keeps_the_frames_of_python_itself():
-    @tf.function(autograph=False)
-    def step(x):
-        return x * json.loads("{")
-
+    step = tf.function(lambda x: x * json.loads("{"), autograph=False)
     with pytest.raises(ValueError, match="Expecting property name") as caught:
         step(tf.constant(1.0))
     assert "decoder.py" in [os.path.basename(frame.path) for frame in caught.traceback]
@@ -356,21 +299,15 @@ def test_ctrl_c_in_a_step_shows_the_users_frames(mirrored):
     assert frames == ["test_user_lines.py", "thread_backend.py", "test_user_lines.py"]
 
 
-def _different_results():
-    """A function that returns another structure at each call."""
-    made = []
-
-    def results():
-        made.append(None)
-        return [1.0] * len(made)
-
-    return results
-
-
 @pytest.mark.parametrize("kind", ["def", "lambda"])
 def test_a_step_that_is_defined_inside_a_tf_function_is_named_where_it_is_written(kind):
     strategy = MirroredStrategy(logical_devices(8)[:2])
-    results = _different_results()
+    made = []
+
+    def results():
+        """Another structure at each call."""
+        made.append(None)
+        return [1.0] * len(made)
 
     @tf.function
     def train():

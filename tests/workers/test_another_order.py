@@ -31,10 +31,7 @@ def test_another_order_is_found(programs, traced, later):
     """At the first launch before there is a number; later, soon after it."""
     with job(join=LONGER) as made:
         environment = {"LOCAL": "1", "TRACED": str(traced), "LATER": str(later)}
-        started = [
-            programs.start(HEAD + ORDER + IN_ANOTHER_ORDER, env=made.environment(worker, **environment))
-            for worker in range(2)
-        ]
+        started = made.start_all(programs, HEAD + ORDER + IN_ANOTHER_ORDER, **environment)
         for process in started:
             error = failing(process)
             assert "ProgramDisagreementError: After" in error
@@ -120,9 +117,7 @@ for each in (second, first) if me else (first, second):
 def test_swapped_launches_give_no_number(programs, what, right):
     """Collectives that differ never meet, also when both were launched before."""
     with job(join=LONGER) as made:
-        started = [
-            programs.start(HEAD + SWAPPED, env=made.environment(worker, LOCAL="1", WHAT=what)) for worker in range(2)
-        ]
+        started = made.start_all(programs, HEAD + SWAPPED, LOCAL="1", WHAT=what)
         for process in started:
             out, error = process.communicate(timeout=LONGER)
             assert [json.loads(line) for line in out.splitlines()] == [right] * 5
@@ -156,7 +151,7 @@ def test_sizes_that_only_the_values_tell_are_compared(programs, size, first):
     """The trace does not know them. In Gloo, sums of unequal sizes would end the process."""
     with job(join=LONGER) as made:
         text = HEAD + UNKNOWN
-        started = [programs.start(text, env=made.environment(each, LOCAL="1", SIZE=str(size))) for each in range(2)]
+        started = made.start_all(programs, text, LOCAL="1", SIZE=str(size))
         rows = ("(3, 6)", "(6, 3)") if not size else (f"(1, {size}, {2 * size})", f"(1, {2 * size}, {size})")
         for process in started:
             out, error = process.communicate(timeout=LONGER)
@@ -181,10 +176,7 @@ for batch in dataset:
 @pytest.mark.parametrize("of_function", [0, pytest.param(1, marks=pytest.mark.full("the same batches"))])
 def test_another_size_of_batches_is_found(programs, of_function):
     with job(join=LONGER) as made:
-        started = [
-            programs.start(HEAD + BATCHES, env=made.environment(each, LOCAL="1", FUNCTION=str(of_function)))
-            for each in range(2)
-        ]
+        started = made.start_all(programs, HEAD + BATCHES, LOCAL="1", FUNCTION=str(of_function))
         for process in started:
             out, err = process.communicate(LONGER)
             assert (process.returncode, out) == (1, ""), err[-4000:]

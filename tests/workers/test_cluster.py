@@ -16,11 +16,12 @@ from replica_engine.errors import ClusterConfigError
 from replica_engine.workers import Cluster, cluster, find_cluster
 from replica_engine.workers.cluster import join_address, node_names, split_address
 
-OURS = {
-    "REPLICA_ENGINE_PROCESS_ID": "1",
-    "REPLICA_ENGINE_NUM_PROCESSES": "3",
-    "REPLICA_ENGINE_COORDINATOR": "10.0.0.1:4000",
-}
+ID, NUMBER, ADDRESS = "REPLICA_ENGINE_PROCESS_ID", "REPLICA_ENGINE_NUM_PROCESSES", "REPLICA_ENGINE_COORDINATOR"
+RANK_OF_SLURM, TASKS, NODES = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"
+URI = "OMPI_MCA_orte_hnp_uri"
+
+OURS = {ID: "1", NUMBER: "3", ADDRESS: "10.0.0.1:4000"}
+
 
 TFJOB = {
     "TF_CONFIG": json.dumps(
@@ -82,12 +83,12 @@ SLURM = {  # a step of four tasks on two nodes, without GPUs
     "SLURM_NODELIST": "n[01-02]",
     "SLURM_NPROCS": "4",
     "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "3",
+    RANK_OF_SLURM: "3",
     "SLURM_STEPID": "0",
     "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[01-02]",
+    NODES: "n[01-02]",
     "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
+    TASKS: "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_TASKS_PER_NODE": "2(x2)",
 }
@@ -96,7 +97,7 @@ SLURM_BATCH_SCRIPT = {  # the script itself, outside of a step
     "SLURM_JOB_ID": "4711",
     "SLURM_JOB_NODELIST": "n[01-04]",
     "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "0",
+    RANK_OF_SLURM: "0",
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
 }
@@ -107,7 +108,7 @@ OPEN_MPI = {  # of mpirun on two nodes
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_UNIVERSE_SIZE": "4",
-    "OMPI_MCA_orte_hnp_uri": "1495597056.0;tcp://10.0.0.1,10.148.0.1:34911",
+    URI: "1495597056.0;tcp://10.0.0.1,10.148.0.1:34911",
 }
 
 
@@ -117,13 +118,10 @@ def test_only_the_standard_library_is_imported():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"set()\n"
 
 
-def test_no_launcher_is_one_process():
-    assert find_cluster({}) == Cluster(0, 1, "", ("process 0",), "")
-
-
 def test_our_own_variables():
     tasks = ("process 0", "process 1", "process 2")
-    assert find_cluster(OURS) == Cluster(1, 3, "10.0.0.1:4000", tasks, "REPLICA_ENGINE_PROCESS_ID")
+    assert find_cluster(OURS) == Cluster(1, 3, "10.0.0.1:4000", tasks, ID)
+    assert find_cluster({}) == Cluster(0, 1, "", ("process 0",), ""), "no launcher is one process"
 
 
 def test_tfjob():
@@ -134,9 +132,10 @@ def test_tfjob():
     assert found.coordinator == "mnist-chief-0.kubeflow.svc:2223", "TensorFlow itself listens at 2222"
 
 
-def test_ray_train():
-    found = find_cluster(RAY_TRAIN)
-    assert (found.process_id, found.num_processes, found.coordinator) == (0, 2, "10.0.0.4:46114")
+@pytest.mark.parametrize("text", ["", " ", "{}", '{"cluster": {}}'])
+def test_no_cluster_in_tf_config_is_as_if_it_were_not_there(text):
+    assert find_cluster({"TF_CONFIG": text}).source == ""
+    assert find_cluster({"TF_CONFIG": text, **TORCHRUN}).source == "torchrun"
 
 
 def test_workers_on_one_machine_leave_a_port_to_the_coordinator():
@@ -144,16 +143,18 @@ def test_workers_on_one_machine_leave_a_port_to_the_coordinator():
     assert find_cluster({"TF_CONFIG": json.dumps(config)}).coordinator == "localhost:12347"
 
 
-@pytest.mark.parametrize("text", ["", " ", "{}", '{"cluster": {}}'])
-def test_no_cluster_in_tf_config_is_as_if_it_were_not_there(text):
-    assert find_cluster({"TF_CONFIG": text}).source == ""
-    assert find_cluster({"TF_CONFIG": text, **TORCHRUN}).source == "torchrun"
-
-
-@pytest.mark.parametrize("addresses", ["10.0.0.1:1234,10.0.0.2:2345", "10.0.0.1:1234"])
-def test_keras(addresses):
-    found = find_cluster({**KERAS, "KERAS_DISTRIBUTION_JOB_ADDRESSES": addresses})
-    assert (found.process_id, found.num_processes, found.coordinator) == (1, 2, "10.0.0.1:1234")
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (RAY_TRAIN, (0, 2, "10.0.0.4:46114")),
+        (KERAS, (1, 2, "10.0.0.1:1234")),
+        ({**KERAS, "KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1:1234"}, (1, 2, "10.0.0.1:1234")),
+    ],
+    ids=["Ray Train", "Keras", "Keras, one address"],
+)
+def test_ray_train_and_keras(environ, expected):
+    found = find_cluster(environ)
+    assert (found.process_id, found.num_processes, found.coordinator) == expected
 
 
 def test_jax():
@@ -161,7 +162,7 @@ def test_jax():
     assert (found.process_id, found.num_processes, found.coordinator) == (1, 2, "train-node-0-0.train:6666")
     assert found.source == "JAX_PROCESS_ID"
     assert find_cluster({"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}).num_processes == 1
-    by_hand = {**JAX, "JAX_COORDINATOR_ADDRESS": "", "REPLICA_ENGINE_COORDINATOR": "node-a:4000"}
+    by_hand = {**JAX, "JAX_COORDINATOR_ADDRESS": "", ADDRESS: "node-a:4000"}
     assert find_cluster(by_hand).coordinator == "node-a:4000"
 
 
@@ -181,10 +182,7 @@ def test_slurm_without_gpus():
     assert 60_999 < port < 2**16
     other_job = find_cluster({**SLURM, "SLURM_JOB_ID": "4712"})
     assert other_job.coordinator != found.coordinator, "two jobs on one node"
-    assert find_cluster({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}).coordinator == found.coordinator
-
-
-def test_the_batch_script_of_slurm_is_one_process():
+    assert find_cluster({**SLURM, RANK_OF_SLURM: "0", "SLURM_NODEID": "0"}).coordinator == found.coordinator
     assert find_cluster(SLURM_BATCH_SCRIPT).num_processes == 1
 
 
@@ -192,24 +190,23 @@ def test_open_mpi():
     found = find_cluster(OPEN_MPI)
     assert (found.process_id, found.num_processes, found.source) == (2, 4, "Open MPI")
     assert split_address(found.coordinator)[0] == "10.0.0.1"
-    older = {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1955.0;tcp://198.177.146.70:53997;tcp://10.10.10.4:53997"}
-    assert split_address(find_cluster(older).coordinator)[0] == "198.177.146.70"
-    newer = {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp6://[fe80::b9b,2620:10d::2]:43370"}
-    assert split_address(find_cluster(newer).coordinator)[0] == "fe80::b9b"
-    one_host = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_MCA_orte_hnp_uri": ""}
-    assert split_address(find_cluster(one_host).coordinator)[0] == "127.0.0.1"
+    for host, changes in {
+        "198.177.146.70": {URI: "1955.0;tcp://198.177.146.70:53997;tcp://10.10.10.4:53997"},  # of an older version
+        "fe80::b9b": {URI: "1314521088.0;tcp6://[fe80::b9b,2620:10d::2]:43370"},  # of a newer one
+        "127.0.0.1": {URI: "", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},  # on one host
+    }.items():
+        assert split_address(find_cluster({**OPEN_MPI, **changes}).coordinator)[0] == host
 
 
 def test_open_mpi_that_does_not_tell_where_rank_0_is():
-    silent = {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}
     with pytest.raises(ClusterConfigError, match="mpirun -x REPLICA_ENGINE_COORDINATOR=host:port"):
-        find_cluster(silent)
-    assert find_cluster({**silent, "REPLICA_ENGINE_COORDINATOR": "node-a:4000"}).coordinator == "node-a:4000"
+        find_cluster({**OPEN_MPI, URI: ""})
+    assert find_cluster({**OPEN_MPI, URI: "", ADDRESS: "node-a:4000"}).coordinator == "node-a:4000"
 
 
 def test_mpirun_in_a_job_of_slurm_counts_its_own_ranks():
     """mpirun starts one daemon on each node as a step, and the ranks inherit the daemon's variables."""
-    found = find_cluster({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **OPEN_MPI})
+    found = find_cluster({**SLURM, TASKS: "2", RANK_OF_SLURM: "1", **OPEN_MPI})
     assert (found.source, found.process_id, found.num_processes) == ("Open MPI", 2, 4)
 
 
@@ -219,20 +216,13 @@ def test_the_order():
     for launcher in (OURS, TFJOB, KERAS, JAX, TORCHRUN, OPEN_MPI):
         found.append(find_cluster(every).source)
         every = {name: value for name, value in every.items() if name not in launcher}
-    assert found == [
-        "REPLICA_ENGINE_PROCESS_ID",
-        "TF_CONFIG",
-        "KERAS_DISTRIBUTION_PROCESS_ID",
-        "JAX_PROCESS_ID",
-        "torchrun",
-        "Open MPI",
-    ]
+    assert found == [ID, "TF_CONFIG", "KERAS_DISTRIBUTION_PROCESS_ID", "JAX_PROCESS_ID", "torchrun", "Open MPI"]
     assert find_cluster({**SLURM, **TORCHRUN}).source == "torchrun"
 
 
 @pytest.mark.parametrize("launcher", [TFJOB, RAY_TRAIN, KERAS, JAX, TORCHRUN, SLURM, OPEN_MPI])
 def test_the_users_address_counts_with_each_launcher(launcher):
-    assert find_cluster({**launcher, "REPLICA_ENGINE_COORDINATOR": "[::1]:4000"}).coordinator == "[::1]:4000"
+    assert find_cluster({**launcher, ADDRESS: "[::1]:4000"}).coordinator == "[::1]:4000"
 
 
 def tf_config(**changes):
@@ -283,25 +273,13 @@ WRONG = {
         "TF_CONFIG.task.index",
         "is 2, but TF_CONFIG.cluster.worker says that there are 2: the index must be from 0 to 1",
     ),
-    "our index too high": (
-        {**OURS, "REPLICA_ENGINE_PROCESS_ID": "3"},
-        "REPLICA_ENGINE_PROCESS_ID",
-        "REPLICA_ENGINE_NUM_PROCESSES says that there are 3",
-    ),
-    "no number": ({"REPLICA_ENGINE_PROCESS_ID": "0"}, "REPLICA_ENGINE_NUM_PROCESSES", "is missing"),
-    "no index": ({"REPLICA_ENGINE_NUM_PROCESSES": "2"}, "REPLICA_ENGINE_PROCESS_ID", "is missing"),
-    "no coordinator": (
-        {**OURS, "REPLICA_ENGINE_COORDINATOR": ""},
-        "REPLICA_ENGINE_COORDINATOR",
-        "a free port on the host of worker 0",
-    ),
-    "a bad coordinator": (
-        {**TORCHRUN, "REPLICA_ENGINE_COORDINATOR": "node-a"},
-        "REPLICA_ENGINE_COORDINATOR",
-        '"host:port"',
-    ),
-    "zero workers": ({**OURS, "REPLICA_ENGINE_NUM_PROCESSES": "0"}, "REPLICA_ENGINE_NUM_PROCESSES", "at least 1"),
-    "minus one": ({**OURS, "REPLICA_ENGINE_PROCESS_ID": "-1"}, "REPLICA_ENGINE_PROCESS_ID", "at least 0"),
+    "our index too high": ({**OURS, ID: "3"}, ID, "REPLICA_ENGINE_NUM_PROCESSES says that there are 3"),
+    "no number": ({ID: "0"}, NUMBER, "is missing"),
+    "no index": ({NUMBER: "2"}, ID, "is missing"),
+    "no coordinator": ({**OURS, ADDRESS: ""}, ADDRESS, "a free port on the host of worker 0"),
+    "a bad coordinator": ({**TORCHRUN, ADDRESS: "node-a"}, ADDRESS, '"host:port"'),
+    "zero workers": ({**OURS, NUMBER: "0"}, NUMBER, "at least 1"),
+    "minus one": ({**OURS, ID: "-1"}, ID, "at least 0"),
     "Keras' addresses": (
         {**KERAS, "KERAS_DISTRIBUTION_NUM_PROCESSES": "3"},
         "KERAS_DISTRIBUTION_JOB_ADDRESSES",
@@ -314,23 +292,15 @@ WRONG = {
     "jax's index too high": ({**JAX, "JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID", "there are 2"),
     "jax's address": ({**JAX, "JAX_COORDINATOR_ADDRESS": ""}, "JAX_COORDINATOR_ADDRESS", "is missing"),
     "jax's address without a port": ({**JAX, "JAX_COORDINATOR_ADDRESS": "a"}, "JAX_COORDINATOR_ADDRESS", '"host:port"'),
-    "no nodes of Slurm": ({**SLURM, "SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST", "is missing"),
-    "two tasks of Slurm": (
-        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
-        "SLURM_STEP_NODELIST",
-        "missing, but SLURM_STEP_NUM_TASKS is set",
-    ),
-    "no index of Slurm": ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID", "is missing"),
-    "no tasks of Slurm": (
-        {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "0"},
-        "SLURM_STEP_NUM_TASKS",
-        "missing, but SLURM_PROCID is set",
-    ),
-    "no step of Slurm": ({**SLURM_BATCH_SCRIPT, "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS", "is missing"),
+    "no nodes of Slurm": ({**SLURM, NODES: ""}, NODES, "is missing"),
+    "two tasks of Slurm": ({TASKS: "2", RANK_OF_SLURM: "0"}, NODES, "missing, but SLURM_STEP_NUM_TASKS is set"),
+    "no index of Slurm": ({TASKS: "2"}, RANK_OF_SLURM, "is missing"),
+    "no tasks of Slurm": ({NODES: "n[1-2]", RANK_OF_SLURM: "0"}, TASKS, "missing, but SLURM_PROCID is set"),
+    "no step of Slurm": ({**SLURM_BATCH_SCRIPT, RANK_OF_SLURM: "1"}, TASKS, "is missing"),
     "no index of Open MPI": ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK", "is missing"),
     "no number of Open MPI": ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE", "is missing"),
-    "Slurm's nodes": ({**SLURM, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST", "as Slurm writes it"),
-    "Slurm's index": ({**SLURM, "SLURM_PROCID": "4"}, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS says that there are 4"),
+    "Slurm's nodes": ({**SLURM, NODES: "n[1-"}, NODES, "as Slurm writes it"),
+    "Slurm's index": ({**SLURM, RANK_OF_SLURM: "4"}, RANK_OF_SLURM, "SLURM_STEP_NUM_TASKS says that there are 4"),
     "Open MPI's index": ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK", "whole number"),
 }
 
@@ -357,7 +327,7 @@ def _nothing_warned(monkeypatch):
         {"TPU_WORKER_HOSTNAMES": "t1v-n-0,t1v-n-1", "TPU_WORKER_ID": "0"},
         {"JAX_COORDINATOR_ADDRESS": "node-a:1234"},
         {"KERAS_DISTRIBUTION_JOB_ADDRESSES": "node-a:1234"},
-        {"REPLICA_ENGINE_COORDINATOR": "node-a:1234"},
+        {ADDRESS: "node-a:1234"},
         {"WORLD_SIZE": "2"},
         {"RANK": "0", "MASTER_ADDR": "node-a"},
         {"MASTER_ADDR": "node-a", "MASTER_PORT": "29500"},
@@ -380,7 +350,7 @@ def test_one_of_several_without_a_place_is_warned_of_once(environ, caplog):
     name = next(iter(environ))
     assert record.message.startswith(f"{name} is ")
     assert "So it runs alone" in record.message
-    alone = {"REPLICA_ENGINE_PROCESS_ID": "0", "REPLICA_ENGINE_NUM_PROCESSES": "1"}
+    alone = {ID: "0", NUMBER: "1"}
     cluster._warned.clear()
     assert find_cluster({**environ, **alone}).num_processes == 1
     assert len(caplog.records) == 1, "as the text says, these end it"
@@ -460,7 +430,7 @@ def found_or_wrong(read):
 @given(st.text(alphabet="n0159[],- "))
 def test_any_text_is_a_list_of_nodes_or_the_users_error(text):
     names, field = found_or_wrong(lambda: node_names(text))
-    assert field == "SLURM_STEP_NODELIST" or all(name.isprintable() and name for name in names)
+    assert field == NODES or all(name.isprintable() and name for name in names)
 
 
 HOSTS = st.one_of(st.from_regex(r"\A[a-z0-9][a-z0-9.-]{0,20}\Z"), st.ip_addresses().map(str))

@@ -51,16 +51,15 @@ def test_killed(victim, statuses):
 
 
 @VICTIMS
-def test_raised(victim):
-    with job() as made:
-        program = """
+def test_raised(victim, made):
+    program = """
 member.launched(TRAIN)
 member.progress(150, "all_reduce SUM at train.py:12")
 raise ValueError("the body")
 """
-        process = made.start(victim, program)
-        error = lost(made.join(1 - victim))
-        _, printed = process.communicate(timeout=LONG)
+    process = made.start(victim, program)
+    error = lost(made.join(1 - victim))
+    _, printed = process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert printed.endswith("ValueError: the body\n")
     assert (error.exception, error.step, error.worker) == ("ValueError: the body", 150, victim)
@@ -81,54 +80,51 @@ def test_exit_0_too_early_past_python(victim):
 
 @VICTIMS
 @pytest.mark.parametrize("program", ["", "sys.exit(0)", "sys.exit(3)"], ids=["end", "exit 0", "exit 3"])
-def test_exit_too_early(victim, program):
-    with job() as made:
-        process = made.start(victim, f"member.launched(TRAIN)\n{program}")
-        member = made.join(1 - victim)
-        member.launched(TRAIN)
-        member.launched(TRAIN)
-        error = lost(member)
-        process.communicate(timeout=LONG)
+def test_exit_too_early(victim, program, made):
+    process = made.start(victim, f"member.launched(TRAIN)\n{program}")
+    member = made.join(1 - victim)
+    member.launched(TRAIN)
+    member.launched(TRAIN)
+    error = lost(member)
+    process.communicate(timeout=LONG)
     assert error.worker == victim
     assert f"has come to the end of its program or to sys.exit, and worker {1 - victim} goes on" in str(error)
     assert process.returncode == (3 if "3" in program else 0)
 
 
 @VICTIMS
-def test_stopped(victim):
-    with job() as made:
-        process = made.start(victim, "os.kill(os.getpid(), signal.SIGSTOP)")
-        member = made.join(1 - victim)
-        until(lambda: is_stopped(process.pid))
-        made.limit(heartbeat=SHORT)
-        error = lost(member)
-        assert process.poll() is None
+def test_stopped(victim, made):
+    process = made.start(victim, "os.kill(os.getpid(), signal.SIGSTOP)")
+    member = made.join(1 - victim)
+    until(lambda: is_stopped(process.pid))
+    made.limit(heartbeat=SHORT)
+    error = lost(member)
+    assert process.poll() is None
     assert error.worker == victim
     assert f"has not been heard of for {SHORT:g} s" in str(error)
 
 
 @VICTIMS
-def test_the_network_is_cut(victim):
+def test_the_network_is_cut(victim, made):
     """The one on the other side of the cut hears no coordinator; the others do not hear of it."""
-    with job() as made:
-        proxy = Proxy(made.address)
-        program = """
+    proxy = Proxy(made.address)
+    program = """
 print("joined", flush=True)
 member.heartbeat = float(sys.stdin.readline())
 member.failed.wait()
 member.check()
 """
-        process = made.start(victim, program, address=proxy.address)
-        member = made.join(1 - victim)
-        assert process.stdout.readline() == "joined\n"
-        proxy.cut()
-        made.limit(heartbeat=SHORT)
-        process.stdin.write(f"{SHORT}\n")
-        process.stdin.flush()
-        error = lost(member)
-        _, printed = process.communicate(timeout=LONG)
-        failure = made.coordinator.failure
-        proxy.close()
+    process = made.start(victim, program, address=proxy.address)
+    member = made.join(1 - victim)
+    assert process.stdout.readline() == "joined\n"
+    proxy.cut()
+    made.limit(heartbeat=SHORT)
+    process.stdin.write(f"{SHORT}\n")
+    process.stdin.flush()
+    error = lost(member)
+    _, printed = process.communicate(timeout=LONG)
+    failure = made.coordinator.failure
+    proxy.close()
     assert error.worker == victim
     assert failure.arguments[0].silent >= SHORT  # by the clock of the coordinator
     assert f"has not been heard of for {SHORT:g} s" in str(error)
@@ -185,29 +181,25 @@ def test_comes_late():
         ({"replicas": 4}, {"replicas": 2}, ("2", "4")),
     ],
 )
-def test_another_version_or_number_of_replicas(ours, theirs, groups):
-    with job() as made:
-        other = made.start(1, "raise AssertionError", **theirs)
-        with pytest.raises(WorkerVersionError) as caught:
-            made.join(0, **ours)
-        assert "WorkerVersionError" in other.communicate(timeout=LONG)[1]
+def test_another_version_or_number_of_replicas(ours, theirs, groups, made):
+    other = made.start(1, "raise AssertionError", **theirs)
+    with pytest.raises(WorkerVersionError) as caught:
+        made.join(0, **ours)
+    assert "WorkerVersionError" in other.communicate(timeout=LONG)[1]
     assert sorted(value for _, value in caught.value.groups) == list(groups)
     assert sorted(indices for indices, _ in caught.value.groups) == [(0,), (1,)]
 
 
 @VICTIMS
-def test_another_order(victim):
-    with job() as made:
-        other = made.start(
-            victim, "member.launched(TRAIN); member.launched(EVAL); member.failed.wait(); member.check()"
-        )
-        member = made.join(1 - victim)
-        member.launched(TRAIN)
-        member.launched(TRAIN)
-        assert member.failed.wait(LONG)
-        with pytest.raises(ProgramDisagreementError) as caught:
-            member.check()
-        assert "ProgramDisagreementError" in other.communicate(timeout=LONG)[1]
+def test_another_order(victim, made):
+    other = made.start(victim, "member.launched(TRAIN); member.launched(EVAL); member.failed.wait(); member.check()")
+    member = made.join(1 - victim)
+    member.launched(TRAIN)
+    member.launched(TRAIN)
+    assert member.failed.wait(LONG)
+    with pytest.raises(ProgramDisagreementError) as caught:
+        member.check()
+    assert "ProgramDisagreementError" in other.communicate(timeout=LONG)[1]
     assert caught.value.position == 1
     assert dict(caught.value.groups) == {
         (victim,): "launch of `eval_step` at train.py:80, program 91c4e0d2",
@@ -215,37 +207,33 @@ def test_another_order(victim):
     }
 
 
-def test_another_program_is_found_before_it_is_compiled():
-    with job() as made:
-        made.start(1, "member.compile(workers.Program('ffff', 'train_step', 'train.py:40'))")
-        with pytest.raises(ProgramDisagreementError, match=r"worker 1: compilation of .*, program ffff"):
-            made.join(0).compile(TRAIN)
+def test_another_program_is_found_before_it_is_compiled(made):
+    made.start(1, "member.compile(workers.Program('ffff', 'train_step', 'train.py:40'))")
+    with pytest.raises(ProgramDisagreementError, match=r"worker 1: compilation of .*, program ffff"):
+        made.join(0).compile(TRAIN)
 
 
-def test_one_compiles_while_another_launches():
+def test_one_compiles_while_another_launches(made):
     """It would wait in the barrier, and the other in the program."""
-    with job() as made:
-        made.start(1, "member.launched(TRAIN); member.failed.wait()")
-        with pytest.raises(ProgramDisagreementError, match="compilation of `eval_step`"):
-            made.join(0).compile(EVAL)
+    made.start(1, "member.launched(TRAIN); member.failed.wait()")
+    with pytest.raises(ProgramDisagreementError, match="compilation of `eval_step`"):
+        made.join(0).compile(EVAL)
 
 
-def test_all_is_compared_before_a_checkpoint():
+def test_all_is_compared_before_a_checkpoint(made):
     """A difference that no message about launches has told yet comes with the wait."""
-    with job() as made:
-        made.start(1, "member.launched(TRAIN); member.meet('checkpoint'); member.failed.wait()")
-        member = made.join(0)
-        member.launched(EVAL)
-        with pytest.raises(ProgramDisagreementError):
-            member.meet("checkpoint")
+    made.start(1, "member.launched(TRAIN); member.meet('checkpoint'); member.failed.wait()")
+    member = made.join(0)
+    member.launched(EVAL)
+    with pytest.raises(ProgramDisagreementError):
+        member.meet("checkpoint")
 
 
-def test_another_token():
-    with job() as made:
-        process = made.start(1, "", REPLICA_ENGINE_TOKEN="the secret of another job")
-        assert "ClusterConfigError: The coordinator at" in process.communicate(timeout=LONG)[1]
-        made.start(1, "")
-        assert made.join(0).size == 2, "the job goes on"
+def test_another_token(made):
+    process = made.start(1, "", REPLICA_ENGINE_TOKEN="the secret of another job")
+    assert "ClusterConfigError: The coordinator at" in process.communicate(timeout=LONG)[1]
+    made.start(1, "")
+    assert made.join(0).size == 2, "the job goes on"
 
 
 def test_no_token():
@@ -266,13 +254,12 @@ def test_a_token_of_sixteen_characters():
         made.join(0, REPLICA_ENGINE_TOKEN="0123456789abcdef")
 
 
-def test_two_with_one_index():
-    with job() as made:
-        made.start(1, "sys.stdin.readline()")
-        member = made.join(0)
-        with pytest.raises(ClusterConfigError, match=r"worker 1 has joined already \("):
-            made.join(1)
-        assert not member.failed.is_set(), "the job goes on"
+def test_two_with_one_index(made):
+    made.start(1, "sys.stdin.readline()")
+    member = made.join(0)
+    with pytest.raises(ClusterConfigError, match=r"worker 1 has joined already \("):
+        made.join(1)
+    assert not member.failed.is_set(), "the job goes on"
 
 
 def test_another_number_of_workers():
@@ -285,12 +272,11 @@ def test_nobody_listens(unused_port):
         made.join(1, address=f"127.0.0.1:{unused_port}", REPLICA_ENGINE_JOIN_TIMEOUT="0.2")
 
 
-def test_the_coordinator_ends():
-    with job() as made:
-        made.start(1, "member.failed.wait()")
-        member = made.join(0)
-        made.coordinator.close()
-        error = lost(member)
+def test_the_coordinator_ends(made):
+    made.start(1, "member.failed.wait()")
+    member = made.join(0)
+    made.coordinator.close()
+    error = lost(member)
     assert error.worker is None
     assert "It runs in `replica-engine launch`, which has ended" in str(error)
 
@@ -298,71 +284,67 @@ def test_the_coordinator_ends():
 CHIEF = {"REPLICA_ENGINE_LAUNCHED": ""}
 
 
-def test_a_child_of_worker_0_is_the_coordinator_and_stays_when_worker_0_is_killed(unused_port):
-    with job() as made:
-        made.address = f"127.0.0.1:{unused_port}"
-        program = """
+def test_a_child_of_worker_0_is_the_coordinator_and_stays_when_worker_0_is_killed(unused_port, made):
+    made.address = f"127.0.0.1:{unused_port}"
+    program = """
 from replica_engine.workers import server as serve
 print(serve.started[0].pid, flush=True)
 os.kill(os.getpid(), int(sys.stdin.readline()))
 """
-        first = made.start(0, program, **CHIEF)
-        member = made.join(1, **CHIEF)
-        coordinator = Ending(int(first.stdout.readline()))
-        first.stdin.write(f"{signal.SIGKILL:d}\n")
-        first.stdin.flush()
-        error = lost(member)
-        member.close()
-        coordinator.wait()
+    first = made.start(0, program, **CHIEF)
+    member = made.join(1, **CHIEF)
+    coordinator = Ending(int(first.stdout.readline()))
+    first.stdin.write(f"{signal.SIGKILL:d}\n")
+    first.stdin.flush()
+    error = lost(member)
+    member.close()
+    coordinator.wait()
     assert (error.worker, error.pid) == (0, first.pid)
 
 
-def test_a_coordinator_that_is_a_child_ends_with_its_job(unused_port):
-    with job() as made:
-        made.address = f"127.0.0.1:{unused_port}"
-        program = "from replica_engine.workers import server as serve; print(serve.started[0].pid, flush=True)"
-        first = made.start(0, program, **CHIEF)
-        member = made.join(1, **CHIEF)
-        pid = int(first.stdout.readline())
-        coordinator = Ending(pid)
-        assert made.token not in pathlib.Path(f"/proc/{pid}/cmdline").read_text()
-        member.leave()
-        assert first.communicate(timeout=LONG) == ("", "")
-        coordinator.wait()
+def test_a_coordinator_that_is_a_child_ends_with_its_job(unused_port, made):
+    made.address = f"127.0.0.1:{unused_port}"
+    program = "from replica_engine.workers import server as serve; print(serve.started[0].pid, flush=True)"
+    first = made.start(0, program, **CHIEF)
+    member = made.join(1, **CHIEF)
+    pid = int(first.stdout.readline())
+    coordinator = Ending(pid)
+    assert made.token not in pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+    member.leave()
+    assert first.communicate(timeout=LONG) == ("", "")
+    coordinator.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_coordinator_that_is_a_child_does_not_end_by_a_signal(number, unused_port):
+def test_a_coordinator_that_is_a_child_does_not_end_by_a_signal(number, unused_port, made):
     """Slurm sends them to all processes of a job, and the workers have to agree on the step after which they save."""
-    with job() as made:
-        made.address = f"127.0.0.1:{unused_port}"
-        program = """
+    made.address = f"127.0.0.1:{unused_port}"
+    program = """
 from replica_engine.workers import server as serve
 print(serve.started[0].pid, flush=True)
 member.meet("save")
 """
-        first = made.start(0, program, **CHIEF)
-        member = made.join(1, **CHIEF)
-        os.kill(int(first.stdout.readline()), number)
-        member.meet("save", timeout=LONG)
-        member.leave()
-        assert first.communicate(timeout=LONG) == ("", "")
+    first = made.start(0, program, **CHIEF)
+    member = made.join(1, **CHIEF)
+    os.kill(int(first.stdout.readline()), number)
+    member.meet("save", timeout=LONG)
+    member.leave()
+    assert first.communicate(timeout=LONG) == ("", "")
 
 
-def test_worker_0_knows_where_the_others_come_to(unused_port):
+def test_worker_0_knows_where_the_others_come_to(unused_port, made):
     """And not only under which name, which may be 127.0.1.1 on its own machine."""
-    with job() as made:
-        program = """
+    program = """
 from replica_engine.workers.cluster import held_address, own_host
 address, held = held_address(member._address, member.reached)
 print(own_host(member._address, member.reached), address.rpartition(":")[0], held.getsockname()[0], flush=True)
 """
-        listening = {"REPLICA_ENGINE_LISTEN": f"0.0.0.0:{unused_port}"}
-        first = made.start(0, program, address=f"localhost:{unused_port}", **CHIEF, **listening)
-        member = made.join(1, address=f"127.0.0.2:{unused_port}", **CHIEF)
-        assert first.stdout.readline().split() == ["127.0.0.2"] * 3
-        member.leave()
-        assert first.communicate(timeout=LONG)[1] == ""
+    listening = {"REPLICA_ENGINE_LISTEN": f"0.0.0.0:{unused_port}"}
+    first = made.start(0, program, address=f"localhost:{unused_port}", **CHIEF, **listening)
+    member = made.join(1, address=f"127.0.0.2:{unused_port}", **CHIEF)
+    assert first.stdout.readline().split() == ["127.0.0.2"] * 3
+    member.leave()
+    assert first.communicate(timeout=LONG)[1] == ""
 
 
 def test_worker_0_says_that_it_listens_for_its_own_machine_only(unused_port, caplog):
@@ -384,23 +366,22 @@ COME_BACK = "print('joined', member.worker, flush=True)"
 
 
 @pytest.mark.parametrize("earlier", ["failed", "not over"])
-def test_a_worker_that_comes_back_waits_for_the_earlier_run_to_end(earlier):
+def test_a_worker_that_comes_back_waits_for_the_earlier_run_to_end(earlier, made):
     """The coordinator of that run still listens, and refuses the worker."""
-    with job() as made:
-        first = made.start(0, "raise ValueError('the body')" if earlier == "failed" else "member.failed.wait()")
-        second = made.join(1)
-        if earlier == "failed":
-            lost(second)
-        process = made.start(1, COME_BACK, **CHIEF)
-        assert ("ValueError: the body" if earlier == "failed" else "has joined already") in warned(process)
-        first.kill()
-        second.close()
-        made.coordinator.close()
-        with Coordinator(2, made.token, made.address, made.limits):
-            member = made.join(0)
-            assert process.stdout.readline() == "joined 1\n"
-            member.leave()
-            assert process.wait(LONG) == 0
+    first = made.start(0, "raise ValueError('the body')" if earlier == "failed" else "member.failed.wait()")
+    second = made.join(1)
+    if earlier == "failed":
+        lost(second)
+    process = made.start(1, COME_BACK, **CHIEF)
+    assert ("ValueError: the body" if earlier == "failed" else "has joined already") in warned(process)
+    first.kill()
+    second.close()
+    made.coordinator.close()
+    with Coordinator(2, made.token, made.address, made.limits):
+        member = made.join(0)
+        assert process.stdout.readline() == "joined 1\n"
+        member.leave()
+        assert process.wait(LONG) == 0
 
 
 def test_worker_0_waits_for_the_port_of_the_earlier_run(unused_port):
@@ -421,14 +402,13 @@ def _impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_a_worker_tries_again_for_some_time_only():
-    with job() as made:
-        made.start(0, "raise ValueError('the body')")
-        member = made.join(1)
-        lost(member)
-        member.close()
-        with pytest.raises(WorkerLostError, match="ValueError: the body"):
-            made.join(1, **CHIEF)
+def test_a_worker_tries_again_for_some_time_only(made):
+    made.start(0, "raise ValueError('the body')")
+    member = made.join(1)
+    lost(member)
+    member.close()
+    with pytest.raises(WorkerLostError, match="ValueError: the body"):
+        made.join(1, **CHIEF)
 
 
 @pytest.mark.usefixtures("_impatient")
@@ -461,9 +441,8 @@ member.check()
     assert "\nstart all workers again from the last checkpoint; `replica-engine launch --max-" in printed
 
 
-def test_a_forked_child_neither_says_goodbye_nor_keeps_the_connection():
-    with job() as made:
-        program = """
+def test_a_forked_child_neither_says_goodbye_nor_keeps_the_connection(made):
+    program = """
 if os.fork() == 0:
     sys.exit()  # runs what is registered for the exit
 os.wait()
@@ -473,22 +452,21 @@ print("forked", flush=True)
 sys.stdin.readline()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-        process = made.start(1, program)
-        member = made.join(0)
-        assert process.stdout.readline() == "forked\n"
-        assert member.rows()[1].pid == process.pid, "still there"
-        (child,) = psutil.Process(process.pid).children()
-        process.stdin.write("now\n")
-        process.stdin.flush()
-        assert lost(member).worker == 1
-        assert child.is_running()
-        child.kill()
+    process = made.start(1, program)
+    member = made.join(0)
+    assert process.stdout.readline() == "forked\n"
+    assert member.rows()[1].pid == process.pid, "still there"
+    (child,) = psutil.Process(process.pid).children()
+    process.stdin.write("now\n")
+    process.stdin.flush()
+    assert lost(member).worker == 1
+    assert child.is_running()
+    child.kill()
 
 
-def test_a_forked_child_is_a_process_on_its_own(tmp_path):
+def test_a_forked_child_is_a_process_on_its_own(tmp_path, made):
     """It has no thread that talks to the coordinator, and the fork may come while that thread holds the lock."""
-    with job() as made:
-        program = f"""
+    program = f"""
 from replica_engine.watch import timeline, watchdog
 read, write = os.pipe()
 with member._changed:
@@ -506,38 +484,35 @@ os.close(write)
 print(os.read(read, 100).decode(), flush=True)
 sys.stdin.readline()
 """
-        process = made.start(1, program)
-        made.join(0)
-        assert process.stdout.readline() == "[]\n"
-        assert (tmp_path / "child.json").stat().st_size > 0
+    process = made.start(1, program)
+    made.join(0)
+    assert process.stdout.readline() == "[]\n"
+    assert (tmp_path / "child.json").stat().st_size > 0
 
 
-def test_an_error_of_the_runtime_is_explained():
-    with job() as made:
-        process = made.start(1, "sys.stdin.readline(); raise ValueError('the cause')")
-        member = made.join(0)
-        process.stdin.close()
-        broken = ConnectionError("connection reset by peer")
-        with pytest.raises(WorkerLostError, match="raised ValueError: the cause") as caught:
-            member.explain(broken, LONG)
-        assert caught.value.__cause__ is broken
+def test_an_error_of_the_runtime_is_explained(made):
+    process = made.start(1, "sys.stdin.readline(); raise ValueError('the cause')")
+    member = made.join(0)
+    process.stdin.close()
+    broken = ConnectionError("connection reset by peer")
+    with pytest.raises(WorkerLostError, match="raised ValueError: the cause") as caught:
+        member.explain(broken, LONG)
+    assert caught.value.__cause__ is broken
 
 
-def test_an_error_that_is_nobodys_fault_is_not_explained():
-    with job() as made:
-        made.start(1, "member.failed.wait()")
-        assert made.join(0).explain(ValueError("mine"), patience=0.0) is None
+def test_an_error_that_is_nobodys_fault_is_not_explained(made):
+    made.start(1, "member.failed.wait()")
+    assert made.join(0).explain(ValueError("mine"), patience=0.0) is None
 
 
-def test_what_wants_to_know_of_failures_is_called():
-    with job() as made:
-        made.start(1, "raise ValueError('x')")
-        member, errors, called = made.join(0), [], threading.Event()
-        member.on_failure(lambda error: (errors.append(error), called.set()))
-        assert called.wait(LONG)
-        assert member.failed.is_set()
-        member.on_failure(errors.append)
-        member.close()
+def test_what_wants_to_know_of_failures_is_called(made):
+    made.start(1, "raise ValueError('x')")
+    member, errors, called = made.join(0), [], threading.Event()
+    member.on_failure(lambda error: (errors.append(error), called.set()))
+    assert called.wait(LONG)
+    assert member.failed.is_set()
+    member.on_failure(errors.append)
+    member.close()
     assert [type(error) for error in errors] == [WorkerLostError] * 2
     assert errors[0] is not errors[1]
 

@@ -47,6 +47,15 @@ class Played:
     def launch(self, worker, *entries, wait=()):
         self.say(worker, "log", packed(entries), len(entries), [], *wait)
 
+    def all_launch(self, *entries):
+        for worker in range(3):
+            self.launch(worker, *entries)
+
+    def stand_still(self):
+        """Moves the clock on as if the coordinator had stood still."""
+        self.now += 1000.0
+        self.job.tick(self.now)
+
     def wait(self, seconds, beats=(), in_step=()):
         """Moves the clock on in steps of a second; some members give signs of life, and say if they are in a step."""
         for _ in range(round(seconds)):
@@ -61,6 +70,12 @@ class Played:
     @property
     def error(self):
         return None if self.job.failure is None else self.job.failure.error()
+
+
+@pytest.fixture
+def played():
+    """A job of three workers that have joined."""
+    return Played()
 
 
 def test_all_are_told_when_all_are_there():
@@ -78,8 +93,7 @@ def test_the_first_member_is_told_of_strangers_that_came_before_it():
     assert [told for told in played.told if told[1][0] == "warning"] == [(1, ["warning", "strangers are there"])]
 
 
-def test_silence():
-    played = Played()
+def test_silence(played):
     played.wait(10, beats=(0, 1, 2))
     played.wait(10, beats=(0, 2))
     assert played.error is None
@@ -89,32 +103,29 @@ def test_silence():
     assert len(played.told_to(None, "failure")) == 1
 
 
-def test_two_that_do_not_reach_each_other():
-    played = Played()
+def test_two_that_do_not_reach_each_other(played):
     played.wait(5, beats=(0, 1, 2))
     played.say(1, "parted", 2, "its machine has not answered for 8 s")
-    error = played.job.failure.error()
-    assert isinstance(error, WorkerLostError)
-    assert "worker 2 of 3 (node-2, pid 102) is not reached by worker 1 of 3 (node-1, pid 101), and the co" in str(error)
-    assert error.worker == 2
+    assert isinstance(played.error, WorkerLostError)
+    assert played.error.worker == 2
+    words = "worker 2 of 3 (node-2, pid 102) is not reached by worker 1 of 3 (node-1, pid 101), and the co"
+    assert words in str(played.error)
 
 
-def test_one_that_is_told_that_it_does_not_reach_itself():
+def test_one_that_is_told_that_it_does_not_reach_itself(played):
     """By the text of the other one's error: what the other one says counts, whichever comes first."""
-    played = Played()
     played.wait(5, beats=(0, 1, 2))
     played.say(1, "parted", 1, "their connection broke")
-    assert played.job.failure is None
+    assert played.error is None
     played.say(0, "parted", 1, "their connection broke")
-    assert "worker 1 of 3 (node-1, pid 101) is not reached by worker 0 of 3 (" in str(played.job.failure.error())
+    assert "worker 1 of 3 (node-1, pid 101) is not reached by worker 0 of 3 (" in str(played.error)
 
 
-def test_one_that_nobody_reaches_is_silent():
+def test_one_that_nobody_reaches_is_silent(played):
     """The coordinator does not hear it either, and it has not fallen silent for the heartbeat limit yet."""
-    played = Played()
     played.wait(8, beats=(0, 1))
     played.say(1, "parted", 2, "its machine has not answered for 8 s")
-    assert "worker 2 of 3 (node-2, pid 102) has not been heard of for 8 s" in str(played.job.failure.error())
+    assert "worker 2 of 3 (node-2, pid 102) has not been heard of for 8 s" in str(played.error)
 
 
 def test_silence_before_all_have_joined():
@@ -123,11 +134,9 @@ def test_silence_before_all_have_joined():
     assert played.error.worker == 1
 
 
-def test_the_time_in_which_the_coordinator_stood_still_is_nobodys_silence():
-    played = Played()
+def test_the_time_in_which_the_coordinator_stood_still_is_nobodys_silence(played):
     played.wait(5, beats=(0, 1, 2))
-    played.now += 1000.0
-    played.job.tick(played.now)
+    played.stand_still()
     assert played.error is None
     played.wait(11, beats=(0, 2))
     assert played.error.worker == 1
@@ -138,8 +147,7 @@ def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_wait():
     played.wait(1, beats=(0, 1, 2))
     played.say(0, "get", 1, "address", 3.0)
     played.job.closed(1, played.now)  # its status is still to come
-    played.now += 1000.0
-    played.job.tick(played.now)
+    played.stand_still()
     assert played.told_to(0, "late") == []
     assert played.error is None
     played.wait(2, beats=(0, 2))
@@ -152,17 +160,15 @@ def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_wait():
 def test_the_time_in_which_the_coordinator_stood_still_does_not_count_for_the_join_limit():
     played = Played(joined=0)
     played.join(1)
-    played.now += 1000.0
-    played.job.tick(played.now)
+    played.stand_still()
     played.wait(99, beats=(1,))
     assert played.error is None
     played.wait(2, beats=(1,))
     assert played.error.workers == (0, 2)
 
 
-def test_a_timeout_runs_from_the_arrival_of_the_question():
+def test_a_timeout_runs_from_the_arrival_of_the_question(played):
     """And not from the last look at the clock, which may be long ago."""
-    played = Played()
     played.now += 1.5
     played.say(0, "get", 1, "address", 1.0)
     played.launch(0, SAVE, wait=(2, 1.0))
@@ -183,8 +189,7 @@ def test_the_join_limit():
     assert played.join(0) == played.job.failure, "who comes then is told"
 
 
-def test_only_the_first_failure_counts():
-    played = Played()
+def test_only_the_first_failure_counts(played):
     played.say(2, "failed", "ValueError: x", [])
     first = played.job.failure
     played.say(1, "failed", "ValueError: y", [])
@@ -250,10 +255,7 @@ def test_a_worker_that_never_joined_ends():
             "kinds of devices:\n  worker 0: CPU\n  worker 1: GPU\n",
         ),
         ({"versions": {}}, "versions of tensorflow:\n  worker 0: 2.21.0\n  worker 1: not there\n"),
-        (
-            {"versions": {"tensorflow": "2.21.0"}, "replicas": 2},
-            "numbers of replicas:\n  worker 0: 1\n  worker 1: 2\n",
-        ),
+        ({"versions": {"tensorflow": "2.21.0"}, "replicas": 2}, "numbers of replicas:\n  worker 0: 1\n  worker 1: 2\n"),
     ],
 )
 def test_a_difference_is_told_at_once(about, text):
@@ -273,8 +275,7 @@ def test_who_is_refused():
     assert played.job.refusal(2, 3) is None
 
 
-def test_all_wait_for_the_last():
-    played = Played()
+def test_all_wait_for_the_last(played):
     for worker in (0, 2):
         played.launch(worker, TRAIN, SAVE, wait=(5 + worker, None))
     played.launch(1, TRAIN)
@@ -283,8 +284,7 @@ def test_all_wait_for_the_last():
     assert sorted(played.told[1:]) == [(0, ["answer", 5, None]), (1, ["answer", 9, None]), (2, ["answer", 7, None])]
 
 
-def test_one_that_waits_too_long_is_told_for_whom():
-    played = Played()
+def test_one_that_waits_too_long_is_told_for_whom(played):
     played.say(0, "program", SAVE.hex(), WAIT, "the checkpoint")
     played.launch(0, TRAIN, SAVE, wait=(5, 3.0))
     played.launch(2, TRAIN, SAVE, wait=(6, None))
@@ -300,16 +300,14 @@ def test_one_that_waits_too_long_is_told_for_whom():
     assert played.told_to(2, "answer") == [[6, None]]
 
 
-def test_a_wait_at_the_end_is_called_so():
-    played = Played()
+def test_a_wait_at_the_end_is_called_so(played):
     played.launch(0, END, wait=(1, 1.0))
     played.wait(1, beats=(0, 1, 2))
     ((_, failure),) = played.told_to(0, "late")
     assert "workers 1-2 did not come to the end of the program within 1 s" in str(Failure.from_json(failure).error())
 
 
-def test_different_launches():
-    played = Played()
+def test_different_launches(played):
     for code, name in ((TRAIN, "`train_step`"), (EVAL, "`eval_step`")):
         played.say(0, "program", code.hex(), LAUNCH, name)
     played.launch(0, TRAIN, TRAIN)
@@ -322,8 +320,7 @@ def test_different_launches():
     )
 
 
-def test_the_end_of_one_program_too_early():
-    played = Played()
+def test_the_end_of_one_program_too_early(played):
     played.launch(1, TRAIN, END, wait=(1, None))
     played.launch(0, TRAIN)
     assert played.error is None
@@ -332,8 +329,7 @@ def test_the_end_of_one_program_too_early():
     assert played.error.worker == 1
 
 
-def test_values():
-    played = Played()
+def test_values(played):
     played.say(1, "get", 4, "address", None)
     played.say(2, "get", 8, "address", 2.0)
     played.wait(2, beats=(0, 1, 2))
@@ -348,8 +344,7 @@ def test_values():
     assert played.told_to(2, "answer") == [[9, {"port": 1}]]
 
 
-def test_too_many_values_are_an_error_of_who_asks():
-    played = Played()
+def test_too_many_values_are_an_error_of_who_asks(played):
     played.say(1, "get", 1, "too many", None)
     for number in range(10_000):
         played.say(0, "put", f"value {number}", number)
@@ -367,8 +362,7 @@ def test_too_many_values_are_an_error_of_who_asks():
     assert played.error is None
 
 
-def test_how_far_all_are():
-    played = Played()
+def test_how_far_all_are(played):
     played.say(0, "program", TRAIN.hex(), LAUNCH, "`train_step`")
     played.say(1, "log", packed([TRAIN, SAVE]), 1, [7, "all_reduce"])
     played.now += 2.0
@@ -449,8 +443,7 @@ def left_by(played, worker, exception="KeyboardInterrupt"):
 AT_THE_END = "OutOfRangeError: End of sequence"
 
 
-def test_a_step_in_which_one_was_interrupted():
-    played = Played()
+def test_a_step_in_which_one_was_interrupted(played):
     for worker in (0, 1):
         played.launch(worker, TRAIN, TRAIN)
     left_by(played, 1)
@@ -463,9 +456,8 @@ def test_a_step_in_which_one_was_interrupted():
     assert "has left a step before its end (KeyboardInterrupt), and worker 0 did not leave that step" in str(error)
 
 
-def test_a_step_that_all_gave_up_or_have_behind_them():
+def test_a_step_that_all_gave_up_or_have_behind_them(played):
     """Workers 0 and 1 leave the second step one after the other, and worker 2 leaves it and goes on at once."""
-    played = Played()
     for worker in range(3):
         played.launch(worker, TRAIN, TRAIN)
         left_by(played, worker)
@@ -481,9 +473,8 @@ def test_a_step_that_all_gave_up_or_have_behind_them():
     assert "workers 1-2 did not leave that step" in str(played.error)
 
 
-def test_others_that_come_to_the_end_of_their_data_later():
+def test_others_that_come_to_the_end_of_their_data_later(played):
     """Worker 0 saves a checkpoint before that step, and worker 2 needs long to see that no batch is left."""
-    played = Played()
     for worker in (1, 2):
         played.launch(worker, TRAIN)
     left_by(played, 1, AT_THE_END)
@@ -497,35 +488,28 @@ def test_others_that_come_to_the_end_of_their_data_later():
     assert played.error is None
 
 
-def test_one_whose_data_do_not_end_with_those_of_the_others():
-    played = Played()
-    for worker in range(3):
-        played.launch(worker, TRAIN)
+def test_one_whose_data_do_not_end_with_those_of_the_others(played):
+    played.all_launch(TRAIN)
     for worker in (1, 2):
         left_by(played, worker, AT_THE_END)
     played.wait(12, beats=(0, 1, 2), in_step=(0,))
     assert (played.error.worker, played.error.exception) == (1, AT_THE_END)
 
 
-def test_a_step_that_the_others_have_behind_them():
+def test_a_step_that_the_others_have_behind_them(played):
     """The exception came after the collectives. The others make no step for a while."""
-    played = Played()
-    for worker in range(3):
-        played.launch(worker, TRAIN)
+    played.all_launch(TRAIN)
     played.wait(1, beats=(0, 1, 2), in_step=(0, 1, 2))
     left_by(played, 1, "ValueError: NaN")
     played.wait(100, beats=(0, 1, 2))
     assert played.error is None
-    for worker in range(3):
-        played.launch(worker, TRAIN)
+    played.all_launch(TRAIN)
     played.wait(100, beats=(0, 1, 2), in_step=(0, 1, 2))
     assert played.error is None
 
 
-def test_one_that_leaves_each_step_at_once():
-    played = Played()
-    for worker in range(3):
-        played.launch(worker, TRAIN)
+def test_one_that_leaves_each_step_at_once(played):
+    played.all_launch(TRAIN)
     for _ in range(12):
         left_by(played, 1, "ValueError: NaN")
         played.wait(1, beats=(0, 1, 2), in_step=(0, 2))
@@ -537,22 +521,18 @@ def test_one_that_leaves_each_step_at_once():
 @pytest.mark.parametrize(
     ("in_step", "text"), [((2,), "worker 2 did not leave that step"), ((), "others may wait in its sum")]
 )
-def test_a_sum_that_is_left_blames_only_workers_in_a_step(in_step, text):
-    played = Played()
+def test_a_sum_that_is_left_blames_only_workers_in_a_step(played, in_step, text):
     played.wait(1, beats=(0, 1, 2), in_step=(0, *in_step))
     played.say(1, "bye")
     played.say(0, "gave up", "KeyboardInterrupt", True, True)
     assert f"has left a step before its end (KeyboardInterrupt), and {text}. " in str(played.error)
 
 
-def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step():
-    played = Played()
-    for worker in range(3):
-        played.launch(worker, TRAIN)
+def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step(played):
+    played.all_launch(TRAIN)
     left_by(played, 0)
     played.wait(2, beats=(0, 1, 2), in_step=(1, 2))
-    played.now += 1000.0
-    played.job.tick(played.now)
+    played.stand_still()
     for worker in (1, 2):
         left_by(played, worker)
     played.wait(8, beats=(0, 1, 2))

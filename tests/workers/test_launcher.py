@@ -398,17 +398,22 @@ def test_an_output_that_cannot_be_written_ends_no_job(script, tmp_path, change, 
         assert text == ""
 
 
+def write_in(room, data):
+    """As on a disk of `room[0]` more bytes."""
+    if not room[0]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    taken = min(len(data), room[0])
+    room[0] -= taken
+    return taken
+
+
 def test_a_disk_that_has_room_again_gets_whole_lines(monkeypatch):
     """A line that was cut ends, and none is written twice."""
     seen, room = [], [3, 100]
 
     def write(descriptor, data):
         seen.append(bytes(data[: room[0]]))
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = min(len(data), room[0])
-        room[0] -= taken
-        return taken
+        return write_in(room, data)
 
     monkeypatch.setattr(launcher.os, "write", write)
     out = launcher.Output(1, "standard output", "launch")
@@ -424,13 +429,7 @@ def test_each_line_that_is_lost_counts_once(monkeypatch, tmp_path):
     room = [3]
 
     def write(descriptor, data):
-        if descriptor == 2:
-            return real(file.fileno(), data)
-        if not room[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = min(len(data), room[0])
-        room[0] -= taken
-        return taken
+        return real(file.fileno(), data) if descriptor == 2 else write_in(room, data)
 
     real = os.write
     monkeypatch.setattr(launcher.os, "write", write)

@@ -209,10 +209,8 @@ found["unpacked"] = [each for each in said if "batch_reduce" in each]
 
 
 @pytest.mark.full("test_replicate_model has more, and the numbers of a scope are those of the test above")
-def test_keras(programs, tmp_path):
-    shared, theirs = tmp_path / "shared", tmp_path / "one"
-    shared.mkdir()
-    theirs.mkdir()
+def test_keras(programs, folders):
+    shared, theirs = folders
     with job(join=LONGER) as made:
         first, second = outputs(programs, made, KERAS, FOLDER=str(shared))
     reference = alone(programs, KERAS, 2, FOLDER=str(theirs))
@@ -245,10 +243,8 @@ found["scope"] = [logs, log, others]
 """
 
 
-def test_replicate_model(programs, tmp_path):
-    shared, theirs = tmp_path / "shared", tmp_path / "one"
-    shared.mkdir()
-    theirs.mkdir()
+def test_replicate_model(programs, folders):
+    shared, theirs = folders
     with job(join=LONGER) as made:
         first, second = outputs(programs, made, SCOPED_KERAS + REPLICATED, local=2, FOLDER=str(shared))
     reference = alone(programs, SCOPED_KERAS + REPLICATED, 4, FOLDER=str(theirs))
@@ -487,7 +483,7 @@ except replica_engine.errors.WorkerLostError as error:
 def test_one_that_is_lost_while_the_others_make_variables_is_named(programs):
     with job(join=LONGER) as made:
         text = "import traceback\n" + HEAD + MAKING + TAIL
-        other, lost = (programs.start(text, env=made.environment(worker, LOCAL="1")) for worker in range(2))
+        other, lost = made.start_all(programs, text, LOCAL="1")
         try:
             out, err = other.communicate(LONGER)
         finally:
@@ -528,7 +524,7 @@ def test_the_first_launch_waits_until_ctrl_c_or_the_timeout(programs):
     The wait for the worker and the merge function around it have the same limit, and either may find it first.
     """
     with job(join=LONGER) as made:
-        process, other = (programs.start(HEAD + LATE, env=made.environment(worker, LOCAL="1")) for worker in range(2))
+        process, other = made.start_all(programs, HEAD + LATE, LOCAL="1")
         try:
             error = failing(process)
         finally:

@@ -61,9 +61,7 @@ except tf.errors.OutOfRangeError as error:
     [
         (2, '{"distribution": "fsdp"}'),  # one replica over both
         pytest.param(  # two replicas, each over two workers
-            4,
-            '{"distribution": "fsdp", "cores_per_replica": 2}',
-            marks=pytest.mark.full("four processes"),
+            4, '{"distribution": "fsdp", "cores_per_replica": 2}', marks=pytest.mark.full("four processes")
         ),
     ],
 )
@@ -102,7 +100,7 @@ found["sum"] = strategy.experimental_local_results(total)[0].numpy().tolist()
 def test_each_of_a_workers_replicas_of_several_devices_has_its_own_share(programs):
     text = TPU_HEAD + SHARES + TPU_TAIL
     with job(2, join=LONGER) as made:
-        started = [programs.start(text, env=made.environment(worker)) for worker in range(2)]
+        started = made.start_all(programs, text)
         each = [read(one, LONGER) for one in started]
     assert [parts["own"] for _, parts in each] == [[[2.0] * 2, [20.0] * 2], [[200.0] * 2, [2000.0] * 2]]
     assert [found["sum"] for found, _ in each] == [[1111.0] * 2] * 2
@@ -134,7 +132,7 @@ except replica_engine.errors.WorkerLostError as error:
 
 def test_a_host_call_that_fails_in_a_loop_leaves_the_steps_before_and_ends_the_loops_of_others(programs):
     with job(join=LONGER) as made:
-        started = [programs.start(TPU_HEAD + FAILS + TPU_TAIL, env=made.environment(each)) for each in range(2)]
+        started = made.start_all(programs, TPU_HEAD + FAILS + TPU_TAIL)
         (failed, _), (other, _) = (read(each, LONGER) for each in started)
     assert "2 of 5 steps of the device loop ran; the values that they wrote are kept" in failed["notes"]
     assert failed["kept"] == [2, 2.0, [3.0] * 4]
@@ -165,7 +163,7 @@ except replica_engine.errors.WorkerLostError as error:
 
 def test_a_worker_that_stops_while_a_value_is_read_is_named(programs):
     with job(join=LONGER) as made:
-        reads, stops = (programs.start(TPU_HEAD + STOPS + TPU_TAIL, env=made.environment(each)) for each in range(2))
+        reads, stops = made.start_all(programs, TPU_HEAD + STOPS + TPU_TAIL)
         try:
             until(lambda: is_stopped(stops.pid), LONGER)
             made.limit(heartbeat=8.0)
@@ -210,7 +208,7 @@ parts["grew"] = (peak() - before) / (4 * 8192 * 8192)
 def test_large_initial_values_are_made_in_parts_of_the_chiefs_seeds(programs):
     text = TPU_HEAD + INITIAL + TPU_TAIL
     with job(2, join=LONGER) as made:
-        started = [programs.start(text, env=made.environment(worker)) for worker in range(2)]
+        started = made.start_all(programs, text)
         each = [read(one, LONGER) for one in started]
     expected, _ = read(programs.start(text), LONGER)
     for found, parts in each:
@@ -262,7 +260,7 @@ except replica_engine.errors.ProgramDisagreementError as error:
 )
 def test_workers_that_divide_in_other_ways_are_told_when_they_make_the_first_variable(programs, case, words):
     with job(2, join=LONGER) as made:
-        started = [programs.start(TPU_HEAD + OTHERS, env=made.environment(worker, CASE=case)) for worker in range(2)]
+        started = made.start_all(programs, TPU_HEAD + OTHERS, CASE=case)
         for each in started:
             out, err = each.communicate(LONGER)
             assert each.returncode == 1, err[-4000:]

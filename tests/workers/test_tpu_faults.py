@@ -232,7 +232,7 @@ raise ValueError("the other must know")
 
 def test_waits_for_others_end_at_the_limit_and_with_ctrl_c(programs):
     with job(join=LONGER) as made:
-        waits, late = (programs.start(TPU_HEAD + LATE, env=made.environment(each)) for each in range(2))
+        waits, late = made.start_all(programs, TPU_HEAD + LATE)
         try:
             out, err = waits.communicate(LONGER)
             _, of_late = late.communicate(LONGER)
@@ -273,33 +273,30 @@ for batch in strategy.experimental_distribute_dataset(x):
 """
 
 
-@pytest.mark.full("found as reductions that differ are, below")
-def test_another_size_of_batches_is_named(programs):
+def errors_of_all(programs, text, **environment):
+    """What each of two workers, none of which comes to a number, says at its end."""
     with job(join=LONGER) as made:
-        started = [programs.start(TPU_HEAD + BATCHES, env=made.environment(each)) for each in range(2)]
-        for process in started:
+        for process in made.start_all(programs, TPU_HEAD + text, **environment):
             out, err = process.communicate(LONGER)
             assert process.returncode == 1, err[-4000:]
             assert "a number" not in out
-            assert re.search(r"worker 0: compilation of `lambda` at program.py:\d+ of .* float32\[4\], program", err)
-            assert re.search(r"worker 1: compilation of `lambda` at program.py:\d+ of .* float32\[8\], program", err)
+            yield err
+
+
+@pytest.mark.full("found as reductions that differ are, below")
+def test_another_size_of_batches_is_named(programs):
+    for err in errors_of_all(programs, BATCHES):
+        for worker, rows in ((0, 4), (1, 8)):
+            place = rf"compilation of `lambda` at program.py:\d+ of .* float32\[{rows}\], program"
+            assert re.search(f"worker {worker}: {place}", err)
 
 
 @pytest.mark.parametrize("later", [0, pytest.param(1, marks=pytest.mark.full("test_job.py has it without processes"))])
 def test_another_order_is_found(programs, later):
     """When the programs are compiled, before there is a number; later, soon after the launch."""
-    with job(join=LONGER) as made:
-        started = [
-            programs.start(TPU_HEAD + ORDER + IN_ANOTHER_ORDER, env=made.environment(each, LATER=str(later)))
-            for each in range(2)
-        ]
-        for process in started:
-            out, err = process.communicate(LONGER)
-            assert process.returncode == 1, err[-4000:]
-            assert "a number" not in out
-            assert "ProgramDisagreementError: After" in err
-            assert "`sums` at program.py:" in err
-            assert "`maxima` at program.py:" in err
+    for err in errors_of_all(programs, ORDER + IN_ANOTHER_ORDER, LATER=str(later)):
+        for words in ("ProgramDisagreementError: After", "`sums` at program.py:", "`maxima` at program.py:"):
+            assert words in err
 
 
 REDUCTIONS = """
@@ -313,7 +310,7 @@ strategy.reduce("MEAN" if me else "SUM", shares, axis=None)
 
 def test_reductions_that_differ_are_named_by_the_line_that_makes_them(programs):
     with job(join=LONGER) as made:
-        started = [programs.start(TPU_HEAD + REDUCTIONS, env=made.environment(each)) for each in range(2)]
+        started = made.start_all(programs, TPU_HEAD + REDUCTIONS)
         for process in started:
             _, err = process.communicate(LONGER)
             assert process.returncode == 1, err[-4000:]

@@ -159,7 +159,7 @@ found["fast predict"] = fast.predict(x[:10], batch_size=16, verbose=0).tolist()
 def outputs(programs, made, program: str, **environment: str) -> list[list[dict]]:
     """Runs a program in all workers of a job; returns what each has found."""
     text = TPU_HEAD + program + TPU_TAIL
-    started = [programs.start(text, env=made.environment(worker, **environment)) for worker in range(made.size)]
+    started = made.start_all(programs, text, **environment)
     return [read(each, LONGER) for each in started]
 
 
@@ -384,8 +384,7 @@ parts["chief"] = [strategy.should_init, strategy.should_checkpoint, strategy.sho
     listening = {"REPLICA_ENGINE_TOKEN": "a secret of the job", "REPLICA_ENGINE_LISTEN": f"0.0.0.0:{unused_port}"}
     started = [
         programs.start(
-            TPU_HEAD + program + TPU_TAIL,
-            env={"ADDRESS": f"{host}:{unused_port}", "INDEX": str(index), **listening},
+            TPU_HEAD + program + TPU_TAIL, env={"ADDRESS": f"{host}:{unused_port}", "INDEX": str(index), **listening}
         )
         for index, host in enumerate(("localhost", "127.0.0.2"))
     ]

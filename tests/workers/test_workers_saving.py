@@ -248,10 +248,8 @@ def test_a_worker_knows_the_chiefs_path(tmp_path, monkeypatch):
     assert writes("gs://bucket/model", "gs://bucket/own")
 
 
-def test_the_chief_writes_and_all_restore(programs, tmp_path):
-    shared, theirs = tmp_path / "shared", tmp_path / "one"
-    shared.mkdir()
-    theirs.mkdir()
+def test_the_chief_writes_and_all_restore(programs, folders):
+    shared, theirs = folders
     with job(join=LONGER) as made:
         first, second = outputs(programs, made, SAVING, FOLDER=str(shared))
     reference = alone(programs, SAVING, 2, FOLDER=str(theirs))
@@ -370,12 +368,7 @@ checkpoint.sync()
 
 def test_an_exception_while_a_checkpoint_is_written_is_printed_last_and_the_others_lose_the_worker(programs, tmp_path):
     with job(join=LONGER) as made:
-        chief, other = (
-            programs.start(
-                HEAD + RAISES_WHILE_WRITING + TAIL, env=made.environment(worker, LOCAL="1", FOLDER=str(tmp_path))
-            )
-            for worker in range(2)
-        )
+        chief, other = made.start_all(programs, HEAD + RAISES_WHILE_WRITING + TAIL, LOCAL="1", FOLDER=str(tmp_path))
         its, chiefs = failing(other), failing(chief)
     assert its.rstrip().splitlines()[-1] == "ValueError: my mistake"
     assert "WorkerLostError: worker 1 (" in chiefs
@@ -387,10 +380,7 @@ def test_an_exception_while_a_checkpoint_is_written_is_printed_last_and_the_othe
 @pytest.mark.full("a save is a launch that not all come to, which test_launcher.py has")
 def test_a_checkpoint_of_the_chief_alone_is_found(programs, tmp_path):
     with job(join=LONGER) as made:
-        started = [
-            programs.start(HEAD + DIFFERENT + TAIL, env=made.environment(worker, LOCAL="1", FOLDER=str(tmp_path)))
-            for worker in range(2)
-        ]
+        started = made.start_all(programs, HEAD + DIFFERENT + TAIL, LOCAL="1", FOLDER=str(tmp_path))
         for process in started:
             _, err = process.communicate(LONGER)
             assert process.returncode == 1

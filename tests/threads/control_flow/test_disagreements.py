@@ -1,7 +1,6 @@
 """Replicas that do not agree in an operator with merge calls, and what goes wrong inside one."""
 
 import json
-import logging
 import os
 import signal
 import threading
@@ -9,8 +8,9 @@ import threading
 import pytest
 import tensorflow as tf
 from helpers.devices import DEVICES
-from helpers.on_mirrored import context, index, locally, numbered, run, stepping, total
+from helpers.on_mirrored import context, index, line_of, locally, numbered, run, stepping, total
 from helpers.time_limits import PATIENT, time_is_nearly_up
+from helpers.warned import when_warned
 
 import replica_engine
 from replica_engine import MirroredStrategy
@@ -45,115 +45,107 @@ def joint(x):
     return tf.cond(x > 0.0, lambda: total(x), lambda: x)
 
 
-def line_of(text):
-    with open(__file__) as file:
-        return next(number for number, line in enumerate(file, start=1) if text in line)
+def in_a_branch(fn, unwound=None):
+    """A step that calls `fn(x)` in a branch; each replica that comes out of it, however, is added to `unwound`."""
+
+    def branch(x):
+        try:
+            return fn(x)
+        finally:
+            if unwound is not None:
+                unwound.append(index())
+
+    return lambda x: tf.cond(x > 0.0, lambda: branch(x), lambda: x)
 
 
 # Conditions.
 
 
-def test_conditions_that_differ_when_the_step_runs(fails):
-    def body(x):
-        return tf.cond(x > 1.5, lambda: total(x), lambda: x)  # differs
-
-    text = fails(tf.errors.InvalidArgumentError, body)
-    assert f"condition of tf.cond at {__file__}:{line_of('# differs')}" in text
-    assert "replica 0 of 2 (CPU:0)" in text
-    assert "replica 1 of 2 (CPU:1)" in text
+def _autograph(x):
+    while x < 2.0:
+        x += total(x)
+    return x
 
 
-def test_conditions_that_differ_while_the_step_is_traced(fails):
-    def body(x):
-        return tf.cond(tf.constant(index() == 0), lambda: total(x), lambda: x)
+DIFFER_AT_RUN = {
+    "cond": lambda x, _: tf.cond(x > 1.5, lambda: total(x), lambda: x),
+    "switch_case": lambda x, number: tf.switch_case(number, [lambda: total(x), lambda: x, lambda: x]),
+    "while_loop": lambda x, number: tf.while_loop(lambda i, _: i < number, lambda i, x: (i + 1, total(x)), (0, x))[1],
+    "maximum_iterations": lambda x, number: tf.while_loop(
+        lambda _: True, lambda x: [total(x)], [x], maximum_iterations=number
+    ),
+    "autograph": lambda x, _: _autograph(x),
+}
 
-    text = fails(ReplicaMismatchError, body)
-    assert "  replica 0 of 2 (CPU:0): True\n  replica 1 of 2 (CPU:1): False\n" in text
-    assert f"tf.cond at {__file__}:" in text
 
-
-@pytest.mark.parametrize("kind", ["switch_case", "while_loop", "maximum_iterations", "autograph"])
-def test_what_else_may_differ(fails, kind):
-    def body(x):
-        number = tf.cast(x, tf.int32)
-        if kind == "switch_case":
-            return tf.switch_case(number, [lambda: total(x), lambda: x, lambda: x])
-        if kind == "while_loop":
-            return tf.while_loop(lambda i, _: i < number, lambda i, x: (i + 1, total(x)), (0, x))[1]
-        if kind == "maximum_iterations":
-            return tf.while_loop(lambda _: True, lambda x: [total(x)], [x], maximum_iterations=number)
-        while x < 2.0:
-            x += total(x)
-        return x
-
-    text = fails(tf.errors.InvalidArgumentError, body)
+@pytest.mark.parametrize("name", DIFFER_AT_RUN)
+def test_what_may_differ_when_the_step_runs(fails, name):
+    text = fails(tf.errors.InvalidArgumentError, lambda x: DIFFER_AT_RUN[name](x, tf.cast(x, tf.int32)))
     assert "The replicas do not agree" in text
     assert f"{__file__}:" in text
-    assert "replica 1 of 2 (CPU:1)" in text
-
-
-def test_only_some_replicas_enter(fails):
-    def body(x):
-        return joint(x) if index() == 1 else x
-
-    text = fails(MergeCallMismatchError, body)
-    assert "replica 0 of 2 (CPU:0): finished" in text
-    assert HERE in text
-
-
-def test_only_some_replicas_merge_in_a_branch(fails):
-    def body(x):
-        return tf.cond(x > 0.0, lambda: total(x) if index() == 0 else x, lambda: x)
-
-    text = fails(MergeCallMismatchError, body)
     assert "replica 0 of 2 (CPU:0)" in text
     assert "replica 1 of 2 (CPU:1)" in text
+    if name == "cond":
+        line = line_of('"cond": lambda')
+        assert f"condition of tf.cond at {__file__}:{line}" in text
 
 
-def test_replicas_that_enter_different_operators(fails):
-    def body(x):
-        if index() == 0:
-            return tf.cond(x > 0.0, lambda: total(x), lambda: x)
-        return tf.while_loop(lambda x: x < 3.0, lambda x: [total(x)], [x])[0]
-
-    text = fails(MergeCallMismatchError, body)
-    assert "tf.cond" in text
-    assert "tf.while_loop" in text
-
-
-def test_the_same_operator_in_another_line(fails):
-    def body(x):
-        if index() == 0:
-            return tf.cond(x > 0.0, lambda: total(x), lambda: x)
+def _another_operator(x):
+    if index() == 0:
         return tf.cond(x > 0.0, lambda: total(x), lambda: x)
+    return tf.while_loop(lambda x: x < 3.0, lambda x: [total(x)], [x])[0]
 
-    fails(MergeCallMismatchError, body)
+
+def _another_line(x):
+    if index() == 0:
+        return tf.cond(x > 0.0, lambda: total(x), lambda: x)
+    return tf.cond(x > 0.0, lambda: total(x), lambda: x)
+
+
+DIFFER_IN_THE_TRACE = {
+    "the condition": (
+        lambda x: tf.cond(tf.constant(index() == 0), lambda: total(x), lambda: x),
+        ReplicaMismatchError,
+        ["  replica 0 of 2 (CPU:0): True\n  replica 1 of 2 (CPU:1): False\n", f"tf.cond at {__file__}:"],
+    ),
+    "who enters": (
+        lambda x: joint(x) if index() == 1 else x,
+        MergeCallMismatchError,
+        ["replica 0 of 2 (CPU:0): finished", HERE],
+    ),
+    "who merges in a branch": (
+        lambda x: tf.cond(x > 0.0, lambda: total(x) if index() == 0 else x, lambda: x),
+        MergeCallMismatchError,
+        ["replica 0 of 2 (CPU:0)", "replica 1 of 2 (CPU:1)"],
+    ),
+    "the operator": (_another_operator, MergeCallMismatchError, ["tf.cond", "tf.while_loop"]),
+    "the line": (_another_line, MergeCallMismatchError, []),
+    "the dtype of branches": (
+        lambda x: tf.cond(x > 0.0, lambda: total(x), lambda: tf.cast(x, tf.int32)),
+        TypeError,
+        ["float32", "int32"],
+    ),
+    "shapes in a branch": (
+        lambda x: tf.cond(x > 0.0, lambda: total(tf.ones([1 + index()]))[0], lambda: x),
+        ReplicaMismatchError,
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "error", "words"), DIFFER_IN_THE_TRACE.values(), ids=DIFFER_IN_THE_TRACE)
+def test_what_may_differ_while_the_step_is_traced(fails, body, error, words):
+    text = fails(error, body)
+    assert [each for each in words if each not in text] == [], text
 
 
 def test_branches_of_another_structure(fails):
     """A branch that gives one replica more than the other."""
-
-    def body(x):
-        return tf.cond(x > 0.0, lambda: (total(x), x), lambda: (x, x) if index() == 0 else x)
-
-    text = fails((StructureMismatchError, ValueError, TypeError), body)
+    text = fails(
+        (StructureMismatchError, ValueError, TypeError),
+        lambda x: tf.cond(x > 0.0, lambda: (total(x), x), lambda: (x, x) if index() == 0 else x),
+    )
     assert "branch" in text or "structure" in text
-
-
-def test_branches_of_another_dtype(fails):
-    def body(x):
-        return tf.cond(x > 0.0, lambda: total(x), lambda: tf.cast(x, tf.int32))
-
-    text = fails(TypeError, body)
-    assert "float32" in text
-    assert "int32" in text
-
-
-def test_other_shapes_in_a_branch(fails):
-    def body(x):
-        return tf.cond(x > 0.0, lambda: total(tf.ones([1 + index()]))[0], lambda: x)
-
-    fails(ReplicaMismatchError, body)
 
 
 # Exceptions.
@@ -164,19 +156,13 @@ def test_other_shapes_in_a_branch(fails):
 def test_an_exception_in_a_branch(fails, culprits, after):
     unwound = []
 
-    def body(x):
-        def branch():
-            try:
-                y = total(x) if after or index() not in culprits else x
-                if index() in culprits:
-                    raise OwnError(f"replica {index()}")
-                return total(y)
-            finally:
-                unwound.append(index())
+    def branch(x):
+        y = total(x) if after or index() not in culprits else x
+        if index() in culprits:
+            raise OwnError(f"replica {index()}")
+        return total(y)
 
-        return tf.cond(x > 0.0, branch, lambda: x)
-
-    text = fails(OwnError, body)
+    text = fails(OwnError, in_a_branch(branch, unwound))
     assert f"replica {culprits[0]}" in text
     assert set(unwound) >= ({0, 1} if after else {culprits[0]})
 
@@ -184,13 +170,13 @@ def test_an_exception_in_a_branch(fails, culprits, after):
 def test_an_exception_in_a_branch_that_all_replicas_catch(mirrored):
     caught = []
 
-    def body(x):
-        def branch():
-            total(x)
-            raise OwnError
+    def branch(x):
+        total(x)
+        raise OwnError
 
+    def body(x):
         try:
-            x = tf.cond(x > 0.0, branch, lambda: x)
+            x = in_a_branch(branch)(x)
         except OwnError:
             caught.append(index())
             x = tf.cond(x > 0.0, lambda: 2.0 * total(x), lambda: x)
@@ -206,11 +192,8 @@ def test_an_exception_in_a_loop_in_a_condition_that_all_catch_outside(mirrored):
             total(x)
             raise OwnError
 
-        def branch():
-            return tf.while_loop(lambda i, _: i < 2, inner, (0, x))[1]
-
         try:
-            return tf.cond(x > 0.0, branch, lambda: x)
+            return tf.cond(x > 0.0, lambda: tf.while_loop(lambda i, _: i < 2, inner, (0, x))[1], lambda: x)
         except OwnError:
             return total(x)
 
@@ -223,17 +206,7 @@ def test_a_merge_function_that_raises_in_a_branch(fails):
     def merge_fn(strategy):
         raise OwnError
 
-    def body(x):
-        def branch():
-            try:
-                context().merge_call(merge_fn)
-            finally:
-                unwound.append(index())
-            return x
-
-        return tf.cond(x > 0.0, branch, lambda: x)
-
-    text = fails(OwnError, body)
+    text = fails(OwnError, in_a_branch(lambda x: context().merge_call(merge_fn), unwound))
     assert "merge_fn" in text
     assert set(unwound) == {0, 1}
 
@@ -241,14 +214,14 @@ def test_a_merge_function_that_raises_in_a_branch(fails):
 def test_an_exception_of_one_replica_that_catches_it(fails):
     """The others are in the operator, which cannot be built without it."""
 
-    def body(x):
-        def branch():
-            if index() == 1:
-                raise OwnError
-            return total(x)
+    def branch(x):
+        if index() == 1:
+            raise OwnError
+        return total(x)
 
+    def body(x):
         try:
-            return tf.cond(x > 0.0, branch, lambda: x)
+            return in_a_branch(branch)(x)
         except OwnError:
             return x
 
@@ -263,22 +236,16 @@ def test_a_replica_that_does_not_come_back_in_a_branch():
     release = threading.Event()
     unwound = []
 
-    def body(x):
-        def branch():
-            try:
-                y = total(x)
-                if index() == 1:
-                    time_is_nearly_up()
-                    release.wait()  # stuck
-                return y
-            finally:
-                unwound.append(index())
-
-        return tf.cond(x > 0.0, branch, lambda: x)
+    def branch(x):
+        y = total(x)
+        if index() == 1:
+            time_is_nearly_up()
+            release.wait()  # stuck
+        return y
 
     x = numbered(strategy)
     with pytest.raises(ReplicaTimeoutError) as caught:
-        run(strategy, body, x)
+        run(strategy, in_a_branch(branch, unwound), x)
     release.set()
     assert "replica 1 of 2 (CPU:1): running" in str(caught.value)
     assert f"{HERE}:{line_of('# stuck')}" in str(caught.value) or "all_reduce" in str(caught.value)
@@ -294,42 +261,30 @@ def test_a_merge_function_that_does_not_come_back_in_a_branch():
         for _ in range(1000):
             threading.Event().wait(0.01)
 
-    def body(x):
-        def branch():
-            context().merge_call(stuck)
-            return x
-
-        return tf.cond(x > 0.0, branch, lambda: x)
-
     x = numbered(strategy)
     with pytest.raises(ReplicaTimeoutError, match="stuck"):
-        run(strategy, body, x)
+        run(strategy, in_a_branch(lambda x: context().merge_call(stuck)), x)
     assert run(strategy, joint, x) == [3.0, 3.0]
 
 
-def test_the_warning_has_a_row_for_each_replica(caplog):
+def test_the_warning_has_a_row_for_each_replica():
     strategy = MirroredStrategy(DEVICES[:2], warn_after=0.2)
-    warned, row = threading.Event(), "replica 1 of 2 (CPU:1): running"
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warned.set() if row in record.getMessage() else None
-    logger = logging.getLogger("replica_engine")
-    logger.addHandler(handler)
+    warned, texts = threading.Event(), []
 
-    def body(x):
-        def branch():
-            y = total(x)
-            if index() == 1:
-                assert warned.wait(300)
-            return y
+    def note(text):
+        if "replica 1 of 2 (CPU:1): running" in text:
+            texts.append(text)
+            warned.set()
 
-        return tf.cond(x > 0.0, branch, lambda: x)
+    def branch(x):
+        y = total(x)
+        if index() == 1:
+            assert warned.wait(300)
+        return y
 
-    try:
-        assert run(strategy, body, numbered(strategy)) == [3.0, 3.0]
-    finally:
-        logger.removeHandler(handler)
-    text = next(record.getMessage() for record in caplog.records if row in record.getMessage())
-    assert "replica 0 of 2 (CPU:0)" in text
+    with when_warned(note):
+        assert run(strategy, in_a_branch(branch), numbered(strategy)) == [3.0, 3.0]
+    assert "replica 0 of 2 (CPU:0)" in texts[0]
 
 
 @pytest.mark.parametrize("on_replica", [True, False], ids=["on a replica", "in a merge"])
@@ -340,23 +295,17 @@ def test_ctrl_c_inside_a_branch(fails, on_replica):
     def interrupted(strategy):
         signal.raise_signal(signal.SIGINT)
 
-    def body(x):
-        def branch():
-            try:
-                total(x)
-                if not on_replica:
-                    context().merge_call(interrupted)
-                elif index() == 1:
-                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                    threading.Event().wait(0.2)
-                return total(x)
-            finally:
-                unwound.append(index())
-
-        return tf.cond(x > 0.0, branch, lambda: x)
+    def branch(x):
+        total(x)
+        if not on_replica:
+            context().merge_call(interrupted)
+        elif index() == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            threading.Event().wait(0.2)
+        return total(x)
 
     try:
-        fails(KeyboardInterrupt, body)
+        fails(KeyboardInterrupt, in_a_branch(branch, unwound))
     finally:
         signal.signal(signal.SIGINT, before)
     assert set(unwound) == {0, 1}

@@ -9,6 +9,10 @@ import tensorflow as tf
 from helpers.on_mirrored import context, index, locally, numbered, run, stepping, total
 
 
+def together(x):
+    return total(x)
+
+
 @pytest.fixture
 def check(mirrored, form):
     """`check(body, expected)`: each replica runs `body` on its number, 1.0 and 2.0."""
@@ -29,16 +33,16 @@ def test_an_input_signature_converts_what_it_is_called_with(check):
 
 
 def test_what_the_input_signature_does_not_take_is_refused_as_by_tensorflow(mirrored, form):
-    @tf.function(input_signature=[tf.TensorSpec([2], tf.float32)])
-    def inner(rows):
-        return total(rows)
-
+    inner = tf.function(together, input_signature=[tf.TensorSpec([2], tf.float32)])
     with pytest.raises((TypeError, ValueError)):
         run(mirrored, lambda x: inner(tf.stack([x, x, x])), numbered(mirrored), form=form)
     assert run(mirrored, lambda x: inner(tf.stack([x, x])), numbered(mirrored), form=form) == [[3.0, 3.0]] * 2
 
 
 def test_autograph_as_the_function_says(check):
+    def converts(fn):
+        return hasattr(fn, "ag_module")
+
     @tf.function
     def converted(x):
         if tf.reduce_sum(total(x)) > 2.5:
@@ -51,10 +55,6 @@ def test_autograph_as_the_function_says(check):
         return tf.cond(total(x) > 5.0, lambda: total(x), lambda: x)
 
     check(lambda x: plain(converted(x)), [6.0, 6.0])
-
-
-def converts(fn):
-    return hasattr(fn, "ag_module")
 
 
 class Model(tf.Module):
@@ -87,29 +87,19 @@ def test_functions_made_for_each_call(check):
 def test_closures_and_partials(check):
     def body(x):
         offset = x * 10.0
-
-        @tf.function
-        def inner(y, factor):
-            return total(y) * factor + offset
-
+        inner = tf.function(lambda y, factor: total(y) * factor + offset)
         return functools.partial(inner, factor=2.0)(x)
 
     check(body, [16.0, 26.0])
 
 
 def test_several_levels(check):
-    @tf.function
-    def innermost(x):
-        return total(x)
-
-    @tf.function
-    def middle(x):
-        return innermost(x) + innermost(2.0 * x)
+    innermost = tf.function(together)
 
     @tf.function
     def outer(x):
         if total(x) > 0.0:
-            x = middle(x) + innermost(x)
+            x = tf.function(lambda x: innermost(x) + innermost(2.0 * x))(x) + innermost(x)
         return x
 
     check(lambda x: outer(x) + innermost(x), [15.0, 15.0])
@@ -124,14 +114,8 @@ def test_a_function_that_calls_itself(check):
 
 
 def test_other_signatures(check):
-    @tf.function
-    def inner(x):
-        return total(tf.reduce_sum(x, keepdims=True))
-
-    def body(x):
-        return inner(x) + inner(tf.stack([x, x])) + tf.cast(inner(tf.cast(x, tf.int32)), tf.float32)
-
-    check(body, [[12.0]] * 2)
+    inner = tf.function(lambda x: total(tf.reduce_sum(x, keepdims=True)))
+    check(lambda x: inner(x) + inner(tf.stack([x, x])) + tf.cast(inner(tf.cast(x, tf.int32)), tf.float32), [[12.0]] * 2)
 
 
 def test_functions_without_merges_stay_functions(mirrored, form):
@@ -142,11 +126,8 @@ def test_functions_without_merges_stay_functions(mirrored, form):
         calls.append(index())
         return x * 2.0
 
-    @tf.function
-    def together(x):
-        return total(alone(x))
-
-    step = stepping(mirrored, lambda x: alone(together(x)), form)
+    merged = tf.function(lambda x: total(alone(x)))
+    step = stepping(mirrored, lambda x: alone(merged(x)), form)
     for _ in range(3):
         assert locally(mirrored, step(numbered(mirrored))) == [12.0, 12.0]
     assert len(calls) <= 4
@@ -160,19 +141,14 @@ def test_in_eager_mode_later_calls_run_no_python(mirrored):
         calls.append(index())
         return total(x)
 
-    def body(x):
-        return inner(inner(x))
-
     for _ in range(4):
-        assert run(mirrored, body, numbered(mirrored), form="eager") == [6.0, 6.0]
+        assert run(mirrored, lambda x: inner(inner(x)), numbered(mirrored), form="eager") == [6.0, 6.0]
     assert sorted(calls[-2:]) == [0, 1]
     assert len(calls) == 3  # replica 0 attempts it
 
 
 def test_functions_in_loops_and_conditions(mirrored):
-    @tf.function
-    def inner(x):
-        return total(x)
+    inner = tf.function(together)
 
     def body(x):
         for i in tf.range(3):
@@ -218,10 +194,7 @@ def test_a_train_step_of_keras(mirrored, form):
 
 
 def test_run_functions_eagerly(mirrored):
-    @tf.function
-    def inner(x):
-        return total(x)
-
+    inner = tf.function(together)
     tf.config.run_functions_eagerly(True)
     try:
         assert run(mirrored, lambda x: inner(x), numbered(mirrored), form="eager") == [3.0, 3.0]
@@ -245,11 +218,7 @@ def test_results_of_every_kind(check):
 def test_the_context_taken_outside(check):
     def body(x):
         outer = context()
-
-        @tf.function
-        def inner(x):
-            return outer.all_reduce("SUM", x) + tf.cast(outer.replica_id_in_sync_group, tf.float32)
-
+        inner = tf.function(lambda x: outer.all_reduce("SUM", x) + tf.cast(outer.replica_id_in_sync_group, tf.float32))
         return inner(x)
 
     check(body, [3.0, 4.0])
@@ -268,6 +237,8 @@ def test_second_order_in_eager_mode(mirrored):
             slope = inner.gradient(y, x)
         return outer.gradient(slope, x)
 
-    fn = tf.function(value)
-    expected = run(mirrored, lambda x: body(x, value), numbered(mirrored), form="eager")
-    np.testing.assert_allclose(run(mirrored, lambda x: body(x, fn), numbered(mirrored), form="eager"), expected, 1e-5)
+    expected, found = (
+        run(mirrored, lambda x, fn=fn: body(x, fn), numbered(mirrored), form="eager")
+        for fn in (value, tf.function(value))
+    )
+    np.testing.assert_allclose(found, expected, 1e-5)

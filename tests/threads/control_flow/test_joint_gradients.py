@@ -52,27 +52,19 @@ def loss_of(weight, rows, total, steps=2):
     return tf.reduce_sum(tf.sin(tf.while_loop(lambda i, _: i < steps, body, (0, rows))[1]))
 
 
-def test_a_tape_around_a_condition(check):
+@pytest.mark.parametrize("operator", ["cond", "while"])
+def test_a_tape_around_an_operator(check, operator):
+    @check
     def program(weight, rows, total):
         with tf.GradientTape() as tape:
             tape.watch(rows)
-            yes = total(tf.reduce_sum(rows * rows)) > 0.0
-            loss = tf.reduce_sum(tf.cond(yes, lambda: normed(weight, rows, total), lambda: rows) ** 3)
+            if operator == "cond":
+                yes = total(tf.reduce_sum(rows * rows)) > 0.0
+                loss = tf.reduce_sum(tf.cond(yes, lambda: normed(weight, rows, total), lambda: rows) ** 3)
+            else:
+                loss = loss_of(weight, rows, total)
         of_weight, of_rows = tape.gradient(loss, [weight, rows])
         return {"weight": of_weight, "rows": of_rows}
-
-    check(program)
-
-
-def test_a_tape_around_a_loop(check):
-    def program(weight, rows, total):
-        with tf.GradientTape() as tape:
-            tape.watch(rows)
-            loss = loss_of(weight, rows, total)
-        of_weight, of_rows = tape.gradient(loss, [weight, rows])
-        return {"weight": of_weight, "rows": of_rows}
-
-    check(program)
 
 
 def test_a_tape_inside_a_loop(check):
@@ -97,6 +89,7 @@ def test_a_tape_inside_a_loop(check):
 def test_a_tape_in_a_tape(check):
     """A gradient penalty: the inner tape in a condition, and the outer one around it."""
 
+    @check
     def program(weight, rows, total):
         def penalized():
             with tf.GradientTape() as inner:
@@ -108,18 +101,14 @@ def test_a_tape_in_a_tape(check):
             loss = tf.cond(total(1.0) > 0.0, penalized, lambda: 0.0)
         return {"weight": tape.gradient(loss, weight)}
 
-    check(program)
-
 
 @pytest.mark.parametrize("where", ["cond", "while", "function"])
 def test_second_order(check, where):
     """Both tapes around the operator."""
 
+    @check
     def program(weight, rows, total):
-        @tf.function
-        def function(rows):
-            return tf.reduce_sum(tf.sin(normed(weight, rows, total)))
-
+        function = tf.function(lambda rows: tf.reduce_sum(tf.sin(normed(weight, rows, total))))
         with tf.GradientTape() as outer:
             outer.watch(rows)
             with tf.GradientTape() as inner:
@@ -136,10 +125,9 @@ def test_second_order(check, where):
         of_weight, of_rows = outer.gradient(loss, [weight, rows])
         return {"weight": of_weight, "rows": of_rows}
 
-    check(program)
-
 
 def test_a_persistent_tape(check):
+    @check
     def program(weight, rows, total):
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(rows)
@@ -150,10 +138,9 @@ def test_a_persistent_tape(check):
             "rows": tape.gradient(other, rows) - tape.gradient(one, rows),
         }
 
-    check(program)
-
 
 def test_a_persistent_tape_asked_inside(check):
+    @check
     def program(weight, rows, total):
         def yes():
             with tf.GradientTape(persistent=True) as tape:
@@ -164,17 +151,14 @@ def test_a_persistent_tape_asked_inside(check):
 
         return {"weight": tf.cond(total(1.0) > 0.0, yes, lambda: weight * 1.0)}
 
-    check(program)
-
 
 def test_a_jacobian_without_pfor(check):
+    @check
     def program(weight, rows, total):
         with tf.GradientTape(persistent=True) as tape:  # which a jacobian on one device needs, in eager mode
             value = tf.cond(total(1.0) > 0.0, lambda: normed(weight, rows, total), lambda: rows)
             value = tf.reduce_sum(value, 0)
         return {"weight": tape.jacobian(value, weight, experimental_use_pfor=False)}
-
-    check(program)
 
 
 def custom(total):
@@ -182,10 +166,7 @@ def custom(total):
 
     @tf.custom_gradient
     def scaled(x):
-        def gradient(upstream):
-            return upstream / (2.0 + total(tf.reduce_sum(upstream * upstream)))
-
-        return tf.identity(x), gradient
+        return tf.identity(x), lambda upstream: upstream / (2.0 + total(tf.reduce_sum(upstream * upstream)))
 
     return scaled
 
@@ -195,6 +176,7 @@ def custom(total):
 def test_a_custom_gradient_that_merges(check, operator, tape_is):
     """The only merge calls are in the gradient."""
 
+    @check
     def program(weight, rows, total):
         def value_of(rows):
             scaled = custom(total)
@@ -216,8 +198,6 @@ def test_a_custom_gradient_that_merges(check, operator, tape_is):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(value_of(rows) ** 2)
         return {"weight": tape.gradient(loss, weight)}
-
-    check(program)
 
 
 def test_a_shared_tensor_is_not_counted_twice(mirrored):
@@ -244,10 +224,8 @@ def test_a_tape_outside_the_replicas(mirrored):
 
     @tf.function
     def step(weight):
-        def body(rows):
-            return loss_of(weight, rows, total)
-
-        return mirrored.reduce("SUM", mirrored.run(body, args=(shares(mirrored, ROWS),)), axis=None)
+        losses = mirrored.run(lambda rows: loss_of(weight, rows, total), args=(shares(mirrored, ROWS),))
+        return mirrored.reduce("SUM", losses, axis=None)
 
     weight = tf.constant(WEIGHT)
     with tf.GradientTape(persistent=True) as tape:
@@ -268,11 +246,8 @@ def test_all_gather_under_a_tape(mirrored):
             )
         return tape.gradient(value, rows)
 
-    def by_hand(condition, yes, no):
-        return yes()
-
-    parts = shares(mirrored, ROWS)
-    results = [run(mirrored, lambda rows, each=each: body(rows, each), parts) for each in (tf.cond, by_hand)]
+    parts, conds = shares(mirrored, ROWS), (tf.cond, lambda condition, yes, no: yes())
+    results = [run(mirrored, lambda rows, each=each: body(rows, each), parts) for each in conds]
     np.testing.assert_allclose(*results)
     np.testing.assert_allclose(np.concatenate(results[0]), 4.0 * ROWS, 1e-5)
 
@@ -281,6 +256,7 @@ def test_all_gather_under_a_tape(mirrored):
 def test_a_merge_function_that_gets_what_stands_two_graphs_outside(check, yes):
     """It comes before the replicas use the same tensor in a branch of a branch."""
 
+    @check
     def program(weight, rows, total):
         def summed(strategy, value):
             return strategy.reduce("SUM", value, axis=None)
@@ -301,12 +277,11 @@ def test_a_merge_function_that_gets_what_stands_two_graphs_outside(check, yes):
         of_weight, of_rows = tf.cond(total(1.0) > 0.0, outer, lambda: [weight * 0.0, rows * 0.0])
         return {"weight": of_weight, "rows": of_rows}
 
-    check(program)
-
 
 def test_embeddings(check):
     """IndexedSlices as gradients, inside and through an operator."""
 
+    @check
     def program(weight, rows, total):
         indices = tf.constant([0, 2, 2])
 
@@ -326,8 +301,6 @@ def test_embeddings(check):
 
         return {"weight": around + tf.cond(total(1.0) > 0.0, inside, lambda: weight * 0.0)}
 
-    check(program)
-
 
 def test_reduced_indexed_slices(mirrored):
     def body(rows):
@@ -344,6 +317,7 @@ def test_reduced_indexed_slices(mirrored):
 def test_tensor_arrays(check):
     """As a loop variable, under a tape."""
 
+    @check
     def program(weight, rows, total):
         with tf.GradientTape() as tape:
             array = tf.TensorArray(tf.float32, size=3, element_shape=[])
@@ -355,17 +329,13 @@ def test_tensor_arrays(check):
             loss = tf.reduce_sum(array.stack())
         return {"weight": tape.gradient(loss, weight)}
 
-    check(program)
-
 
 def test_ragged_loop_variables(mirrored):
     def body(rows):
         ragged = tf.RaggedTensor.from_row_lengths(tf.reshape(rows, [-1]), [2, 4])
-
-        def again(i, ragged):
-            return i + 1, ragged * (1.0 + 0.0 * total(1.0))
-
-        ragged = tf.while_loop(lambda i, _: i < 2, again, (0, ragged))[1]
+        ragged = tf.while_loop(
+            lambda i, _: i < 2, lambda i, ragged: (i + 1, ragged * (1.0 + 0.0 * total(1.0))), (0, ragged)
+        )[1]
         return tf.reduce_sum(ragged, axis=1)
 
     results = run(mirrored, body, shares(mirrored, ROWS))
@@ -374,12 +344,21 @@ def test_ragged_loop_variables(mirrored):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_nested_function_under_a_tape(check, form):
+@pytest.mark.parametrize("tape_is", ["around", "inside"])
+def test_a_nested_function_and_a_tape(check, form, tape_is):
     def program(weight, rows, total):
         @tf.function
         def value_of(rows):
             return tf.tanh(normed(weight, rows, total))
 
+        @tf.function
+        def gradient_of(rows):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(normed(weight, rows, total) ** 2)
+            return tape.gradient(loss, weight)
+
+        if tape_is == "inside":
+            return {"weight": gradient_of(rows)}
         with tf.GradientTape() as tape:
             tape.watch(rows)
             loss = tf.reduce_sum(value_of(value_of(rows)) ** 2)
@@ -387,20 +366,6 @@ def test_a_nested_function_under_a_tape(check, form):
         return {"weight": of_weight, "rows": of_rows}
 
     check(program, form)
-
-
-def test_a_nested_function_with_a_tape_inside(check):
-    def program(weight, rows, total):
-        @tf.function
-        def gradient_of(rows):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(normed(weight, rows, total) ** 2)
-            return tape.gradient(loss, weight)
-
-        return {"weight": gradient_of(rows)}
-
-    for form in FORMS:
-        check(program, form)
 
 
 def test_gradients_of_a_variable_that_the_loop_updates(mirrored):

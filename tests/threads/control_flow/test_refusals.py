@@ -22,42 +22,62 @@ def refused(mirrored, form):
     return refused
 
 
-def test_a_compiled_function(refused):
-    @tf.function(jit_compile=True)
-    def inner(x):
-        return total(x)
-
-    refused(lambda x: inner(x), "in a nested tf.function with jit_compile=True")
+IN_XLA = "in a nested tf.function with jit_compile=True"
+IN_DATA = "in a function of tf.data"
+VECTORIZED = "that TensorFlow vectorizes"
+ELSEWHERE = "while defining a new graph or a tf.function"
 
 
-def test_a_function_in_a_compiled_function(refused):
-    @tf.function
-    def inner(x):
-        return total(x)
-
-    @tf.function(jit_compile=True)
-    def outer(x):
-        return inner(x) + 1.0
-
-    refused(lambda x: outer(x), "in a nested tf.function with jit_compile=True")
+def _compiled(x):
+    return tf.function(total, jit_compile=True)(x)
 
 
-def test_a_map_of_a_dataset(refused):
+def _function_in_a_compiled_one(x):
+    return tf.function(lambda x: tf.function(total)(x) + 1.0, jit_compile=True)(x)
+
+
+def _mapped(x):
+    dataset = tf.data.Dataset.range(2).map(lambda i: total(tf.cast(i, tf.float32)))
+    return dataset.reduce(0.0, lambda a, b: a + b) + x
+
+
+def _mapped_in_a_branch(x):
+    dataset = tf.data.Dataset.range(2).map(lambda i: tf.cond(i > 0, lambda: total(1.0), lambda: 0.0))
+    return dataset.reduce(0.0, lambda a, b: a + b) + x
+
+
+def _vectorized(x):
+    return tf.reduce_sum(tf.vectorized_map(lambda v: total(v) + x, tf.constant([1.0, 2.0])))
+
+
+def _concrete(x):
+    return tf.function(total).get_concrete_function(x)(x)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (_compiled, IN_XLA),
+        (_function_in_a_compiled_one, IN_XLA),
+        (_mapped, IN_DATA),
+        (_mapped_in_a_branch, IN_DATA),
+        (_vectorized, VECTORIZED),
+        (_concrete, ELSEWHERE),
+    ],
+)
+def test_where_replicas_cannot_meet(refused, body, text):
+    refused(body, text)
+
+
+def test_a_batch_jacobian(refused):
     def body(x):
-        dataset = tf.data.Dataset.range(2).map(lambda i: total(tf.cast(i, tf.float32)))
-        return dataset.reduce(0.0, lambda a, b: a + b) + x
+        x = tf.reshape(x, [1, 1])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x * total(x)
+        return tf.reduce_sum(tape.batch_jacobian(y, x))
 
-    refused(body, "in a function of tf.data")
-
-
-def test_a_branch_in_a_map_of_a_dataset(refused):
-    def body(x):
-        def mapped(i):
-            return tf.cond(i > 0, lambda: total(1.0), lambda: 0.0)
-
-        return tf.data.Dataset.range(2).map(mapped).reduce(0.0, lambda a, b: a + b) + x
-
-    refused(body, "in a function of tf.data")
+    refused(body, VECTORIZED)
 
 
 def test_a_for_over_a_dataset(mirrored):
@@ -83,13 +103,6 @@ def test_a_for_over_an_iterator_works(mirrored):
     assert (first, second) == (7.0, 8.0)
 
 
-def test_vectorized_map(refused):
-    refused(
-        lambda x: tf.reduce_sum(tf.vectorized_map(lambda v: total(v) + x, tf.constant([1.0, 2.0]))),
-        "that TensorFlow vectorizes",
-    )
-
-
 @pytest.mark.parametrize("inside", ["nothing", "cond", "while"])
 def test_a_jacobian_with_pfor(refused, inside):
     """It was wrong without a word: the merges of other replicas were those of the first element."""
@@ -106,18 +119,7 @@ def test_a_jacobian_with_pfor(refused, inside):
                 y = tf.while_loop(lambda i, _: i < 2, lambda i, y: (i + 1, y * total(x)), (0, x))[1]
         return tf.reduce_sum(tape.jacobian(y, x))
 
-    refused(body, "that TensorFlow vectorizes")
-
-
-def test_a_batch_jacobian(refused):
-    def body(x):
-        x = tf.reshape(x, [1, 1])
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = x * total(x)
-        return tf.reduce_sum(tape.batch_jacobian(y, x))
-
-    refused(body, "that TensorFlow vectorizes")
+    refused(body, VECTORIZED)
 
 
 def test_a_jacobian_that_merges_nothing_works(mirrored, form):
@@ -131,14 +133,6 @@ def test_a_jacobian_that_merges_nothing_works(mirrored, form):
     assert run(mirrored, body, numbered(mirrored), form=form) == [[[6.0, 0.0], [0.0, 12.0]]] * 2
 
 
-def test_a_concrete_function(refused):
-    @tf.function
-    def inner(x):
-        return total(x)
-
-    refused(lambda x: inner.get_concrete_function(x)(x), "while defining a new graph or a tf.function")
-
-
 def test_a_concrete_function_that_makes_a_variable_in_a_branch(refused):
     """Its first trace is given up when the replicas enter the branch together, and the second one is a first one."""
     kept = []
@@ -149,10 +143,7 @@ def test_a_concrete_function_that_makes_a_variable_in_a_branch(refused):
             kept.append(tf.Variable(2.0))
         return total(x * kept[0])
 
-    def body(x):
-        return tf.cond(x > 0.0, lambda: inner.get_concrete_function(tf.TensorSpec([]))(x), lambda: x)
-
-    refused(body, "while defining a new graph or a tf.function")
+    refused(lambda x: tf.cond(x > 0.0, lambda: inner.get_concrete_function(tf.TensorSpec([]))(x), lambda: x), ELSEWHERE)
 
 
 def test_tf_gradients_of_an_operator_that_only_merges_in_its_gradient(mirrored):
@@ -162,11 +153,8 @@ def test_tf_gradients_of_an_operator_that_only_merges_in_its_gradient(mirrored):
     def merging(x):
         return tf.identity(x), lambda upstream: total(upstream)
 
-    def body(x):
-        return tf.gradients(tf.cond(x > 0.0, lambda: merging(x), lambda: x), x)[0]
-
     with pytest.raises(MergeCallGraphError, match=r"or the gradient of a tf\.cond or tf\.while_loop that has no merge"):
-        run(mirrored, body, numbered(mirrored))
+        run(mirrored, lambda x: tf.gradients(tf.cond(x > 0.0, lambda: merging(x), lambda: x), x)[0], numbered(mirrored))
     assert run(mirrored, lambda x: total(x), numbered(mirrored)) == [3.0, 3.0]
 
 

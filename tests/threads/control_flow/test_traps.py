@@ -39,10 +39,7 @@ def test_one_tensor_that_all_replicas_reduce_in_a_branch(size):
     for own in locally(strategy, step(tf.ones([2]), tf.constant(True))):
         assert own == ([size] * 2, [size + 1.0] * 2, [size] * 2)
 
-    @tf.function
-    def reduced(x, yes):
-        return strategy.reduce("SUM", strategy.run(body, args=(x, yes)), axis=None)
-
+    reduced = tf.function(lambda x, yes: strategy.reduce("SUM", strategy.run(body, args=(x, yes)), axis=None))
     assert reduced(tf.ones([2]), tf.constant(True))[0].numpy().tolist() == [size * size] * 2
 
 
@@ -119,12 +116,9 @@ def test_variables_made_in_an_attempt_have_values(mirrored):
 
 
 def test_the_same_line_with_and_without_merges(mirrored):
-    def maybe(x, merges):
-        return tf.cond(x > 0.0, lambda: total(x) if merges else x + 1.0, lambda: x)
-
     def body(x):
         for merges in (True, False, False, True, False):
-            x = maybe(x, merges)
+            x = tf.cond(x > 0.0, lambda x=x, merges=merges: total(x) if merges else x + 1.0, lambda x=x: x)
         return x
 
     step = stepping(mirrored, body)
@@ -331,10 +325,11 @@ def test_the_context_is_the_same_inside(mirrored):
 
 
 def test_random_numbers_differ_in_a_joint_branch(mirrored):
-    def body(x):
-        return tf.cond(x > 0.0, lambda: total(x) * 0.0 + tf.random.normal([]), lambda: x)
-
-    first, second = run(mirrored, body, numbered(mirrored))
+    first, second = run(
+        mirrored,
+        lambda x: tf.cond(x > 0.0, lambda: total(x) * 0.0 + tf.random.normal([]), lambda: x),
+        numbered(mirrored),
+    )
     assert first != second
 
 
@@ -376,6 +371,6 @@ def test_a_saved_model(mirrored, tmp_path):
             return mirrored.reduce("SUM", mirrored.run(body, args=(x,)), axis=None)
 
     module = Module()
-    assert module.step(tf.ones([2])).numpy().tolist() == [4.0, 4.0]
     tf.saved_model.save(module, str(tmp_path))
-    assert tf.saved_model.load(str(tmp_path)).step(tf.ones([2])).numpy().tolist() == [4.0, 4.0]
+    for each in (module, tf.saved_model.load(str(tmp_path))):
+        assert each.step(tf.ones([2])).numpy().tolist() == [4.0, 4.0]
