@@ -58,10 +58,13 @@ from replica_engine.upstream.hook import Hook
 from replica_engine.upstream.keras import keras_hooks, keras_models, keras_training, metric_updates
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
-_NOTHING = object()
+_NOTHING, _HELD = object(), object()
 HasWeighted = Callable[[keras.optimizers.Optimizer], bool]
 _logger = logging.getLogger("replica_engine")
 _lock = threading.Lock()
+_losses: dict[
+    int, list[Any]
+] = {}  # that have a hook, by their ids: the loss, for how many models, and what it had before
 _found: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # no sums, by their ids
 _looked: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # by `_warn_of_no_sum`
 _READING = ("save", "save_weights", "export", "get_weights")
@@ -133,9 +136,14 @@ class Hooks:
         for key in [key for key in self._there if key not in wanted]:
             self._take(key)
         for key, (target, make) in wanted.items():
-            if key not in self._there:
-                self._there[key] = target, vars(target).get(key[1], _NOTHING)
-                vars(target)[key[1]] = make(target)
+            if key in self._there:
+                continue
+            if make is _called_loss:
+                _hold(target)
+                self._there[key] = target, _HELD
+                continue
+            self._there[key] = target, vars(target).get(key[1], _NOTHING)
+            vars(target)[key[1]] = make(target)
 
     def take_away(self) -> None:
         """Removes all hooks, and restores the attributes that they replaced."""
@@ -144,6 +152,9 @@ class Hooks:
 
     def _take(self, key: tuple[int, str]) -> None:
         target, before = self._there.pop(key)
+        if before is _HELD:
+            _release(target)
+            return
         if before is self.strategy and self.lender is not None:  # it was made under the scope, and has plain variables
             before = distribute.default_strategy()
         # An attribute that was not there must go: the class may get another one of that name.
@@ -176,7 +187,7 @@ class Hooks:
         if (compiled := keras_models.compiled_loss(self.model)) is not None:
             yield compiled, "call", _compiled_loss
             for loss in keras_models.losses_in(compiled):
-                yield loss, "call", functools.partial(_called, loss)
+                yield loss, "call", _called_loss
 
     def _has_weighted(self, optimizer: keras.optimizers.Optimizer) -> bool:
         """Whether gradients that reach the optimizer have the weight of the shard, because their loss had it."""
@@ -310,11 +321,39 @@ def _compiled_loss(compiled: keras.losses.Loss) -> Callable[..., tf.Tensor]:
 def _called(what: object, loss: keras.losses.Loss) -> Callable[..., tf.Tensor]:
     own = loss.call
 
+    @functools.wraps(own)
     def call(*args: object, **kwargs: object) -> tf.Tensor:
         with shard.called(what):
             return own(*args, **kwargs)
 
     return call
+
+
+def _called_loss(loss: keras.losses.Loss) -> Callable[..., tf.Tensor]:
+    return _called(loss, loss)
+
+
+def _hold(loss: Any) -> None:
+    """Puts the hook on a loss for one more model: several may have it, in steps on several threads at once."""
+    with _lock:
+        held = _losses.setdefault(id(loss), [loss, 0, vars(loss).get("call", _NOTHING)])
+        if not held[1]:
+            vars(loss)["call"] = _called_loss(loss)
+        held[1] += 1
+
+
+def _release(loss: Any) -> None:
+    """Takes the hook from a loss with the last model that needs it."""
+    with _lock:
+        held = _losses[id(loss)]
+        held[1] -= 1
+        if held[1]:
+            return
+        del _losses[id(loss)]
+        if held[2] is _NOTHING:
+            vars(loss).pop("call", None)
+        else:
+            vars(loss)["call"] = held[2]
 
 
 def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:

@@ -91,7 +91,7 @@ def listed(devices: object) -> list[Any]:
         raise DeviceError.unreadable(devices)
     try:
         return list(devices)
-    except (TypeError, ValueError, RuntimeError):  # a scalar array, a tensor or dataset that cannot be iterated here
+    except (TypeError, ValueError, RuntimeError, tf.errors.OpError):  # a scalar, or a dataset that fails
         raise DeviceError.unreadable(devices) from None
 
 

@@ -198,6 +198,8 @@ def _name(fn: Callable[..., object]) -> str:
 
 def _note_step_form(error: BaseException, fn: Callable[..., object], first: tuple, context_class: type) -> None:
     """Adds a note to an exception of a step that seems to have taken its context for the batch, or a part of it."""
+    if not isinstance(error, Exception):
+        return
     parameter = next(iter(inspect.signature(fn).parameters), "")
     if context_class.__name__ in in_words(error) and "context" not in parameter and "ctx" not in parameter:
         (batch, *others) = first or (None,)

@@ -187,9 +187,7 @@ def join(
             )
         own = {DEVICES: kind, **versions.list_worker_versions(), **({} if over_server else _jax().versions_of_jax())}
         member = workers.join(cluster, versions=own, replicas=replicas)
-        with contextlib.ExitStack() as undo:
-            undo.callback(member.close)
-            undo.push(lambda kind, error, trace: member.tell_exception(error))
+        try:
             if over_server:
                 addresses, held = _addresses(cluster, member)
                 sums = None
@@ -201,7 +199,10 @@ def join(
                     f"worker-{each}.invalid:1" for each in range(cluster.num_processes)
                 )
                 held, sums = None, WorkerSums(_jax().cpu_of_each(cluster, member))
-            undo.pop_all()
+        except BaseException as error:  # also Ctrl-C: the others must learn of it, and not of a member that is gone
+            member.tell_exception(error)
+            member.close()
+            raise
         spec, task = _spec(cluster, addresses)
         simple = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type=task[0], task_id=task[1], num_accelerators={kind: replicas}
@@ -252,11 +253,11 @@ def _addresses(cluster: workers.Cluster, member: workers.Member) -> tuple[tuple[
         check_free(cluster.addresses[cluster.process_id])
         return cluster.addresses, None
     address, held = held_address(cluster.coordinator, member.reached)
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(held)
-        addresses = tuple(member.exchange("the addresses of TensorFlow's servers", address))
-        undo.pop_all()
-    return addresses, held
+    try:
+        return tuple(member.exchange("the addresses of TensorFlow's servers", address)), held
+    except BaseException:  # also Ctrl-C: nobody else knows of the socket
+        held.close()
+        raise
 
 
 def _spec(cluster: workers.Cluster, addresses: tuple[str, ...]) -> tuple[dict[str, list[str]], tuple[str, int]]:

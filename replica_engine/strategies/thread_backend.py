@@ -248,7 +248,7 @@ class OnBackend(tf.distribute.Strategy):
         """
         if distribute.is_in_scope(self):
             return contextlib.nullcontext()
-        if type(self).scope is not OnBackend.scope:  # a user's class does more there
+        if getattr(self.scope, "__func__", None) is not OnBackend.scope:  # a user's own does more
             return self.scope()
         keras_scopes.check_distribution(self)
         if self._installed_with != keras_scopes.imported():
@@ -256,12 +256,13 @@ class OnBackend(tf.distribute.Strategy):
         return super().scope()
 
     def _install_hooks(self) -> None:
-        """Installs what models, checkpoints and files of this strategy X."""
-        self._installed_with = keras_scopes.imported()
+        """Installs what models, checkpoints and files of this strategy need."""
+        now = keras_scopes.imported()
         keras_scopes.install_keras_hooks()
         save.install()
         keras_hooks.combine_logs(OnBackend)
         self.leave_files_to_chief()
+        self._installed_with = now  # last: what Ctrl-C breaks off is done again
 
     def leave_files_to_chief(self, *models: Any) -> None:
         """Keeps all workers but the chief from writing files of Keras models that are trained on this strategy.

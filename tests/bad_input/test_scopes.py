@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from replica_engine import MirroredStrategy, TPUStrategy
+from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import (
     InputsError,
     MergeCallGraphError,
@@ -87,6 +87,20 @@ def test_jit_compile_on_replica_threads(traced_by, threads):
     }[traced_by]
     with pytest.raises(ScopeError, match="for 2 replicas is in a function with jit_compile=True: XLA"):
         trace(tf.constant(1.0))
+
+
+def test_jit_compile_after_a_program_in_the_function_around(threads):
+    with threads.scope():
+        weight = tf.Variable(2.0)
+    inner = tf.function(lambda x: threads.run(lambda x: weight * x, args=(x,)), jit_compile=True)
+
+    @tf.function
+    def train(x):
+        xla.replicate(lambda x: x + 1.0, [[x], [x]])  # the function around is not to be compiled as a whole
+        return inner(x)
+
+    with pytest.raises(ScopeError, match="for 2 replicas is in a function with jit_compile=True: XLA"):
+        train(tf.constant(1.0))
 
 
 USES = {

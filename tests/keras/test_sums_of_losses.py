@@ -1,6 +1,7 @@
 """Sums of losses and gradients that a step changes: as on one device, in parts of the batch where that is the same."""
 
 import itertools
+import threading
 
 import keras
 import numpy as np
@@ -507,3 +508,36 @@ def test_scale_loss_of_a_number(both, batched, loss):
     model = built(Numbers(), X[:1], keras.optimizers.SGD(0.05, loss_scale_factor=4.0))
     history = replicate_model(model, strategy=both(2)).fit(batched(8, X, Y), verbose=0).history
     assert history["scaled"] == [4.0 * float(loss)]
+
+
+class Halved(keras.losses.Loss):
+    """Not a sum, though it calls one."""
+
+    def call(self, y, outputs):
+        return 0.5 * SUM(y, outputs) / size(y)
+
+
+@pytest.mark.on("mirrored")
+def test_a_loss_of_two_models_that_train_at_the_same_time(both, alike):
+    """The first model ends before the second one traces its step, which still knows whose sum it sees."""
+
+    def fit(model, begun):
+        callback = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: begun())
+        return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[callback]).history
+
+    def make(loss):
+        keras.utils.set_random_seed(1)
+        return dense(4, 2, keras.optimizers.SGD(0.05), loss)
+
+    loss = Halved()
+    expected = fit(make(loss), lambda: None)
+    first, second = (replicate_model(make(loss), strategy=both(2)) for _ in range(2))
+    for each in (first, second):
+        each.evaluate(X, Y, batch_size=8, verbose=0)
+    has_begun, may_end = threading.Event(), threading.Event()
+    earlier = threading.Thread(target=fit, args=(first, lambda: (has_begun.set(), may_end.wait(300))))
+    earlier.start()
+    assert has_begun.wait(300)
+    found = fit(second, lambda: (may_end.set(), earlier.join(300)))
+    alike(found, expected)
+    assert "call" not in vars(loss)

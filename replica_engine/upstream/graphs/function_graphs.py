@@ -266,7 +266,7 @@ def raised_in_op(error: BaseException) -> ReplicaEngineError | None:
 
 # A `tf.function`: its options and its traces; how to put it together again.
 
-_UNCOMPILED = "_replica_engine_uncompiled"  # attribute of a graph
+_UNCOMPILED = "_replica_engine_uncompiled"  # attribute of a graph, and of a context of XLA
 
 
 def is_tf_function(fn: Any) -> bool:
@@ -318,15 +318,14 @@ def options(fn: Any) -> tuple[bool, bool, Any]:
 
 
 def in_body() -> bool:
-    """Whether XLA is to compile the graph under construction: a body, or a `tf.function` with `jit_compile=True`."""
-    # TensorFlow enters XLA's context in the graph of such a function, or in the one that it is called in.
+    """Whether TensorFlow takes the graph under construction for one that XLA compiles: a body, or a `tf.function`."""
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
 
 
 def is_being_compiled() -> bool:
-    """Whether this call is made while a `tf.function` with `jit_compile=True` is traced."""
-    graphs = eager.function_graphs(tf.compat.v1.get_default_graph())
-    return in_body() and not any(hasattr(graph, _UNCOMPILED) for graph in graphs)
+    """Whether this call is made in a body, or while a `tf.function` that is to be compiled by XLA is traced."""
+    context, _ = _enclosing_xla_context()
+    return context is not None and not hasattr(context, _UNCOMPILED)
 
 
 def leave_uncompiled() -> None:
@@ -334,8 +333,28 @@ def leave_uncompiled() -> None:
 
     An op that compiles its own program and launches it from the host calls this.
     """
-    for graph in eager.function_graphs(tf.compat.v1.get_default_graph()):
-        setattr(graph, _UNCOMPILED, True)
+    context, graphs = _enclosing_xla_context()
+    if context is not None:
+        for each in (context, *graphs):
+            setattr(each, _UNCOMPILED, True)
+
+
+def _enclosing_xla_context() -> tuple[Any, list[tf.Graph]]:
+    """XLA's context around the graph under construction, None without one, and the graphs from there inwards.
+
+    TensorFlow enters it in the graph of a `tf.function` with `jit_compile=True`, or in the graph that calls one: so it
+    is the context that is marked. A graph may call several, and a function inside another one has none of its own.
+    """
+    graphs: list[tf.Graph] = []
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = _control_flow_util.GetContainingXLAContext(graph._get_control_flow_context())
+        if isinstance(graph, tf.__internal__.FuncGraph):  # not the process' own, in which eager calls enter the context
+            graphs.append(graph)
+        if context is not None:
+            return context, graphs
+        graph = getattr(graph, "outer_graph", None)
+    return None, []
 
 
 def read_final_attributes(graph: Any, given: Any) -> Any:
