@@ -79,6 +79,8 @@ class WholeBatches:
             StopIteration, OutOfRangeError: there is none.
         """
         if isinstance(iterator, tf.data.Iterator):
+            # The end of an iterator waits for the thread with which TensorFlow tunes the dataset.
+            # That may take as long as the iterator has lived.
             last = self._iterators.get(threading.get_ident())
             if last is None or last() is not iterator:
                 self._iterators[threading.get_ident()] = end_apart(iterator)
@@ -210,6 +212,7 @@ class DealtBatches(WholeBatches):
         return np.array([rows, [list(map(self._kind, each)) for each in leaves]], np.int64).swapaxes(1, 2)
 
     def _kind(self, leaf: Any) -> int:
+        # 31 bits, since compiled workers exchange int32. The lowest one says whether the leaf can go to other workers.
         is_sent = isinstance(leaf, tf.Tensor) and not (self._backend.compiles and leaf.dtype == tf.string)
         return (zlib.crc32(samples.described(leaf).encode()) & 0x7FFFFFFE) | is_sent
 

@@ -59,6 +59,7 @@ def replicated(model: keras.Model, strategy: tf.distribute.Strategy) -> keras.Mo
     """Makes a second object of the same model, which runs on the replicas of `strategy`."""
     model_class: Any = type(model)
     twin: keras.Model = object.__new__(_make_lent_class(model_class))
+    # Not `twin.__dict__ = ...`: Keras' `__setattr__` would put a tracked copy there, and the two would share nothing.
     object.__setattr__(twin, "__dict__", model.__dict__)
     object.__setattr__(twin, _SLOT, LentModel(model, twin, strategy))
     return twin
@@ -240,6 +241,7 @@ class LentModel:
         keras_scopes.check_distribution(self.strategy)
         outside = distribute.outside_scopes() if tf.distribute.has_strategy() else contextlib.nullcontext()
         with outside:
+            # The lock is not held while the method runs: other threads may be inside at the same time.
             with _lock:
                 self._enter()
             with interrupts.afterwards(self._exit, "giving the model back"):
@@ -343,6 +345,8 @@ class LentModel:
 
     def build(self, optimizer: keras.optimizers.Optimizer, build: Callable[[], None]) -> None:
         """Builds an optimizer in a callback, or in the first step that applies it, while that step is traced."""
+        # The variables outlive the graph that is traced here.
+        # Outside scopes they are plain until `_renew` shares them.
         with _lock, tf.init_scope(), distribute.outside_scopes():
             with through_strategy(optimizer, tf.distribute.get_strategy()):
                 build()

@@ -96,6 +96,7 @@ class ReplicatedVariables:
             self.reconcile()
             self._gather()
         finally:
+            # Whatever fails above, the original must never keep the variables of the replicas.
             _put_all_plain(self._shared.values())
         made = [_make_plain(variable) for variable in keras_models.list_variables(self._model)]
         return any(made)
@@ -142,6 +143,7 @@ class ReplicatedVariables:
         assigned = {id(weight) for weight in self._model.non_trainable_weights}
         accumulators = {id(variable) for variable in keras_models.list_accumulators(self._model)}
         weights = keras_models.weights_kept_for(self._model)
+        # If making one fails, those made before must be undone here: `self._shared` does not have them yet.
         with contextlib.ExitStack() as undo:
             for variable in keras_models.list_variables(self._model):
                 shared = self._shared.get(id(variable))
@@ -185,6 +187,7 @@ class _Shared:
         self._components = list({id(value): value for value in self._distributed._values}.values())
         self._is_component = self._components[0] is self.plain
         if not self._is_component:
+            # An optimizer knows a weight by this identity, and the first component now stands for the plain variable.
             eager.take_identity(self._components[0], self.plain)
         self._ids = [distribute.replica_id_in_sync_group(strategy, index) for index in range(len(self._components))]
         self.on_read = isinstance(self._distributed, distribute.SyncOnReadVariable)
@@ -195,6 +198,7 @@ class _Shared:
         self._this = weakref.ref(self)
         for component in self._components:
             if component is not self.plain:
+                # On the handle, since that is what a traced function has captured (`used_by`).
                 setattr(eager.raw_handle(component), _SHARED, (self._this, False))
 
     def is_either(self, value: object) -> bool:
@@ -286,6 +290,7 @@ class _Shared:
         if not self._is_state or self.on_read:
             return
         values = [value.numpy() for value in self._distributed.values]
+        # By bytes, since a NaN differs from itself: replicas that agree on one need no assignment.
         if any(value.tobytes() != values[0].tobytes() for value in values[1:]):
             agreed = values[0]
             if self.plain.dtype.is_floating:
@@ -411,6 +416,7 @@ def kept_if(raised: type[BaseException], model: keras.Model) -> Iterator[None]:
     """Gives all variables of a model their values again if the block raises an exception of this class."""
     parts = [part for each in keras_models.list_variables(model) for part in _components(keras_models.underlying(each))]
     with thread_state.unobserved():
+        # Each component, since replicas may have values of their own.
         values = [tf.identity(part.read_value()) for part in parts]
     try:
         yield

@@ -83,6 +83,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
             )
         if reduction not in REDUCTIONS:
             raise OptimizerError(f'reduction must be "mean" or "sum"; got {shown(reduction)}.')
+        # This rate is never used: the property `learning_rate` is that of the wrapped optimizer.
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
         self.inner_optimizer = optimizer
         self.reduction = reduction
@@ -297,6 +298,7 @@ class _ApplyMerge:
             reduced = strategy.extended.batch_reduce_to(self.op, pairs) if pairs else []
             # A step may use gradients of all replicas in any way: one device has the same.
             linear.mark(tf.nest.flatten([getattr(each, "values", each) for each in reduced]), linear.COMMON)
+            # Clipping and scaling compute with a gradient itself, which must be a tensor there.
             if keras_models.touches_gradients(optimizer):
                 reduced = [distribute.first_values(grad) for grad in reduced]
             whole: list[Gradient] = [None] * len(grads)
@@ -304,6 +306,7 @@ class _ApplyMerge:
                 whole[index] = grad
             for index in same:
                 whole[index] = distribute.first_values(grads[index])
+            # Without this, the optimizer would make a merge call of its own, and the replicas have met already.
             with distribute.merged():
                 keras_models.apply_across(optimizer, self.apply, whole, self.variables)
 

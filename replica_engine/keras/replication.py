@@ -27,6 +27,7 @@ _SLOW_IN_XLA_ON_CPU = (
     *(keras.layers.ConvLSTM1D, keras.layers.ConvLSTM2D, keras.layers.ConvLSTM3D),
 )
 
+# Layers of many small operations, which XLA compiles to a few large ones.
 _FAST_IN_XLA = (
     keras.layers.RNN,
     keras.layers.Bidirectional,
@@ -164,6 +165,7 @@ def _choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Str
     """
     gpus, cpus = (tf.config.list_logical_devices(kind) for kind in ("GPU", "CPU"))
     mirrored, kind = (gpus, "GPU") if gpus else (cpus, "CPU")
+    # Threads need a logical device for each replica, and TensorFlow makes none once it has started. XLA makes its own.
     can_mirror = len(mirrored) >= (replicas or 1)
     layers = keras_models.list_layers(model)
     unsupported = [layer.name for layer in layers if not layer.supports_jit]
@@ -171,6 +173,7 @@ def _choose(model: keras.Model, replicas: int | None) -> tuple[tf.distribute.Str
     fused = [layer.name for layer in layers if isinstance(layer, _FAST_IN_XLA)]
     if not unsupported and _has_tpus(kind.lower()):
         return compiled_strategy(replicas), "it is what TPUs run"
+    # Before all questions of speed: TensorFlow runs every layer, and XLA does not.
     if unsupported:
         reason = f"XLA cannot compile the layer {unsupported[0]!r}"
     elif gpus:

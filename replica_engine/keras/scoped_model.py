@@ -67,6 +67,8 @@ class ScopedModel:
     def _hooked(self) -> Iterator[None]:
         """Steps of one model may overlap on several threads: the first one puts hooks, and the last takes them away."""
         with _lock:
+            # Train and test functions each have a set of hooks, and only one set is in place at a time.
+            # A second set would take the first for Keras' own, and put it back.
             active = _active.setdefault(id(self._model), [self._hooks, 0])
             active[1] += 1
         with afterwards(self._left, "taking hooks away from the model"):
@@ -81,6 +83,7 @@ class ScopedModel:
             active[1] -= 1
             if not active[1]:
                 del _active[id(self._model)]
+                # No Ctrl-C in between: the model would keep a part of its hooks.
                 held_off_once().around(active[0].take_away)
 
 

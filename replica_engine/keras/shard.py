@@ -295,6 +295,7 @@ def check_weights(model: keras.Model, share: Shard) -> None:
             raise NotASum(why, _WRITE_UPDATE, here())
         return
     weights = [eager.parts(keras_models.underlying(each)) for each in model.trainable_weights]
+    # A replica writes to its component. A plain variable has none, and is written itself.
     handles = [eager.raw_handle(part) for weight in weights for part in weight[1:] or weight]
     ways = linear.Ways(linear.GRADIENTS)
     if ways.into(handles) >= linear.LINEAR:
@@ -330,6 +331,7 @@ def average_loss(
         return value
     if not _is_of_all(global_batch_size, share):
         raise NotASum("tf.nn.compute_average_loss gets a batch size that may be that of a part", "", here())
+    # As in `summed`: the step's loss is weighted later, and this value is divided by the whole batch already.
     value = value / share.weight(value.dtype)
     if tf.is_symbolic_tensor(value):
         share.sums = True
@@ -342,6 +344,7 @@ def _is_of_all(size: int | tf.Tensor, share: Shard) -> bool:
     if linear.Ways(linear.SUMS, of_lengths=True).to(size) != linear.APART:
         return False
     number, own, total = (tf.get_static_value(tf.convert_to_tensor(each)) for each in (size, share.rows, share.total))
+    # A graph for any number of rows. A size made of them would come from a length, which is ruled out above.
     if number is None or own is None:
         return own is None
     # A multiple of the shard's rows may be made of them; the number of the whole batch cannot.

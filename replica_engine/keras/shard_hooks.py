@@ -248,6 +248,7 @@ def _apply(optimizer: keras.optimizers.Optimizer, has_weighted: HasWeighted) -> 
             ]
         if share.whole:
             grads = replica_optimizer.move_rows_to_first(grads)
+        # Only some replicas take this branch, so it must have no collective: `_Branch.finish` updates after it.
         if share.deferred is not None:
             share.deferred.append((apply_reduced, list(grads), trainable_variables or keras_models.trained_by(updated)))
         else:
@@ -379,6 +380,7 @@ def _looked_at(metric: keras.metrics.Metric) -> Callable[..., object]:
             if share is None or share.whole or share.replicas == 1 or metric_updates.is_looking():
                 return result
             look = metric_updates.adds_over_samples if looked_at.has_sum else metric_updates.only_adds
+            # Ctrl-C waits: while the update is looked at, the metric has attributes of a graph that is thrown away.
             is_sum = held_off_once().around(lambda: look(metric, update))
         if not is_sum:
             with _lock:

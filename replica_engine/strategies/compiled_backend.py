@@ -110,6 +110,7 @@ class CompiledBackend(Backend):
         if found is None:
             return None
         compiled, slots = found
+        # Once Python exits, a thread other than the main one must launch nothing: it waits here until the process ends.
         with shutdown.running():
             columns = launch.Launch(compiled)(slots).columns()
         return (compiled.program.traced.grouped_results(columns),)
@@ -149,6 +150,7 @@ class CompiledBackend(Backend):
         """
         reducer = worker_values.reducer(reduction, user_frames.calling_line()[0])
         if isinstance(value, distribute.DistributedVariable):
+            # The components: reading the variable itself would come back to this method to aggregate them.
             value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
         elif not isinstance(value, distribute.DistributedValues):
             value = distribute.PerReplica((value,))
@@ -222,6 +224,7 @@ class _OverWorkers(distribute.MirroredExtended):
         if not tf.executing_eagerly():
             mine = tf.cast(has, tf.int32)
             return self.backend.over_workers("MIN", distribute.PerReplica((mine,) * self.device_group.size)) > 0
+        # A launch here would wait for that program, which waits for this thread.
         if is_needed_by_a_program():
             return has
         return worker_values.all_have(self.device_group, bool(has), self.backend.limits)
@@ -333,6 +336,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
         """The hook of `reduce` and `reduce_to`."""
         if in_body() is None or isinstance(value, (int, float)):
             return super()._reduce_to(reduce_op, value, destinations, options)
+        # Only sums: the mean of a value that all replicas share is that value, but its sum is an error, as on threads.
         if reduce_op == tf.distribute.ReduceOp.SUM:
             for leaf in tf.nest.flatten(value):
                 collectives.note(leaf)
@@ -373,6 +377,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
         """The hook of `update`: one call if all replicas share one value, one call per component of on-read ones."""
         argument_checks.check_updated(var, args)
+        # By identity: one variable on the host may stand for all replicas, and is updated once.
         components = list({id(component): component for component in var._values}.values())
         if in_body() is not None:
             with distribute.UpdateContext(0), tf.name_scope("update_0"):
@@ -381,6 +386,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
             if group:
                 return tf.nest.map_structure(_as_value, result)
             return tf.nest.map_structure(lambda leaf: (leaf,) * self.device_group.replicas, result)
+        # One variable gets a value of each replica. Otherwise that of replica 0 would count for all, without a word.
         if len(components) < self.device_group.size and body_context.has_several((args, kwargs)):
             if not tf.executing_eagerly():
                 args, kwargs = body_context.check_equal((args, kwargs))
@@ -406,6 +412,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
         size = self.device_group.size
         if len(updates) == 1 and not group:
             return tf.nest.map_structure(lambda leaf: (leaf,) * size, updates[0])
+        # TensorFlow regroups by handles, and only compares them. The values stay on the devices.
         with handles_compared():
             return distribute.update_regroup(self, updates * (size // len(updates)), group)
 

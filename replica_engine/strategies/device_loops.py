@@ -144,6 +144,7 @@ def _batches(fn: Callable[..., object], following: Callable[[], object], spread:
             element = following()
         except (StopIteration, tf.errors.OutOfRangeError):
             return
+        # Decided once: all batches must have the structure of the first.
         if is_spread is None:
             is_spread = _spreads(fn, parameters, element, spread)
         yield element if is_spread and isinstance(element, tuple) else (element,)

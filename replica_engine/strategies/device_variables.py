@@ -77,6 +77,7 @@ def made(programs: ProgramTable, value: InitialValue) -> Array | None:
     try:
         entry = programs.trace(FunctionSpec(value, autograph=False), Arguments((), {}, programs.devices.size), ())
         graph, (output,) = entry.traced.graph, entry.traced.outputs
+        # What has a state or an effect, such as a draw from a generator, runs on the host, once.
         has_state = entry.traced.handles or any(map(graph_walk.is_stateful, graph.get_operations()))
         if has_state or tuple(output.shape) != value.shape:
             return None
@@ -101,6 +102,7 @@ class _OnDevices:
         with distribute.enter_or_assert_strategy(strategy):
             unique = {id(value): value for value in variable._values}
             values = [eager.plain_copy(value, memo) for value in unique.values()]
+        # As in `create`: one variable on the host stands for all replicas.
         if len(values) == 1:
             values *= len(variable._values)
         copied = type(self)(strategy, values, variable.aggregation)  # type: ignore[call-arg]
@@ -109,6 +111,7 @@ class _OnDevices:
         device_value.limits, device_value.kept_equal = original.limits, original.kept_equal
         table = strategy.extended.backend.variable_table
         table.note(device_value, table.find_path(original))
+        # Replicas may have assigned different values, of which the host has only that of replica 0.
         if len(device_value.handles) == 1 and (own := original.on_replicas()) is not None:
             device_value.set_values(own)
         memo[id(self)] = copied
@@ -223,9 +226,11 @@ def create(
 
     def components(**kwargs: Any) -> list[tf.Variable]:
         on_read = kwargs["synchronization"] == tf.VariableSynchronization.ON_READ
+        # A variable outlives the body that makes it, so its initial value must not need the graph of the body.
         first = eager.create(next_creator, host_variable.outside(kwargs))
         values = [first]
         for replica in range(1, devices.size if on_read else 1):
+            # All begin with the first one's value: an initializer that is called again may draw another one.
             like = {**kwargs, "initial_value": first.read_value, "name": f"{_plain(first.name)}/replica_{replica}/"}
             values.append(eager.create(next_creator, like))
         # One variable on the host stands for all replicas.
@@ -237,6 +242,7 @@ def create(
         axes = early.axes
     elif distribution is not None and variable.shape.is_fully_defined():
         axes = _axes(distribution, devices, name, tuple(variable.shape), variable.dtype)
+    # A value that was made in parts follows from the chief's seed on all workers.
     if devices.member is not None and array is None:
         how = None if distribution is None else distribution.described(axes)
         worker_values.start_from_chief(name, variable._values, devices, backend.limits, how)
@@ -335,6 +341,7 @@ def _made_in_parts(backend: Any, name: str, early: _Early, kwargs: dict[str, Any
     assert callable(value), "Keras passes a function"
     assert devices.mesh is not None, "the value is divided"
     if devices.member is not None:
+        # First: workers that are at different variables must hear so before they exchange a seed.
         worker_values.agree_to_make(name, early, devices, backend.limits, backend.distribution.described(early.axes))
         worker_values.take_seed_of_chief(initializer, devices, backend.limits)
     value = InitialValue(value, early.shape, early.dtype, early.axes, devices.mesh)

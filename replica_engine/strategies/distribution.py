@@ -223,6 +223,7 @@ class Distribution:
         if layout is None and self._layout_map is not None and made.reference is None:
             layout = self._find_layout(made.path)
         axes = self._rule(made) if layout is None else layout.axes
+        # A layout that divides nothing must equal WHOLE, which has no entries.
         while axes and axes[-1] is None:
             axes = axes[:-1]
         if len(axes) > len(made.shape) and made.is_state and made.layout is None:
@@ -248,6 +249,7 @@ class Distribution:
             layout = self._layout_map[path]
         except ValueError as error:
             raise DistributionError(f"Several layouts of the LayoutMap match {path!r}. {error}") from None
+        # By identity: the map tells the layout, and not the key that it found.
         self._matched.add(id(layout))
         return layout
 

@@ -109,6 +109,7 @@ class StrategyJob:
         if self.sums is not None:  # whose waits look for a failure of the job
             return
         if self.held is not None:
+            # Only now, since the server runs: before, another process could have got the port.
             self.held.close()
         # TensorFlow logs the text several times; the exception says the rest once.
         self.member.on_failure(lambda error: worker_collectives.abort(f"the job has failed: {type(error).__name__}"))
@@ -120,6 +121,7 @@ class StrategyJob:
 
     def _find_failure(self, code: int, message: str) -> ReplicaEngineError | None:
         """The failure of the job that is the cause of an error of TensorFlow; None if there is none."""
+        # A forked child has this hook, but is no worker of the job.
         if os.getpid() != self._process:
             return None
         if self.sums is not None:  # a host op has raised it

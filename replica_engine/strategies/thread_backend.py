@@ -103,6 +103,7 @@ class EagerUpdates:
 
         held, before, outer = held_off_once(), thread_state.read_update_state(), _thread.written
         written = [variable]
+        # No `with`: an exception that another thread raises in this one may come inside an `__exit__`.
         try:
             held.__enter__()
             self._running[id(finished)] = finished
@@ -115,6 +116,7 @@ class EagerUpdates:
             held.__exit__(None, None, None)
             return result
         except BaseException as error:
+            # The exception may have kept TensorFlow's own `__exit__` from this.
             thread_state.restore_update_state(before)
             try:
                 if len(finished) < len(variable._values) and not eager.differ_by_replica((args, kwargs)):
@@ -131,6 +133,7 @@ class EagerUpdates:
         if not self._broken:
             return
         with self._repairing:
+            # Not while another thread updates a variable: it may yet write the components.
             while self._broken and not self._running:
                 written, source = self._broken[0]
                 try:
@@ -139,6 +142,7 @@ class EagerUpdates:
                             eager.make_equal(variable, source)
                 except Exception as error:  # it fails once, and not in each later update
                     _logger.warning("The copies of a variable stay unequal after an update failed: %s", error)
+                # Last: if an interrupt comes before this line, the next update repairs these variables.
                 self._broken.pop(0)
 
 
@@ -215,6 +219,7 @@ class OnBackend(tf.distribute.Strategy):
                 with self._scope_of_run():  # once here, instead of again in each call on the way
                     return extended._call_for_each_replica(fn, args, {} if kwargs is None else kwargs)
             except BaseException:
+                # An interrupt may have kept a scope entered, and the program's next calls would be in it.
                 distribute.set_scopes(before)
                 raise
         except Exception as error:

@@ -143,8 +143,11 @@ class TPUStrategy(thread_backend.OnBackend, tf.distribute.TPUStrategy):
                 "number of devices TPUStrategy(num_cores=4)."
             )
         resolver = tpu_cluster_resolver or PjrtClusterResolver()
+        # After the checks of arguments: a look at the devices of a job joins it, and waits for all workers.
         divided = read(distribution, num_cores, cores_per_replica, lambda: resolver.devices.replicas)
         devices = resolver.group(num_cores) if divided is None else resolver.group(divided.cores, divided.mesh)
+        # A launch holds a thread of TensorFlow's pool.
+        # If none is left for its host calls, they never run, and the launch never ends.
         setup.make_room(setup.FOR_LAUNCHES)
         limits = body.LaunchLimits(timeout, warn_after)
         backend = CompiledBackend(self, devices, same_random_numbers, limits, soft_placement, divided)
@@ -335,6 +338,7 @@ class TPUStrategy(thread_backend.OnBackend, tf.distribute.TPUStrategy):
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like every strategy; works in steps of `run_steps`. Takes Python numbers."""
         context = tf.distribute.get_replica_context()
+        # A step of `run_steps` is in replica context, and TensorFlow's `reduce` works outside of it only.
         if isinstance(context, body_context.BodyReplicaContext) and context.is_step:
             return context.merge_call(
                 lambda _, value: super(TPUStrategy, self).reduce(reduce_op, value, axis), (value,)

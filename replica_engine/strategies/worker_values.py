@@ -96,6 +96,7 @@ def start_from_chief(
     unique = list({id(component): component for component in components}.values())
     handle = eager.raw_handle(unique[0])
     value = eager.read(handle, unique[0].dtype)
+    # First: workers that exchanged the values of different variables would mix them up.
     agree_to_make(name, value, devices, limits, how)
     if xla_ops.is_host_only(value.dtype):
         return  # strings: each worker keeps its own

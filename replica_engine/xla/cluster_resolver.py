@@ -47,6 +47,7 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         self.cluster = _cluster(coordinator_address, num_processes, process_id)
         self._found: DeviceGroup | None = None
         self._asked = platform_named(platform)
+        # With several processes the platform is not looked at yet: that would join the job, and wait for all of them.
         if self.cluster.num_processes > 1:
             self.task_type, self.task_id = "worker", self.cluster.process_id
         elif platform is not None:

@@ -75,7 +75,9 @@ def _correct_root_gradient(kind: str, inputs: Sequence[tf.Tensor], attribute: At
     """The gradient of a root or of a reciprocal, of the result and the upstream gradient."""
     result, upstream = inputs
     name = "ReciprocalGrad" if kind == "InvGrad" else kind
+    # XLA leaves the conjugate out. It changes no real number.
     gradient = getattr(tf.raw_ops, name)(y=tf.math.conj(result), dy=upstream)
+    # XLA multiplies by a slope that is infinite at 0, and 0 times that is NaN.
     return [tf.where(upstream == 0, tf.zeros_like(gradient), gradient)]
 
 

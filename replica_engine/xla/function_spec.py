@@ -160,6 +160,7 @@ def function_key(fn: Any, hosts: Hosts, depth: int = 3) -> Any:
         return function_key(value, hosts, depth - 1) if is_function else constant_key(value)
 
     if isinstance(fn, functools.partial):
+        # Sorted, since keywords in another order make the same call.
         rest = tuple((name, key(value)) for name, value in sorted(fn.keywords.items()))
         return "partial", function_key(fn.func, hosts, depth), tuple(map(key, fn.args)), rest
     if isinstance(fn, MethodType):

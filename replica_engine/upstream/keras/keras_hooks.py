@@ -55,6 +55,7 @@ ITERATE = _scope_hook(
     "keras.src.trainers.epoch_iterator.EpochIterator",
     "_enumerate_iterator",
     why="`predict` gets whole batches",
+    # Called before the hook of backups, which looks whether the iterator gives whole batches.
     order=1,
 )
 COMBINE = _scope_hook(

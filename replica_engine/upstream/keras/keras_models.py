@@ -286,6 +286,7 @@ def own_variables(model: keras.Model) -> list[tf.Variable]:
 @contextlib.contextmanager
 def _unchanged(variables: Iterable[tf.Variable]) -> Iterator[None]:
     with thread_state.unobserved():
+        # Callbacks of `tf.debugging` must not see these copies: they are no ops of the user's.
         before = [(variable, tf.identity(variable)) for variable in variables]
     try:
         yield

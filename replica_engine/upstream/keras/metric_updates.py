@@ -89,6 +89,7 @@ def adds_over_samples(metric: keras.metrics.Metric, update: UpdateCall) -> bool:
 
 def _adds_in_parts(metric: keras.metrics.Metric, update: UpdateCall) -> bool:
     leaves = tf.nest.flatten((update.args, update.keywords))
+    # The placeholders that take their places would not have the mask.
     if any(getattr(each, "_keras_mask", None) is not None for each in leaves):
         return False
     given: list[object] = []
@@ -105,6 +106,7 @@ def _adds_in_parts(metric: keras.metrics.Metric, update: UpdateCall) -> bool:
     ops = graph.get_operations()
     inputs = [each for each in given if tf.is_tensor(each)] + own
     captured = [(outside, inside) for outside, inside in graph.captures if not tf.is_symbolic_tensor(outside)]
+    # A tensor of another graph has no value to try with, and an assignment would change the user's variable.
     if len(captured) < len(graph.captures) or any(op.type.startswith(_ASSIGNING) for op in ops):
         return False
     inputs += [inside for _, inside in captured]
