@@ -331,7 +331,9 @@ def let_the_chief_write(find_worker: Callable[[object], Worker | None]) -> None:
     Args:
         find_worker: takes a model, and returns this worker; None if the model is not trained on several workers.
     """
-    SAVING.put(lambda own: own if isinstance(own, _Saving) else _Saving(own, find_worker))
+    # Not by its class: another library may have put an object of its own around ours. Inside two, the chief would wait
+    # for the other workers twice.
+    SAVING.put(lambda own: own if hasattr(own, "_worker_of") else _Saving(own, find_worker))
     MAKE_FOLDER.around(_make_folder)
 
 
