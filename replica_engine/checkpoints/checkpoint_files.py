@@ -311,7 +311,8 @@ def _after_fork() -> None:
     _thread, _error, _saving = None, None, threading.RLock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

@@ -225,6 +225,8 @@ def _failing_together(turn: AnyTurn, discard: Callable[[], None]) -> Iterator[No
     """Tells the other workers of an error in the block: they wait for what this worker does there."""
     try:
         yield
+    except GeneratorExit:  # not of the block: Ctrl-C came at its end, and this is freed at any later time
+        raise
     except BaseException as error:  # an interrupt too: the others would wait without end
         if not isinstance(error, (WorkerLostError, ProgramDisagreementError)):  # of which they hear anyway
             turn.tell("done" if turn.writes else f"part {turn.worker}", str(error) or type(error).__name__)

@@ -169,17 +169,16 @@ class GroupPool:
             group = self._idle.pop() if self._idle else None
         if group is None:
             group = SyncGroup(self.devices, self.record, self.name)
-        ended_well = False
         try:
             yield group
-            ended_well = True
-        finally:
-            with self._lock:
-                keeps = ended_well and len(self._idle) < self.KEPT
-                if keeps:
-                    self._idle.append(group)
-            if not keeps:
-                group.close()
+        except BaseException:  # without the lock: the collector may free a lease on a thread that has it
+            group.close()
+            raise
+        with self._lock:
+            if len(self._idle) < self.KEPT:
+                self._idle.append(group)
+                return
+        group.close()
 
     def close(self) -> None:
         """Closes the idle groups. A leased group ends when its run has ended and nothing refers to it."""

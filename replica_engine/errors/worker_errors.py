@@ -25,9 +25,6 @@ SAVING = "the saving of"
 NOW = "; now "
 """Between the sync point that a worker has reported, and where its replicas are at the moment."""
 
-OF_REPLICAS = ("numbers of replicas", "Give each worker the same number of devices.")
-"""What differs where workers have other numbers of devices, and what to do."""
-
 _MOST_LINES = 16  # of a table of workers, and of ranges of workers in a line
 _QUIET = 3.0  # seconds of silence from which on a worker stands apart from others at the same place
 
@@ -342,9 +339,26 @@ class WorkerVersionError(ReplicaEngineError, RuntimeError):
 
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
 
+    # Workers of different versions of this library tell each other of it: the names and arguments must never change.
+
     @classmethod
-    def different(cls, what: str, advice: str, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
-        """The workers differ in something, such as "versions of keras"."""
+    def of_package(cls, package: str, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+        """The workers have different versions of a package."""
+        return cls._different(f"versions of {package}", groups, f"Install one version of {package} on all workers.")
+
+    @classmethod
+    def of_devices(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+        """The replicas of some workers run on GPUs, and those of others on CPUs."""
+        hide = "Give each worker GPUs, or hide them: CUDA_VISIBLE_DEVICES=-1."
+        return cls._different("kinds of devices", groups, hide)
+
+    @classmethod
+    def of_replicas(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+        """The workers have different numbers of replicas."""
+        return cls._different("numbers of replicas", groups, "Give each worker the same number of devices.")
+
+    @classmethod
+    def _different(cls, what: str, groups: Iterable[tuple[Sequence[int], str]], advice: str) -> WorkerVersionError:
         rows = tuple((tuple(indices), value) for indices, value in groups)
         table = "\n".join(f"  {workers(indices)}: {value}" for indices, value in rows)
         error = cls(f"The workers have different {what}:\n{table}\n{advice}")

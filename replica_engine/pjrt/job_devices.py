@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
-from replica_engine.errors.worker_errors import OF_REPLICAS
 from replica_engine.pjrt import accelerators, jaxlib, rendezvous
 from replica_engine.pjrt.agreement import Agreement
 from replica_engine.pjrt.device_group import DeviceGroup
@@ -74,7 +73,7 @@ class _Workers:
             counts.setdefault(len(own), []).append(worker)
         if len(counts) > 1:  # known only now for GPUs and TPUs
             groups = [(each, str(number)) for number, each in sorted(counts.items())]
-            raise WorkerVersionError.different(*OF_REPLICAS, groups)
+            raise WorkerVersionError.of_replicas(groups)
         self._agreement = Agreement(self.platform, tuple(own[0] for own in self.devices), member)
 
     def group(self, count: int, mesh: ReplicaMesh | None) -> DeviceGroup:

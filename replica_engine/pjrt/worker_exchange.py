@@ -156,7 +156,7 @@ def _leave(devices: DeviceGroup) -> None:
     flat = devices.flat
     if devices.agreement is not None:
         devices.agreement.leave_to(flat)
-    if flat.interrupted:
+    if flat.interrupted and not flat.ends_within(0.0):
         devices.running, devices.running_name, devices.interrupted = flat.running, flat.running_name, True
     device_group.add(devices)
 

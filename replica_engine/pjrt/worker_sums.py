@@ -184,7 +184,8 @@ class WorkerSums:
                 self.failed = ProgramError.over_workers(name, self._member.worker, str(error))
                 raise self.failed from error
             finally:
-                device_group.add(devices)  # which does nothing if the program has ended
+                if devices.interrupted:
+                    device_group.add(devices)
             theirs = devices.fetch(by_all, 0)
             self._compare(theirs[:, :_HEAD], said[:, :_HEAD], call, key)
             return [devices.fetch(each, 0) for each in results], theirs

@@ -146,7 +146,8 @@ def _after_fork() -> None:
         _parent = os.getppid()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 # Which folder a relative path is in: the one of the call that got it, wherever the program goes later.

@@ -72,7 +72,8 @@ def _after_fork() -> None:
             del known[thread]
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @atexit.register

@@ -179,4 +179,5 @@ def _after_fork() -> None:
     _maker = _Maker()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

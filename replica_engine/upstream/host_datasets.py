@@ -314,7 +314,8 @@ def _after_fork() -> None:
     _ends = _Ends()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def end_apart(iterator: tf.data.Iterator) -> weakref.ref[tf.data.Iterator]:

@@ -271,9 +271,10 @@ def write(path: str, spans: Iterable[Span], began: float, ended: float, dropped:
         with open(part, "w") as file:
             json.dump(data, file)
         os.replace(part, path)
-    finally:
-        with contextlib.suppress(OSError):  # it is there only after a failure
+    except BaseException:  # not `finally`: the name may be that of another thread's file by then
+        with contextlib.suppress(OSError):
             os.unlink(part)
+        raise
 
 
 def _names(groups: dict[str, int], tracks: dict[Track, tuple[int, int]]) -> list[dict[str, object]]:

@@ -189,12 +189,15 @@ def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socke
     """
     host = own_host(coordinator, reached)
     family, _, _, _, here = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with contextlib.ExitStack() as failed:
-        held = failed.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # a server that sets either of them gets the port
-            held.setsockopt(socket.SOL_SOCKET, option, 1)
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        for option in ("SO_REUSEADDR", "SO_REUSEPORT"):  # a server that sets either of them gets the port
+            if hasattr(socket, option):
+                held.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
         held.bind(here)
-        failed.pop_all()  # from here on it is the caller's to close
+    except BaseException:  # also Ctrl-C: nobody else knows of the socket
+        held.close()
+        raise
     return join_address(host, held.getsockname()[1]), held
 
 

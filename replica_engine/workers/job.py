@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replica_engine import errors
-from replica_engine.errors.worker_errors import OF_REPLICAS, in_short
+from replica_engine.errors.worker_errors import in_short
 from replica_engine.workers.cluster import is_loopback
 from replica_engine.workers.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
 from replica_engine.workers.messages import LONGEST_LINE, BadMessageError, Failure, Message, encode
@@ -314,22 +314,22 @@ class Job:
         """Compares a member that has just joined with the first one."""
         first, new = next(iter(self._members.values())), self._members[worker]
         if DEVICES in first.versions and first.versions[DEVICES] != new.versions.get(DEVICES, first.versions[DEVICES]):
-            hide = "Give each worker GPUs, or hide them: CUDA_VISIBLE_DEVICES=-1."
-            self._fail_job("kinds of devices", hide, lambda member: member.versions.get(DEVICES, "not known"))
+            groups = self._grouped(lambda member: member.versions.get(DEVICES, "not known"))
+            self._fail(Failure.from_wording(errors.WorkerVersionError.of_devices, groups))
         for package in (first.versions.keys() | new.versions.keys()) - {DEVICES}:
             if first.versions.get(package) != new.versions.get(package):
-                version = lambda member: member.versions.get(package, "not there")  # noqa: B023, E731
-                self._fail_job(f"versions of {package}", f"Install one version of {package} on all workers.", version)
+                groups = self._grouped(lambda member: member.versions.get(package, "not there"))  # noqa: B023
+                self._fail(Failure.from_wording(errors.WorkerVersionError.of_package, package, groups))
         if first.replicas != new.replicas:
-            self._fail_job(*OF_REPLICAS, lambda member: str(member.replicas))
+            groups = self._grouped(lambda member: str(member.replicas))
+            self._fail(Failure.from_wording(errors.WorkerVersionError.of_replicas, groups))
 
-    def _fail_job(self, what: str, advice: str, key: Callable[[_JoinedMember], str]) -> None:
-        """Fails the job, whose members differ in what `key` says of them."""
+    def _grouped(self, key: Callable[[_JoinedMember], str]) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """The members that are here, grouped by what `key` says of them."""
         groups: dict[str, list[int]] = {}
         for worker, member in sorted(self._members.items()):
             groups.setdefault(key(member), []).append(worker)
-        rows = tuple((tuple(indices), value) for value, indices in groups.items())
-        self._fail(Failure.from_wording(errors.WorkerVersionError.different, what, advice, rows))
+        return tuple((tuple(indices), value) for value, indices in groups.items())
 
     def _miss_ended(self, now: float) -> None:
         """Fails the job if members wait for a worker to join, and that worker has ended already."""

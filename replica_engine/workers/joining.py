@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import math
@@ -129,21 +128,21 @@ def _joined(address: str, token: str, hello: Message, patience: float, launched:
         except WorkersMissingError as error:
             raise (refusal or error) from None
         member.hook_exceptions()
-        with contextlib.ExitStack() as failed:
-            failed.callback(member.close)
-            try:
-                member.wait_for_all()
-                member.watch_links()
-                failed.pop_all()
-                return member
-            except ReplicaEngineError as error:
-                now = time.monotonic()
-                deadline = now + again if deadline is None else deadline
-                if not member.refused or not _may_be_earlier(error) or now >= deadline:
-                    raise
-                if refusal is None:
-                    LOGGER.warning(tries_again(str(error), again))
-                refusal = error
+        try:
+            member.wait_for_all()
+            member.watch_links()
+            return member
+        except BaseException as error:  # also Ctrl-C: the job would count a worker that nobody has
+            member.close()
+            now = time.monotonic()
+            deadline = now + again if deadline is None else deadline
+            if not isinstance(error, ReplicaEngineError) or not member.refused or not _may_be_earlier(error):
+                raise
+            if now >= deadline:
+                raise
+            if refusal is None:
+                LOGGER.warning(tries_again(str(error), again))
+            refusal = error
         patience = max(deadline - now, 0.0)
         threading.Event().wait(min(server.PAUSE, patience))
 
@@ -242,14 +241,15 @@ def _connected(address: str, token: str, hello: Message, patience: float, launch
     while True:
         left = deadline - time.monotonic()
         try:
-            with contextlib.ExitStack() as failed:
-                made = socket.create_connection(split_address(address), timeout=max(left, _PAUSES[0]))
-                connection = failed.enter_context(made)
+            connection = socket.create_connection(split_address(address), timeout=max(left, _PAUSES[0]))
+            try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 heartbeat, lines, early = welcome(connection, token, hello, address)
-                member = Member(connection, lines, Welcome(hello[0], hello[1], address, heartbeat, launched), early)
-                failed.pop_all()  # from here on it is the member's to close
-                return member
+                told = Welcome(hello[0], hello[1], address, heartbeat, launched)
+                return Member(connection, lines, told, early)
+            except BaseException:  # also Ctrl-C: the coordinator would wait for a worker that has given up
+                connection.close()
+                raise
         except OSError as error:
             if left <= 0:
                 worker, size, about = hello

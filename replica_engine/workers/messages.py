@@ -33,7 +33,7 @@ from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 _WORDINGS = {
     "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "parted", "gave_up"),
     "WorkersMissingError": ("not_joined", "not_met", "no_value", "no_room"),
-    "WorkerVersionError": ("different",),
+    "WorkerVersionError": ("of_package", "of_devices", "of_replicas"),
     "ProgramDisagreementError": ("differ",),
     "ClusterConfigError": ("other_size", "taken"),
 }

@@ -21,7 +21,6 @@ import errno
 import json
 import logging
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -46,7 +45,7 @@ LOGGER = logging.getLogger("replica_engine")
 # The child process of worker 0, where no launcher of ours has the coordinator.
 
 PAUSE = 0.5  # seconds between attempts while an earlier run ends
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")  # not all systems have all
 
 started: list[subprocess.Popen[str]] = []
 """The child processes that this process has started. They are kept: Python warns of one that is freed while it runs."""
@@ -133,8 +132,9 @@ def answer(place: dict[str, str]) -> None:
     Args:
         place: what `child` returns in worker 0.
     """
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for name in _IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     print(json.dumps(place), flush=True)
     # Somebody who waits for the end of worker 0's output must not wait for this process too.
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -557,6 +557,10 @@ def allow_files(count: int) -> int:
     Returns:
         How many connections it has room for; at most `count`.
     """
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return count
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _SPARE
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -515,7 +515,7 @@ def _rows(groups: Groups | None, size: int, equal_for: str = "") -> list[list[in
         return [list(range(size))]
     try:
         rows = [[operator.index(replica) for replica in group] for group in groups]
-    except (TypeError, ValueError, AttributeError, NotImplementedError):  # a table has no attribute to iterate over
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, tf.errors.OpError):
         raise CollectiveError.bad_groups(groups, size) from None
     if not all(rows) or sorted(replica for row in rows for replica in row) != list(range(size)):
         raise CollectiveError.bad_groups(rows, size)

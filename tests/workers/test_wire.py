@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica_engine.errors import WorkerLostError, WorkerRow
+from replica_engine.errors import WorkerLostError, WorkerRow, WorkerVersionError
 from replica_engine.workers import messages as wire
 from replica_engine.workers.messages import BadMessageError, Failure, MessageReader
 
@@ -63,6 +63,14 @@ def test_a_failure_is_the_same_error_everywhere():
     arrived = Failure.from_json(failure.as_json())
     assert str(arrived.error()) == str(WorkerLostError.killed(row, 9))
     assert (arrived.worker, arrived.error().signal) == (1, 9)
+
+
+def test_another_version_of_this_library_is_told_in_the_words_of_0_3_0():
+    message = ["WorkerVersionError.of_package", ["replica_engine", [[[0], "0.4.0"], [[1, 2], "0.3.0"]]]]
+    text = "different versions of replica_engine:\n  worker 0: 0.4.0\n  workers 1-2: 0.3.0\n"
+    assert text in str(Failure.from_json(message).error())
+    groups = (((0,), "0.4.0"), ((1, 2), "0.3.0"))
+    assert Failure.from_wording(WorkerVersionError.of_package, "replica_engine", groups).as_json() == message
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -116,11 +116,16 @@ class Decisions:
 
     def _run(self, graph: Any, inputs: Sequence[_ReplicaValues], active: Sequence[bool]) -> list[_ReplicaValues]:
         """Goes through a function graph on the replicas that are `active`; returns what is known of its results."""
-        ops = self._ops(graph) if any(active) else ()
+        ops = self._counted(graph) if any(active) else ()
         return followed(graph, ops, inputs, self._unknown, lambda op, given: self._visit(op, given, active))
 
+    def _counted(self, graph: Any) -> Iterator[tf.Operation]:
+        """The ops of a graph, each of which is one of the steps that are left, known or not."""
+        for op in self._ops(graph):
+            self._left -= 1
+            yield op
+
     def _visit(self, op: tf.Operation, given: list[_ReplicaValues], active: Sequence[bool]) -> Sequence[_ReplicaValues]:
-        self._left -= 1
         functions = graph_walk.list_inner_graphs(op)
         if not functions:
             return self._computed(op, given, active)

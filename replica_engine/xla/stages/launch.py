@@ -354,7 +354,7 @@ class Launch:
             finally:
                 try:
                     self._watch.__exit__(None, None, None)  # also if it was not entered
-                finally:  # again, if an exception came in the line above: otherwise the watch would warn forever
+                finally:  # a second time: an exception may have come in the line above
                     self._watch.__exit__(None, None, None)
                 self._watch.error = None  # whose traceback has the arguments
 
