@@ -122,7 +122,7 @@ def late(place, hold=rendezvous.hold):
 
 
 if me == int(os.environ["VICTIM"]):
-    setattr(job_devices, os.environ["IN"], dies)
+    setattr(job_devices.jaxlib, os.environ["IN"], dies)
 elif os.environ["LATE"]:
     rendezvous.hold = late
 try:
