@@ -24,9 +24,9 @@ from replica_engine.workers import server
 from replica_engine.workers.cluster import split_address
 from replica_engine.workers.job import Limits
 from replica_engine.workers.joining import welcome
-from replica_engine.workers.launch_log import LAUNCH, entry, packed
 from replica_engine.workers.member import BATCH
 from replica_engine.workers.messages import encode
+from replica_engine.workers.program_log import LAUNCH, entry, packed
 from replica_engine.workers.server import allow_files
 
 TOKEN = "a thousand members"

@@ -1,4 +1,4 @@
-"""Names for people who write their own strategy, or who call replicas of any strategy.
+"""A facade: names for people who write their own strategy, or who call replicas of any strategy.
 
 `replica_engine.strategies.ReplicaThreads` is the base class of such a strategy. These names are the arguments and
 results of its hooks. See docs/custom_strategy.md.

@@ -10,7 +10,7 @@ values of a checkpoint that has variables of a strategy:
    one before or the new one. Its thread writes asynchronous saves, one for the process, and keeps an error for the next
    save, or the exit. It also says how a variable that is divided over devices is saved and read: as slices, without the
    whole on one host.
-3. `chief_files` says whose files one worker writes for all.
+3. `file_owners` says which strategy and which workers a saved object belongs to; their chief writes its files.
 
 What must never happen: a file at a final name that is not whole; a failed write that nobody hears of; values of two
 steps in one checkpoint. The hooks in TensorFlow are in `upstream/checkpoint_hooks.py`.

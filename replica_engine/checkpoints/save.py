@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from replica_engine.checkpoints import checkpoint_files, chief_files
+from replica_engine.checkpoints import checkpoint_files, file_owners
 from replica_engine.errors import CheckpointError, ProgramDisagreementError, ReplicaEngineError, WorkerLostError
 from replica_engine.process import setup, threads
 from replica_engine.upstream import checkpoint_hooks
@@ -59,7 +59,7 @@ def install() -> None:
 class CompleteSaver:
     """Implements `upstream.checkpoint_hooks.CheckpointSaver`."""
 
-    concerns = staticmethod(chief_files.concerns)
+    concerns = staticmethod(file_owners.concerns)
     absolute = staticmethod(setup.absolute)
     reading = staticmethod(checkpoint_files.reading)
 
@@ -90,10 +90,10 @@ class CompleteSaver:
             CheckpointError: it could not be written, or the asynchronous save before it could not.
             ReplicaValueError: a variable has no value that can be saved.
         """
-        chief_files.check_values(saved)
+        file_owners.check_values(saved)
         given, path = _given.get() or path, setup.absolute(path)
         with checkpoint_files.alone():
-            team = chief_files.find_team(saved)
+            team = file_owners.find_team(saved)
             with nullcontext(_Alone()) if team is None else team.taking_turns("a checkpoint", path, given) as turn:
                 # Discards without the others, who may wait for this worker in an exchange.
                 discard = functools.partial(checkpoint_files.discard, path)

@@ -12,6 +12,9 @@
 - `replica_optimizer`: reduces the gradients of all replicas and applies them; in custom loops too.
 - `backup`: `BackupAndRestore`, which continues a `fit` that was killed.
 
+A `fit` in a scope goes from `strategies.keras_scopes`, which Keras calls through hooks, to `scoped_model` and
+`train_function`; that of a replicated model from `replication` to `lent_model` and `train_function`.
+
 Keras is imported when a name that needs it is first used. `CrossReplicaOptimizer` is registered as serializable then.
 """
 

@@ -3,8 +3,8 @@
 - `mirrored`: MirroredStrategy and its extended half.
 - `multi_worker`: MultiWorkerMirroredStrategy, its extended half, and its place in a job of several processes.
 - `tpu`: TPUStrategy. `compiled_backend`: its backend and its extended half. `device_variables`: its variables.
-  `distribution`: how they are divided over the devices of a replica. `worker_values`: values over several workers.
-- `thread_backend`: the backend of replicas on threads, and what all strategies have in common for `tf.distribute`.
+  `variable_layouts`: how they are divided over the devices of a replica. `worker_values`: values over several workers.
+- `on_backend`: the strategy half of all of them: what users call, checked and passed to the backend.
 - `extended`: ExtendedHooks, the hooks that all have in common, and what prepares values for TensorFlow's reductions;
   ReplicaThreads, which runs the replicas of any extended half on this library's threads.
 - `device_loops`: many steps in a launch. `multi_step`: the context object that carries the outputs of such steps.

@@ -20,8 +20,8 @@ from replica_engine.pjrt.plan import DeviceMemory, Plan
 from replica_engine.process import setup, shutdown
 from replica_engine.strategies import argument_checks, device_variables, keras_scopes, multi_step, worker_values
 from replica_engine.strategies.device_loops import LoopSettings, run_steps
-from replica_engine.strategies.distribution import Distribution, VariableTable
 from replica_engine.strategies.extended import ExtendedHooks, as_tensors
+from replica_engine.strategies.variable_layouts import Distribution, VariableTable
 from replica_engine.upstream import distribute
 from replica_engine.values.regroup import spread
 from replica_engine.xla import body_context, collectives, constraints

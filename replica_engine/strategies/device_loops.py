@@ -18,8 +18,8 @@ from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream import data_pulls, host_datasets
 from replica_engine.upstream.graphs import operators
 from replica_engine.xla import body_context, function_spec
+from replica_engine.xla.calls.device_loop import run_loop
 from replica_engine.xla.calls.program_table import ProgramTable
-from replica_engine.xla.calls.run_steps import run_loop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh, names
 from replica_engine.process.memory import freed_memory_returned
 from replica_engine.strategies import worker_values
-from replica_engine.strategies.distribution import Distribution, Made
+from replica_engine.strategies.variable_layouts import Distribution, Made
 from replica_engine.upstream import checkpoint_hooks, distribute, eager
 from replica_engine.upstream.graphs import graph_walk, xla_ops
 from replica_engine.upstream.keras import keras_variables

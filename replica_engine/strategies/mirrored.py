@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from replica_engine.errors import DeviceError, ReplicaValueError, device_errors
 from replica_engine.errors.base import shown
-from replica_engine.strategies import argument_checks, thread_backend
+from replica_engine.strategies import argument_checks, on_backend
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
 from replica_engine.threads import all_reduce, replica_run
 from replica_engine.upstream import distribute
@@ -37,7 +37,7 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
 
     def _initialize_strategy(self, devices: Sequence[str]) -> None:
         """The hook that sets up devices; it also picks the all-reduce if the user passed no `cross_device_ops`."""
-        self._updates = thread_backend.EagerUpdates()
+        self._updates = on_backend.EagerUpdates()
         self._on_one_device = distribute.QuietReduction()
         default = self._cross_device_ops is None  # type: ignore[has-type]
         super()._initialize_strategy(devices)
@@ -65,7 +65,7 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
         return by_dtype(value_destination_pairs, lambda batch: reduce(reduce_op, batch, options))
 
     def _update(self, var: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
-        """The hook that updates all components of a variable or none; see `thread_backend`."""
+        """The hook that updates all components of a variable or none; see `on_backend`."""
         argument_checks.check_updated(var, args)
         update = super()._update
         if not tf.executing_eagerly():  # the graph will update all
@@ -97,7 +97,7 @@ class MirroredExtended(ReplicaThreads, ExtendedHooks, distribute.MirroredExtende
         return (tf.executing_eagerly() and not distribute.is_merged()) or super()._use_merge_call()
 
 
-class MirroredStrategy(thread_backend.OnReplicaThreads, tf.distribute.MirroredStrategy):
+class MirroredStrategy(on_backend.OnReplicaThreads, tf.distribute.MirroredStrategy):
     """Runs a function once per replica, with one replica per device of one machine, and keeps variables equal.
 
     This class is a drop-in replacement for `tf.distribute.MirroredStrategy`, and a subclass of it: `scope`, `run`,

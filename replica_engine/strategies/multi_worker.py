@@ -36,7 +36,7 @@ import tensorflow as tf
 from replica_engine import workers
 from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
-from replica_engine.strategies import argument_checks, thread_backend
+from replica_engine.strategies import argument_checks, on_backend
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
 from replica_engine.threads import merge_checks, replica_run
 from replica_engine.threads.all_reduce import CpuReduction, OverWorkers, WorkerReduction
@@ -487,7 +487,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         return int(self._num_workers)
 
 
-class MultiWorkerMirroredStrategy(thread_backend.OnReplicaThreads, tf.distribute.MultiWorkerMirroredStrategy):
+class MultiWorkerMirroredStrategy(on_backend.OnReplicaThreads, tf.distribute.MultiWorkerMirroredStrategy):
     """Runs a function once per replica, with replicas on the devices of several processes, and keeps variables equal.
 
     This class is a drop-in replacement for `tf.distribute.MultiWorkerMirroredStrategy`, and a subclass of it. Each

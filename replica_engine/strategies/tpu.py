@@ -25,9 +25,9 @@ from replica_engine.errors import DeviceError, InputsError
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.plan import DeviceMemory, Plan
 from replica_engine.process import setup
-from replica_engine.strategies import argument_checks, device_loops, multi_step, thread_backend
+from replica_engine.strategies import argument_checks, device_loops, multi_step, on_backend
 from replica_engine.strategies.compiled_backend import CompiledBackend, TPUExtended
-from replica_engine.strategies.distribution import Layouts, assigned, read
+from replica_engine.strategies.variable_layouts import Layouts, assigned, read
 from replica_engine.upstream.graphs import operators
 from replica_engine.xla import body, body_context, constraints
 from replica_engine.xla.cluster_resolver import PjrtClusterResolver
@@ -36,7 +36,7 @@ from replica_engine.xla.replicate import with_values
 __all__ = ["TPUExtended", "TPUStrategy"]
 
 
-class TPUStrategy(thread_backend.OnBackend, tf.distribute.TPUStrategy):
+class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
     """Runs a function on N devices as one compiled program: on TPUs, on GPUs, or on the CPU devices of a laptop.
 
     This class is a subclass of `tf.distribute.TPUStrategy`, so libraries that check for that class take the branch that

@@ -12,7 +12,7 @@ TensorFlow:
 
 Keras:
 
-- `keras/`: models, training functions, the state of a thread, and the list of private attributes.
+- `keras/`: models, training functions, and the state of a thread.
 
 Both:
 

@@ -12,7 +12,7 @@ process is, and tells every worker which other one is lost, missing or different
     job            what the coordinator knows and decides
     member         a worker's side: what it does
     connection     a worker's side: questions and answers, the thread, whether the other machines answer
-    launch_log     what the workers launched, compared
+    program_log    what the workers launched, compared
     messages       messages, the proof of the token, and the first failure of a job
     cluster        which worker this process is, and where the coordinator is: from environment variables
 
@@ -21,7 +21,7 @@ process is, and tells every worker which other one is lost, missing or different
 
 from replica_engine.workers.cluster import Cluster, find_cluster
 from replica_engine.workers.joining import join
-from replica_engine.workers.launch_log import Program
 from replica_engine.workers.member import Member
+from replica_engine.workers.program_log import Program
 
 __all__ = ["Cluster", "Member", "Program", "find_cluster", "join"]

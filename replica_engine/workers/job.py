@@ -14,7 +14,7 @@ What it guarantees:
   few seconds, since an interrupt reaches all at once. Otherwise it is the heartbeat limit, since the same exception,
   such as the end of the data, may come to the other one later. A member that has not come to the step is waited for.
 - A member may say goodbye when all have come to their end, or after a failure.
-- What is kept grows with the number of members, and not with the number of launches (see `launch_log`).
+- What is kept grows with the number of members, and not with the number of launches (see `program_log`).
 
 All times are seconds of `time.monotonic`.
 """
@@ -29,8 +29,8 @@ from typing import Any
 from replica_engine import errors
 from replica_engine.errors.worker_errors import in_short
 from replica_engine.workers.cluster import is_loopback
-from replica_engine.workers.launch_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
 from replica_engine.workers.messages import LONGEST_LINE, BadMessageError, Failure, Message, encode
+from replica_engine.workers.program_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
 
 DEVICES = "the kind of devices"  # among the versions: workers with GPUs and without need other packages
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round

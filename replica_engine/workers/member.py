@@ -1,6 +1,6 @@
 """A worker's side of the connection to the coordinator.
 
-`join` takes this process into its job and returns a `Member` when all workers are there. From then on a thread of the
+`joining.join` makes a `Member` when all workers of the job are there. From then on a thread of the
 member sends a sign of life several times within the heartbeat limit, sends what was launched at most ten times a
 second, and receives.
 
@@ -39,8 +39,8 @@ from replica_engine.watch import timeline
 from replica_engine.watch.watchdog import Wait, describe_workers, forget_workers, replicas
 from replica_engine.workers.cluster import held_address
 from replica_engine.workers.connection import Channel, Links, Welcome
-from replica_engine.workers.launch_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
 from replica_engine.workers.messages import Message, MessageReader, print_place
+from replica_engine.workers.program_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
 
 LOGGER = logging.getLogger("replica_engine")
 

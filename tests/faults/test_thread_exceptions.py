@@ -123,7 +123,7 @@ def test_a_loop_on_one_device_is_whole_at_each_instant():
 
     files = (
         *LAUNCH,
-        "xla/calls/run_steps.py",
+        "xla/calls/device_loop.py",
         "xla/calls/chunk_launches.py",
         "xla/host_calls/session.py",
         "xla/calls/prefetch.py",
@@ -141,7 +141,7 @@ def test_a_loop_on_one_device_is_whole_at_each_instant():
 
 
 UPDATE = (
-    "strategies/thread_backend.py",
+    "strategies/on_backend.py",
     "strategies/mirrored.py",
     "process/interrupts.py",
     "upstream/eager.py",

@@ -133,7 +133,7 @@ def _check_in_functions(program: Callable[..., None], text: str, ended: str, **f
     """
     import tensorflow as tf
 
-    from replica_engine.strategies.thread_backend import OnBackend
+    from replica_engine.strategies.on_backend import OnBackend
 
     original = OnBackend.run
 

@@ -296,7 +296,7 @@ def test_ctrl_c_in_a_step_shows_the_users_frames(mirrored):
     with pytest.raises(KeyboardInterrupt) as caught:
         mirrored.run(step)
     frames = [os.path.basename(frame.path) for frame in caught.traceback]
-    assert frames == ["test_user_lines.py", "thread_backend.py", "test_user_lines.py"]
+    assert frames == ["test_user_lines.py", "on_backend.py", "test_user_lines.py"]
 
 
 @pytest.mark.parametrize("kind", ["def", "lambda"])

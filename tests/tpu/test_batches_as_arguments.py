@@ -13,7 +13,7 @@ import replica_engine
 from replica_engine import xla
 from replica_engine.errors import ReplicaTimeoutError
 from replica_engine.pjrt.device_group import DeviceGroup
-from replica_engine.xla.calls import chunk_launches, prefetch, run_steps
+from replica_engine.xla.calls import chunk_launches, device_loop, prefetch
 from replica_engine.xla.stages.launch import Launch
 
 SOON = 200  # seconds until a thread that should have gone on by then is stuck
@@ -111,7 +111,7 @@ def fitted():
 
 def test_steps_of_keras(monkeypatch):
     expected = fitted()
-    monkeypatch.setattr(run_steps, "_MOST_STEPS", 2)
+    monkeypatch.setattr(device_loop, "_MOST_STEPS", 2)
     assert fitted() == expected
 
 

@@ -10,8 +10,8 @@ from replica_engine.errors import (
     WorkerVersionError,
 )
 from replica_engine.workers.job import DEVICES, STATUS_PATIENCE, Job, Limits
-from replica_engine.workers.launch_log import END, LAUNCH, WAIT, entry, packed
 from replica_engine.workers.messages import BadMessageError, Failure
+from replica_engine.workers.program_log import END, LAUNCH, WAIT, entry, packed
 from replica_engine.workers.server import TICK
 
 TRAIN, EVAL, SAVE = entry(LAUNCH, "train"), entry(LAUNCH, "eval"), entry(WAIT, "save")

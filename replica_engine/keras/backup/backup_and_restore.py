@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from replica_engine.checkpoints import chief_files, save
+from replica_engine.checkpoints import file_owners, save
 from replica_engine.errors import BackupError
 from replica_engine.errors.base import brief, positive_int, warning
 from replica_engine.keras.backup import backup_files, preemption, saved_state
@@ -78,7 +78,7 @@ class Training:
         self.strategy = (
             self._model.strategy if is_replicated(self._model) else keras_training.find_strategy(self._model)
         )
-        team = chief_files.find_strategy_team(self.strategy)
+        team = file_owners.find_strategy_team(self.strategy)
         self._exchange = None if team is None else team.exchange
         self._worker = 0 if team is None else team.worker
         self._is_verbose = bool(container.params.get("verbose")) and self._worker == 0

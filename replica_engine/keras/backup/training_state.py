@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from replica_engine.checkpoints import chief_files, save
+from replica_engine.checkpoints import file_owners, save
 from replica_engine.errors import BackupError, value_errors
 from replica_engine.errors.base import brief
 from replica_engine.keras.backup import backup_files, data_place, preemption, saved_state
@@ -68,13 +68,13 @@ class TrainingState(tf.train.experimental.PythonState):
         self.epoch = self.batch = 0
         self.values: dict[str, Any] = {}
         self._strategy = strategy
-        self._saving = chief_files.find_strategy_team(strategy)
+        self._saving = file_owners.find_strategy_team(strategy)
         workers = 1 if self._saving is None else self._saving.size
         self._size = [workers, 1 if strategy is None else strategy.num_replicas_in_sync]
         self._variables = None if model is None else saved_state.Variables(model, workers)
         save.install()
         if self._saving is not None:
-            chief_files.belong(self._saving, self)
+            file_owners.belong(self._saving, self)
         self._made = 0  # iterators of all epochs
         self._batches: int | None = None  # of an epoch; None if that is not known
         self._restored: dict[str, Any] | None = None
@@ -130,7 +130,7 @@ class TrainingState(tf.train.experimental.PythonState):
         self._preemption.answered()
         raise SystemExit(status)
 
-    # For `checkpoints.chief_files`: an asynchronous checkpoint of TensorFlow's would ask for the state later, on a
+    # For `checkpoints.file_owners`: an asynchronous checkpoint of TensorFlow's would ask for the state later, on a
     # thread.
     _saves_at_once = True
 

@@ -16,7 +16,7 @@ Two things must never happen: a variable still refers to its value after that va
 a host call of it has failed.
 
 **An exception may come between any two instructions**, out of the handler of a signal, or from another thread. Then the
-launch has been made with all that it stores, or not at all, and the devices go to the next launch. So what ends a
+program is launched and all its values are stored, or neither, and the devices go to the next launch. So what ends a
 launch (`_end`) may be called twice: an exception in it leads to the `except` that calls it again. It is not
 an `__exit__` method: such an exception could keep Python from calling that.
 
@@ -344,7 +344,7 @@ class Launch:
                 device_group.add(self._devices)
                 note_failed_run(error, self._body.records, None)
                 if stores is not None and self._devices.ends_within(stores.patience):
-                    # An exception of a signal or a thread may have kept it from that; it is the one to raise.
+                    # An exception of a signal may have come before `launched`. This makes up for it; that one is raised.
                     with contextlib.suppress(errors.ReplicaEngineError, *jaxlib.RUNTIME_ERRORS):
                         stores.launched()
         finally:

@@ -1,8 +1,8 @@
-"""The backend of replicas on threads: the methods that users call, and updates of variables.
+"""What users call: the strategy half of all strategies, which checks arguments and passes them to the backend.
 
-`OnBackend` is the strategy half of every strategy of this library. It checks arguments, says errors in the user's
-terms, and passes on to the extended half (`extended`) and to its backend (`replica_engine.backend`). `EagerUpdates`
-makes the eager updates of variables.
+`OnBackend` says errors in the user's terms, and passes on to the extended half (`extended`) and to its backend
+(`replica_engine.backend`): `threads.replica_run.ThreadBackend` or `strategies.compiled_backend.CompiledBackend`.
+`OnReplicaThreads` adds what strategies on threads have. `EagerUpdates` makes their eager updates of variables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 import tensorflow as tf
 
 from replica_engine.backend import Arguments, Backend, Keywords
-from replica_engine.checkpoints import chief_files, save
+from replica_engine.checkpoints import file_owners, save
 from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.diagnostics.misuse import check_inputs, check_outside_replicas, translate_error
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
@@ -276,9 +276,9 @@ class OnBackend(tf.distribute.Strategy):
         """
         together = self.extended.backend.saving
         if together is not None:
-            keras_training.let_the_chief_write(chief_files.find_team)
-            checkpoint_hooks.let_the_chief_write(chief_files.find_team)
-            chief_files.belong(together, *models)
+            keras_training.let_the_chief_write(file_owners.find_team)
+            checkpoint_hooks.let_the_chief_write(file_owners.find_team)
+            file_owners.belong(together, *models)
 
     def combined(self, own: Callable[..., Any], values: Any, reduction: str) -> Any:
         """What Keras takes for the values of all replicas; `own` is Keras' function, for one worker.

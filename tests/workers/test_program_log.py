@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replica_engine.workers.launch_log import ENTRY, LAUNCH, MOST_ENTRIES, LaunchLog, backwards, entry, packed, unpacked
+from replica_engine.workers.program_log import (
+    ENTRY,
+    LAUNCH,
+    MOST_ENTRIES,
+    LaunchLog,
+    backwards,
+    entry,
+    packed,
+    unpacked,
+)
 
 CODES = [entry(LAUNCH, name) for name in "abc"]
 SIZE = 3
