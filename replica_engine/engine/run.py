@@ -175,9 +175,7 @@ class Run:
                 if self.observer is not None:
                     self.observer.ended([(replica.track, replica.since) for replica in self.replicas])
                 results = [replica.value for replica in self.replicas]
-            if (
-                self._watch.error is not None
-            ):  # time ran out at the last moment, and an exception may be on its way here
+            if self._watch.error is not None:  # at the last moment: an exception may be on its way
                 self._settle()
             return results
         except BaseException as error:  # an interrupt too: no replica may wait for a coordinator that has left
