@@ -344,7 +344,7 @@ class Launch:
                 device_group.add(self._devices)
                 note_failed_run(error, self._body.records, None)
                 if stores is not None and self._devices.ends_within(stores.patience):
-                    # An exception of a signal may have come before `launched`. This makes up for it; that one is raised.
+                    # An exception of a signal may have come before `launched`: this makes up for it.
                     with contextlib.suppress(errors.ReplicaEngineError, *jaxlib.RUNTIME_ERRORS):
                         stores.launched()
         finally:
