@@ -12,7 +12,6 @@ devices on which such a program still runs is never destroyed.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import functools
 import operator
@@ -101,13 +100,24 @@ class NobodyWaits(Exception):
     """What ends a thread that waits for others before a launch which nobody needs any more."""
 
 
-def needed_by_a_program(why: Callable[[], Exception]) -> contextlib.AbstractContextManager[object]:
+class needed_by_a_program:
     """Inside, a running program waits for this thread, so code inside must never wait for the program.
 
     Args:
         why: makes the error to raise if code inside is about to wait.
     """
-    return threads.attribute(_thread, "why", why)
+
+    # Not of contextlib, which sets the traceback of an exception: one of the user's may be frozen, and refuse that.
+
+    def __init__(self, why: Callable[[], Exception]):
+        self._why = why
+
+    def __enter__(self) -> None:
+        self._before = getattr(_thread, "why", None)
+        _thread.why = self._why
+
+    def __exit__(self, *_: object) -> None:
+        _thread.why = self._before
 
 
 def is_needed_by_a_program() -> bool:

@@ -117,14 +117,20 @@ def run_steps(
     return context
 
 
-@contextlib.contextmanager
-def _noting(note: Callable[[BaseException], None]) -> Iterator[None]:
+class _noting:
     """Calls `note` with an exception of the block, whatever it is: the iterator and the step are the user's code."""
-    try:
-        yield
-    except BaseException as error:
-        note(error)
-        raise
+
+    # Not of contextlib, which sets the traceback of an exception: one of the user's may be frozen, and refuse that.
+
+    def __init__(self, note: Callable[[BaseException], None]):
+        self._note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._note(error)
 
 
 def _positive(name: str, value: object) -> int:

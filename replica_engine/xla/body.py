@@ -284,12 +284,21 @@ class HostCallSite(NamedTuple):
     where: str
 
 
-@contextlib.contextmanager
-def on_host(side: HostCallSite) -> Iterator[None]:
+class on_host:
     """Inside, code belongs to a host call, and not to a body."""
-    # No body: `replica_id()` must then be the id of the replica that called, and no op of the body's graph.
-    with threads.attribute(_thread, "body", None), threads.attribute(_thread, "side", side):
-        yield
+
+    # Not of contextlib, which sets the traceback of an exception: one of the user's may be frozen, and refuse that.
+
+    def __init__(self, side: HostCallSite):
+        self._side = side
+
+    def __enter__(self) -> None:
+        # No body: `replica_id()` must then be the id of the replica that called, and no op of the body's graph.
+        self._before = in_body(), host_call_site()
+        _thread.body, _thread.side = None, self._side
+
+    def __exit__(self, *_: object) -> None:
+        _thread.body, _thread.side = self._before
 
 
 def host_call_site() -> HostCallSite | None:

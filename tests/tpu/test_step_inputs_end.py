@@ -80,7 +80,8 @@ def test_an_error_of_a_data_set_has_tensorflows_type(two, noting):
         assert raised.value.context.steps == noting.count.numpy() == steps
 
 
-def test_an_error_that_takes_no_attributes_is_raised_all_the_same(noting):
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_error_that_takes_no_attributes_is_raised_all_the_same(noting, count):
     class Frozen(Exception):
         __slots__ = ()
 
@@ -88,8 +89,8 @@ def test_an_error_that_takes_no_attributes_is_raised_all_the_same(noting):
             raise AttributeError("frozen")
 
     with pytest.raises(Frozen, match="ice"):
-        noting.run(then_fail(numbers(2), Frozen("ice")), 3)
-    assert noting.inputs == [0.0, 1.0]
+        noting.run(then_fail(numbers(count), Frozen("ice")), 3)
+    assert noting.inputs == [0.0, 1.0][:count]
 
 
 # Batches that do not fit.
