@@ -29,6 +29,7 @@ from typing import Any
 
 FIRST = "the first strategy, or the first call of `xla.replicate` or `xla.lower`"
 FIRST_THREADS = "the first strategy whose replicas run on threads"
+FIRST_WITH_KERAS = "the first strategy, or the first `scope()`, once Keras is imported"
 FIRST_COMPILED = "the first `TPUStrategy`, or the first call of `xla.replicate` or `xla.lower`"
 FIRST_SCOPE = "the first `scope()` once Keras is imported"
 FIRST_WORKERS_SCOPE = "the first scope of a `MultiWorkerMirroredStrategy`, or of a `TPUStrategy` of several workers"
@@ -235,7 +236,7 @@ _FILTERS = {
     )
     for name, whose, since, shows in (
         (_HANDLERS[0], "TensorFlow", FIRST, "tf.debugging"),
-        (_HANDLERS[1], "Keras", f"{FIRST_SCOPE}, and `replicate_model`", "keras.config"),
+        (_HANDLERS[1], "Keras", f"{FIRST_WITH_KERAS}, and `replicate_model`", "keras.config"),
     )
 }
 

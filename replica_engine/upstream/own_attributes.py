@@ -35,7 +35,7 @@ import tensorflow as tf
 # CompositeTensor: the class of values that are made of tensors, such as sparse and ragged ones.
 from tensorflow.python.framework.composite_tensor import CompositeTensor as _CompositeTensor
 
-from replica_engine.upstream.hook import FIRST_SCOPE, FIRST_THREADS, Hook
+from replica_engine.upstream.hook import FIRST_THREADS, FIRST_WITH_KERAS, Hook
 
 SET = "__setattr__"
 _SETS = tuple(
@@ -49,7 +49,7 @@ _SETS = tuple(
     )
     for owner, since in (
         ("tensorflow.python.trackable.autotrackable.AutoTrackable", FIRST_THREADS),
-        ("keras.src.backend.tensorflow.trackable.KerasAutoTrackable", FIRST_SCOPE),
+        ("keras.src.backend.tensorflow.trackable.KerasAutoTrackable", FIRST_WITH_KERAS),
     )
 )
 """Of the classes that store attributes: TensorFlow's, and Keras', which does not set a value that is there already."""
