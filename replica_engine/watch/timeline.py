@@ -266,15 +266,14 @@ def write(path: str, spans: Iterable[Span], began: float, ended: float, dropped:
         "displayTimeUnit": "ms",
         "otherData": {"producer": "replica_engine", "seconds": ended - began, "dropped_spans": dropped},
     }
-    part = f"{path}.{os.getpid()}.part"
+    part = f"{path}.{os.getpid()}.{threading.get_ident()}.part"  # nobody else's, so it may be removed at any time
     try:
         with open(part, "w") as file:
             json.dump(data, file)
         os.replace(part, path)
-    except BaseException:  # not `finally`: the name may be that of another thread's file by then
-        with contextlib.suppress(OSError):
+    finally:
+        with contextlib.suppress(OSError):  # it is there only after a failure
             os.unlink(part)
-        raise
 
 
 def _names(groups: dict[str, int], tracks: dict[Track, tuple[int, int]]) -> list[dict[str, object]]:
