@@ -62,9 +62,7 @@ _NOTHING, _HELD = object(), object()
 HasWeighted = Callable[[keras.optimizers.Optimizer], bool]
 _logger = logging.getLogger("replica_engine")
 _lock = threading.Lock()
-_losses: dict[
-    int, list[Any]
-] = {}  # that have a hook, by their ids: the loss, for how many models, and what it had before
+_losses: dict[int, list[Any]] = {}  # with a hook, by their ids: the loss, for how many models, what it had before
 _found: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # no sums, by their ids
 _looked: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakValueDictionary()  # by `_warn_of_no_sum`
 _READING = ("save", "save_weights", "export", "get_weights")

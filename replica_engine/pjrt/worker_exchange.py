@@ -24,6 +24,7 @@ from replica_engine.pjrt.device_group import Array, DeviceGroup, Limits, NobodyW
 from replica_engine.pjrt.executable import Executable, Flight, agreed
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.stablehlo.partition_local import Axes
+from replica_engine.process.interrupts import around
 from replica_engine.watch.watchdog import Wait, workers
 from replica_engine.workers import Program
 
@@ -135,7 +136,7 @@ def _together(
         exchange = ready()
         wait = Wait(None, timeout=timeout, late=TimeoutError, breaker=left.set)
         try:
-            return wait.around(lambda: exchange(left))
+            return around(wait, lambda: exchange(left))
         except NobodyWaits:
             raise late() from None
         finally:

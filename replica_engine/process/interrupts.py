@@ -169,6 +169,22 @@ def _handlers() -> list[tuple[int, Handler]]:
     return _last[1]
 
 
+def around(block: contextlib.AbstractContextManager[object], call: Callable[[], T]) -> T:
+    """Calls a function inside a block, and leaves it in any case; its `__exit__` may be called twice.
+
+    An exception of another thread may come before the first line of `__exit__`, and a `with` statement would not leave
+    the block then.
+    """
+    try:
+        block.__enter__()
+        result = call()
+        block.__exit__(None, None, None)
+        return result
+    except BaseException as error:  # also one that came before the first line of `__exit__` above
+        block.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
 _held: dict[int, held_off] = {}  # the innermost one of each thread, by thread ident
 
 
@@ -194,14 +210,7 @@ class held_off:
 
     def around(self, call: Callable[[], T]) -> T:
         """Calls a function inside the block."""
-        try:
-            self.__enter__()
-            result = call()
-            self.__exit__(None, None, None)
-            return result
-        except BaseException as error:  # also one that came before the first line of `__exit__` above
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
+        return around(self, call)
 
     def __enter__(self) -> None:
         thread = threading.get_ident()

@@ -25,9 +25,6 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
-
-T = TypeVar("T")
 
 # Stacks of threads, for reports: where each thread is in the user's program.
 
@@ -226,17 +223,6 @@ class Wait:
                 self._breaker = None
         # The watchdog may refer to this wait until its next check.
         self._describe = self._late = self._progress = None
-
-    def around(self, call: Callable[[], T]) -> T:
-        """Calls a function inside the block, which is left even if an exception comes in `__exit__`."""
-        try:
-            self.__enter__()
-            result = call()
-            self.__exit__(None, None, None)
-            return result
-        except BaseException:  # whatever it is: a wait that nobody leaves would warn for ever
-            self.__exit__(None, None, None)
-            raise
 
     def end(self, error: BaseException) -> None:
         """Ends the wait with an error, from any thread, unless it is over or has been ended: the first error stays."""

@@ -31,6 +31,7 @@ from replica_engine.diagnostics import flight_record, user_frames
 from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.base import add_note
 from replica_engine.errors.replica_table import FOR_BATCH, FOR_BATCH_OF_WORKER
+from replica_engine.process import interrupts
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import operators
 from replica_engine.values.structure import flatten
@@ -247,7 +248,7 @@ class Chunks:
             return self._agreed(chunk, watch) if several else chunk
 
         watch = Wait(slow, limits.warn_after)
-        return watch.around(take)
+        return interrupts.around(watch, take)
 
     def _agreed(self, chunk: list[Parts], watch: Wait) -> list[Parts]:
         """The batches of a chunk for which all workers have one."""

@@ -321,9 +321,9 @@ class Launch:
             return
         self._turn = watchdog.Wait(self._describe, self._body.limits.warn_after)
         if limit is None:
-            self._turn.around(lambda: order.enter(taken))
+            interrupts.around(self._turn, lambda: order.enter(taken))
         else:
-            self._turn.around(lambda: order.enter_within(limit, self._timed_out, taken))
+            interrupts.around(self._turn, lambda: order.enter_within(limit, self._timed_out, taken))
 
     def _begin(self, slots: Slots) -> None:
         self._watch.__enter__()
