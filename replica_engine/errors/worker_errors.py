@@ -25,6 +25,7 @@ SAVING = "the saving of"
 NOW = "; now "
 """Between the sync point that a worker has reported, and where its replicas are at the moment."""
 
+_STALL = "REPLICA_ENGINE_STALL_TIMEOUT"
 _MOST_LINES = 16  # of a table of workers, and of ranges of workers in a line
 _QUIET = 3.0  # seconds of silence from which on a worker stands apart from others at the same place
 
@@ -247,6 +248,37 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
         )
 
     @classmethod
+    def stalled(
+        cls,
+        row: WorkerRow,
+        rows: Sequence[WorkerRow],
+        stacks: Sequence[str],
+        stalled: Sequence[int],
+        waiting: Sequence[int],
+        seconds: float,
+    ) -> WorkerLostError:
+        """A worker is alive, and the others have waited for it for longer than the limit; see `describe_stall`."""
+        others = [each for each in stalled if each != row.worker]
+        also = f", as {workers(others, _MOST_LINES)} did" if others else ""
+        waited = f"{workers(waiting, _MOST_LINES)} waited for it (the limit is {_STALL})"
+        error = _lost(row, f"is alive, but did not go on for {seconds:g} s{also}, while {waited}")
+        add_note(error, _stacks(rows, stacks))
+        return error
+
+    @classmethod
+    def none_goes_on(
+        cls, rows: Sequence[WorkerRow], stacks: Sequence[str], stalled: Sequence[int], seconds: float
+    ) -> WorkerLostError:
+        """All workers have been in the same launch for longer than the limit."""
+        error = cls(
+            f"All {len(stalled)} workers have been in the same launch for {seconds:g} s (the limit is {_STALL}): "
+            f"{rows[0].last}. If a launch may take as long, raise the limit; else look for a loop on the devices that "
+            "has no end, and at the network between the workers."
+        )
+        add_note(error, _stacks(rows, stacks))
+        return error
+
+    @classmethod
     def parted(cls, row: WorkerRow, other: WorkerRow, reason: str) -> WorkerLostError:
         """A worker does not reach another one, although the coordinator hears both."""
         return _lost(other, f"is not reached by {row.name}, and the coordinator hears both: {reason}")
@@ -419,6 +451,34 @@ def runs_alone(name: str, value: str) -> str:
         "sets a place for each (docs/hosts/starting.md). If it is to run alone, REPLICA_ENGINE_PROCESS_ID=0 and "
         "REPLICA_ENGINE_NUM_PROCESSES=1 say so.",
     )
+
+
+def describe_stall(
+    rows: Sequence[WorkerRow], stacks: Sequence[str], stalled: Sequence[int], waiting: Sequence[int], seconds: float
+) -> str:
+    """The warning that workers are alive and do not go on, while others wait for them.
+
+    Args:
+        rows: the first of them.
+        stacks: for each row, where it is in the user's program, as text; "" if that is not known.
+        stalled: all of them.
+        waiting: the others.
+        seconds: for how long.
+    """
+    who, others = workers(stalled, _MOST_LINES), workers(waiting, _MOST_LINES)
+    return (
+        f"{who} did not go on for {seconds:g} s, while {others} waited. Nobody is lost, so this has no end. "
+        f"`replica-engine launch --stall-timeout S`, or {_STALL}=S for worker 0, ends the job after S seconds.\n"
+        f"{_stacks(rows, stacks)}"
+    )
+
+
+def _stacks(rows: Sequence[WorkerRow], stacks: Sequence[str]) -> str:
+    lines = []
+    for row, stack in zip(rows, stacks, strict=True):
+        lines.append(f"{row}{stack and '; it is here:'}")
+        lines += stack.splitlines()
+    return "\n".join(lines)
 
 
 def in_short(rows: Sequence[WorkerRow]) -> list[str]:

@@ -31,7 +31,7 @@ import numpy as np
 from replica_engine._version import __version__
 from replica_engine.errors.worker_errors import JOB_FAILURES
 from replica_engine.pjrt import jaxlib, rewrites
-from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup, held_off
+from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup, NobodyWaits, held_off
 from replica_engine.pjrt.plan import Memory, Plan, exchanges_in_branches, hlo_text, make_plan, read_memory
 from replica_engine.pjrt.stablehlo import markers, mlir
 from replica_engine.pjrt.stablehlo.markers import expand_markers
@@ -47,6 +47,7 @@ _LATE = 0.02  # how late a check may notice the end, as a fraction of the time s
 _EXPECTED = 0.95  # fraction of the time of earlier launches; before it, checks are rare
 _LARGE_PART = 1 << 15  # bytes of a device's parts, on average; models of smaller ones step up to 1.2 times slower apart
 _AWAKE = 1e-3  # seconds of checks without a sleep: to be woken takes longer than a small program runs
+_NOTICES = 1.0  # seconds after a failure of the job in which a thread that waits for a program raises it
 _SHORTER = 0.8  # fraction of the time that a program is expected to take after it has ended in the first sleep
 
 
@@ -278,8 +279,15 @@ class Executable:
         devices = self._devices
         member, running = devices.member, devices.running  # read once: another thread may see the end, and reset it
         if running is not None and (self.waits or member is not None):
-            if (left is not None or member is not None) and not self._poll(running, left):
-                return
+            ident = threading.get_ident()
+            if member is not None:
+                member.waiting.add(ident)
+            try:
+                if (left is not None or member is not None) and not self._poll(running, left):
+                    return
+            finally:
+                if member is not None:
+                    member.waiting.discard(ident)
             try:
                 running.block_until_ready()
             except jaxlib.RUNTIME_ERRORS as error:
@@ -359,20 +367,34 @@ class Flight:
             NobodyWaits: `left` is set.
         """
         executable, devices = self.executable, self._devices
+        launch = functools.partial(executable.launch, arrays, stores)
+        if devices.member is not None and devices.agreement is not None and executable.compared is not None:
+            agreed_launch = functools.partial(self._agreed_launch, executable.compared, launch, left)
+            return devices.member.telling_left(agreed_launch, NobodyWaits)
         executable.wait_for_turn()
         devices.running_name = self._name
-        launch = functools.partial(executable.launch, arrays, stores)
-        if devices.agreement is not None and executable.compared is not None:
-            try:
-                return devices.agreement.launch(executable.compared, executable.limits, launch, left)
-            finally:  # after a launch no comparison is left, and this does nothing
-                devices.agreement.leave_to(devices)
         return held_off().around(launch) if relied_on else launch()
+
+    def _agreed_launch(
+        self, program: Program, launch: Callable[[], list[Array]], left: threading.Event | None
+    ) -> list[Array]:
+        """Starts the program once all workers are about to do so."""
+        executable, devices = self.executable, self._devices
+        assert devices.agreement is not None, "asked before"
+        executable.wait_for_turn()
+        devices.running_name = self._name
+        try:
+            return devices.agreement.launch(program, executable.limits, launch, left)
+        finally:  # after a launch no comparison is left, and this does nothing
+            devices.agreement.leave_to(devices)
 
     def apart(
         self, fly: Callable[[], list[Array]], woken: threading.Event, left: threading.Event
     ) -> list[Array] | None:
         """Starts the program and waits for it on another thread, which the calling one can leave at any point.
+
+        It leaves it when the job of several workers has failed and the other thread has not noticed that at once: it
+        may be in a call of jaxlib that runs the program.
 
         Args:
             fly: starts the program, and waits for its end.
@@ -380,17 +402,28 @@ class Flight:
             left: is set if nobody needs what `fly` returns.
 
         Returns:
-            What `fly` returned; None if `woken` was set before.
+            What `fly` returned; None if `woken` was set before, or the job has failed.
         """
+        member, ident = self._devices.member, threading.get_ident()
+
+        def is_over(seconds: float) -> bool:
+            if woken.wait(seconds) or member is None:
+                return woken.is_set()
+            return member.failed.is_set() and not woken.wait(_NOTICES)
+
         thread = threads.LeftCall(fly, f"launch of {self._name}", woken.set)
         self._devices.leave_to(thread)
         self._devices.running_name = self._name
         is_left = True  # also by an exception that comes between any two lines here
         try:
             threads.start(thread)
-            wait_for_ever(woken.wait)
+            if member is not None:
+                member.waiting.add(ident)
+            wait_for_ever(is_over)
             is_left = not thread.has_result
         finally:
+            if member is not None:
+                member.waiting.discard(ident)
             if is_left:
                 left.set()
                 thread.leave()

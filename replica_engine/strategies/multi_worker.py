@@ -105,7 +105,8 @@ class StrategyJob:
         worker_collectives.translate_failures(self._find_failure)
         worker_collectives.on_left(self._tell_given_up)
         self.member.shorten = shortened  # TensorFlow's frames around a collective that has ended
-        self.member.tell_whether_in_step(worker_collectives.running)
+        # TensorFlow's own collectives do not tell whether they wait: all in such a step count as waiting.
+        self.member.tell_whether_in_step(worker_collectives.running, waits=self.sums is None)
         if self.sums is not None:  # whose waits look for a failure of the job
             return
         if self.held is not None:

@@ -24,11 +24,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 
 # Stacks of threads, for reports: where each thread is in the user's program.
 
 _STANDARD_LIBRARY = os.path.dirname(traceback.__file__) + os.sep
+_LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep  # internal also before `hide` is called
 
 
 def _nothing(filename: str) -> bool:
@@ -72,6 +73,29 @@ def format_thread_stack(thread: int | None) -> str:
     if frames[-1] not in shown:
         shown.append(frames[-1])
     return "".join(traceback.format_list(shown))
+
+
+def format_users_stacks(most: int = 4) -> str:
+    """The stacks of the threads that run the user's code, as text; that of the main thread in any case.
+
+    Args:
+        most: how many threads at most.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    idents = [main, *(ident for ident, frame in sys._current_frames().items() if ident != main and _is_users(frame))]
+    stacks = {names.get(ident, "thread"): format_thread_stack(ident) for ident in idents[:most]}
+    return "".join(f"  {name}:\n{stack}" for name, stack in stacks.items() if stack)
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Whether a thread with this innermost frame runs a file of the user, and not only what is installed."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not (_is_internal(filename) or filename.startswith((_STANDARD_LIBRARY, _LIBRARY, "<frozen"))):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # When to warn, and what reports say of other workers and of replicas.

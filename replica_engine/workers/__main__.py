@@ -18,7 +18,7 @@ LINGER = 30.0  # seconds after a failure in which members that come late are tol
 def main() -> int:
     """Serves a job; returns the exit status."""
     settings = json.load(sys.stdin)
-    limits = Limits(settings["join"], settings["heartbeat"])
+    limits = Limits(*settings["limits"])
     try:
         coordinator = Coordinator(settings["size"], settings["token"], settings["address"], limits)
     except OSError as error:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
+from replica_engine.watch.watchdog import format_users_stacks
 from replica_engine.workers import messages
 from replica_engine.workers.cluster import split_address
 from replica_engine.workers.messages import BadMessageError, Failure, Message, MessageReader
@@ -238,6 +239,12 @@ class Channel:
         """Queues what is due, and returns when something will be due next."""
         raise NotImplementedError
 
+    def _tell_stack(self) -> None:
+        """Tells the coordinator where this process is."""
+        text = format_users_stacks()
+        with self._changed:
+            self._queue(["stack", text])
+
     def _take(self, message: Message) -> None:
         """Takes a message of the coordinator."""
         kind, *rest = message
@@ -249,6 +256,9 @@ class Channel:
                 with self._changed:
                     self.reached, self._complete = str(reached), True
                     self._changed.notify_all()
+            elif kind == "stack":
+                () = rest
+                self._tell_stack()
             elif kind == "warning":
                 LOGGER.warning(str(rest[0]))
             elif kind in ("answer", "exchanged", "late"):

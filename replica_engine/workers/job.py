@@ -13,6 +13,9 @@ What it guarantees:
 - A member that gave up a step is lost if another member stays in that step for too long. After an interrupt that is a
   few seconds, since an interrupt reaches all at once. Otherwise it is the heartbeat limit, since the same exception,
   such as the end of the data, may come to the other one later. A member that has not come to the step is waited for.
+- A member that is alive, and that the others wait for, is named with its stack every ten minutes (`_Stall`). With a
+  limit for that, it is lost then. A member that launches less than the others, which all wait, is waited for; so is one
+  in the same launch whose user code runs there. If all wait in the same launch, only the limit counts: nobody is named.
 - A member may say goodbye when all have come to their end, or after a failure.
 - What is kept grows with the number of members, and not with the number of launches (see `program_log`).
 
@@ -22,12 +25,13 @@ All times are seconds of `time.monotonic`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from replica_engine import errors
-from replica_engine.errors.worker_errors import in_short
+from replica_engine.errors.worker_errors import describe_stall, in_short
 from replica_engine.workers.cluster import is_loopback
 from replica_engine.workers.messages import LONGEST_LINE, BadMessageError, Failure, Message, encode
 from replica_engine.workers.program_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
@@ -39,6 +43,11 @@ _STOOD_STILL = 2.0  # seconds between two ticks from which on this machine count
 _MOST_VALUES = 10_000
 _ROWS = 500  # in an answer, which has a longest length; where more workers are, is looked up once a second
 _MOST_EXCHANGES = 100  # at a time
+STALL_NOTICE = 600.0  # seconds that others wait for a member until all are told who it is, and until the next time
+_LOOK = 0.5  # seconds between two looks for such a member
+_STACK_PATIENCE = 2.0  # seconds to wait for the stack of such a member
+_MOST_STACKS = 4  # in a message
+_LONGEST_STACK = 10_000  # characters
 _QUIET = 3.0  # seconds of silence from which on a member, which beats each second, is not heard
 
 
@@ -57,6 +66,7 @@ class _JoinedMember:
     launches: int = 0
     launched: str = ""
     in_step: bool = False  # by its last sign of life
+    waits: bool = False  # for others, in a program; by its last sign of life
     left: bool = False  # it has said goodbye
     closed: bool = False  # its connection has ended
 
@@ -78,6 +88,29 @@ class _UnansweredWait:
     began: float
 
 
+@dataclass
+class _Stall:
+    """Members that the others wait for, and that do not go on.
+
+    Attributes:
+        workers: their indices.
+        waiting: those that wait for them.
+        place: where they stand, in the launch log and in steps.
+        since: since when.
+        told: when all were told of it.
+        asked: since when their stacks have been asked for; None if they have not.
+        stacks: the stacks that have come, by worker.
+    """
+
+    workers: tuple[int, ...]
+    waiting: tuple[int, ...]
+    place: tuple[tuple[int, int | None], ...]
+    since: float
+    told: float
+    asked: float | None = None
+    stacks: dict[int, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Limits:
     """How long the coordinator waits, in seconds.
@@ -85,10 +118,12 @@ class Limits:
     Attributes:
         join: from the start until all members must have joined.
         heartbeat: without a message until a member counts as lost.
+        stall: that others wait for a member which is alive, until it counts as lost.
     """
 
     join: float = 300.0
     heartbeat: float = 60.0
+    stall: float = math.inf
 
 
 class Job:
@@ -133,8 +168,11 @@ class Job:
         self._exchanges: dict[str, dict[int, object]] = {}  # by name: the values that have come, by worker
         self._waits: dict[tuple[int, int], _UnansweredWait] = {}
         self._where: tuple[float, list[str]] = (now, [])
-        # By position in the log: who left a step there before its end; what ended it, and seconds that others may stay.
-        self._given_up: dict[int, dict[int, tuple[str, float]]] = {}
+        # By position in the log: who left a step there before its end; what ended it, the seconds that others may stay,
+        # and whether it left before its entry there.
+        self._given_up: dict[int, dict[int, tuple[str, float, bool]]] = {}
+        self._stall: _Stall | None = None
+        self._looked = now  # for a stall
         self._in_vain: dict[int, tuple[int, float]] = {}  # who is in such a step: its position, and since when
         self.failure: Failure | None = None
 
@@ -247,13 +285,15 @@ class Job:
         for ticket in [ticket for ticket, wait in self._waits.items() if now >= wait.began + wait.timeout]:
             self._give_up(ticket, now)
         self._end_steps_in_vain(now)
+        self._end_stall(now)
         self._log.prune()
 
     def _end_steps_in_vain(self, now: float) -> None:
         """Fails the job if a member stays in a step that another one gave up.
 
         A step begins with its entries in the log. So members with equally many entries are in the same step, or one of
-        them has it behind it and is in none.
+        them has it behind it and is in none. A launch that was left before it was made has no entry: a member that is
+        in it has one more, until who left it makes it after all.
         """
         passed = self._log.passed
         self._given_up = {position: who for position, who in self._given_up.items() if position >= passed}
@@ -268,11 +308,55 @@ class Job:
             known = before.get(worker, (position, now))
             self._in_vain[worker] = known if known[0] == position else (position, now)
         for position, since in list(self._in_vain.values()):
-            for worker, (exception, patience) in self._given_up[position].items():
-                if now - since >= patience:
+            for worker, (exception, patience, is_next) in self._given_up[position].items():
+                if now - since >= patience and not (is_next and self._log.position(worker) >= position):
                     waiting = [other for other, (there, _) in sorted(self._in_vain.items()) if there == position]
                     row = self._row(worker, now)
                     self._fail(Failure.from_wording(errors.WorkerLostError.gave_up, row, waiting, exception))
+
+    def _end_stall(self, now: float) -> None:
+        """Tells all of members that the others wait for, or fails the job."""
+        if now - self._looked < _LOOK:
+            return
+        self._looked = now
+        workers, waiting = self._waited_for()
+        place = tuple((self._log.position(each), self._members[each].step) for each in workers)
+        stall = self._stall
+        if stall is None or (stall.workers, stall.waiting, stall.place) != (workers, waiting, place):
+            self._stall = _Stall(workers, waiting, place, now, now) if workers else None
+            return
+        is_late = now - stall.since >= self.limits.stall
+        asked = stall.workers[:_MOST_STACKS]
+        if stall.asked is None and (is_late or (waiting and now - stall.told >= STALL_NOTICE)):
+            stall.asked = now
+            for worker in asked:
+                self._tell(worker, ["stack"])
+        elif stall.asked is not None and (len(stall.stacks) == len(asked) or now - stall.asked > _STACK_PATIENCE):
+            rows, stacks = [self._row(each, now) for each in asked], [stall.stacks.get(each, "") for each in asked]
+            seconds = round(now - stall.since)
+            stall.told, stall.asked, stall.stacks = now, None, {}
+            if not is_late:
+                self._tell(None, ["warning", describe_stall(rows, stacks, workers, waiting, seconds)])
+                return
+            of_one = errors.WorkerLostError.stalled, rows[0], rows, stacks, workers, waiting, seconds
+            of_all = errors.WorkerLostError.none_goes_on, rows, stacks, workers, seconds
+            self._fail(Failure.from_wording(*(of_one if waiting else of_all)))
+
+    def _waited_for(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The members that the others wait for, and the others; all members, and none, if all wait in one launch."""
+        there = [worker for worker, member in sorted(self._members.items()) if not (member.left or member.closed)]
+        asking = {worker for worker, _ in (*self._waits, *self._log.waiting())}.union(*self._exchanges.values())
+        waits = {each for each in there if each in asking or self._members[each].waits}
+        if not waits or not self.complete or self.failure is not None or len(there) == 1:
+            return (), ()
+        least = min(map(self._log.position, there))
+        found = [each for each in there if self._log.position(each) == least]
+        if len(found) == len(there):
+            found = [each for each in there if each not in waits] or there
+            if not all(self._members[each].in_step for each in found):  # they have that launch behind them
+                return (), ()
+        others = tuple(each for each in there if each not in found)
+        return (tuple(found), others) if waits.issuperset(others) else ((), ())
 
     def _reached(self) -> str:
         """The host under which the other workers reach the machine of worker 0 and of the coordinator."""
@@ -290,6 +374,8 @@ class Job:
             wait.began = min(wait.began + stood, now)
         for worker, (position, since) in self._in_vain.items():
             self._in_vain[worker] = position, min(since + stood, now)
+        if self._stall is not None:
+            self._stall.since, self._stall.told = self._stall.since + stood, self._stall.told + stood
 
     def rows(self, now: float) -> list[errors.WorkerRow]:
         """What is known of each worker."""
@@ -364,8 +450,10 @@ class Job:
 
     # Messages
 
-    def _on_beat(self, worker: int, member: _JoinedMember, progress: list[Any], in_step: bool = False) -> None:
-        member.in_step = bool(in_step)
+    def _on_beat(
+        self, worker: int, member: _JoinedMember, progress: list[Any], in_step: bool = False, waits: bool = False
+    ) -> None:
+        member.in_step, member.waits = bool(in_step), bool(waits)
         self._progress(member, progress)
         self._tell(worker, ["beat"])
 
@@ -489,7 +577,13 @@ class Job:
         self._fail(Failure.from_wording(errors.WorkerLostError.raised, self._row(worker, member.heard), str(exception)))
 
     def _on_gave_up(
-        self, worker: int, member: _JoinedMember, exception: str, interrupted: bool, is_launched: bool = False
+        self,
+        worker: int,
+        member: _JoinedMember,
+        exception: str,
+        interrupted: bool,
+        is_launched: bool = False,
+        is_next: bool = False,
     ) -> None:
         member.in_step = False
         if is_launched:
@@ -498,8 +592,12 @@ class Job:
             self._fail(Failure.from_wording(errors.WorkerLostError.gave_up, row, others, str(exception)))
             return
         patience = min(INTERRUPTED, self.limits.heartbeat / 2) if interrupted else self.limits.heartbeat
-        there = self._given_up.setdefault(self._log.position(worker), {})
-        there[worker] = str(exception), patience
+        there = self._given_up.setdefault(self._log.position(worker) + bool(is_next), {})
+        there[worker] = str(exception), patience, bool(is_next)
+
+    def _on_stack(self, worker: int, member: _JoinedMember, text: str) -> None:
+        if self._stall is not None and worker in self._stall.workers:
+            self._stall.stacks[worker] = str(text)[:_LONGEST_STACK]
 
     def _on_withdrew(self, worker: int, member: _JoinedMember, launches: int) -> None:
         member.launches = int(launches)

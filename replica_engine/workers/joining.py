@@ -29,6 +29,7 @@ LOGGER = logging.getLogger("replica_engine")
 
 JOIN_TIMEOUT = "REPLICA_ENGINE_JOIN_TIMEOUT"
 HEARTBEAT_TIMEOUT = "REPLICA_ENGINE_HEARTBEAT_TIMEOUT"
+STALL_TIMEOUT = "REPLICA_ENGINE_STALL_TIMEOUT"
 LISTEN = "REPLICA_ENGINE_LISTEN"
 
 SHORTEST_TOKEN = 16
@@ -173,9 +174,13 @@ def check_joins_once(cluster: Cluster) -> None:
 
 
 def read_limits(environ: Mapping[str, str]) -> Limits:
-    """How long to wait, from REPLICA_ENGINE_JOIN_TIMEOUT and REPLICA_ENGINE_HEARTBEAT_TIMEOUT."""
+    """How long to wait, from the variables of these names."""
     limits = Limits()
-    return Limits(_seconds(environ, JOIN_TIMEOUT, limits.join), _seconds(environ, HEARTBEAT_TIMEOUT, limits.heartbeat))
+    return Limits(
+        _seconds(environ, JOIN_TIMEOUT, limits.join),
+        _seconds(environ, HEARTBEAT_TIMEOUT, limits.heartbeat),
+        _seconds(environ, STALL_TIMEOUT, limits.stall),
+    )
 
 
 def welcome(

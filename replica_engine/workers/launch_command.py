@@ -75,6 +75,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="seconds of silence until a worker counts as lost (default: REPLICA_ENGINE_HEARTBEAT_TIMEOUT, or 60)",
     )
     add(
+        "--stall-timeout",
+        type=_number(float, 0.001),
+        metavar="S",
+        help="seconds that others wait for a worker which is alive, until the job ends "
+        "(default: REPLICA_ENGINE_STALL_TIMEOUT, or without an end)",
+    )
+    add(
         "--grace",
         type=_number(float, 0),
         metavar="S",
@@ -94,7 +101,11 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
         limits = read_limits(os.environ)
     except ClusterConfigError as error:
         parser.error(str(error))
-    limits = Limits(flags.join_timeout or limits.join, flags.heartbeat_timeout or limits.heartbeat)
+    limits = Limits(
+        flags.join_timeout or limits.join,
+        flags.heartbeat_timeout or limits.heartbeat,
+        flags.stall_timeout or limits.stall,
+    )
     if not os.path.exists(flags.script):
         parser.error(f"there is no file {flags.script}")
     fewest, most = flags.workers

@@ -343,7 +343,7 @@ class _Attempt:
         left = [worker for worker in self._workers if worker.running]
         if not self._deadlines and (failure is not None or self._first is not None):
             self._deadlines = [(now + GRACE, signal.SIGTERM), (now + GRACE + KILL_AFTER, signal.SIGKILL)]
-        is_lost = failure is not None and failure.is_silence and [each.index for each in left] == [failure.worker]
+        is_lost = failure is not None and failure.stays and [each.index for each in left] == [failure.worker]
         if is_lost:
             self._deadlines[-1] = (now, signal.SIGKILL)  # it does not raise by itself
         due = [number for at, number in self._deadlines if at <= now]

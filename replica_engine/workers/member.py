@@ -30,7 +30,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from replica_engine.errors import ReplicaEngineError, WorkerRow
 from replica_engine.errors.base import in_words
@@ -41,6 +41,8 @@ from replica_engine.workers.cluster import held_address
 from replica_engine.workers.connection import Channel, Links, Welcome
 from replica_engine.workers.messages import Message, MessageReader, print_place
 from replica_engine.workers.program_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
+
+T = TypeVar("T")
 
 LOGGER = logging.getLogger("replica_engine")
 
@@ -69,6 +71,8 @@ class Member(Channel):
         heartbeat: the limit of the job, in seconds.
         failed: an event that is set when the job has failed.
         reached: the host under which the other workers reach the machine of worker 0; "" before all have joined.
+        waiting: the threads that wait in a program for other workers; each adds and removes its ident.
+        host_calls: returns the threads in which the program that waits has called the user's code.
         shorten: leaves only the frames of the user in the traceback of an error of this library that ends the process.
     """
 
@@ -90,6 +94,9 @@ class Member(Channel):
         self._progressed = False
         self._beat = self._batch = time.monotonic()  # when the next ones are due
         self._in_step: Callable[[], bool] = lambda: False
+        self._waits_in_step = False
+        self.waiting: set[int] = set()
+        self.host_calls: Callable[[], Sequence[int]] = tuple
         self._hook: Callable[..., object] | None = None
         self.shorten: Callable[[ReplicaEngineError], ReplicaEngineError] = lambda error: error
         for message in early:
@@ -136,7 +143,7 @@ class Member(Channel):
                 self._flush_log()
                 self._queue(["failed", in_words(error)[:_LONGEST_EXCEPTION], self._progress()])
 
-    def tell_given_up(self, error: BaseException, is_launched: bool = False) -> None:
+    def tell_given_up(self, error: BaseException, is_launched: bool = False, is_next: bool = False) -> None:
         """Tells the job that an exception has ended a step of this worker early, which its program may catch.
 
         What was launched for the step may not have run here, so those who wait for it there do so in vain. If another
@@ -147,20 +154,38 @@ class Member(Channel):
             error: the exception.
             is_launched: whether a launch of the step is still there, which others would meet later: then all get the
                 error at once.
+            is_next: whether the others wait for a launch that this worker has not made, and not in one that it has.
         """
         if self._first_failure is None:
             with self._changed:
                 self._flush_log()
                 first, *_ = in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
-                self._queue(["gave up", first, not isinstance(error, Exception), is_launched])
+                self._queue(["gave up", first, not isinstance(error, Exception), is_launched, is_next])
 
-    def tell_whether_in_step(self, in_step: Callable[[], bool]) -> None:
+    def telling_left(self, launch: Callable[[], T], timed_out: type[BaseException]) -> T:
+        """Calls what makes a launch. If an exception ends it before, the others may wait for it: see `tell_given_up`.
+
+        Args:
+            launch: makes it, and calls `launched`.
+            timed_out: the exception that says that a limit has passed.
+        """
+        made = self._launches
+        try:
+            return launch()
+        except BaseException as error:  # also Ctrl-C
+            if self._launches == made:
+                left = TimeoutError("its limit has passed") if isinstance(error, timed_out) else error
+                self.tell_given_up(left, is_next=True)
+            raise
+
+    def tell_whether_in_step(self, in_step: Callable[[], bool], waits: bool = False) -> None:
         """Has each sign of life say whether this worker is in a step that others may have given up.
 
         Args:
             in_step: is called on another thread. It must neither wait nor raise.
+            waits: whether it counts as waiting for others in such a step, although `waiting` does not say so.
         """
-        self._in_step = in_step
+        self._in_step, self._waits_in_step = in_step, waits
 
     def progress(self, step: int | None = None, sync_point: str | None = None) -> None:
         """Notes how far this worker is, for the message if it gets lost. It is sent with the next message.
@@ -471,7 +496,9 @@ class Member(Channel):
             if self._first_failure is not None:
                 return now + 1.0
             if now >= self._beat:
-                self._queue(["beat", self._progress(), self._in_step()])
+                in_step = self._in_step()
+                waits = bool(self.waiting) or (in_step and self._waits_in_step)
+                self._queue(["beat", self._progress(), in_step or waits, waits and not self.host_calls()])
                 self._beat = now + min(1.0, self.heartbeat / _BEATS)
             return min(self._beat, self._batch) if self._entries else self._beat
 

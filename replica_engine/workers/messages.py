@@ -31,7 +31,18 @@ from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
 # The first failure of a job.
 
 _WORDINGS = {
-    "WorkerLostError": ("killed", "exited", "vanished", "raised", "left", "silent", "parted", "gave_up"),
+    "WorkerLostError": (
+        "killed",
+        "exited",
+        "vanished",
+        "raised",
+        "left",
+        "silent",
+        "parted",
+        "gave_up",
+        "stalled",
+        "none_goes_on",
+    ),
     "WorkersMissingError": ("not_joined", "not_met", "no_value", "no_room"),
     "WorkerVersionError": ("of_package", "of_devices", "of_replicas"),
     "ProgramDisagreementError": ("differ",),
@@ -99,9 +110,9 @@ class Failure:
         return self.wording == WorkerLostError.left.__qualname__
 
     @property
-    def is_silence(self) -> bool:
-        """Whether nothing more is heard of that worker: it does not end by itself, as one that has raised does."""
-        return self.wording == WorkerLostError.silent.__qualname__
+    def stays(self) -> bool:
+        """Whether that worker is not heard of, or stuck: it does not end by itself, as one that has raised does."""
+        return self.wording in (WorkerLostError.silent.__qualname__, WorkerLostError.stalled.__qualname__)
 
     @property
     def _row(self) -> WorkerRow | None:

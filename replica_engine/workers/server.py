@@ -17,6 +17,7 @@ moment that it needs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
@@ -72,7 +73,7 @@ def start(size: int, token: str, address: str, limits: Limits, patience: float =
     Raises:
         ClusterConfigError: it cannot listen there.
     """
-    settings = {"size": size, "token": token, "address": address, "join": limits.join, "heartbeat": limits.heartbeat}
+    settings = {"size": size, "token": token, "address": address, "limits": dataclasses.astuple(limits)}
     deadline, warned = time.monotonic() + patience, False
     while True:
         try:

@@ -49,7 +49,7 @@ class _Telling(logging.Filter):
 def worker_1(request, monkeypatch):
     """Runs a program as worker 1, in an environment in which the test's process is worker 0."""
     program, options = request.param
-    limits = {name: options[name] for name in ("join", "heartbeat", "statuses") if name in options}
+    limits = {name: options[name] for name in ("join", "heartbeat", "stall", "statuses") if name in options}
     about = {name: options[name] for name in ("versions", "replicas") if name in options}
     with jobs.job(2, **limits) as job:
         for name, value in job.environment(0).items():
@@ -130,6 +130,25 @@ def test_a_worker_whose_data_ends_early():
     for _ in range(2):
         member.launched(step)
     member.meet("the end of the epoch")
+
+
+STUCK = """
+def reads():
+    sys.stdin.readline()
+
+
+member.launched(TRAIN)
+reads()
+"""
+
+
+@beside(STUCK, stall=1.0)
+@shows(WorkerLostError.stalled)
+def test_a_worker_that_is_stuck():
+    """Worker 1 is stuck after its first step, with REPLICA_ENGINE_STALL_TIMEOUT=1."""
+    member = join()
+    member.launched(Program("2d03aa77bb", "train_step", "train.py:40"))
+    member.meet("the checkpoint of step 100")
 
 
 @beside("print('joined', flush=True); member.failed.wait()", closes=True)

@@ -50,13 +50,21 @@ class Job:
         size: the number of workers.
         join: the join limit, in seconds from when the first worker has joined: to start it may take longer.
         heartbeat: the heartbeat limit, in seconds.
+        stall: the limit for a worker that is stuck, in seconds.
         statuses: whether the coordinator is told how processes end, as a launcher does.
     """
 
-    def __init__(self, size: int = 2, join: float = LONG, heartbeat: float = LONG, statuses: bool = False):
+    def __init__(
+        self,
+        size: int = 2,
+        join: float = LONG,
+        heartbeat: float = LONG,
+        statuses: bool = False,
+        stall: float = math.inf,
+    ):
         self.size = size
         self.token = "a secret of the job"
-        self.limits = Limits(join, heartbeat)
+        self.limits = Limits(join, heartbeat, stall)
         self.coordinator = Coordinator(size, self.token, limits=self.limits, knows_statuses=statuses)
         self._begin_with_the_first_worker()
         self.coordinator.start()

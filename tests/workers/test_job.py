@@ -26,10 +26,10 @@ class Played:
         now: the time; `wait` moves it.
     """
 
-    def __init__(self, size=3, joined=None, statuses=False):
+    def __init__(self, size=3, joined=None, statuses=False, limits=LIMITS):
         self.told = []
         self.now = 0.0
-        self.job = Job(size, LIMITS, 0.0, lambda worker, message: self.told.append((worker, message)), statuses)
+        self.job = Job(size, limits, 0.0, lambda worker, message: self.told.append((worker, message)), statuses)
         for worker in range(size if joined is None else joined):
             self.join(worker)
 
@@ -56,13 +56,19 @@ class Played:
         self.now += 1000.0
         self.job.tick(self.now)
 
-    def wait(self, seconds, beats=(), in_step=()):
+    def wait(self, seconds, beats=(), in_step=(), waits=()):
         """Moves the clock on in steps of a second; some members give signs of life, and say if they are in a step."""
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker in beats:
-                self.say(worker, "beat", [], worker in in_step)
+                self.say(worker, "beat", [], worker in (*in_step, *waits), worker in waits)
             self.job.tick(self.now)
+
+    def answer_stacks(self, *workers):
+        """Each member that is asked where it is says so."""
+        for worker in workers:
+            for _ in self.told_to(worker, "stack"):
+                self.say(worker, "stack", f"  MainThread:\n  in fetch, of worker {worker}\n")
 
     def told_to(self, worker, kind):
         return [message[1:] for to, message in self.told if to == worker and message[0] == kind]
@@ -526,6 +532,113 @@ def test_a_sum_that_is_left_blames_only_workers_in_a_step(played, in_step, text)
     played.say(1, "bye")
     played.say(0, "gave up", "KeyboardInterrupt", True, True)
     assert f"has left a step before its end (KeyboardInterrupt), and {text}. " in str(played.error)
+
+
+def test_a_launch_that_was_left_before_it_was_made(played):
+    """Worker 1 has no entry for it; the others come to it, and wait there."""
+    for worker in (0, 2):
+        played.launch(worker, TRAIN)
+    played.say(1, "gave up", "KeyboardInterrupt", True, False, True)
+    played.wait(5, beats=(0, 1, 2), waits=(0, 2))
+    assert played.error is None
+    played.wait(1, beats=(0, 1, 2), waits=(0, 2))
+    assert played.error.worker == 1
+    assert "workers 0, 2 did not leave that step" in str(played.error)
+
+
+def test_a_launch_that_was_left_and_is_made_after_all(played):
+    played.say(1, "gave up", "KeyboardInterrupt", True, False, True)
+    for worker in (0, 2):
+        played.launch(worker, TRAIN)
+    played.wait(3, beats=(0, 1, 2), waits=(0, 2))
+    played.launch(1, TRAIN)
+    played.wait(100, beats=(0, 1, 2), waits=(0, 1, 2))
+    assert played.error is None
+
+
+EVERYONE = (0, 1, 2)
+
+
+def stands(played, seconds, waits):
+    played.wait(seconds, beats=EVERYONE, waits=waits)
+
+
+def test_all_are_told_every_ten_minutes_of_one_that_the_others_wait_for(played):
+    for worker in (0, 2):
+        played.launch(worker, TRAIN)
+    stands(played, 595, waits=(0, 2))
+    assert not played.told_to(None, "warning")
+    while not played.told_to(1, "stack"):
+        stands(played, 1, waits=(0, 2))
+    assert not played.told_to(0, "stack")
+    played.answer_stacks(1)
+    stands(played, 1, waits=(0, 2))
+    ((text,),) = played.told_to(None, "warning")
+    assert text.startswith("worker 1 did not go on for 60")
+    assert "while workers 0, 2 waited" in text
+    assert "worker 1 of 3 (node-1, pid 101): nothing launched yet" in text
+    assert "in fetch, of worker 1" in text
+    stands(played, 610, waits=(0, 2))  # nobody says where it is, the second time
+    assert [text.partition(",")[0] for (text,) in played.told_to(None, "warning")][1].startswith(
+        "worker 1 did not go on for 12"
+    )
+    assert played.error is None
+
+
+@pytest.mark.parametrize(
+    ("entries", "waits", "in_step", "stalled"),
+    [
+        ((1, 1, 1), (0, 2), (1,), [1]),  # its user code runs in the launch
+        ((1, 0, 1), (0, 1, 2), (), [1]),  # in the launch before
+        ((0, 1, 0), (1,), (), [0, 2]),
+        ((1, 1, 1), (0, 1, 2), (), None),  # nobody knows whose fault it is
+        ((1, 1, 1), (0, 2), (), []),  # the others compute, and worker 1 has that step behind it
+        ((1, 0, 1), (0,), (), []),  # worker 2 does something else
+        ((1, 1, 1), (), (0, 1, 2), []),  # all compute
+    ],
+)
+def test_who_is_waited_for(entries, waits, in_step, stalled):
+    played = Played(limits=Limits(stall=20.0))
+    for worker, count in enumerate(entries):
+        if count:
+            played.launch(worker, *[TRAIN] * count)
+    played.wait(20, beats=EVERYONE, waits=waits, in_step=in_step)
+    assert played.error is None
+    for _ in range(5):
+        played.wait(1, beats=EVERYONE, waits=waits, in_step=in_step)
+        played.answer_stacks(*EVERYONE)
+    if stalled == []:
+        assert played.error is None
+        return
+    error = played.error
+    assert isinstance(error, WorkerLostError)
+    if stalled is None:
+        assert error.worker is None
+        assert "All 3 workers have been in the same launch for " in str(error)
+        return
+    assert error.worker == stalled[0]
+    assert "is alive, but did not go on for " in str(error)
+    assert all(f"in fetch, of worker {each}" in str(error.__notes__) for each in stalled)
+    assert Failure.from_json(played.job.failure.as_json()).stays
+
+
+def test_one_that_goes_on_slowly_is_not_stuck():
+    played = Played(limits=Limits(stall=20.0))
+    for _ in range(5):
+        for worker in (0, 2):
+            played.launch(worker, TRAIN)
+        stands(played, 15, waits=(0, 2))
+        played.launch(1, TRAIN)
+        stands(played, 15, waits=EVERYONE)
+    assert played.error is None
+
+
+def test_one_at_a_checkpoint_waits_too_and_the_end_of_a_program_is_one():
+    played = Played(limits=Limits(stall=20.0))
+    played.launch(0, SAVE, wait=(1, None))
+    played.launch(2, SAVE, wait=(1, None))
+    stands(played, 26, waits=())
+    assert played.error.worker == 1
 
 
 def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step(played):

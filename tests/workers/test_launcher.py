@@ -260,6 +260,23 @@ def test_all_start_again(script):
     assert "replica-engine launch: restart 2 of 2: all workers start again\n" in result.stderr
 
 
+def test_a_stuck_worker_ends_the_start_and_the_next_one_goes_on(script):
+    text = f"""{JOINS}
+member.launched(TRAIN)
+if os.environ["REPLICA_ENGINE_RESTART"] == "0" and member.worker:
+    import threading
+
+    threading.Event().wait()
+member.meet("the checkpoint")
+print("went on")
+"""
+    result = launch("--workers", "2", "--stall-timeout", "1", "--max-restarts", "1", script(text))
+    assert result.returncode == 0, result.stderr
+    assert "is alive, but did not go on for " in result.stderr
+    assert "restart 1 of 1: all workers start again" in result.stderr
+    assert result.stdout.count("went on") == 2
+
+
 def test_not_more_often_than_allowed(script):
     result = launch("--workers", "2", "--max-restarts", "1", script(JOINS + RESTARTS))
     assert result.returncode == 137
