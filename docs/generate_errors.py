@@ -21,8 +21,8 @@ GOLDEN = ROOT / "tests" / "errors" / "golden"
 CODE = ROOT / "replica_engine"
 
 SECTIONS = (
-    "thread_errors",
-    "replica_table",
+    "run_errors",
+    "timeouts",
     "worker_errors",
     "program_errors",
     "value_errors",

@@ -35,7 +35,7 @@ import tensorflow as tf
 from replica_engine.engine import SyncPoint
 from replica_engine.errors import ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.base import add_note
-from replica_engine.errors.thread_errors import note_workers
+from replica_engine.errors.run_errors import note_workers
 from replica_engine.process import setup
 from replica_engine.upstream import eager
 from replica_engine.values.structure import LEAVES, flatten

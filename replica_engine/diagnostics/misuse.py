@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here, raised_at, user_line, users_place
 from replica_engine.engine import SyncPoint
-from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, thread_errors
+from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, run_errors
 from replica_engine.errors.base import add_note, at
 from replica_engine.errors.value_errors import note_no_value
 from replica_engine.upstream import distribute, eager
@@ -212,7 +212,7 @@ def _meaning(error: Exception) -> Exception | None:
         return InputsError(
             f"A replica asks for the next batch of a distributed dataset{at(raised_at(error))}. A batch has a part for "
             "each replica, so take it outside, and pass it: strategy.run(step, args=(next(iterator),)). "
-            f"{thread_errors.KERAS_RUNS}"
+            f"{run_errors.KERAS_RUNS}"
         )
     return None
 
@@ -372,7 +372,7 @@ def check_inputs(
             if is_distributed:
                 raise InputsError.distributed(name, type(value).__name__.lstrip("_"))
             if size > 1:
-                warn_once(strategy, ("dataset", name), thread_errors.warn_dataset_for_each(name, size, here()))
+                warn_once(strategy, ("dataset", name), run_errors.warn_dataset_for_each(name, size, here()))
 
 
 @functools.cache
@@ -394,7 +394,7 @@ def check_lines(strategy: tf.distribute.Strategy, points: Sequence[SyncPoint]) -
     first = points[0]
     for replica, point in enumerate(points):
         if point.lineno != first.lineno or point.filename != first.filename:
-            text = thread_errors.warn_different_lines(first.name, (0, first.where), (replica, point.where))
+            text = run_errors.warn_different_lines(first.name, (0, first.where), (replica, point.where))
             warn_once(strategy, ("lines", first.filename, first.function), text)
             return
 
@@ -418,7 +418,7 @@ def check_additions(strategy: tf.distribute.Strategy, graph: tf.Graph, first: in
         ops = [*adding.get(id(eager.raw_handle(variable)), {}).values()]
         name = variable.name.removesuffix(":0")
         if len(ops) > 1 and "seed" not in name:  # a generator of random numbers may be shared
-            text = functools.partial(thread_errors.warn_shared_variable, name, user_line(ops[1]))
+            text = functools.partial(run_errors.warn_shared_variable, name, user_line(ops[1]))
             _find_named(strategy, "written").warn(variable, text)
 
 
@@ -455,4 +455,4 @@ def check_optimizer(optimizer: Any, variables: Sequence[object]) -> None:
     if any(isinstance(getattr(each, "value", each), distribute.DistributedVariable) for each in variables):
         name, kind = optimizer.name, type(optimizer).__name__
         named = _find_named(strategy, "optimizer")
-        named.warn(optimizer, lambda: thread_errors.warn_foreign_optimizer(name, kind, size, here()))
+        named.warn(optimizer, lambda: run_errors.warn_foreign_optimizer(name, kind, size, here()))

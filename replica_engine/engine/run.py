@@ -62,8 +62,8 @@ from replica_engine import errors
 from replica_engine.engine.replica_state import Errand, Observer, Outcome, Replica
 from replica_engine.engine.sync_point import State, SyncPoint
 from replica_engine.engine.thread_pool import Event, SyncGroup
-from replica_engine.errors.replica_table import IN_MERGE, slow_replicas, table
-from replica_engine.errors.thread_errors import note_abandoned, note_failure
+from replica_engine.errors.run_errors import note_abandoned, note_failure
+from replica_engine.errors.timeouts import IN_MERGE, slow_replicas, table
 from replica_engine.process.interrupts import MISSED, break_off, take_back
 from replica_engine.watch import timeline
 from replica_engine.watch.watchdog import Wait, format_thread_stack

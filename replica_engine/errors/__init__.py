@@ -4,8 +4,8 @@ A message stands where it is raised. The modules have the classes, the texts of 
 those of warnings and notes that branch, that several places use, or that are long:
 
 - `base`: ReplicaEngineError, the base class.
-- `replica_table`: replicas and programs that do not return in time, and the table that shows where each replica is.
-- `thread_errors`: replicas that do not meet at the same sync points, or that differ; objects of another strategy; calls
+- `timeouts`: replicas and programs that do not return in time, and the table that shows where each replica is.
+- `run_errors`: replicas that do not meet at the same sync points, or that differ; objects of another strategy; calls
   with unusable arguments, or from the wrong place.
 - `program_errors`: bodies that XLA cannot compile, programs that fail or do not end, and their host calls.
 - `worker_errors`: jobs of several workers.
@@ -24,12 +24,12 @@ A user's own exception is never wrapped: it leaves `run` as the object that was 
 adds a note that names the replica that raised it. These modules import only the standard library.
 """
 
-from replica_engine.errors import device_errors, program_errors, thread_errors, value_errors, worker_errors
+from replica_engine.errors import device_errors, program_errors, run_errors, value_errors, worker_errors
 from replica_engine.errors.base import ReplicaEngineError
 from replica_engine.errors.device_errors import *
 from replica_engine.errors.program_errors import *
-from replica_engine.errors.replica_table import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.thread_errors import *
+from replica_engine.errors.run_errors import *
+from replica_engine.errors.timeouts import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.value_errors import *
 from replica_engine.errors.worker_errors import *
 
@@ -37,7 +37,7 @@ from replica_engine.errors.worker_errors import *
 __all__ = ["CoordinatorRow", "ReplicaEngineError", "ReplicaRow", "ReplicaTimeoutError"]
 __all__ += device_errors.__all__
 __all__ += program_errors.__all__
-__all__ += thread_errors.__all__
+__all__ += run_errors.__all__
 __all__ += value_errors.__all__
 __all__ += worker_errors.__all__
 

@@ -134,3 +134,8 @@ def shown(value: object) -> str:
     except Exception as error:  # of the user's class
         return f"(its repr raises {type(error).__name__})"
     return text if len(text) < 80 else text[:77] + "..."
+
+
+def plural(number: int, what: str) -> str:
+    """A number with its noun: "1 merge call", "2 merge calls"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction, warning
-from replica_engine.errors.replica_table import plural
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction, plural, warning
 
 __all__ = ["BackupError", "BatchError", "CheckpointError", "ContribError", "LogError", "NoValueError"]
 __all__ += ["OptimizerError", "ParityArgumentError", "ParityError", "ReplicaValueError", "ReplicateError"]

@@ -7,8 +7,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, shown, warning
-from replica_engine.errors.replica_table import plural
+from replica_engine.errors.base import ReplicaEngineError, add_note, plural, shown, warning
 
 __all__ = ["ClusterConfigError", "ProgramDisagreementError", "WorkerLostError", "WorkerRow", "WorkerVersionError"]
 __all__ += ["WorkersMissingError"]

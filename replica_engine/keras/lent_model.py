@@ -175,7 +175,7 @@ def extend_functions() -> None:
 
 def _at_work() -> contextlib.AbstractContextManager[object]:
     """Inside, functions that this thread calls are those of steps and of this library."""
-    return threads.attribute(_thread, "is_at_work", True)
+    return threads.set_for_block(_thread, "is_at_work", True)
 
 
 def _called(original: Callable[..., object], function: object, *args: object, **kwargs: object) -> object:

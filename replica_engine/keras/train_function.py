@@ -23,8 +23,7 @@ import tensorflow as tf
 from replica_engine.backend import Backend
 from replica_engine.diagnostics import misuse, user_frames
 from replica_engine.errors import BatchError, CollectiveError, LoweringError, OptimizerError, ReplicaEngineError
-from replica_engine.errors.base import add_note, warning
-from replica_engine.errors.replica_table import plural
+from replica_engine.errors.base import add_note, plural, warning
 from replica_engine.errors.value_errors import warn_uneven_rest, warn_whole_steps
 from replica_engine.keras import lent_variables, shard_hooks, shard_step
 from replica_engine.keras.batches import Batch, WholeBatches

@@ -8,7 +8,7 @@
 - `executable`: a program compiled for a group, and its launches. `stablehlo`: what is done with its text before.
   `rewrites`: operations that XLA runs slowly, written another way.
 - `program_folder`: compiled programs in a folder, for later processes, and who can have written them.
-- `job_devices`: the devices of all workers of a job, and `rendezvous`: the service by which their clients find each
+- `job_devices`: the devices of all workers of a job, and `jaxlib_service`: the service by which their clients find each
   other. `worker_exchange`: small exchanges between workers; `worker_sums`: sums of replicas on threads over workers.
   `agreement`: what the workers are about to launch, compared.
 - `plan`: what a program needs on its devices; `plans` has its names until 0.3. `absent_chips`: compiling for chips that

@@ -7,8 +7,8 @@ On CPU the workers' collectives are Gloo's, on GPUs NCCL's, and TPUs have their 
 GPUs and TPUs as for CPU devices, but it has never run on them.
 
 What must never happen: jaxlib ends the process. So nothing connects to its service before all workers are there, the
-service outlives them all (`rendezvous`), and the clients are never destroyed: at exit that would wait for programs that
-wait for a lost worker.
+service outlives them all (`jaxlib_service`), and the clients are never destroyed: at exit that would wait for programs
+that wait for a lost worker.
 
 jaxlib waits for a worker that dies while the job joins, for minutes and without Ctrl-C. So another thread calls jaxlib
 then. If the job fails, that thread stays inside jaxlib, which the service keeps waiting until this process has ended.
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
-from replica_engine.pjrt import accelerators, jaxlib, rendezvous
+from replica_engine.pjrt import accelerators, jaxlib, jaxlib_service
 from replica_engine.pjrt.agreement import Agreement
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.partitioned_group import make_device_group
@@ -58,7 +58,7 @@ class _Workers:
         self._host = own_host(cluster.coordinator, member.reached)
         place = self._place()
         with raises_job_failure(member, (OSError,)):  # refused if worker 0 is lost
-            rendezvous.hold(place)
+            jaxlib_service.hold(place)
         with raises_job_failure(member):
             self.platform, devices = _unless_it_fails(member, lambda: self._find(place, platform, count))
         self.devices = [
@@ -89,7 +89,7 @@ class _Workers:
     def _place(self) -> dict[str, str]:
         """The place of the service that worker 0 starts."""
         if self.cluster.process_id == 0:
-            place = rendezvous.start(self.cluster.num_processes, self._host)
+            place = jaxlib_service.start(self.cluster.num_processes, self._host)
             self.member.put(_SERVICE, place)
             return place
         return self.member.get(_SERVICE)
@@ -103,7 +103,7 @@ class _Workers:
             self.cluster.process_id,
             init_timeout=300,
             shutdown_timeout=5,
-            heartbeat_timeout=rendezvous.NEVER,
+            heartbeat_timeout=jaxlib_service.NEVER,
             shutdown_on_destruction=False,
         )
         _keep(client)  # before it waits: it must not be destroyed where the thread is given up

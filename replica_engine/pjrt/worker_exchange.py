@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.thread_errors import note_workers
+from replica_engine.errors.run_errors import note_workers
 from replica_engine.pjrt import device_group
 from replica_engine.pjrt.device_group import Array, DeviceGroup, Limits, NobodyWaits
 from replica_engine.pjrt.executable import Executable, Flight, agreed

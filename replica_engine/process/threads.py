@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def attribute(owner: object, name: str, value: T) -> Iterator[T]:
+def set_for_block(owner: object, name: str, value: T) -> Iterator[T]:
     """Inside, an attribute has a value, which the block gets; afterwards the one before, or None if there was none.
 
     Args:

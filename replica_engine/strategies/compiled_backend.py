@@ -26,7 +26,7 @@ from replica_engine.upstream import distribute
 from replica_engine.values.regroup import spread
 from replica_engine.xla import body_context, collectives, constraints
 from replica_engine.xla.body import LaunchLimits, in_body
-from replica_engine.xla.calls import graph_op
+from replica_engine.xla.calls import body_calls
 from replica_engine.xla.calls.program_table import ProgramTable
 from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.stages import collective_meetings, launch
@@ -91,7 +91,7 @@ class CompiledBackend(Backend):
         # In eager mode no code below needs the scope; a trace enters it.
         with contextlib.nullcontext() if tf.executing_eagerly() else self.strategy.scope():
             args, kwargs = spread(args, size, "args"), spread(kwargs or {}, size, "kwargs")
-            return graph_op.call_with_numbers(programs or self._programs, source, args, kwargs)
+            return body_calls.call_with_numbers(programs or self._programs, source, args, kwargs)
 
     def run_again(
         self, fn: Callable[..., Any], args: Sequence[Any], programs: ProgramTable | None = None
@@ -134,7 +134,7 @@ class CompiledBackend(Backend):
         """Same as `TPUStrategy.plan`."""
         size = self.device_group.size
         args, kwargs = spread(args, size, "args"), spread(kwargs, size, "kwargs")
-        return graph_op.plan(self._programs, FunctionSpec.from_callable(fn), args, kwargs, topology)
+        return body_calls.plan(self._programs, FunctionSpec.from_callable(fn), args, kwargs, topology)
 
     def memory(self) -> DeviceMemory:
         """Same as `TPUStrategy.memory`."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here
-from replica_engine.errors import CollectiveError, InputsError, thread_errors
+from replica_engine.errors import CollectiveError, InputsError, run_errors
 from replica_engine.errors.base import at, brief, shown
 from replica_engine.upstream.graphs import operators
 from replica_engine.values.regroup import regroup
@@ -120,7 +120,7 @@ class MultiStepContext:
 
         def __getattr__(self, name: str) -> Any:
             """Called for an attribute that is not found: says what to write for one that another object has."""
-            return thread_errors.elsewhere(self, "loop", name)
+            return run_errors.elsewhere(self, "loop", name)
 
     def traced(self) -> tuple[dict[str, Any], Any]:
         """What a step passed out: the tensors, and an object with everything else, which `filled` takes.

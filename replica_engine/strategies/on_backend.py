@@ -23,7 +23,7 @@ from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError
-from replica_engine.errors.thread_errors import elsewhere
+from replica_engine.errors.run_errors import elsewhere
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import keras_scopes
 from replica_engine.strategies.argument_checks import (

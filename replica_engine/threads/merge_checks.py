@@ -291,7 +291,7 @@ class Launches:
     def merging(self, point: SyncPoint) -> contextlib.AbstractContextManager[Any]:
         """Inside the block, collectives belong to a sync point of the replicas."""
         self._new_run = self._new_run or point.number == 1
-        return threads.attribute(self, "_point", point)
+        return threads.set_for_block(self, "_point", point)
 
     def doing(self, what: str, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
         """Inside the block, collectives belong to an operation.
@@ -311,7 +311,7 @@ class Launches:
         else:
             line, function = calling_line()
             described = what, f"{line} in {function}", line
-        return threads.attribute(self, "_what", described)
+        return threads.set_for_block(self, "_what", described)
 
     def describe(self, kind: str, operand: Any) -> Any:
         """Describes a collective of TensorFlow; see `worker_collectives.note_launches`."""

@@ -20,7 +20,7 @@ from replica_engine.diagnostics.flight_record import brought
 from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError, ReplicaValueError
-from replica_engine.errors.thread_errors import elsewhere
+from replica_engine.errors.run_errors import elsewhere
 from replica_engine.threads.control_flow.joint_operator import Attempts, ReplicaEntry, note_constants
 from replica_engine.threads.control_flow.joint_ops import recorded
 from replica_engine.threads.inherited_state import Creator, InheritedState

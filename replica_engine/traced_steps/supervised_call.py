@@ -37,8 +37,8 @@ from replica_engine.diagnostics.user_frames import FOLDERS, user_line
 from replica_engine.engine import ReplicaThread, State, current_replica
 from replica_engine.errors import CoordinatorRow, ReplicaEngineError, ReplicaRow, ReplicaTimeoutError, ReplicaUnwound
 from replica_engine.errors.base import add_note
-from replica_engine.errors.replica_table import FINISHED, IN_FUNCTION, NOT_STARTED, slow_function
-from replica_engine.errors.thread_errors import note_abandoned, note_workers
+from replica_engine.errors.run_errors import note_abandoned, note_workers
+from replica_engine.errors.timeouts import FINISHED, IN_FUNCTION, NOT_STARTED, slow_function
 from replica_engine.process import interrupts, threads
 from replica_engine.process.interrupts import wait_for_ever
 from replica_engine.traced_steps.marked_step import MarkedStep, StepPlace

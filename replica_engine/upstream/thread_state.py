@@ -102,7 +102,7 @@ def _other_graph_and_mode(graph: tf.Graph, eager: bool) -> Iterator[None]:
 
 def enter_creators(graph: tf.Graph, creators: list) -> contextlib.AbstractContextManager[list]:
     """Sets this thread's stack of variable creators inside the block."""
-    return threads.attribute(graph, "_variable_creator_stack", creators)
+    return threads.set_for_block(graph, "_variable_creator_stack", creators)
 
 
 def creators_with(creators: list, creator: Callable[..., tf.Variable]) -> list:
@@ -180,7 +180,7 @@ def summaries_of_caller(step: object) -> Iterator[None]:
     """
     state = _summary._summary_state
     stands_in = _writer_and_step(_CallersWriter(state.writer), state.step if step is None else step)
-    with threads.attribute(_stand_ins, "of", (state.writer, state.step)), stands_in:
+    with threads.set_for_block(_stand_ins, "of", (state.writer, state.step)), stands_in:
         yield
 
 
@@ -193,7 +193,7 @@ def actual_summaries() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _writer_and_step(writer: object, step: object) -> Iterator[None]:
     state = _summary._summary_state
-    with threads.attribute(state, "writer", writer), threads.attribute(state, "step", step):
+    with threads.set_for_block(state, "writer", writer), threads.set_for_block(state, "step", step):
         yield
 
 

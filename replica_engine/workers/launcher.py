@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import IO, TextIO
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
-from replica_engine.errors.replica_table import plural
+from replica_engine.errors.base import plural
 from replica_engine.errors.worker_errors import LAUNCHED, TOKEN
 from replica_engine.workers.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from replica_engine.workers.job import Limits

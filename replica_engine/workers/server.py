@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from replica_engine.errors import ClusterConfigError
-from replica_engine.errors.replica_table import plural
+from replica_engine.errors.base import plural
 from replica_engine.errors.worker_errors import tries_again
 from replica_engine.workers import child_process, messages
 from replica_engine.workers.cluster import is_loopback, join_address, plain_host, split_address

@@ -255,9 +255,9 @@ class Body:
     def entered(self, host_calls: object, collectives: list[flight_record.CollectiveCall]) -> Iterator[None]:
         """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
         with (
-            threads.attribute(_thread, "body", self),
-            threads.attribute(_thread, "calls", host_calls),
-            threads.attribute(_thread, "collectives", collectives),
+            threads.set_for_block(_thread, "body", self),
+            threads.set_for_block(_thread, "calls", host_calls),
+            threads.set_for_block(_thread, "collectives", collectives),
             xla_ops.xla_context(),
             function_graphs.intercepted(
                 lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op),
@@ -323,7 +323,7 @@ def gathered_host_calls() -> Any:
 
 def apart() -> contextlib.AbstractContextManager[object]:
     """Inside is a branch that only some replicas take: cross-replica operations raise an error."""
-    return threads.attribute(_thread, "apart", True)
+    return threads.set_for_block(_thread, "apart", True)
 
 
 def current(name: str) -> Body:

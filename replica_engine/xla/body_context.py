@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import CollectiveError, NotInReplicaError, ReplicaValueError
-from replica_engine.errors.thread_errors import elsewhere
+from replica_engine.errors.run_errors import elsewhere
 from replica_engine.process.interrupts import afterwards
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import operators

@@ -67,7 +67,7 @@ class SharedSums:
         Raises:
             ReplicaValueError: at the end, if the body adds up a tensor from outside.
         """
-        with threads.attribute(_thread, "sums", self):
+        with threads.set_for_block(_thread, "sums", self):
             yield
         graph = eager.graph()
         for tensor, where in self._added:

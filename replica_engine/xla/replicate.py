@@ -20,7 +20,7 @@ from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import operators
 from replica_engine.xla import body, function_spec
 from replica_engine.xla.arguments import Arguments
-from replica_engine.xla.calls import graph_op, program_table
+from replica_engine.xla.calls import body_calls, program_table
 from replica_engine.xla.stages.lowered import Lowered
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # mmap.MAP_NORESERVE of Python 3.13
@@ -115,7 +115,7 @@ def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas
     check_not_forked()
     arguments, programs = _prepare(inputs, num_replicas)
     try:
-        return graph_op.call(programs, function_spec.FunctionSpec.from_callable(fn), arguments, arguments.shapes)
+        return body_calls.call(programs, function_spec.FunctionSpec.from_callable(fn), arguments, arguments.shapes)
     # Errors of the user's function too: all are cut to the user's frames, and none is kept.
     except Exception as error:
         raise shortened(error)

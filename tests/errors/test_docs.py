@@ -13,7 +13,7 @@ from helpers.golden import FOLDER
 from replica_engine.errors import ReplicateError, ScopeError
 from replica_engine.errors.base import in_words, warning
 from replica_engine.errors.device_errors import untested_version
-from replica_engine.errors.thread_errors import warn_dataset_for_each
+from replica_engine.errors.run_errors import warn_dataset_for_each
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
-from replica_engine.errors.thread_errors import note_workers
+from replica_engine.errors.run_errors import note_workers
 from replica_engine.errors.worker_errors import WorkerRow, runs_alone, tries_again
 from replica_engine.workers import Program, cluster, find_cluster, join, joining
 from replica_engine.workers.member import _members

@@ -5,7 +5,7 @@ import tensorflow as tf
 from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy
-from replica_engine.errors.thread_errors import warn_dataset_for_each, warn_foreign_optimizer, warn_shared_variable
+from replica_engine.errors.run_errors import warn_dataset_for_each, warn_foreign_optimizer, warn_shared_variable
 
 
 def make_model():

@@ -19,7 +19,7 @@ from replica_engine.errors import (
     StructureMismatchError,
     VariableMismatchError,
 )
-from replica_engine.errors.thread_errors import note_abandoned, note_failed_alike, note_failure, warn_different_lines
+from replica_engine.errors.run_errors import note_abandoned, note_failed_alike, note_failure, warn_different_lines
 
 
 @shows(MergeCallMismatchError)

@@ -8,7 +8,7 @@ from helpers.golden import eager_only, shows
 
 from replica_engine import MirroredStrategy, TPUStrategy, xla
 from replica_engine.errors import CoordinatorRow, ReplicaTimeoutError, StuckProgramError
-from replica_engine.errors.replica_table import slow_function, slow_program, slow_replicas
+from replica_engine.errors.timeouts import slow_function, slow_program, slow_replicas
 from replica_engine.pjrt import executable
 from replica_engine.pjrt.stablehlo import markers
 

@@ -152,7 +152,7 @@ def test_a_compiled_assertion_is_short(compiled):
 def test_nothing_is_removed_if_the_user_wants_all_frames(compiled):
     tf.debugging.disable_traceback_filtering()
     try:
-        assert "replica_engine/xla/calls/graph_op.py" in text_of(compiled, outside)
+        assert "replica_engine/xla/calls/body_calls.py" in text_of(compiled, outside)
     finally:
         tf.debugging.enable_traceback_filtering()
 

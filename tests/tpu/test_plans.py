@@ -31,7 +31,7 @@ from replica_engine.pjrt import absent_chips, accelerators, executable
 from replica_engine.pjrt.plan import Collective, Cost, Memory, Plan, check_devices, collectives, cycles, slice_named
 from replica_engine.pjrt.stablehlo.markers import expand_markers
 from replica_engine.workers import child_process
-from replica_engine.xla.calls import graph_op
+from replica_engine.xla.calls import body_calls
 
 SIDE = 256
 SIZE = 4 * SIDE * SIDE
@@ -429,7 +429,7 @@ def step(x):
 
 
 def test_a_compiler_of_absent_chips_that_takes_longer_than_the_limit(monkeypatch, caplog):
-    monkeypatch.setattr(graph_op, "check_absent", lambda *_: None)
+    monkeypatch.setattr(body_calls, "check_absent", lambda *_: None)
     runs(monkeypatch, "-c", "import time; time.sleep(600)")
     strategy = replica_engine.TPUStrategy(num_cores=8, timeout=3.0, warn_after=0.1)
     with pytest.raises(ReplicaTimeoutError, match=r"`step` was not compiled for v5e:2x4 in 3 s \(timeout=\)"):

@@ -15,7 +15,7 @@ import os, pathlib, subprocess, sys
 from replica_engine.workers import child_process
 from replica_engine.workers import server as serve
 from replica_engine.workers.job import Limits
-from replica_engine.pjrt import rendezvous
+from replica_engine.pjrt import jaxlib_service
 from replica_engine.pjrt import absent_chips as absent
 
 for name in sys.argv[1].split():  # after this process has imported what it needs
@@ -23,7 +23,7 @@ for name in sys.argv[1].split():  # after this process has imported what it need
 for entry in sys.argv[2:]:
     sys.path.insert(0, entry)
 serve.start(1, "a secret of sixteen", "127.0.0.1:0", Limits(1.0, 1.0))
-rendezvous.start(1, "127.0.0.1")
+jaxlib_service.start(1, "127.0.0.1")
 subprocess.run([sys.executable, *absent._COMMAND], env=child_process.environment(), check=True)
 for each in serve.started:
     each.kill()

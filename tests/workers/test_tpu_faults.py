@@ -99,7 +99,7 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim, cores, distrib
 JOINING = """
 import socket
 from replica_engine.workers import member
-from replica_engine.pjrt import job_devices, rendezvous
+from replica_engine.pjrt import job_devices, jaxlib_service
 
 
 def dies(*_, **__):
@@ -109,7 +109,7 @@ def dies(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def late(place, hold=rendezvous.hold):
+def late(place, hold=jaxlib_service.hold):
     (connection,) = member._members
     connection.put("the other knows where the service is", True)
     assert connection.failed.wait(300)
@@ -124,7 +124,7 @@ def late(place, hold=rendezvous.hold):
 if me == int(os.environ["VICTIM"]):
     setattr(job_devices.jaxlib, os.environ["IN"], dies)
 elif os.environ["LATE"]:
-    rendezvous.hold = late
+    jaxlib_service.hold = late
 try:
     replica_engine.TPUStrategy(num_cores=2)
 except replica_engine.errors.WorkerLostError as error:

@@ -192,7 +192,7 @@ def _vectorize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = _context()
     if context is None:
         return original(*args, **kwargs)
-    with threads.attribute(context.attempts, "vectorizing", True):
+    with threads.set_for_block(context.attempts, "vectorizing", True):
         return original(*args, **kwargs)
 
 
@@ -243,7 +243,7 @@ def _tape_gradient(
         return original(self, target, sources, *args, **kwargs)
     attempts = context.attempts
     attempts.note_gradient(self)
-    with threads.attribute(attempts, "asked_for", tf.nest.flatten(sources)):
+    with threads.set_for_block(attempts, "asked_for", tf.nest.flatten(sources)):
         return original(self, target, sources, *args, **kwargs)
 
 

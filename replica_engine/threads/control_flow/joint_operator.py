@@ -423,7 +423,7 @@ class JointOperator:
 
     def building(self) -> contextlib.AbstractContextManager[object]:
         """Inside the block, gradients of joint graphs are computed by the replicas, each on its own thread."""
-        return threads.attribute(_building, "operator", self)
+        return threads.set_for_block(_building, "operator", self)
 
     def inputs(self, more: Sequence[Sequence[tf.Tensor]] | None = None) -> list[list[tf.Tensor]]:
         """For each replica, what its outputs can depend on: what it captured, and `more`."""

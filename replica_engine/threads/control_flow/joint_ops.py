@@ -92,7 +92,7 @@ def build_call(operator: JointOperator) -> list[Built]:
             f"{operator.where}. Such a function runs once for all replicas, and has no forward-mode derivative for "
             "each. Call its Python function, f.python_function(x), or use tf.GradientTape."
         )
-    with threads.attribute(_calling, "operator", operator):
+    with threads.set_for_block(_calling, "operator", operator):
         if not is_taped:
             return [Built(value) for value in replica_parts(around(*args, **kwargs), size, "result")]
         notes = joint.find_notes(around.get_concrete_function(*args, **kwargs).graph) or Notes()

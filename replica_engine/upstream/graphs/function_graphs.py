@@ -370,7 +370,7 @@ def inlined() -> contextlib.AbstractContextManager[bool]:
 
     Tensors of a graph that is thrown away must not get into traces, which outlive it.
     """
-    return threads.attribute(_inlining, "on", True)
+    return threads.set_for_block(_inlining, "on", True)
 
 
 def is_inlining() -> bool:
@@ -461,7 +461,7 @@ def restore(state: Any) -> None:
 def seeded(seed: int) -> Iterator[None]:
     """Sets TensorFlow's global seed inside the block; on leaving, the old seed and generator return."""
     context = _context.context()
-    with threads.attribute(context, "_seed", seed), threads.attribute(context, "_rng", random.Random(seed)):
+    with threads.set_for_block(context, "_seed", seed), threads.set_for_block(context, "_rng", random.Random(seed)):
         yield
 
 

@@ -514,7 +514,7 @@ def restore_tape(tape: tf.GradientTape, before: tuple[Any, bool]) -> None:
 
 def kept_after_gradient(tape: tf.GradientTape) -> contextlib.AbstractContextManager[bool]:
     """Inside the block, a tape begins to record in such a way that `restore_tape` can undo its end."""
-    return threads.attribute(tape, "_persistent", True)
+    return threads.set_for_block(tape, "_persistent", True)
 
 
 def bound_arguments(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -30,7 +30,7 @@ import tensorflow as tf
 from replica_engine.diagnostics import flight_record, user_frames
 from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.base import add_note
-from replica_engine.errors.replica_table import FOR_BATCH, FOR_BATCH_OF_WORKER
+from replica_engine.errors.timeouts import FOR_BATCH, FOR_BATCH_OF_WORKER
 from replica_engine.process import interrupts
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import operators

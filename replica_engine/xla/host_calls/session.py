@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import is_internal
 from replica_engine.errors.base import add_note, in_words, is_alike
-from replica_engine.errors.thread_errors import note_failed_alike
+from replica_engine.errors.run_errors import note_failed_alike
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.upstream import eager, thread_state
 from replica_engine.upstream.graphs import function_calls

@@ -47,7 +47,7 @@ import tensorflow as tf
 
 from replica_engine import errors
 from replica_engine.diagnostics.flight_record import note_failed_run
-from replica_engine.errors.replica_table import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
+from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
 from replica_engine.errors.worker_errors import JOB_FAILURES
 from replica_engine.pjrt import device_group, jaxlib
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup

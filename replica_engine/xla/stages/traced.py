@@ -23,8 +23,8 @@ from replica_engine.diagnostics import flight_record, tracebacks, user_frames
 from replica_engine.errors import CoordinatorRow, HostResultError, InputsError, LoweringError, VariableCreationError
 from replica_engine.errors.base import at, brief
 from replica_engine.errors.program_errors import may_wait_forever
-from replica_engine.errors.replica_table import table
-from replica_engine.errors.thread_errors import warn_shared_variable
+from replica_engine.errors.run_errors import warn_shared_variable
+from replica_engine.errors.timeouts import table
 from replica_engine.upstream import eager as variable_handles
 from replica_engine.upstream.distribute import DistributedVariable
 from replica_engine.upstream.graphs import graph_walk, operators, xla_ops

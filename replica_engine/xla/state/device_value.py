@@ -53,7 +53,7 @@ _freeing = threading.RLock()  # reentrant, since a signal handler may read a var
 
 def accesses_noted(note: Callable[[DeviceValue], None]) -> contextlib.AbstractContextManager[object]:
     """Inside, `note` is called before the host reads or writes a value on this thread; what it does is not noted."""
-    return threads.attribute(_thread, "note", note)
+    return threads.set_for_block(_thread, "note", note)
 
 
 class DeviceValue:
@@ -352,7 +352,7 @@ class DeviceValue:
     def _note(self) -> None:
         note = getattr(_thread, "note", None)
         if note is not None:
-            with threads.attribute(_thread, "note", None):
+            with threads.set_for_block(_thread, "note", None):
                 note(self)
 
     def _present(self) -> Array:

@@ -31,7 +31,7 @@ _thread = threading.local()
 
 def handles_compared() -> contextlib.AbstractContextManager[object]:
     """Inside, handles serve only to tell variables apart; nothing is read or written through them."""
-    return threads.attribute(_thread, "comparing", True)
+    return threads.set_for_block(_thread, "comparing", True)
 
 
 def _called(original: Callable[..., object], function: object, *args: object, **kwargs: object) -> object:
@@ -42,7 +42,7 @@ def _called(original: Callable[..., object], function: object, *args: object, **
     """
     if tf.executing_eagerly():
         return original(function, *args, **kwargs)
-    with threads.attribute(_thread, "calling", tf.compat.v1.get_default_graph()):
+    with threads.set_for_block(_thread, "calling", tf.compat.v1.get_default_graph()):
         return original(function, *args, **kwargs)
 
 
@@ -52,7 +52,7 @@ def _reads(name: str) -> Callable[..., object]:
 
     @functools.wraps(method)
     def reading(self: HostVariable, *args: object, **kwargs: object) -> object:
-        with threads.attribute(_thread, "reading", True):
+        with threads.set_for_block(_thread, "reading", True):
             return method(self, *args, **kwargs)
 
     return reading
@@ -66,7 +66,7 @@ def _writes(name: str, whole: bool = False) -> Callable[..., object]:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
         self._check_access()  # before the wait for a step to end: that step may be the caller
-        with self._replica_engine[0].host_writes(whole), threads.attribute(_thread, "reading", True):
+        with self._replica_engine[0].host_writes(whole), threads.set_for_block(_thread, "reading", True):
             return method(self, *args, **kwargs)
 
     return writing
@@ -203,7 +203,7 @@ _making = threading.local()
 
 def run_stateful_ops_once() -> contextlib.AbstractContextManager[object]:
     """Inside, an op with a state runs once for all initial values that depend on it."""
-    return threads.attribute(_making, "known", {})
+    return threads.set_for_block(_making, "known", {})
 
 
 def outside(kwargs: dict[str, Any]) -> dict[str, Any]:

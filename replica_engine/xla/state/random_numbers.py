@@ -127,7 +127,7 @@ def in_pieces(pieces: Pieces) -> contextlib.AbstractContextManager[object]:
     The loop that draws needs several times the memory of its results. So a large value that is divided over devices is
     drawn piece by piece: each device draws a piece of its part in each turn of a loop.
     """
-    return threads.attribute(_thread, "pieces", pieces)
+    return threads.set_for_block(_thread, "pieces", pieces)
 
 
 def _key_and_counter(seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -14,17 +14,17 @@ import threading
 import pytest
 from helpers.jobs import until
 
-from replica_engine.pjrt import rendezvous
+from replica_engine.pjrt import jaxlib_service
 from replica_engine.workers.cluster import split_address
 
 KERNEL = tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2]) if sys.platform == "linux" else ()
 PORTS_OF_SOCKET = 51  # IP_LOCAL_PORT_RANGE of Linux 6.3, which Python has no name for
-LONG = rendezvous._PATIENCE / 2  # seconds; a stranger is dropped only after twice as long
+LONG = jaxlib_service._PATIENCE / 2  # seconds; a stranger is dropped only after twice as long
 
 WORKER = """
 import os, signal, stat, sys
 from replica_engine.workers import server as serve
-from replica_engine.pjrt import rendezvous
+from replica_engine.pjrt import jaxlib_service
 
 
 class Last:
@@ -39,9 +39,9 @@ class Last:
 
 
 sys.last = Last()  # ends after all modules but this one
-place = rendezvous.start(1, "127.0.0.1")
+place = jaxlib_service.start(1, "127.0.0.1")
 os.kill(serve.started[0].pid, signal.SIGTERM)  # as Slurm does, which sends it to all processes of a job
-rendezvous.hold(place)
+jaxlib_service.hold(place)
 print(place["lifeline"], place["address"], flush=True)
 os.read(0, 1)
 if os.fork() == 0:
@@ -70,7 +70,7 @@ def test_the_service_ends_with_its_workers_and_not_before():
 )
 def test_two_services_never_get_one_port():
     """A port that one holds is free for nobody who asks for any, though jaxlib's service shares its ports."""
-    with rendezvous.held_port("127.0.0.1") as held, socket.socket() as other:
+    with jaxlib_service.held_port("127.0.0.1") as held, socket.socket() as other:
         port = held.getsockname()[1]
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.setsockopt(socket.IPPROTO_IP, PORTS_OF_SOCKET, struct.pack("=I", port << 16 | port))  # no other port
@@ -81,7 +81,7 @@ def test_two_services_never_get_one_port():
 @pytest.fixture
 def waiting():
     """Lifelines that a thread waits for, one of which is held."""
-    lifelines = rendezvous._Lifelines("127.0.0.1")
+    lifelines = jaxlib_service._Lifelines("127.0.0.1")
     host, port = lifelines.address.split(":")
     thread = threading.Thread(target=lifelines.wait)
     with socket.create_connection((host, int(port)), LONG) as held:
@@ -98,7 +98,7 @@ def waiting():
 @pytest.mark.skipif(sys.platform != "linux", reason="the names of the settings")
 def test_a_lifeline_over_a_network_that_is_cut_ends_within_minutes():
     """The end of its worker does not get through then; by default the system asks after two hours."""
-    lifelines = rendezvous._Lifelines("127.0.0.1")
+    lifelines = jaxlib_service._Lifelines("127.0.0.1")
     with socket.create_connection(split_address(lifelines.address), LONG), selectors.DefaultSelector() as selector:
         until(lambda: lifelines._accept(selector) or lifelines._read)
         (sock,) = lifelines._read
@@ -112,7 +112,8 @@ def test_a_lifeline_over_a_network_that_is_cut_ends_within_minutes():
 def test_strangers_are_limited(waiting):
     with contextlib.ExitStack() as stack:
         strangers = [
-            stack.enter_context(socket.create_connection(waiting, LONG)) for _ in range(rendezvous._MOST_STRANGERS + 2)
+            stack.enter_context(socket.create_connection(waiting, LONG))
+            for _ in range(jaxlib_service._MOST_STRANGERS + 2)
         ]
         assert strangers[0].recv(1) == b""
 

@@ -59,7 +59,7 @@ def start(size: int, host: str) -> dict[str, str]:
     Raises:
         ClusterConfigError: it cannot listen there.
     """
-    return child("replica_engine.pjrt.rendezvous", {"size": size, "address": host})
+    return child("replica_engine.pjrt.jaxlib_service", {"size": size, "address": host})
 
 
 def hold(place: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Errors of replicas on threads, of scopes, and of calls whose arguments do not fit.
+"""Errors of runs: of replicas on threads, of scopes, and of calls whose arguments do not fit.
 
 Notes on a user's exception are here too.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, in_words, is_alike, warning
-from replica_engine.errors.replica_table import ReplicaRow, plural
+from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, in_words, is_alike, plural, warning
+from replica_engine.errors.timeouts import ReplicaRow
 
 __all__ = ["InputsError", "MergeCallGraphError", "MergeCallMismatchError", "NoMethodError", "NotInBodyError"]
 __all__ += ["NotInReplicaError", "ReplicaMismatchError", "ReplicaUnwound", "ScopeError", "StructureMismatchError"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from replica_engine.errors.base import ReplicaEngineError
+from replica_engine.errors.base import ReplicaEngineError, plural
 
 IN_MERGE = "in the merge function "
 """The state of a coordinator that runs a merge function begins with these words."""
@@ -269,11 +269,6 @@ def _raises_later(limit: float | None) -> str:
     if limit is None:
         return "with timeout= of the strategy such a wait raises an error"
     return f"after {limit:g} s (timeout=) the wait raises an error"
-
-
-def plural(number: int, what: str) -> str:
-    """A number with its noun: "1 merge call", "2 merge calls"."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _for(seconds: float | None) -> str:
