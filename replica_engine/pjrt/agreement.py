@@ -22,15 +22,15 @@ that it was for is left for the one before, which others launch without a questi
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from replica_engine.pjrt.device_group import DeviceGroup, Limits, NobodyWaits, held_off
+from replica_engine.pjrt.device_group import DeviceGroup, Limits, held_off
 from replica_engine.pjrt.executable import Executable
 from replica_engine.workers import Member, Program
+from replica_engine.workers.member import Leave, NobodyWaits
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class Agreement:
         self._answers: Any = None  # what all have said then, on the devices
         self._is_open = False  # whether the launch that was asked for has not been made
 
-    def launch(self, program: Program, limits: Limits, launch: Callable[[], T], left: threading.Event | None) -> T:
+    def launch(self, program: Program, limits: Limits, launch: Callable[[], T], left: Leave | None) -> T:
         """Calls `launch`, which launches a program and calls `launches`, once all workers are about to do so.
 
         Args:
@@ -90,7 +90,7 @@ class Agreement:
         self._is_open, self._last = False, "" if is_compared_again else program.digest
         self._member.launched(program)
 
-    def least(self, program: Program, number: int, limits: Limits, left: threading.Event | None) -> int:
+    def least(self, program: Program, number: int, limits: Limits, left: Leave | None) -> int:
         """The least of the numbers of all workers, of 32 bits each; compared as a launch, and raises the same."""
 
         def end() -> None:
@@ -109,7 +109,7 @@ class Agreement:
         if self._devices.interrupted:
             devices.running, devices.running_name, devices.interrupted = self._devices.running, _NAME, True
 
-    def _agree(self, program: Program, number: int, limits: Limits, left: threading.Event | None) -> Any:
+    def _agree(self, program: Program, number: int, limits: Limits, left: Leave | None) -> Any:
         """Waits until all workers are about to launch a program; returns what each has said, in reverse order."""
         count = held_off().around(functools.partial(self._member.announce, program))
         digest = np.frombuffer(bytes.fromhex(program.digest), np.int32)

@@ -31,6 +31,7 @@ from replica_engine.process import interrupts, threads
 from replica_engine.process.interrupts import MISSED, wait_for_ever
 from replica_engine.watch.watchdog import Wait
 from replica_engine.workers import Member, Program
+from replica_engine.workers.member import Leave
 
 # Abandoned programs.
 _LAST_CALLS = 5.0  # seconds at exit for a program that calls Python, whose calls return at once, or returns to it
@@ -63,7 +64,13 @@ def _at_exit() -> None:
     gone by then, the process is aborted.
     """
     for devices, calls_host in list(_left.items()):
-        if not devices.ends_within(_LAST_CALLS if calls_host or devices.is_left_to_a_thread else 0.0):
+        seconds = _LAST_CALLS if calls_host or devices.is_left_to_a_thread else 0.0
+        member = devices.member
+        # The collective that the thread is in ends when another worker does. The one that is lost goes first, and the
+        # others one after the other: whose thread returned while Python goes would be aborted.
+        if member is not None and devices.is_left_to_a_thread and not member.is_cause:
+            seconds += _LAST_CALLS + member.worker
+        if not devices.ends_within(seconds):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(devices.devices[0].client))
 
 
@@ -94,10 +101,6 @@ class Computed(NamedTuple):
         """The program in an error that comes late, when others may have been launched since."""
         before = ", or a program before it whose values it took," if self.takes else ""
         return f"`{self.name}`{at(self.where)}{before}"
-
-
-class NobodyWaits(Exception):
-    """What ends a thread that waits for others before a launch which nobody needs any more."""
 
 
 class needed_by_a_program:
@@ -259,13 +262,13 @@ def on_host(shard: Any) -> np.ndarray:
 class Agrees(Protocol):
     """What compares the launches of the workers: `agreement.Agreement`."""
 
-    def launch(self, program: Program, limits: Limits, launch: Callable[[], T], left: threading.Event | None) -> T:
+    def launch(self, program: Program, limits: Limits, launch: Callable[[], T], left: Leave | None) -> T:
         """Calls `launch` once all workers are about to launch the program."""
 
     def launches(self, program: Program, is_compared_again: bool) -> None:
         """Notes that a program is launched."""
 
-    def least(self, program: Program, number: int, limits: Limits, left: threading.Event | None) -> int:
+    def least(self, program: Program, number: int, limits: Limits, left: Leave | None) -> int:
         """The least of the numbers of all workers."""
 
     def leave_to(self, devices: DeviceGroup) -> None:

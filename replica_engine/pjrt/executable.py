@@ -31,7 +31,7 @@ import numpy as np
 from replica_engine._version import __version__
 from replica_engine.errors.worker_errors import JOB_FAILURES
 from replica_engine.pjrt import jaxlib, rewrites
-from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup, NobodyWaits, held_off
+from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup, held_off
 from replica_engine.pjrt.plan import Memory, Plan, exchanges_in_branches, hlo_text, make_plan, read_memory
 from replica_engine.pjrt.stablehlo import markers, mlir
 from replica_engine.pjrt.stablehlo.markers import expand_markers
@@ -41,13 +41,13 @@ from replica_engine.process import threads
 from replica_engine.process.interrupts import wait_for_ever
 from replica_engine.process.memory import keep_freed_memory
 from replica_engine.workers import Program
+from replica_engine.workers.member import Leave
 
 _SHORTEST, _LONGEST = 2e-5, 5e-3  # seconds between checks whether a program has ended
 _LATE = 0.02  # how late a check may notice the end, as a fraction of the time so far
 _EXPECTED = 0.95  # fraction of the time of earlier launches; before it, checks are rare
 _LARGE_PART = 1 << 15  # bytes of a device's parts, on average; models of smaller ones step up to 1.2 times slower apart
 _AWAKE = 1e-3  # seconds of checks without a sleep: to be woken takes longer than a small program runs
-_NOTICES = 1.0  # seconds after a failure of the job in which a thread that waits for a program raises it
 _SHORTER = 0.8  # fraction of the time that a program is expected to take after it has ended in the first sleep
 
 
@@ -141,6 +141,11 @@ class Executable:
         self.limits = limits
         self._is_first = True
         self._calls_host = bool(host_calls)
+        on_one_cpu = devices.platform == "cpu" and len(devices.devices) == 1
+        # XLA:CPU runs a program that calls the host on a single device inside the call that starts it. With several
+        # workers, nothing could end that call when another worker is lost, so another thread makes it.
+        self._runs_in_launch = self._calls_host and devices.member is not None and on_one_cpu
+        self._launching: threads.LeftCall[None] | None = None
         self._took = 0.0  # seconds that a launch takes: about the shortest of the recent ones
         if compared is not None:
             self._is_compared_again = _has_other_orders(program)
@@ -148,9 +153,7 @@ class Executable:
         self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
         self._results = len(results)
         # A result tells when a launch has ended. jaxlib's token of a program without results can only be waited for.
-        works_more = not results or (
-            devices.member is not None and devices.platform == "cpu" and len(devices.devices) == 1
-        )
+        works_more = not results or (devices.member is not None and on_one_cpu)
         each_axes = axes or [WHOLE] * len(results)
         client, on = devices.devices[0].client, jaxlib.DeviceList(devices.everywhere)
         options = _options(devices, apart=_is_better_apart(devices, results, each_axes))
@@ -223,11 +226,25 @@ class Executable:
         Raises:
             WorkerLostError or another failure of the job of several workers: the arrays may be gone, so `stores` are
                 invalid.
+
+        Returns:
+            The results, ready or not; those of a program that calls the host on a single CPU are there after `wait`.
         """
+        devices = self._devices
+        if devices.agreement is not None and self.compared is not None:
+            devices.agreement.launches(self.compared, self._is_compared_again)
+        if not self._runs_in_launch:
+            return self._start(arrays, stores)
+        results: list[Array] = []  # filled before the thread ends
+        start = lambda: results.extend(self._start(arrays, stores))  # noqa: E731
+        self._launching = threads.LeftCall(start, f"launch of {devices.running_name}", lambda: None)
+        devices.leave_to(self._launching)
+        threads.start(self._launching)
+        return results
+
+    def _start(self, arrays: list[Array], stores: Stores) -> list[Array]:
         devices, launched = self._devices, types.SimpleNamespace()  # for the results
         try:
-            if devices.agreement is not None and self.compared is not None:
-                devices.agreement.launches(self.compared, self._is_compared_again)
             made = map(self._take, map(self._executable.execute_sharded, (arrays,)))
             values = itertools.chain(itertools.chain.from_iterable(map(stores.of_launch, made)), stores.notes)
             objects = itertools.chain((launched, devices), stores.targets)
@@ -262,7 +279,7 @@ class Executable:
             member.meet(f"the first launch of {self.compared.words}", *self.limits)
             self._is_first = False
 
-    def wait(self, left: threading.Event | None = None) -> None:
+    def wait(self, left: Leave | None = None) -> None:
         """Waits for the end of the program, if it `waits`. Otherwise the program need only be queued.
 
         If the wait is interrupted, for example by Ctrl-C, `DeviceGroup.interrupted` stays set: the next launch must not
@@ -277,26 +294,31 @@ class Executable:
             WorkerLostError or another failure of the job of several workers: the program may never end.
         """
         devices = self._devices
-        member, running = devices.member, devices.running  # read once: another thread may see the end, and reset it
+        member, launching = devices.member, self._launching
+        self._launching = None
+        running: Any = launching or devices.running  # read once: another thread may see the end, and reset it
         if running is not None and (self.waits or member is not None):
             ident = threading.get_ident()
-            if member is not None:
-                member.waiting.add(ident)
             try:
+                if member is not None:
+                    member.waiting.add(ident)
                 if (left is not None or member is not None) and not self._poll(running, left):
                     return
             finally:
                 if member is not None:
                     member.waiting.discard(ident)
             try:
-                running.block_until_ready()
+                if launching is None:
+                    running.block_until_ready()
+                else:
+                    launching.result()
             except jaxlib.RUNTIME_ERRORS as error:
                 if member is not None:
                     member.explain(error)
                 raise
         devices.running, devices.interrupted = None, False
 
-    def _poll(self, running: Array, left: threading.Event | None) -> bool:
+    def _poll(self, running: Any, left: Leave | None) -> bool:
         """Waits until the program has ended, and returns True; or until `left` is set, or the job fails, which raises.
 
         A program that calls the host needs the interpreter lock, so this thread sleeps between its checks.
@@ -349,7 +371,7 @@ class Flight:
         arrays: list[Array],
         stores: Stores = NO_STORES,
         relied_on: bool = True,
-        left: threading.Event | None = None,
+        left: Leave | None = None,
     ) -> list[Array]:
         """Waits until the program may start, which Ctrl-C ends, and starts it.
 
@@ -370,14 +392,12 @@ class Flight:
         launch = functools.partial(executable.launch, arrays, stores)
         if devices.member is not None and devices.agreement is not None and executable.compared is not None:
             agreed_launch = functools.partial(self._agreed_launch, executable.compared, launch, left)
-            return devices.member.telling_left(agreed_launch, NobodyWaits)
+            return devices.member.telling_left(agreed_launch, left)
         executable.wait_for_turn()
         devices.running_name = self._name
         return held_off().around(launch) if relied_on else launch()
 
-    def _agreed_launch(
-        self, program: Program, launch: Callable[[], list[Array]], left: threading.Event | None
-    ) -> list[Array]:
+    def _agreed_launch(self, program: Program, launch: Callable[[], list[Array]], left: Leave | None) -> list[Array]:
         """Starts the program once all workers are about to do so."""
         executable, devices = self.executable, self._devices
         assert devices.agreement is not None, "asked before"
@@ -388,13 +408,8 @@ class Flight:
         finally:  # after a launch no comparison is left, and this does nothing
             devices.agreement.leave_to(devices)
 
-    def apart(
-        self, fly: Callable[[], list[Array]], woken: threading.Event, left: threading.Event
-    ) -> list[Array] | None:
+    def apart(self, fly: Callable[[], list[Array]], woken: threading.Event, left: Leave) -> list[Array] | None:
         """Starts the program and waits for it on another thread, which the calling one can leave at any point.
-
-        It leaves it when the job of several workers has failed and the other thread has not noticed that at once: it
-        may be in a call of jaxlib that runs the program.
 
         Args:
             fly: starts the program, and waits for its end.
@@ -402,28 +417,20 @@ class Flight:
             left: is set if nobody needs what `fly` returns.
 
         Returns:
-            What `fly` returned; None if `woken` was set before, or the job has failed.
+            What `fly` returned; None if `woken` was set before.
         """
-        member, ident = self._devices.member, threading.get_ident()
-
-        def is_over(seconds: float) -> bool:
-            if woken.wait(seconds) or member is None:
-                return woken.is_set()
-            return member.failed.is_set() and not woken.wait(_NOTICES)
-
         thread = threads.LeftCall(fly, f"launch of {self._name}", woken.set)
         self._devices.leave_to(thread)
         self._devices.running_name = self._name
         is_left = True  # also by an exception that comes between any two lines here
         try:
             threads.start(thread)
-            if member is not None:
-                member.waiting.add(ident)
-            wait_for_ever(is_over)
+            wait_for_ever(woken.wait)
             is_left = not thread.has_result
+        except BaseException as error:
+            left.why = error
+            raise
         finally:
-            if member is not None:
-                member.waiting.discard(ident)
             if is_left:
                 left.set()
                 thread.leave()

@@ -20,13 +20,14 @@ import numpy as np
 from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
 from replica_engine.errors.run_errors import note_workers
 from replica_engine.pjrt import device_group
-from replica_engine.pjrt.device_group import Array, DeviceGroup, Limits, NobodyWaits
+from replica_engine.pjrt.device_group import Array, DeviceGroup, Limits
 from replica_engine.pjrt.executable import Executable, Flight, agreed
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.stablehlo.partition_local import Axes
 from replica_engine.process.interrupts import around
 from replica_engine.watch.watchdog import Wait, workers
 from replica_engine.workers import Program
+from replica_engine.workers.member import Leave, NobodyWaits
 
 T = TypeVar("T")
 
@@ -73,9 +74,13 @@ def least(devices: DeviceGroup, number: int, limits: Limits = (None, None)) -> i
     agreement = devices.agreement
     assert agreement is not None, "there are several workers"
 
-    def ready() -> Callable[[threading.Event], int]:
+    def meet(left: Leave) -> int:
+        assert devices.member is not None, "there are several workers"
+        return devices.member.telling_left(lambda: agreement.least(_LEAST, number, limits, left), left)
+
+    def ready() -> Callable[[Leave], int]:
         devices.wait_for_interrupted()
-        return functools.partial(agreement.least, _LEAST, number, limits)
+        return meet
 
     return _together(devices, _LEAST.body, limits, ready)
 
@@ -88,14 +93,14 @@ def _take_from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits) ->
     """The chief's value of an array of words."""
     what, flat = "the chief's value", devices.flat
 
-    def fly(executable: Executable, left: threading.Event) -> np.ndarray:
+    def fly(executable: Executable, left: Leave) -> np.ndarray:
         (result,) = Flight(executable, flat, what).start([flat.put([value])], left=left)
         executable.wait(left)
         if flat.interrupted:
             raise NobodyWaits
         return np.array(flat.fetch(result, 0))
 
-    def ready() -> Callable[[threading.Event], np.ndarray]:
+    def ready() -> Callable[[Leave], np.ndarray]:
         executable = _largest(flat, value, f"{what}, {value.size} numbers", limits)
         _wait_for_turn(executable, devices)
         return functools.partial(fly, executable)
@@ -103,9 +108,7 @@ def _take_from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits) ->
     return _together(devices, what, limits, ready)
 
 
-def _together(
-    devices: DeviceGroup, what: str, limits: Limits, ready: Callable[[], Callable[[threading.Event], T]]
-) -> T:
+def _together(devices: DeviceGroup, what: str, limits: Limits, ready: Callable[[], Callable[[Leave], T]]) -> T:
     """Makes one exchange within the limits.
 
     Ctrl-C ends each wait. It is held off between the moment when the program starts and that when its end is awaited.
@@ -117,7 +120,7 @@ def _together(
         ready: waits for the turn, and returns what makes the exchange, which is given an event that ends its waits.
     """
     timeout, warn_after = limits
-    member, began, left = devices.member, time.perf_counter(), threading.Event()
+    member, began, left = devices.member, time.perf_counter(), Leave()
     assert member is not None, "there are several workers"
 
     def late() -> ReplicaTimeoutError:

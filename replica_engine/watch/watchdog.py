@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
 # Stacks of threads, for reports: where each thread is in the user's program.
@@ -75,17 +75,18 @@ def format_thread_stack(thread: int | None) -> str:
     return "".join(traceback.format_list(shown))
 
 
-def format_users_stacks(most: int = 4) -> str:
+def format_users_stacks(first: Sequence[int] = (), most: int = 4) -> str:
     """The stacks of the threads that run the user's code, as text; that of the main thread in any case.
 
     Args:
+        first: threads that come first, whatever they run.
         most: how many threads at most.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    idents = [main, *(ident for ident, frame in sys._current_frames().items() if ident != main and _is_users(frame))]
-    stacks = {names.get(ident, "thread"): format_thread_stack(ident) for ident in idents[:most]}
-    return "".join(f"  {name}:\n{stack}" for name, stack in stacks.items() if stack)
+    others = [ident for ident, frame in sys._current_frames().items() if _is_users(frame)]
+    idents = list(dict.fromkeys([*first, threading.main_thread().ident, *others]))[:most]
+    stacks = [(names.get(ident, "a thread of the runtime"), format_thread_stack(ident)) for ident in idents]
+    return "".join(f"  {name}:\n{stack}" for name, stack in stacks if stack)
 
 
 def _is_users(frame: FrameType | None) -> bool:

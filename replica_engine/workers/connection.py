@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
-from replica_engine.watch.watchdog import format_users_stacks
 from replica_engine.workers import messages
 from replica_engine.workers.cluster import split_address
 from replica_engine.workers.messages import BadMessageError, Failure, Message, MessageReader
@@ -34,6 +33,7 @@ class _Answer:
     """A place for the answer to a question."""
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()  # that waits for it
         self.come = False
         self.value: Any = None
         self.late: Failure | None = None
@@ -115,6 +115,11 @@ class Channel:
         """The first failure of the job, as an error to raise; None as long as there is none."""
         failure = self._first_failure
         return None if failure is None else failure.error()
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether the job has failed because of this worker."""
+        return self._first_failure is not None and self._first_failure.worker == self.worker
 
     def check(self) -> None:
         """Raises the first failure of the job, if there is one.
@@ -240,10 +245,17 @@ class Channel:
         raise NotImplementedError
 
     def _tell_stack(self) -> None:
-        """Tells the coordinator where this process is."""
-        text = format_users_stacks()
+        """Tells the coordinator where this process is; on a thread of its own, since it reads the user's files."""
+        try:
+            text = self._stack()
+        except Exception as error:  # what the user has put in place of a file's loader, for example
+            text = f"  its stack could not be read: {error}"
         with self._changed:
             self._queue(["stack", text])
+
+    def _stack(self) -> str:
+        """Where this process is, as text."""
+        raise NotImplementedError
 
     def _take(self, message: Message) -> None:
         """Takes a message of the coordinator."""
@@ -258,7 +270,7 @@ class Channel:
                     self._changed.notify_all()
             elif kind == "stack":
                 () = rest
-                self._tell_stack()
+                threading.Thread(target=self._tell_stack, name=f"{self._thread.name}'s stack", daemon=True).start()
             elif kind == "warning":
                 LOGGER.warning(str(rest[0]))
             elif kind in ("answer", "exchanged", "late"):

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,10 @@ class _JoinedMember:
     launches: int = 0
     launched: str = ""
     in_step: bool = False  # by its last sign of life
-    waits: bool = False  # for others, in a program; by its last sign of life
+    waits: bool = False  # for others, in a program; by its last sign of life, as all that follows
+    asks: bool = False  # whether the thread that launches waits for an answer
+    calls: int = 0  # of the user's code by the program that runs
+    at_end: bool = False  # it waits for the others to come to the end of their programs
     left: bool = False  # it has said goodbye
     closed: bool = False  # its connection has ended
 
@@ -95,7 +98,7 @@ class _Stall:
     Attributes:
         workers: their indices.
         waiting: those that wait for them.
-        place: where they stand, in the launch log and in steps.
+        place: where they stand, in the launch log, in steps, and in calls of the user's code by the program that runs.
         since: since when.
         told: when all were told of it.
         asked: since when their stacks have been asked for; None if they have not.
@@ -104,7 +107,7 @@ class _Stall:
 
     workers: tuple[int, ...]
     waiting: tuple[int, ...]
-    place: tuple[tuple[int, int | None], ...]
+    place: tuple[tuple[int, int | None, int], ...]
     since: float
     told: float
     asked: float | None = None
@@ -295,32 +298,46 @@ class Job:
         them has it behind it and is in none. A launch that was left before it was made has no entry: a member that is
         in it has one more, until who left it makes it after all.
         """
-        passed = self._log.passed
-        self._given_up = {position: who for position, who in self._given_up.items() if position >= passed}
+        passed, at = self._log.passed, self._log.position
+        for position, leavers in list(self._given_up.items()):
+            for worker in [each for each, (*_, is_next) in leavers.items() if is_next and at(each) >= position]:
+                del leavers[worker]  # it has come to that launch again
+            if position < passed or not leavers:
+                del self._given_up[position]
         before, self._in_vain = self._in_vain, {}
         if not self._given_up:
             return
         for worker, member in self._members.items():
-            position = self._log.position(worker)
+            position = self._left_launch(worker)
             who = self._given_up.get(position)
-            if who is None or worker in who or not member.in_step or member.left or member.closed:
+            if who is None or worker in who or member.left or member.closed:
                 continue
             known = before.get(worker, (position, now))
             self._in_vain[worker] = known if known[0] == position else (position, now)
         for position, since in list(self._in_vain.values()):
-            for worker, (exception, patience, is_next) in self._given_up[position].items():
-                if now - since >= patience and not (is_next and self._log.position(worker) >= position):
+            for worker, (exception, patience, _) in self._given_up[position].items():
+                if now - since >= patience:
                     waiting = [other for other, (there, _) in sorted(self._in_vain.items()) if there == position]
                     row = self._row(worker, now)
                     self._fail(Failure.from_wording(errors.WorkerLostError.gave_up, row, waiting, exception))
+
+    def _left_launch(self, worker: int) -> int:
+        """The place of a launch that another member has left, for which this one waits; -1 if it waits for none."""
+        member, here = self._members[worker], self._log.position(worker)
+        if here in self._given_up and member.in_step:
+            return here
+        # It has told of that launch, and perhaps asks whether the others come to it.
+        before = [each for each, who in self._given_up.items() if each <= here and any(of[-1] for of in who.values())]
+        return max(before, default=-1) if member.in_step or member.asks else -1
 
     def _end_stall(self, now: float) -> None:
         """Tells all of members that the others wait for, or fails the job."""
         if now - self._looked < _LOOK:
             return
         self._looked = now
-        workers, waiting = self._waited_for()
-        place = tuple((self._log.position(each), self._members[each].step) for each in workers)
+        workers, waiting = self._waited_for(now)
+        at = [(self._log.position(each), self._members[each]) for each in workers]
+        place = tuple((position, member.step, member.calls) for position, member in at)
         stall = self._stall
         if stall is None or (stall.workers, stall.waiting, stall.place) != (workers, waiting, place):
             self._stall = _Stall(workers, waiting, place, now, now) if workers else None
@@ -342,21 +359,28 @@ class Job:
             of_all = errors.WorkerLostError.none_goes_on, rows, stacks, workers, seconds
             self._fail(Failure.from_wording(*(of_one if waiting else of_all)))
 
-    def _waited_for(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The members that the others wait for, and the others; all members, and none, if all wait in one launch."""
-        there = [worker for worker, member in sorted(self._members.items()) if not (member.left or member.closed)]
-        asking = {worker for worker, _ in (*self._waits, *self._log.waiting())}.union(*self._exchanges.values())
-        waits = {each for each in there if each in asking or self._members[each].waits}
+    def _waited_for(self, now: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The members that the others wait for, and the others; all members, and none, if all wait in one launch.
+
+        A member that waits at its end for the others' is in no collective, and counts as gone.
+        """
+        there = {each: of for each, of in sorted(self._members.items()) if not (of.left or of.closed or of.at_end)}
+        waits = {each for each, of in there.items() if of.waits or of.asks}
         if not waits or not self.complete or self.failure is not None or len(there) == 1:
             return (), ()
         least = min(map(self._log.position, there))
         found = [each for each in there if self._log.position(each) == least]
-        if len(found) == len(there):
-            found = [each for each in there if each not in waits] or there
-            if not all(self._members[each].in_step for each in found):  # they have that launch behind them
-                return (), ()
+        is_one_place = len(found) == len(there)
+        found = [each for each in found if each not in waits] or found
         others = tuple(each for each in there if each not in found)
-        return (tuple(found), others) if waits.issuperset(others) else ((), ())
+        # In one place a member that is in no launch may have it behind it, unless all others ask for something.
+        if is_one_place and not all(there[each].in_step for each in found) and not (others and self._all_ask(others)):
+            return (), ()
+        is_heard = all(now - there[each].heard <= _QUIET for each in found)  # another one may be silent, and so lost
+        return (tuple(found), others) if is_heard and waits.issuperset(others) else ((), ())
+
+    def _all_ask(self, workers: Sequence[int]) -> bool:
+        return all(self._members[each].asks for each in workers)
 
     def _reached(self) -> str:
         """The host under which the other workers reach the machine of worker 0 and of the coordinator."""
@@ -375,7 +399,9 @@ class Job:
         for worker, (position, since) in self._in_vain.items():
             self._in_vain[worker] = position, min(since + stood, now)
         if self._stall is not None:
-            self._stall.since, self._stall.told = self._stall.since + stood, self._stall.told + stood
+            stall = self._stall
+            stall.since, stall.told = stall.since + stood, stall.told + stood
+            stall.asked = None if stall.asked is None else stall.asked + stood
 
     def rows(self, now: float) -> list[errors.WorkerRow]:
         """What is known of each worker."""
@@ -451,9 +477,16 @@ class Job:
     # Messages
 
     def _on_beat(
-        self, worker: int, member: _JoinedMember, progress: list[Any], in_step: bool = False, waits: bool = False
+        self,
+        worker: int,
+        member: _JoinedMember,
+        progress: list[Any],
+        in_step: bool = False,
+        waits: bool = False,
+        asks: bool = False,
+        calls: int = 0,
     ) -> None:
-        member.in_step, member.waits = bool(in_step), bool(waits)
+        member.in_step, member.waits, member.asks, member.calls = bool(in_step), bool(waits), bool(asks), int(calls)
         self._progress(member, progress)
         self._tell(worker, ["beat"])
 
@@ -482,6 +515,7 @@ class Job:
             self._disagree(*difference)
         elif wait:
             number, timeout = wait
+            member.at_end = entries.endswith(END)
             ticket = worker, int(number)
             position = self._log.wait(worker, ticket)
             if timeout is not None:
@@ -596,7 +630,7 @@ class Job:
         there[worker] = str(exception), patience, bool(is_next)
 
     def _on_stack(self, worker: int, member: _JoinedMember, text: str) -> None:
-        if self._stall is not None and worker in self._stall.workers:
+        if self._stall is not None and self._stall.asked is not None and worker in self._stall.workers:
             self._stall.stacks[worker] = str(text)[:_LONGEST_STACK]
 
     def _on_withdrew(self, worker: int, member: _JoinedMember, launches: int) -> None:

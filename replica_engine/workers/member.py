@@ -36,7 +36,7 @@ from replica_engine.errors import ReplicaEngineError, WorkerRow
 from replica_engine.errors.base import in_words
 from replica_engine.errors.worker_errors import NOW
 from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait, describe_workers, forget_workers, replicas
+from replica_engine.watch.watchdog import Wait, describe_workers, forget_workers, format_users_stacks, replicas
 from replica_engine.workers.cluster import held_address
 from replica_engine.workers.connection import Channel, Links, Welcome
 from replica_engine.workers.messages import Message, MessageReader, print_place
@@ -53,6 +53,25 @@ _PATIENCE = 2.0  # seconds to wait for the rows of a warning
 _LONGEST_EXCEPTION = 4000  # characters
 _raised: list[BaseException] = []  # the exception that ends this process
 _BUFFERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
+class NobodyWaits(Exception):
+    """What ends a thread that waits for others before a launch which nobody needs any more."""
+
+
+class Leave(threading.Event):
+    """Is set when nobody needs a launch any more.
+
+    Attributes:
+        why: the exception that says so; None if a limit has passed.
+    """
+
+    why: BaseException | None = None
+
+
+def no_calls() -> tuple[Sequence[int], int]:
+    """The calls of the user's code by a program where none runs."""
+    return (), 0
 
 
 class Member(Channel):
@@ -72,7 +91,8 @@ class Member(Channel):
         failed: an event that is set when the job has failed.
         reached: the host under which the other workers reach the machine of worker 0; "" before all have joined.
         waiting: the threads that wait in a program for other workers; each adds and removes its ident.
-        host_calls: returns the threads in which the program that waits has called the user's code.
+        host_calls: returns the threads in which the program that waits has called the user's code, and how often it has
+            done so; it is called on another thread.
         shorten: leaves only the frames of the user in the traceback of an error of this library that ends the process.
     """
 
@@ -88,6 +108,7 @@ class Member(Channel):
         self._announced: int | None = None  # how many there were with the launch that was announced and not made
         self._known: dict[tuple[str, str], bytes] = {}
         self._launches = 0
+        self._made = 0  # those that were made, and not only announced
         self._step: int | None = None
         self._sync_point = ""
         self._where = ""  # where the replicas are in a traced step that takes long
@@ -96,7 +117,8 @@ class Member(Channel):
         self._in_step: Callable[[], bool] = lambda: False
         self._waits_in_step = False
         self.waiting: set[int] = set()
-        self.host_calls: Callable[[], Sequence[int]] = tuple
+        self.host_calls: Callable[[], tuple[Sequence[int], int]] = no_calls
+        self._launching_thread: int | None = threading.main_thread().ident  # the one that told of a launch last
         self._hook: Callable[..., object] | None = None
         self.shorten: Callable[[ReplicaEngineError], ReplicaEngineError] = lambda error: error
         for message in early:
@@ -154,7 +176,7 @@ class Member(Channel):
             error: the exception.
             is_launched: whether a launch of the step is still there, which others would meet later: then all get the
                 error at once.
-            is_next: whether the others wait for a launch that this worker has not made, and not in one that it has.
+            is_next: whether the others wait for a launch that this worker has not told of.
         """
         if self._first_failure is None:
             with self._changed:
@@ -162,20 +184,23 @@ class Member(Channel):
                 first, *_ = in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
                 self._queue(["gave up", first, not isinstance(error, Exception), is_launched, is_next])
 
-    def telling_left(self, launch: Callable[[], T], timed_out: type[BaseException]) -> T:
+    def telling_left(self, launch: Callable[[], T], leave: Leave | None) -> T:
         """Calls what makes a launch. If an exception ends it before, the others may wait for it: see `tell_given_up`.
 
         Args:
             launch: makes it, and calls `launched`.
-            timed_out: the exception that says that a limit has passed.
+            leave: what ends it, if nobody needs it any more.
         """
-        made = self._launches
+        made, launches = self._made, self._launches
         try:
             return launch()
         except BaseException as error:  # also Ctrl-C
-            if self._launches == made:
-                left = TimeoutError("its limit has passed") if isinstance(error, timed_out) else error
-                self.tell_given_up(left, is_next=True)
+            if self._made == made:
+                if isinstance(error, NobodyWaits):
+                    why = (leave and leave.why) or TimeoutError("its limit has passed, or a host call has failed")
+                    self.tell_given_up(why, is_next=self._launches == launches)
+                else:
+                    self.tell_given_up(error, is_next=self._launches == launches)
             raise
 
     def tell_whether_in_step(self, in_step: Callable[[], bool], waits: bool = False) -> None:
@@ -221,9 +246,13 @@ class Member(Channel):
         A difference becomes a failure of the job about a tenth of a second later.
         """
         with self._changed:
+            self._made += 1
             announced, self._announced = self._announced, None
-            if announced is not None:
-                return
+        if announced is None:
+            self._note_launch(program)
+
+    def _note_launch(self, program: Program) -> None:
+        with self._changed:
             self._launches += 1
             self._note(self._entry(LAUNCH, program.digest, program.words))
             first = len(self._entries) == 1
@@ -237,7 +266,7 @@ class Member(Channel):
             How many launches it has made, with this one.
         """
         self.withdraw()
-        self.launched(program)
+        self._note_launch(program)
         with self._changed:
             self._announced = self._noted
             return self._launches
@@ -463,6 +492,7 @@ class Member(Channel):
         """Adds an entry to the log; with the lock."""
         self._entries.append(code)
         self._noted += 1
+        self._launching_thread = threading.get_ident()
 
     # What the thread calls. `_log_message`, `_flush_log` and `_progress` need the lock.
 
@@ -496,11 +526,17 @@ class Member(Channel):
             if self._first_failure is not None:
                 return now + 1.0
             if now >= self._beat:
-                in_step = self._in_step()
-                waits = bool(self.waiting) or (in_step and self._waits_in_step)
-                self._queue(["beat", self._progress(), in_step or waits, waits and not self.host_calls()])
+                calls, made = self.host_calls()
+                waits, in_step = bool(self.waiting), self._in_step()
+                asks = any(each.thread == self._launching_thread for each in self._answers.values())
+                waits_now = (waits or (in_step and self._waits_in_step)) and not calls
+                self._queue(["beat", self._progress(), in_step or waits, waits_now, asks, made])
                 self._beat = now + min(1.0, self.heartbeat / _BEATS)
             return min(self._beat, self._batch) if self._entries else self._beat
+
+    def _stack(self) -> str:
+        """Where this process is, as text: host calls of the program that runs first."""
+        return format_users_stacks(self.host_calls()[0])
 
     def _forget(self) -> None:
         """In a forked child: the connection is the parent's.

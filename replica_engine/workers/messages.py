@@ -110,9 +110,14 @@ class Failure:
         return self.wording == WorkerLostError.left.__qualname__
 
     @property
-    def stays(self) -> bool:
-        """Whether that worker is not heard of, or stuck: it does not end by itself, as one that has raised does."""
-        return self.wording in (WorkerLostError.silent.__qualname__, WorkerLostError.stalled.__qualname__)
+    def is_silence(self) -> bool:
+        """Whether nothing more is heard of that worker: it does not end by itself, as one that has raised does."""
+        return self.wording == WorkerLostError.silent.__qualname__
+
+    @property
+    def is_stall(self) -> bool:
+        """Whether that worker is alive and stuck: it does not end by itself either, but may at a signal."""
+        return self.wording == WorkerLostError.stalled.__qualname__
 
     @property
     def _row(self) -> WorkerRow | None:

@@ -189,10 +189,6 @@ class LaunchLog:
         point.waiting.append(ticket)
         return position
 
-    def waiting(self) -> list[Ticket]:
-        """The waits that are not over."""
-        return [ticket for point in self._points.values() for ticket in point.waiting]
-
     def give_up(self, position: int, ticket: Ticket) -> tuple[int, ...]:
         """Ends a wait, and returns the workers that have not come."""
         if position in self._points:

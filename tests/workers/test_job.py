@@ -56,12 +56,16 @@ class Played:
         self.now += 1000.0
         self.job.tick(self.now)
 
-    def wait(self, seconds, beats=(), in_step=(), waits=()):
-        """Moves the clock on in steps of a second; some members give signs of life, and say if they are in a step."""
+    def wait(self, seconds, beats=(), in_step=(), waits=(), asks=(), calls=0):
+        """Moves the clock on in steps of a second; some members give signs of life, and say what they do.
+
+        In each second, a program of each makes `calls` calls of the user's code.
+        """
         for _ in range(round(seconds)):
             self.now += 1.0
             for worker in beats:
-                self.say(worker, "beat", [], worker in (*in_step, *waits), worker in waits)
+                did = worker in (*in_step, *waits), worker in waits, worker in asks, round(calls * self.now)
+                self.say(worker, "beat", [], *did)
             self.job.tick(self.now)
 
     def answer_stacks(self, *workers):
@@ -547,13 +551,40 @@ def test_a_launch_that_was_left_before_it_was_made(played):
 
 
 def test_a_launch_that_was_left_and_is_made_after_all(played):
+    """And is left again later, for which the others have the same time."""
     played.say(1, "gave up", "KeyboardInterrupt", True, False, True)
     for worker in (0, 2):
         played.launch(worker, TRAIN)
     played.wait(3, beats=(0, 1, 2), waits=(0, 2))
     played.launch(1, TRAIN)
     played.wait(100, beats=(0, 1, 2), waits=(0, 1, 2))
+    played.say(1, "gave up", "KeyboardInterrupt", True, False, True)
+    for worker in (0, 2):
+        played.launch(worker, TRAIN)
+    played.wait(5, beats=(0, 1, 2), waits=(0, 2))
     assert played.error is None
+    played.wait(2, beats=(0, 1, 2), waits=(0, 2))
+    assert played.error.worker == 1
+
+
+def test_a_launch_that_two_have_left_and_one_makes_after_all(played):
+    for worker in (0, 1):
+        played.say(worker, "gave up", "KeyboardInterrupt", True, False, True)
+    played.launch(0, TRAIN)
+    played.wait(7, beats=(0, 1, 2), waits=(0,))
+    assert played.error.worker == 1
+    assert "worker 0 did not leave that step" in str(played.error)
+
+
+def test_a_launch_that_was_left_while_the_others_ask_whether_all_come(played):
+    """Before a first launch all meet, and meet again before the comparison."""
+    for worker in range(3):
+        played.launch(worker, SAVE, wait=(1, None))
+    played.say(1, "gave up", "KeyboardInterrupt", True, False, True)
+    for worker in (0, 2):
+        played.launch(worker, TRAIN, SAVE, wait=(2, None))
+    played.wait(7, beats=(0, 1, 2), asks=(0, 2))
+    assert played.error.worker == 1
 
 
 EVERYONE = (0, 1, 2)
@@ -585,27 +616,39 @@ def test_all_are_told_every_ten_minutes_of_one_that_the_others_wait_for(played):
     assert played.error is None
 
 
+WAITS = Limits(stall=20.0)
+
+
 @pytest.mark.parametrize(
-    ("entries", "waits", "in_step", "stalled"),
+    ("entries", "states", "stalled"),
     [
-        ((1, 1, 1), (0, 2), (1,), [1]),  # its user code runs in the launch
-        ((1, 0, 1), (0, 1, 2), (), [1]),  # in the launch before
-        ((0, 1, 0), (1,), (), [0, 2]),
-        ((1, 1, 1), (0, 1, 2), (), None),  # nobody knows whose fault it is
-        ((1, 1, 1), (0, 2), (), []),  # the others compute, and worker 1 has that step behind it
-        ((1, 0, 1), (0,), (), []),  # worker 2 does something else
-        ((1, 1, 1), (), (0, 1, 2), []),  # all compute
+        ((1, 1, 1), "w.w", []),  # the others compute, and worker 1 has that step behind it
+        ((1, 1, 1), "wsw", [1]),  # its user code runs in the launch
+        ((1, 0, 1), "www", [1]),  # in the launch before
+        ((1, 0, 1), "w.w", [1]),  # before that launch
+        ((0, 1, 0), ".w.", [0, 2]),
+        ((0, 1, 0), "ww.", [2]),  # worker 0 waits too
+        ((1, 1, 1), "www", None),  # nobody knows whose fault it is
+        ((1, 0, 1), "w..", []),  # worker 2 does something else
+        ((1, 1, 1), "sss", []),  # all compute
+        ((1, 1, 1), "aa.", [2]),  # they ask for a value that it is to put
+        ((1, 1, 1), "aw.", []),
+        ((1, 0, 1), "a.a", [1]),  # at a checkpoint
+        ((1, 1, 1), "aaa", []),
     ],
 )
-def test_who_is_waited_for(entries, waits, in_step, stalled):
-    played = Played(limits=Limits(stall=20.0))
+def test_who_is_waited_for(entries, states, stalled):
+    """Each worker waits in a program (w), for an answer (a), is in a step (s), or does something else (.)."""
+    played = Played(limits=WAITS)
     for worker, count in enumerate(entries):
         if count:
             played.launch(worker, *[TRAIN] * count)
-    played.wait(20, beats=EVERYONE, waits=waits, in_step=in_step)
+    of_kind = {kind: [worker for worker, each in enumerate(states) if each == kind] for kind in "was"}
+    do = {"beats": EVERYONE, "waits": of_kind["w"], "asks": of_kind["a"], "in_step": of_kind["s"]}
+    played.wait(20, **do)
     assert played.error is None
     for _ in range(5):
-        played.wait(1, beats=EVERYONE, waits=waits, in_step=in_step)
+        played.wait(1, **do)
         played.answer_stacks(*EVERYONE)
     if stalled == []:
         assert played.error is None
@@ -619,11 +662,11 @@ def test_who_is_waited_for(entries, waits, in_step, stalled):
     assert error.worker == stalled[0]
     assert "is alive, but did not go on for " in str(error)
     assert all(f"in fetch, of worker {each}" in str(error.__notes__) for each in stalled)
-    assert Failure.from_json(played.job.failure.as_json()).stays
+    assert Failure.from_json(played.job.failure.as_json()).is_stall
 
 
 def test_one_that_goes_on_slowly_is_not_stuck():
-    played = Played(limits=Limits(stall=20.0))
+    played = Played(limits=WAITS)
     for _ in range(5):
         for worker in (0, 2):
             played.launch(worker, TRAIN)
@@ -633,12 +676,30 @@ def test_one_that_goes_on_slowly_is_not_stuck():
     assert played.error is None
 
 
-def test_one_at_a_checkpoint_waits_too_and_the_end_of_a_program_is_one():
-    played = Played(limits=Limits(stall=20.0))
-    played.launch(0, SAVE, wait=(1, None))
-    played.launch(2, SAVE, wait=(1, None))
-    stands(played, 26, waits=())
-    assert played.error.worker == 1
+def test_a_launch_that_calls_the_host_again_and_again_is_not_stuck():
+    played = Played(limits=WAITS)
+    played.all_launch(TRAIN)
+    played.wait(100, beats=EVERYONE, waits=(0, 2), in_step=(1,), calls=40)
+    assert played.error is None
+
+
+def test_one_that_works_on_when_the_programs_of_the_others_have_ended_is_not_stuck():
+    played = Played(limits=WAITS)
+    played.all_launch(TRAIN)
+    for worker in (1, 2):
+        played.launch(worker, END, wait=(1, None))
+    played.wait(100, beats=EVERYONE, asks=(1, 2))
+    assert played.error is None
+
+
+def test_a_silent_one_is_not_called_alive():
+    played = Played(limits=Limits(heartbeat=60.0, stall=20.0))
+    for worker in (0, 2):
+        played.launch(worker, TRAIN)
+    played.wait(59, beats=(0, 2), waits=(0, 2))
+    assert played.error is None
+    played.wait(2, beats=(0, 2), waits=(0, 2))
+    assert "has not been heard of for 60 s" in str(played.error)
 
 
 def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step(played):

@@ -176,6 +176,10 @@ class Session:
         """The threads on which calls are running."""
         return [inside[0] for inside in self._inside if inside is not None]
 
+    def running_calls(self) -> tuple[list[int], int]:
+        """The threads on which calls are running, and how many calls were made."""
+        return self.threads_in_calls(), sum(self._made)
+
     def argument(self, number: int, replica: int) -> Any:
         """A replica's value of an argument that no device can have."""
         values = self.arguments[number]

@@ -55,6 +55,7 @@ from replica_engine.pjrt.executable import NO_STORES, Executable, Flight, Stores
 from replica_engine.process import interrupts, shutdown
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.watch import timeline, watchdog
+from replica_engine.workers.member import Leave, no_calls
 from replica_engine.xla.arguments import view
 from replica_engine.xla.body import Body
 from replica_engine.xla.host_calls.session import Session, SessionCall
@@ -248,24 +249,18 @@ class Launch:
         self._step = step
         self._thread = threading.current_thread()
         timeout, warn_after = program.body.limits
-        if timeout is not None:
+        if timeout is None:
+            self._watch = watchdog.Wait(self._describe, warn_after)
+        else:
             self._woken = threading.Event()
             self._watch = watchdog.Wait(self._describe, warn_after, timeout, late=self._late, breaker=self._woken.set)
-            return
-        self._watch = watchdog.Wait(self._describe, warn_after)
-        # XLA:CPU runs a program that calls the host on a single device inside the call that starts it. With several
-        # workers, nothing could end that call when another worker is lost.
-        on_one_cpu = self._devices.member is not None and self._devices.size == 1 and not self._devices.has_queue
-        if on_one_cpu and program.traced.host_calls.calls:
-            self._woken = threading.Event()
 
     # The state of a launch that nothing has happened to; most launches leave it so.
     _stored: Sequence[dict[int, Any]] = ()
     _run: Session | None = None  # of the host calls, if the program has any
     _state = FOR_ITS_TURN
-    # Set when the program has ended, or time has run out. None if this thread starts the program and waits for it.
-    _woken: threading.Event | None = None
-    _nobody_waits: threading.Event | None = None
+    _woken: threading.Event | None = None  # the program has ended, or time has run out; None without a limit
+    _nobody_waits: Leave | None = None
     _turn: watchdog.Wait | None = None  # of the wait for the devices, if another launch had them
 
     def __call__(self, slots: Slots, captured: Sequence[np.ndarray] | None = None) -> Launch:
@@ -291,7 +286,7 @@ class Launch:
                 arrays = prepare()
                 self._watch.beat()
                 self._state = _RUNNING
-                results = self._fly(arrays) if self._woken is None else self._apart(arrays, self._woken)
+                results = self._fly(arrays) if self._woken is None else self._within_limit(arrays, self._woken)
                 if not program.donates:
                     stores.store(results)
                 stores.launched()
@@ -338,11 +333,11 @@ class Launch:
             run.arguments = {index: slots[index] for index in self._program.host_slots}
             self._stored = [kept.on_host for kept in run.kept]
             if self._devices.member is not None:
-                self._devices.member.host_calls = run.threads_in_calls
+                self._devices.member.host_calls = run.running_calls
             if timeline.recording():
                 run.draw = self._draw_host_call
             if not interrupts.reach_this_thread():
-                self._nobody_waits = threading.Event()  # the session has no other way to end the wait after a failure
+                self._nobody_waits = Leave()  # the session has no other way to end the wait after a failure
                 run.wake = self._nobody_waits.set
 
     def _end(self, error: BaseException | None, stores: Stores | None) -> None:
@@ -359,7 +354,7 @@ class Launch:
             try:
                 if self._run is not None:
                     if self._devices.member is not None:
-                        self._devices.member.host_calls = tuple
+                        self._devices.member.host_calls = no_calls
                     self._program.traced.host_calls.end(self._run, self._devices, failed=error is not None)
             finally:
                 try:
@@ -425,9 +420,9 @@ class Launch:
         """See `Awaited.wait_for`; a warning says where the replicas are."""
         self.compiled.awaited.wait_for(results, self._describe)
 
-    def _apart(self, arrays: list[Array], woken: threading.Event) -> list[Array]:
-        """Has another thread start the program and wait, and raises when time has run out, or the job fails."""
-        run, self._nobody_waits = self._run, threading.Event()
+    def _within_limit(self, arrays: list[Array], woken: threading.Event) -> list[Array]:
+        """Has another thread start the program and wait, and raises an error when time has run out."""
+        run, self._nobody_waits = self._run, Leave()
         if run is not None:
             run.wake = woken.set
         if self._devices.wait_for_interrupted():  # the limit is for this program alone
@@ -441,8 +436,6 @@ class Launch:
             run.give_up()
             for ident in run.threads_in_calls():
                 interrupts.raise_in(ident, errors.ReplicaUnwound)
-        if self._watch.error is None and self._devices.member is not None:
-            self._devices.member.check()
         raise self._watch.error or self._timed_out()
 
     def _failed(self, error: BaseException) -> errors.ProgramError:
