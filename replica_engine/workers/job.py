@@ -98,7 +98,7 @@ class _Stall:
     Attributes:
         workers: their indices.
         waiting: those that wait for them.
-        place: where they stand, in the launch log, in steps, and in calls of the user's code by the program that runs.
+        place: where all stand, in the launch log, in steps, and in calls of the user's code by the program that runs.
         since: since when.
         told: when all were told of it.
         asked: since when their stacks have been asked for; None if they have not.
@@ -174,6 +174,7 @@ class Job:
         # By position in the log: who left a step there before its end; what ended it, the seconds that others may stay,
         # and whether it left before its entry there.
         self._given_up: dict[int, dict[int, tuple[str, float, bool]]] = {}
+        self._left_by_all: set[int] = set()  # positions of launches that all members left, and go on
         self._stall: _Stall | None = None
         self._looked = now  # for a stall
         self._in_vain: dict[int, tuple[int, float]] = {}  # who is in such a step: its position, and since when
@@ -304,6 +305,7 @@ class Job:
                 del leavers[worker]  # it has come to that launch again
             if position < passed or not leavers:
                 del self._given_up[position]
+                self._left_by_all.discard(position)
         before, self._in_vain = self._in_vain, {}
         if not self._given_up:
             return
@@ -316,19 +318,26 @@ class Job:
             self._in_vain[worker] = known if known[0] == position else (position, now)
         for position, since in list(self._in_vain.values()):
             for worker, (exception, patience, _) in self._given_up[position].items():
-                if now - since >= patience:
+                if now - since >= max(patience, self.limits.heartbeat if position in self._left_by_all else 0.0):
                     waiting = [other for other, (there, _) in sorted(self._in_vain.items()) if there == position]
                     row = self._row(worker, now)
                     self._fail(Failure.from_wording(errors.WorkerLostError.gave_up, row, waiting, exception))
 
     def _left_launch(self, worker: int) -> int:
         """The place of a launch that another member has left, for which this one waits; -1 if it waits for none."""
-        member, here = self._members[worker], self._log.position(worker)
-        if here in self._given_up and member.in_step:
-            return here
-        # It has told of that launch, and perhaps asks whether the others come to it.
-        before = [each for each, who in self._given_up.items() if each <= here and any(of[-1] for of in who.values())]
-        return max(before, default=-1) if member.in_step or member.asks else -1
+        member, at = self._members[worker], self._log.position
+        for place, who in self._given_up.items():
+            if not any(is_next for *_, is_next in who.values()):
+                if place == at(worker) and member.in_step:
+                    return place
+                continue
+            # Those that wait for it have told of that launch, and perhaps ask whether all come to it. If all have left
+            # it, they may ask for something else. As long as another one is to come, nobody can make it again.
+            all_left = place in self._left_by_all
+            has_come = all(at(each) >= place or each in who for each, of in self._members.items() if not of.closed)
+            if place <= at(worker) and has_come and (member.in_step or (member.asks and not all_left)):
+                return place
+        return -1
 
     def _end_stall(self, now: float) -> None:
         """Tells all of members that the others wait for, or fails the job."""
@@ -336,7 +345,7 @@ class Job:
             return
         self._looked = now
         workers, waiting = self._waited_for(now)
-        at = [(self._log.position(each), self._members[each]) for each in workers]
+        at = [(self._log.position(each), self._members[each]) for each in (*workers, *waiting)]
         place = tuple((position, member.step, member.calls) for position, member in at)
         stall = self._stall
         if stall is None or (stall.workers, stall.waiting, stall.place) != (workers, waiting, place):
@@ -360,11 +369,8 @@ class Job:
             self._fail(Failure.from_wording(*(of_one if waiting else of_all)))
 
     def _waited_for(self, now: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The members that the others wait for, and the others; all members, and none, if all wait in one launch.
-
-        A member that waits at its end for the others' is in no collective, and counts as gone.
-        """
-        there = {each: of for each, of in sorted(self._members.items()) if not (of.left or of.closed or of.at_end)}
+        """The members that the others wait for, and the others; all members, and none, if all wait in one launch."""
+        there = {each: of for each, of in sorted(self._members.items()) if not (of.left or of.closed)}
         waits = {each for each, of in there.items() if of.waits or of.asks}
         if not waits or not self.complete or self.failure is not None or len(there) == 1:
             return (), ()
@@ -376,6 +382,8 @@ class Job:
         # In one place a member that is in no launch may have it behind it, unless all others ask for something.
         if is_one_place and not all(there[each].in_step for each in found) and not (others and self._all_ask(others)):
             return (), ()
+        if others and all(there[each].at_end for each in others) and not any(there[each].in_step for each in found):
+            return (), ()  # their programs have ended; no collective waits
         is_heard = all(now - there[each].heard <= _QUIET for each in found)  # another one may be silent, and so lost
         return (tuple(found), others) if is_heard and waits.issuperset(others) else ((), ())
 
@@ -628,6 +636,8 @@ class Job:
         patience = min(INTERRUPTED, self.limits.heartbeat / 2) if interrupted else self.limits.heartbeat
         there = self._given_up.setdefault(self._log.position(worker) + bool(is_next), {})
         there[worker] = str(exception), patience, bool(is_next)
+        if is_next and all(each in there for each, of in self._members.items() if not (of.left or of.closed)):
+            self._left_by_all.add(self._log.position(worker) + 1)
 
     def _on_stack(self, worker: int, member: _JoinedMember, text: str) -> None:
         if self._stall is not None and self._stall.asked is not None and worker in self._stall.workers:

@@ -568,12 +568,35 @@ def test_a_launch_that_was_left_and_is_made_after_all(played):
 
 
 def test_a_launch_that_two_have_left_and_one_makes_after_all(played):
+    """The time runs when the third has come: without it, nobody can make the launch again."""
     for worker in (0, 1):
         played.say(worker, "gave up", "KeyboardInterrupt", True, False, True)
     played.launch(0, TRAIN)
-    played.wait(7, beats=(0, 1, 2), waits=(0,))
+    played.wait(20, beats=(0, 1, 2), waits=(0,))
+    assert played.error is None
+    played.launch(2, TRAIN)
+    played.wait(7, beats=(0, 1, 2), waits=(0, 2))
     assert played.error.worker == 1
-    assert "worker 0 did not leave that step" in str(played.error)
+    assert "workers 0, 2 did not leave that step" in str(played.error)
+
+
+def test_a_launch_that_all_have_left(played):
+    """They may save together; if one makes it after all, the others have the heartbeat limit to come."""
+    for worker in range(3):
+        played.say(worker, "gave up", "KeyboardInterrupt", True, False, True)
+    for worker in (0, 2):
+        played.launch(worker, SAVE, wait=(1, None))
+    played.wait(100, beats=(0, 1, 2), asks=(0, 2))
+    assert played.error is None
+    played.launch(1, SAVE, wait=(1, None))
+    for worker in range(3):
+        played.say(worker, "gave up", "KeyboardInterrupt", True, False, True)
+    for worker in (0, 2):
+        played.launch(worker, TRAIN)
+    played.wait(9, beats=(0, 1, 2), waits=(0, 2))
+    assert played.error is None
+    played.wait(3, beats=(0, 1, 2), waits=(0, 2))
+    assert played.error.worker == 1
 
 
 def test_a_launch_that_was_left_while_the_others_ask_whether_all_come(played):
@@ -689,6 +712,19 @@ def test_one_that_works_on_when_the_programs_of_the_others_have_ended_is_not_stu
     for worker in (1, 2):
         played.launch(worker, END, wait=(1, None))
     played.wait(100, beats=EVERYONE, asks=(1, 2))
+    assert played.error is None
+    played.wait(25, beats=EVERYONE, asks=(1, 2), in_step=(0,))  # but a launch may be
+    assert played.error.worker == 0
+
+
+def test_two_pauses_of_one_worker_do_not_add_up():
+    """In a host call, and then between two launches."""
+    played = Played(limits=WAITS)
+    played.all_launch(TRAIN)
+    played.wait(15, beats=EVERYONE, waits=(0, 2), in_step=(1,))
+    for worker in (0, 2):
+        played.launch(worker, TRAIN)
+    stands(played, 15, waits=(0, 2))
     assert played.error is None
 
 
