@@ -247,11 +247,11 @@ def move_rows_to_first(grads: Sequence[Gradient]) -> list[Gradient]:
     whole = context.all_reduce(
         "SUM", [_if(same, grad.values) for grad, same in zip(tables.values(), is_same, strict=True)]
     )
-    result = list(grads)
+    moved: dict[int, Gradient] = {}
     for (index, grad), same, values in zip(tables.items(), is_same, whole, strict=True):
         values = tf.where(same, _if(is_first, values), grad.values)
-        result[index] = tf.IndexedSlices(values, grad.indices, grad.dense_shape)
-    return result
+        moved[index] = tf.IndexedSlices(values, grad.indices, grad.dense_shape)
+    return [moved.get(index, grad) for index, grad in enumerate(grads)]
 
 
 @contextlib.contextmanager
