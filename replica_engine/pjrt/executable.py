@@ -223,12 +223,13 @@ class Executable:
         The caller calls `wait_for_turn` before, and launches what other workers launch too by `Agreement.launch`. Then
         it holds off signals here: a launch that was told and not made would leave them alone in its collectives.
 
+        Returns:
+            The results, ready or not. Of a program that calls the host on one CPU, beside other workers, the list is
+            empty until `wait` has returned.
+
         Raises:
             WorkerLostError or another failure of the job of several workers: the arrays may be gone, so `stores` are
                 invalid.
-
-        Returns:
-            The results, ready or not; those of a program that calls the host on a single CPU are there after `wait`.
         """
         devices = self._devices
         if devices.agreement is not None and self.compared is not None:
