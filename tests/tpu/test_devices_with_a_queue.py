@@ -309,6 +309,25 @@ def test_a_failure_that_comes_late_names_its_own_step_and_loses_what_that_step_w
     assert total.numpy() == 4.0
 
 
+def test_a_large_value_that_was_lost_and_is_assigned_again_stays(monkeypatch, two):
+    """The host's copy of a large value that nobody reads is freed while the devices have a newer one."""
+    strategy, wide = two.strategy, two.variable(tf.zeros([1 << 15]), MEAN)
+
+    def train():
+        wide.assign_add(tf.ones([1 << 15]))
+
+    strategy.run(train)
+    lost_at(monkeypatch, 2)
+    for _ in range(2):
+        strategy.run(train)
+    with pytest.raises(LostVariableError):
+        wide.numpy()
+    wide.assign(tf.fill([1 << 15], 3.0))
+    tf.debugging.assert_equal(wide.read_value(), 3.0)
+    strategy.run(train)
+    tf.debugging.assert_equal(wide.read_value(), 4.0)
+
+
 def _failure_of(step):
     """What is said of a program that took values of programs before it."""
     line = rf"`{step.__name__}` at .*test_devices_with_a_queue.py:{step.__code__.co_firstlineno}"

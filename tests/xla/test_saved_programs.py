@@ -491,6 +491,15 @@ def test_a_folder_of_root_is_used(folder, monkeypatch, caplog):
     assert "WARNING" not in levels(caplog)
 
 
+@pytest.mark.parametrize("target", ["nothing", "link"])
+def test_a_link_that_leads_nowhere_is_no_folder(tmp_path, target):
+    """To nothing, or to itself. It belongs to this user, so only what it leads to can tell."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / target)
+    with pytest.raises(OSError, match="link"):
+        CacheFolder(link).check()
+
+
 def test_an_about_whose_program_is_gone_is_removed(folder):
     for key in ("old", "new"):
         CacheFolder(folder).write(key, b"a program", 1.0, {})
