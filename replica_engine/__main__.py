@@ -33,8 +33,8 @@ UNREAD = 141  # the one for a program that SIGPIPE ended
 REMOVED = {
     "demo": "run `make demo` in a clone, or `python -m examples.demo`",
     "plan": 'write `print(strategy.plan(step, args=(batch,), topology="v5e:2x4"))` in the script',
-    "explain": "`help(replica_engine.errors.ScopeError)`, in Python, says what an error means, and its page in the "
-    "documentation (`make docs`), errors/ScopeError.html, has a program that shows it",
+    "explain": "`help(replica_engine.errors.NAME)`, in Python, says what the error NAME means, and its page in the "
+    "documentation (`make docs`), errors/NAME.html, has a program that shows it",
 }
 """Commands of version 0.3, and what to do instead."""
 

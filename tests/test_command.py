@@ -96,8 +96,8 @@ def test_a_picture_in_an_unknown_format_is_refused(capsys):
     [
         (["demo", "--replicas", "2"], "python -m examples.demo"),
         (["plan", "train.py"], "print(strategy.plan(step, "),
-        (["explain"], "help(replica_engine.errors.ScopeError)"),
-        (["explain", "words", "of a message"], "errors/ScopeError.html"),
+        (["explain"], "help(replica_engine.errors.NAME)"),
+        (["explain", "words", "of a message"], "errors/NAME.html"),
     ],
 )
 def test_a_command_of_version_0_3_says_what_to_do_instead(capsys, command, instead):

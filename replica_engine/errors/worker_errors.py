@@ -259,7 +259,7 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
         """A worker is alive, and the others have waited for it for longer than the limit; see `describe_stall`."""
         others = [each for each in stalled if each != row.worker]
         also = f", as {workers(others, _MOST_LINES)} did" if others else ""
-        waited = f"{workers(waiting, _MOST_LINES)} waited for it (the limit is {_STALL})"
+        waited = f"{workers(waiting, _MOST_LINES)} waited for it (--stall-timeout or {_STALL})"
         error = _lost(row, f"is alive, but did not go on for {seconds:g} s{also}, while {waited}")
         add_note(error, _stacks(rows, stacks))
         return error
@@ -270,7 +270,7 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     ) -> WorkerLostError:
         """All workers have been in the same launch for longer than the limit."""
         error = cls(
-            f"All {len(stalled)} workers have been in the same launch for {seconds:g} s (the limit is {_STALL}): "
+            f"All {len(stalled)} workers have been in the same launch for {seconds:g} s (--stall-timeout or {_STALL}): "
             f"{rows[0].last}. If a launch may take as long, raise the limit; else look for a loop on the devices that "
             "has no end, and at the network between the workers."
         )

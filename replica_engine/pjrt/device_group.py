@@ -316,6 +316,7 @@ class DeviceGroup:
     spans = False
 
     def __init__(self, platform: str, devices: tuple, everywhere: tuple | None = None, member: Member | None = None):
+        jaxlib.collect_without_python()
         self.platform = platform
         self.devices = devices
         self.size = len(devices)

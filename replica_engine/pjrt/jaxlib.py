@@ -161,8 +161,8 @@ class _Garbage:
     start = stop = property(operator.methodcaller("collect"))
 
 
-def _collect_without_python() -> None:
-    """Replaces the function of jax that Python's collector calls, by one without an instruction of Python.
+def collect_without_python() -> None:
+    """Replaces the function of jax that Python's collector calls, by one without an instruction of Python, once.
 
     Python calls the handlers of signals between instructions, so also inside such a function, and does not pass on what
     it raises. So a Ctrl-C that arrived during a collection was lost.
@@ -171,8 +171,6 @@ def _collect_without_python() -> None:
         if getattr(callback, "__name__", "") == "_xla_gc_callback" and callback.__module__.startswith("jax."):
             gc.callbacks[index] = functools.partial(getattr, _Garbage())
 
-
-_collect_without_python()
 
 # The scheduler that saves memory is also faster for convolutions (0.7 to 0.9 of the time), and no slower for matrix
 # products.

@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-from replica_engine.errors import ReplicaEngineError, WorkerRow
+from replica_engine.errors import ReplicaEngineError, ReplicaUnwound, WorkerRow
 from replica_engine.errors.base import in_words
 from replica_engine.errors.worker_errors import NOW
 from replica_engine.watch import timeline
@@ -182,6 +182,8 @@ class Member(Channel):
             with self._changed:
                 self._flush_log()
                 first, *_ = in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
+                if isinstance(error, ReplicaUnwound):  # which the user never sees
+                    first = "its call was given up, by Ctrl-C for example"
                 self._queue(["gave up", first, not isinstance(error, Exception), is_launched, is_next])
 
     def telling_left(self, launch: Callable[[], T], leave: Leave | None) -> T:

@@ -101,7 +101,7 @@ def test_a_step_whose_host_call_is_stuck_in_one_worker_ends_in_the_others(progra
     lost, text, notes = found["lost"]
     assert lost == 1
     assert "is alive, but did not go on for " in text
-    assert "while worker 0 waited for it (the limit is REPLICA_ENGINE_STALL_TIMEOUT)" in text
+    assert "while worker 0 waited for it (--stall-timeout or REPLICA_ENGINE_STALL_TIMEOUT)" in text
     assert any("in stuck" in note and "threading.Event().wait()" in note for note in notes)
 
 

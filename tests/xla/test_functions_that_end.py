@@ -113,8 +113,9 @@ def test_ctrl_c_leaves_a_host_call_that_sleeps():
 
 COLLECTS = """
 import gc, os, signal, threading, time
-import replica_engine.pjrt.jaxlib
+from replica_engine.pjrt import devices
 
+devices.device_group("cpu", 1)  # the first group of devices replaces that function
 signal.signal(signal.SIGINT, signal.default_int_handler)
 lost = 0
 for _ in range(20):
@@ -137,6 +138,7 @@ def test_ctrl_c_during_a_garbage_collection_is_not_lost():
 
 
 def test_the_arrays_of_jaxlib_are_freed_by_the_collector(monkeypatch):
+    xla.replicate(xla.replica_id, num_replicas=1)
     (callback,) = [each for each in gc.callbacks if getattr(each, "func", None) is getattr]
     freed = []
     monkeypatch.setattr(callback.args[0], "collect", lambda: freed.append(None))
