@@ -346,6 +346,33 @@ class TestTimeout:
             assert ended.wait(300)
 
 
+    def test_so_is_that_of_a_replica_beside_one_that_fails(self, monkeypatch):
+        monkeypatch.setattr(engine_run, "UNWIND_GRACE", 0.01)
+        began, ended = threading.Event(), threading.Event()
+
+        def fails(replica):
+            began.wait()
+            raise ValueError("in replica 0")
+
+        def loops(replica):
+            began.set()
+            try:
+                while True:
+                    replica.row()
+            finally:
+                ended.set()
+
+        pool = GroupPool(["CPU:0", "CPU:1"])
+        with (
+            no_leaked_threads(),
+            pytest.raises(ValueError, match="in replica 0") as caught,
+            pool.lease() as group,
+        ):
+            Run(group, [fails, loops], list, concurrent=True)()
+        assert ended.wait(300)
+        assert "abandoned, because it did not return: replica 1" in str(caught.value.__notes__)
+
+
 class TestThreads:
     def test_are_named_after_replica_and_device(self, run_bodies):
         names = run_bodies(*[lambda replica: threading.current_thread().name] * 2)
