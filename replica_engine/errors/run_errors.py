@@ -1,4 +1,4 @@
-"""Errors of runs: of replicas on threads, of scopes, and of calls whose arguments do not fit.
+"""Errors of replicas on threads, of scopes, and of calls whose arguments do not fit.
 
 Notes on a user's exception are here too.
 """

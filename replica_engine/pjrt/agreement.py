@@ -75,6 +75,8 @@ class Agreement:
                 self._member.meet(f"the launch of {program.words}, after another one was left", *limits)
             if self._is_open or self._last != program.digest:
                 self._agree(program, 0, limits, left)
+            if left is not None and left.is_set():  # the others may have come just after nobody waited any more
+                raise NobodyWaits
             return held_off().around(launch)
         finally:
             held_off().around(self._member.withdraw)

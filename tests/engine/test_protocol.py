@@ -345,7 +345,6 @@ class TestTimeout:
                     Run(group, [body], list, timeout=0.1)()
             assert ended.wait(300)
 
-
     def test_so_is_that_of_a_replica_beside_one_that_fails(self, monkeypatch):
         monkeypatch.setattr(engine_run, "UNWIND_GRACE", 0.01)
         began, ended = threading.Event(), threading.Event()
