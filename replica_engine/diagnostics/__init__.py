@@ -11,7 +11,9 @@
 profiler.
 """
 
-from replica_engine.upstream import profiler
+import tensorflow as tf
+
+from replica_engine.upstream import eager
 from replica_engine.watch.timeline import Profiler, set_profiler
 
-set_profiler(Profiler(profiler.is_running, profiler.Trace))
+set_profiler(Profiler(eager.is_profiling, tf.profiler.experimental.Trace))

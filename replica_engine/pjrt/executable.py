@@ -19,6 +19,7 @@ import os
 import pathlib
 import platform
 import re
+import sys
 import threading
 import time
 import types
@@ -428,11 +429,9 @@ class Flight:
             threads.start(thread)
             wait_for_ever(woken.wait)
             is_left = not thread.has_result
-        except BaseException as error:
-            left.why = error
-            raise
         finally:
             if is_left:
+                left.why = sys.exception()
                 left.set()
                 thread.leave()
         return None if is_left else thread.result()

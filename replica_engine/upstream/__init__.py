@@ -18,7 +18,6 @@ Both:
 
 - `hook`: the class of what this library changes in TensorFlow and Keras; modules of this package declare it.
 - `versions`: the versions that this library works with. It is imported first, and raises an error for any other one.
-- `profiler`: TensorFlow's profiler.
 
 Nothing outside this package imports from `tensorflow.python` or `keras.src`. The engine must not import this package.
 """

@@ -40,6 +40,10 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import WhileCondFuncGraph
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable as ResourceVariable
 from tensorflow.python.ops.resource_variable_ops import default_variable_creator_v2 as _default_creator
 
+# enabled: whether a profile is being taken. TensorFlow has no public function for this, and making a Trace costs more.
+# A function since TensorFlow 2.21; before, a bool that the profiler sets, so it is looked up in its module each time.
+from tensorflow.python.profiler import trace as _trace
+
 # in_save_context: whether a SavedModel is being written.
 from tensorflow.python.saved_model import save_context as _save_context
 
@@ -367,3 +371,7 @@ def plain_like(variable: tf.Variable) -> tf.Variable:
 def take_identity(variable: tf.Variable, of: tf.Variable) -> None:
     """Makes Keras' optimizers treat `variable` as the variable `of`, which it replaces."""
     variable._unique_id = of._unique_id
+
+
+is_profiling = _trace.enabled if callable(_trace.enabled) else lambda: _trace.enabled
+"""Whether TensorFlow's profiler runs."""

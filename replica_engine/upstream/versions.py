@@ -3,7 +3,7 @@
 This module is imported before the rest of `upstream`, so that a wrong version is reported before a private name is
 missing. `docs/versions.md` says what was run on which versions. What differs between the versions of these ranges:
 
-- `profiler.py`: whether a profile is being taken is a variable before TensorFlow 2.21, and a function since then.
+- `eager.py`: whether a profile is being taken is a variable before TensorFlow 2.21, and a function since then.
 - `thread_state.py`: what cancels calls is of the process before TensorFlow 2.22, and of a thread since then.
 - `graphs/function_graphs.py`: a Python function is kept by the outermost graph before TensorFlow 2.22, and by the
   graph of its op since then.

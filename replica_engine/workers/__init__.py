@@ -10,6 +10,7 @@ process is, and tells every worker which other one is lost, missing or different
     server         the coordinator: its sockets, connections that are not proved yet, its child process
     child_process  how this library starts its own child processes
     job            what the coordinator knows and decides
+    stalls         members that are alive and do not go on
     member         a worker's side: what it does
     connection     a worker's side: questions and answers, the thread, whether the other machines answer
     program_log    what the workers launched, compared

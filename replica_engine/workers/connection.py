@@ -246,10 +246,7 @@ class Channel:
 
     def _tell_stack(self) -> None:
         """Tells the coordinator where this process is; on a thread of its own, since it reads the user's files."""
-        try:
-            text = self._stack()
-        except Exception as error:  # what the user has put in place of a file's loader, for example
-            text = f"  its stack could not be read: {error}"
+        text = self._stack()
         with self._changed:
             self._queue(["stack", text])
 

@@ -13,9 +13,7 @@ What it guarantees:
 - A member that gave up a step is lost if another member stays in that step for too long. After an interrupt that is a
   few seconds, since an interrupt reaches all at once. Otherwise it is the heartbeat limit, since the same exception,
   such as the end of the data, may come to the other one later. A member that has not come to the step is waited for.
-- A member that is alive, and that the others wait for, is named with its stack every ten minutes (`_Stall`). With a
-  limit for that, it is lost then. A member that launches less than the others, which all wait, is waited for; so is one
-  in the same launch whose user code runs there. If all wait in the same launch, only the limit counts: nobody is named.
+- A member that is alive, and that the others wait for, is named every ten minutes, or lost after a limit (`stalls`).
 - A member may say goodbye when all have come to their end, or after a failure.
 - What is kept grows with the number of members, and not with the number of launches (see `program_log`).
 
@@ -26,8 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from replica_engine import errors
@@ -35,6 +33,7 @@ from replica_engine.errors.worker_errors import describe_stall, in_short
 from replica_engine.workers.cluster import is_loopback
 from replica_engine.workers.messages import LONGEST_LINE, BadMessageError, Failure, Message, encode
 from replica_engine.workers.program_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
+from replica_engine.workers.stalls import QUIET, Stalls
 
 DEVICES = "the kind of devices"  # among the versions: workers with GPUs and without need other packages
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
@@ -43,12 +42,6 @@ _STOOD_STILL = 2.0  # seconds between two ticks from which on this machine count
 _MOST_VALUES = 10_000
 _ROWS = 500  # in an answer, which has a longest length; where more workers are, is looked up once a second
 _MOST_EXCHANGES = 100  # at a time
-STALL_NOTICE = 600.0  # seconds that others wait for a member until all are told who it is, and until the next time
-_LOOK = 0.5  # seconds between two looks for such a member
-_STACK_PATIENCE = 2.0  # seconds to wait for the stack of such a member
-_MOST_STACKS = 4  # in a message
-_LONGEST_STACK = 10_000  # characters
-_QUIET = 3.0  # seconds of silence from which on a member, which beats each second, is not heard
 
 
 @dataclass
@@ -89,29 +82,6 @@ class _UnansweredWait:
     point: str
     timeout: float
     began: float
-
-
-@dataclass
-class _Stall:
-    """Members that the others wait for, and that do not go on.
-
-    Attributes:
-        workers: their indices.
-        waiting: those that wait for them.
-        place: where all stand, in the launch log, in steps, and in calls of the user's code by the program that runs.
-        since: since when.
-        told: when all were told of it.
-        asked: since when their stacks have been asked for; None if they have not.
-        stacks: the stacks that have come, by worker.
-    """
-
-    workers: tuple[int, ...]
-    waiting: tuple[int, ...]
-    place: tuple[tuple[int, int | None, int], ...]
-    since: float
-    told: float
-    asked: float | None = None
-    stacks: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -175,8 +145,7 @@ class Job:
         # and whether it left before its entry there.
         self._given_up: dict[int, dict[int, tuple[str, float, bool]]] = {}
         self._left_by_all: set[int] = set()  # positions of launches that all members left, and go on
-        self._stall: _Stall | None = None
-        self._looked = now  # for a stall
+        self._stalls = Stalls(now, lambda worker: tell(worker, ["stack"]))
         self._in_vain: dict[int, tuple[int, float]] = {}  # who is in such a step: its position, and since when
         self.failure: Failure | None = None
 
@@ -341,54 +310,20 @@ class Job:
 
     def _end_stall(self, now: float) -> None:
         """Tells all of members that the others wait for, or fails the job."""
-        if now - self._looked < _LOOK:
+        stall = None
+        if self.complete and self.failure is None:
+            stall = self._stalls.look(self._members, self._log.position, self.limits.stall, now)
+        if stall is None:
             return
-        self._looked = now
-        workers, waiting = self._waited_for(now)
-        at = [(self._log.position(each), self._members[each]) for each in (*workers, *waiting)]
-        place = tuple((position, member.step, member.calls) for position, member in at)
-        stall = self._stall
-        if stall is None or (stall.workers, stall.waiting, stall.place) != (workers, waiting, place):
-            self._stall = _Stall(workers, waiting, place, now, now) if workers else None
-            return
-        is_late = now - stall.since >= self.limits.stall
-        asked = stall.workers[:_MOST_STACKS]
-        if stall.asked is None and (is_late or (waiting and now - stall.told >= STALL_NOTICE)):
-            stall.asked = now
-            for worker in asked:
-                self._tell(worker, ["stack"])
-        elif stall.asked is not None and (len(stall.stacks) == len(asked) or now - stall.asked > _STACK_PATIENCE):
-            rows, stacks = [self._row(each, now) for each in asked], [stall.stacks.get(each, "") for each in asked]
-            seconds = round(now - stall.since)
-            stall.told, stall.asked, stall.stacks = now, None, {}
-            if not is_late:
-                self._tell(None, ["warning", describe_stall(rows, stacks, workers, waiting, seconds)])
-                return
-            of_one = errors.WorkerLostError.stalled, rows[0], rows, stacks, workers, waiting, seconds
-            of_all = errors.WorkerLostError.none_goes_on, rows, stacks, workers, seconds
-            self._fail(Failure.from_wording(*(of_one if waiting else of_all)))
-
-    def _waited_for(self, now: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The members that the others wait for, and the others; all members, and none, if all wait in one launch."""
-        there = {each: of for each, of in sorted(self._members.items()) if not (of.left or of.closed)}
-        waits = {each for each, of in there.items() if of.waits or of.asks}
-        if not waits or not self.complete or self.failure is not None or len(there) == 1:
-            return (), ()
-        least = min(map(self._log.position, there))
-        found = [each for each in there if self._log.position(each) == least]
-        is_one_place = len(found) == len(there)
-        found = [each for each in found if each not in waits] or found
-        others = tuple(each for each in there if each not in found)
-        # In one place a member that is in no launch may have it behind it, unless all others ask for something.
-        if is_one_place and not all(there[each].in_step for each in found) and not (others and self._all_ask(others)):
-            return (), ()
-        if others and all(there[each].at_end for each in others) and not any(there[each].in_step for each in found):
-            return (), ()  # their programs have ended; no collective waits
-        is_heard = all(now - there[each].heard <= _QUIET for each in found)  # another one may be silent, and so lost
-        return (tuple(found), others) if is_heard and waits.issuperset(others) else ((), ())
-
-    def _all_ask(self, workers: Sequence[int]) -> bool:
-        return all(self._members[each].asks for each in workers)
+        rows = [self._row(each, now) for each in stall.asked]
+        about = rows, stall.stacks, stall.workers
+        if not stall.is_late:
+            self._tell(None, ["warning", describe_stall(*about, stall.waiting, stall.seconds)])
+        elif stall.waiting:
+            wording = errors.WorkerLostError.stalled
+            self._fail(Failure.from_wording(wording, rows[0], *about, stall.waiting, stall.seconds))
+        else:
+            self._fail(Failure.from_wording(errors.WorkerLostError.none_goes_on, *about, stall.seconds))
 
     def _reached(self) -> str:
         """The host under which the other workers reach the machine of worker 0 and of the coordinator."""
@@ -406,10 +341,7 @@ class Job:
             wait.began = min(wait.began + stood, now)
         for worker, (position, since) in self._in_vain.items():
             self._in_vain[worker] = position, min(since + stood, now)
-        if self._stall is not None:
-            stall = self._stall
-            stall.since, stall.told = stall.since + stood, stall.told + stood
-            stall.asked = None if stall.asked is None else stall.asked + stood
+        self._stalls.forgive(stood)
 
     def rows(self, now: float) -> list[errors.WorkerRow]:
         """What is known of each worker."""
@@ -484,16 +416,8 @@ class Job:
 
     # Messages
 
-    def _on_beat(
-        self,
-        worker: int,
-        member: _JoinedMember,
-        progress: list[Any],
-        in_step: bool = False,
-        waits: bool = False,
-        asks: bool = False,
-        calls: int = 0,
-    ) -> None:
+    def _on_beat(self, worker: int, member: _JoinedMember, progress: list[Any], *does: Any) -> None:
+        in_step, waits, asks, calls = (*does, *(False, False, False, 0)[len(does) :])
         member.in_step, member.waits, member.asks, member.calls = bool(in_step), bool(waits), bool(asks), int(calls)
         self._progress(member, progress)
         self._tell(worker, ["beat"])
@@ -607,7 +531,7 @@ class Job:
         if member is there or member.left or there.left or there.closed:
             return  # TensorFlow may give a member the text of the other one, which names this member
         row = self._row(int(other), member.heard)
-        if row.silent > _QUIET:
+        if row.silent > QUIET:
             self._fail(Failure.from_wording(errors.WorkerLostError.silent, row, round(row.silent, 1)))
         else:
             self._fail(
@@ -640,8 +564,7 @@ class Job:
             self._left_by_all.add(self._log.position(worker) + 1)
 
     def _on_stack(self, worker: int, member: _JoinedMember, text: str) -> None:
-        if self._stall is not None and self._stall.asked is not None and worker in self._stall.workers:
-            self._stall.stacks[worker] = str(text)[:_LONGEST_STACK]
+        self._stalls.take_stack(worker, str(text))
 
     def _on_withdrew(self, worker: int, member: _JoinedMember, launches: int) -> None:
         member.launches = int(launches)

@@ -1,6 +1,7 @@
 """What the coordinator decides, with a clock that the test moves."""
 
 import pytest
+from helpers.played_job import EVAL, LIMITS, SAVE, TRAIN, Played
 
 from replica_engine.errors import (
     ClusterConfigError,
@@ -9,77 +10,10 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
-from replica_engine.workers.job import DEVICES, STATUS_PATIENCE, Job, Limits
+from replica_engine.workers.job import DEVICES, STATUS_PATIENCE, Job
 from replica_engine.workers.messages import BadMessageError, Failure
-from replica_engine.workers.program_log import END, LAUNCH, WAIT, entry, packed
+from replica_engine.workers.program_log import END, LAUNCH, WAIT, packed
 from replica_engine.workers.server import TICK
-
-TRAIN, EVAL, SAVE = entry(LAUNCH, "train"), entry(LAUNCH, "eval"), entry(WAIT, "save")
-LIMITS = Limits(join=100.0, heartbeat=10.0)
-
-
-class Played:
-    """A job of `size` workers that exist in this test only.
-
-    Attributes:
-        told: the messages to members, as (worker or None, message).
-        now: the time; `wait` moves it.
-    """
-
-    def __init__(self, size=3, joined=None, statuses=False, limits=LIMITS):
-        self.told = []
-        self.now = 0.0
-        self.job = Job(size, limits, 0.0, lambda worker, message: self.told.append((worker, message)), statuses)
-        for worker in range(size if joined is None else joined):
-            self.join(worker)
-
-    def join(self, worker, versions=None, replicas=1):
-        refusal = self.job.refusal(worker, 3)
-        if refusal is None:
-            about = {"host": f"node-{worker}", "pid": 100 + worker, "versions": versions or {}, "replicas": replicas}
-            about["came_to"] = ("127.0.0.1", "127.0.0.1", "10.0.0.1")[worker]
-            self.job.joined(worker, about, self.now)
-        return refusal
-
-    def say(self, worker, *message):
-        self.job.received(worker, list(message), self.now)
-
-    def launch(self, worker, *entries, wait=()):
-        self.say(worker, "log", packed(entries), len(entries), [], *wait)
-
-    def all_launch(self, *entries):
-        for worker in range(3):
-            self.launch(worker, *entries)
-
-    def stand_still(self):
-        """Moves the clock on as if the coordinator had stood still."""
-        self.now += 1000.0
-        self.job.tick(self.now)
-
-    def wait(self, seconds, beats=(), in_step=(), waits=(), asks=(), calls=0):
-        """Moves the clock on in steps of a second; some members give signs of life, and say what they do.
-
-        In each second, a program of each makes `calls` calls of the user's code.
-        """
-        for _ in range(round(seconds)):
-            self.now += 1.0
-            for worker in beats:
-                did = worker in (*in_step, *waits), worker in waits, worker in asks, round(calls * self.now)
-                self.say(worker, "beat", [], *did)
-            self.job.tick(self.now)
-
-    def answer_stacks(self, *workers):
-        """Each member that is asked where it is says so."""
-        for worker in workers:
-            for _ in self.told_to(worker, "stack"):
-                self.say(worker, "stack", f"  MainThread:\n  in fetch, of worker {worker}\n")
-
-    def told_to(self, worker, kind):
-        return [message[1:] for to, message in self.told if to == worker and message[0] == kind]
-
-    @property
-    def error(self):
-        return None if self.job.failure is None else self.job.failure.error()
 
 
 @pytest.fixture
@@ -608,134 +542,6 @@ def test_a_launch_that_was_left_while_the_others_ask_whether_all_come(played):
         played.launch(worker, TRAIN, SAVE, wait=(2, None))
     played.wait(7, beats=(0, 1, 2), asks=(0, 2))
     assert played.error.worker == 1
-
-
-EVERYONE = (0, 1, 2)
-
-
-def stands(played, seconds, waits):
-    played.wait(seconds, beats=EVERYONE, waits=waits)
-
-
-def test_all_are_told_every_ten_minutes_of_one_that_the_others_wait_for(played):
-    for worker in (0, 2):
-        played.launch(worker, TRAIN)
-    stands(played, 595, waits=(0, 2))
-    assert not played.told_to(None, "warning")
-    while not played.told_to(1, "stack"):
-        stands(played, 1, waits=(0, 2))
-    assert not played.told_to(0, "stack")
-    played.answer_stacks(1)
-    stands(played, 1, waits=(0, 2))
-    ((text,),) = played.told_to(None, "warning")
-    assert text.startswith("worker 1 did not go on for 60")
-    assert "while workers 0, 2 waited" in text
-    assert "worker 1 of 3 (node-1, pid 101): nothing launched yet" in text
-    assert "in fetch, of worker 1" in text
-    stands(played, 610, waits=(0, 2))  # nobody says where it is, the second time
-    assert [text.partition(",")[0] for (text,) in played.told_to(None, "warning")][1].startswith(
-        "worker 1 did not go on for 12"
-    )
-    assert played.error is None
-
-
-WAITS = Limits(stall=20.0)
-
-
-@pytest.mark.parametrize(
-    ("entries", "states", "stalled"),
-    [
-        ((1, 1, 1), "w.w", []),  # the others compute, and worker 1 has that step behind it
-        ((1, 1, 1), "wsw", [1]),  # its user code runs in the launch
-        ((1, 0, 1), "www", [1]),  # in the launch before
-        ((1, 0, 1), "w.w", [1]),  # before that launch
-        ((0, 1, 0), ".w.", [0, 2]),
-        ((0, 1, 0), "ww.", [2]),  # worker 0 waits too
-        ((1, 1, 1), "www", None),  # nobody knows whose fault it is
-        ((1, 0, 1), "w..", []),  # worker 2 does something else
-        ((1, 1, 1), "sss", []),  # all compute
-        ((1, 1, 1), "aa.", [2]),  # they ask for a value that it is to put
-        ((1, 1, 1), "aw.", []),
-        ((1, 0, 1), "a.a", [1]),  # at a checkpoint
-        ((1, 1, 1), "aaa", []),
-    ],
-)
-def test_who_is_waited_for(entries, states, stalled):
-    """Each worker waits in a program (w), for an answer (a), is in a step (s), or does something else (.)."""
-    played = Played(limits=WAITS)
-    for worker, count in enumerate(entries):
-        if count:
-            played.launch(worker, *[TRAIN] * count)
-    of_kind = {kind: [worker for worker, each in enumerate(states) if each == kind] for kind in "was"}
-    do = {"beats": EVERYONE, "waits": of_kind["w"], "asks": of_kind["a"], "in_step": of_kind["s"]}
-    played.wait(20, **do)
-    assert played.error is None
-    for _ in range(5):
-        played.wait(1, **do)
-        played.answer_stacks(*EVERYONE)
-    if stalled == []:
-        assert played.error is None
-        return
-    error = played.error
-    assert isinstance(error, WorkerLostError)
-    if stalled is None:
-        assert error.worker is None
-        assert "All 3 workers have been in the same launch for " in str(error)
-        return
-    assert error.worker == stalled[0]
-    assert "is alive, but did not go on for " in str(error)
-    assert all(f"in fetch, of worker {each}" in str(error.__notes__) for each in stalled)
-    assert Failure.from_json(played.job.failure.as_json()).is_stall
-
-
-def test_one_that_goes_on_slowly_is_not_stuck():
-    played = Played(limits=WAITS)
-    for _ in range(5):
-        for worker in (0, 2):
-            played.launch(worker, TRAIN)
-        stands(played, 15, waits=(0, 2))
-        played.launch(1, TRAIN)
-        stands(played, 15, waits=EVERYONE)
-    assert played.error is None
-
-
-def test_a_launch_that_calls_the_host_again_and_again_is_not_stuck():
-    played = Played(limits=WAITS)
-    played.all_launch(TRAIN)
-    played.wait(100, beats=EVERYONE, waits=(0, 2), in_step=(1,), calls=40)
-    assert played.error is None
-
-
-def test_one_that_works_on_when_the_programs_of_the_others_have_ended_is_not_stuck():
-    played = Played(limits=WAITS)
-    played.all_launch(TRAIN)
-    for worker in (1, 2):
-        played.launch(worker, END, wait=(1, None))
-    played.wait(100, beats=EVERYONE, asks=(1, 2))
-    assert played.error is None
-    played.wait(25, beats=EVERYONE, asks=(1, 2), in_step=(0,))  # but a launch may be
-    assert played.error.worker == 0
-
-
-def test_two_pauses_of_one_worker_do_not_add_up():
-    """In a host call, and then between two launches."""
-    played = Played(limits=WAITS)
-    played.all_launch(TRAIN)
-    played.wait(15, beats=EVERYONE, waits=(0, 2), in_step=(1,))
-    for worker in (0, 2):
-        played.launch(worker, TRAIN)
-    stands(played, 15, waits=(0, 2))
-    assert played.error is None
-
-
-def test_a_silent_one_is_not_called_alive():
-    played = Played(limits=Limits(heartbeat=60.0, stall=20.0))
-    for worker in (0, 2):
-        played.launch(worker, TRAIN)
-    played.wait(59, beats=(0, 2), waits=(0, 2))
-    assert played.error is None
-    played.wait(2, beats=(0, 2), waits=(0, 2))
-    assert "has not been heard of for 60 s" in str(played.error)
 
 
 def test_the_time_in_which_the_coordinator_stood_still_counts_for_no_step(played):
