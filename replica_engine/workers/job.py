@@ -417,7 +417,8 @@ class Job:
     # Messages
 
     def _on_beat(self, worker: int, member: _JoinedMember, progress: list[Any], *does: Any) -> None:
-        in_step, waits, asks, calls = (*does, *(False, False, False, 0)[len(does) :])
+        told: list[Any] = [*does, *(False, False, False, 0)[len(does) :]]
+        in_step, waits, asks, calls = told
         member.in_step, member.waits, member.asks, member.calls = bool(in_step), bool(waits), bool(asks), int(calls)
         self._progress(member, progress)
         self._tell(worker, ["beat"])
