@@ -41,6 +41,7 @@ INDEXED = {
 OTHERS = {
     "largest": lambda x, i, table, kernel: tf.reduce_max(x, [0, 1]),
     "largest with NaN": lambda x, i, table, kernel: tf.reduce_max(x / (x - x[0, 0, 0]), [0, 1]),
+    "largest of each sample with NaN": lambda x, i, table, kernel: tf.reduce_max(x / (x - x[0, 0, 0]), 1),
     "place of the largest": lambda x, i, table, kernel: tf.cast(tf.argmax(x, 1), "float32"),
     "convolution": lambda x, i, table, kernel: tf.nn.conv1d(x, tf.stack([kernel, kernel / 2]), 1, "SAME"),
     "in strides": lambda x, i, table, kernel: tf.nn.conv1d(x, tf.stack([kernel, kernel / 2]), 2, "SAME"),
