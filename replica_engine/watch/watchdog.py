@@ -29,6 +29,7 @@ from types import FrameType, TracebackType
 # Stacks of threads, for reports: where each thread is in the user's program.
 
 _STANDARD_LIBRARY = os.path.dirname(traceback.__file__) + os.sep
+_MOST_LINES, _WIDEST = 40, 160  # of the stack of a thread in a message
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep  # internal also before `hide` is called
 
 
@@ -76,7 +77,9 @@ def format_thread_stack(thread: int | None) -> str:
 
 
 def format_users_stacks(first: Sequence[int] = (), most: int = 4) -> str:
-    """The stacks of the threads that run the user's code, as text; that of the main thread in any case.
+    """The stacks of the threads that run the user's code, as short texts; that of the main thread in any case.
+
+    The text travels in a message, so it has the innermost frames only, and of long lines the beginning.
 
     Args:
         first: threads that come first, whatever they run.
@@ -86,7 +89,11 @@ def format_users_stacks(first: Sequence[int] = (), most: int = 4) -> str:
     others = [ident for ident, frame in sys._current_frames().items() if _is_users(frame)]
     idents = list(dict.fromkeys([*first, threading.main_thread().ident, *others]))[:most]
     stacks = [(names.get(ident, "a thread of the runtime"), format_thread_stack(ident)) for ident in idents]
-    return "".join(f"  {name}:\n{stack}" for name, stack in stacks if stack)
+    return "".join(f"  {name}:\n{_shortened(stack)}" for name, stack in stacks if stack)
+
+
+def _shortened(stack: str) -> str:
+    return "".join(f"{line[:_WIDEST]}\n" for line in stack.splitlines()[-_MOST_LINES:])
 
 
 def _is_users(frame: FrameType | None) -> bool:

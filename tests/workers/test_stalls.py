@@ -162,9 +162,14 @@ member.meet("the checkpoint of step 7")
 """
 
 
-def test_a_worker_that_the_others_wait_for_is_named_on_all_with_its_stack(made, monkeypatch):
+@pytest.mark.parametrize("comment", ["", "x" * (1 << 20)], ids=["short", "a line of a megabyte"])
+def test_a_worker_that_the_others_wait_for_is_named_on_all_with_its_stack(made, monkeypatch, tmp_path, comment):
+    """A message has less room than a megabyte; the worker would be lost."""
     monkeypatch.setattr(stalls, "NOTICE", 1.0)
-    processes = [made.start(worker, STUCK) for worker in range(2)]
+    script = tmp_path / "script.py"
+    script.write_text(STUCK.replace("readline()", f"readline()  # {comment}"))
+    run = f"exec(compile(open({str(script)!r}).read(), {str(script)!r}, 'exec'))"
+    processes = [made.start(worker, run) for worker in range(2)]
     for process in processes:
         text = line_with("in stuck", process.stderr)
         assert "worker 1 did not go on for " in text
