@@ -75,8 +75,7 @@ class Agreement:
                 self._member.meet(f"the launch of {program.words}, after another one was left", *limits)
             if self._is_open or self._last != program.digest:
                 self._agree(program, 0, limits, left)
-            if left is not None and left.is_set():  # the others may have come just after nobody waited any more
-                raise NobodyWaits
+            _check_is_needed(left)
             return held_off().around(launch)
         finally:
             held_off().around(self._member.withdraw)
@@ -101,6 +100,7 @@ class Agreement:
 
         try:
             answers = self._agree(program, number, limits, left)
+            _check_is_needed(left)
             held_off().around(end)
             return int(answers[:, -1].min())
         finally:
@@ -135,6 +135,12 @@ class Agreement:
         self._is_open = True
         (self._answers,) = check.launch([self._devices.put([question])])
         self._question = question
+
+
+def _check_is_needed(left: Leave | None) -> None:
+    """Raises NobodyWaits if nobody needs the launch: the others may have come just after that, and answered."""
+    if left is not None and left.is_set():
+        raise NobodyWaits
 
 
 def gather_program(
