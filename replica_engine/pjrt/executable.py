@@ -238,7 +238,10 @@ class Executable:
         if not self._runs_in_launch:
             return self._start(arrays, stores)
         results: list[Array] = []  # filled before the thread ends
-        start = lambda: results.extend(self._start(arrays, stores))  # noqa: E731
+
+        def start() -> None:
+            results.extend(self._start(arrays, stores))
+
         self._launching = threads.LeftCall(start, f"launch of {devices.running_name}", lambda: None)
         devices.leave_to(self._launching)
         threads.start(self._launching)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from replica_engine import errors
@@ -33,7 +33,7 @@ from replica_engine.errors.worker_errors import describe_stall, in_short
 from replica_engine.workers.cluster import is_loopback
 from replica_engine.workers.messages import LONGEST_LINE, BadMessageError, Failure, Message, encode
 from replica_engine.workers.program_log import COMPILE, END, ENTRY, LAUNCH, LaunchLog, backwards, unpacked
-from replica_engine.workers.stalls import QUIET, Stalls
+from replica_engine.workers.stalls import QUIET, Doing, Stalls
 
 DEVICES = "the kind of devices"  # among the versions: workers with GPUs and without need other packages
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
@@ -58,10 +58,7 @@ class _JoinedMember:
     sync_point: str = ""
     launches: int = 0
     launched: str = ""
-    in_step: bool = False  # by its last sign of life
-    waits: bool = False  # for others, in a program; by its last sign of life, as all that follows
-    asks: bool = False  # whether the thread that launches waits for an answer
-    calls: int = 0  # of the user's code by the program that runs
+    does: Doing = field(default_factory=Doing)
     at_end: bool = False  # it waits for the others to come to the end of their programs
     left: bool = False  # it has said goodbye
     closed: bool = False  # its connection has ended
@@ -297,14 +294,14 @@ class Job:
         member, at = self._members[worker], self._log.position
         for place, who in self._given_up.items():
             if not any(is_next for *_, is_next in who.values()):
-                if place == at(worker) and member.in_step:
+                if place == at(worker) and member.does.in_step:
                     return place
                 continue
             # Those that wait for it have told of that launch, and perhaps ask whether all come to it. If all have left
             # it, they may ask for something else. As long as another one is to come, nobody can make it again.
             all_left = place in self._left_by_all
             has_come = all(at(each) >= place or each in who for each, of in self._members.items() if not of.closed)
-            if place <= at(worker) and has_come and (member.in_step or (member.asks and not all_left)):
+            if place <= at(worker) and has_come and (member.does.in_step or (member.does.asks and not all_left)):
                 return place
         return -1
 
@@ -416,10 +413,8 @@ class Job:
 
     # Messages
 
-    def _on_beat(self, worker: int, member: _JoinedMember, progress: list[Any], *does: Any) -> None:
-        told: list[Any] = [*does, *(False, False, False, 0)[len(does) :]]
-        in_step, waits, asks, calls = told
-        member.in_step, member.waits, member.asks, member.calls = bool(in_step), bool(waits), bool(asks), int(calls)
+    def _on_beat(self, worker: int, member: _JoinedMember, progress: list[Any], *does: int) -> None:
+        member.does = Doing(*map(int, does))
         self._progress(member, progress)
         self._tell(worker, ["beat"])
 
@@ -552,16 +547,17 @@ class Job:
         is_launched: bool = False,
         is_next: bool = False,
     ) -> None:
-        member.in_step = False
+        member.does = member.does._replace(in_step=False)
         if is_launched:
-            others = [each for each, of in sorted(self._members.items()) if of.in_step and not (of.left or of.closed)]
+            there = {each: of for each, of in sorted(self._members.items()) if not (of.left or of.closed)}
+            others = [each for each, of in there.items() if of.does.in_step]
             row = self._row(worker, member.heard)
             self._fail(Failure.from_wording(errors.WorkerLostError.gave_up, row, others, str(exception)))
             return
         patience = min(INTERRUPTED, self.limits.heartbeat / 2) if interrupted else self.limits.heartbeat
-        there = self._given_up.setdefault(self._log.position(worker) + bool(is_next), {})
-        there[worker] = str(exception), patience, bool(is_next)
-        if is_next and all(each in there for each, of in self._members.items() if not (of.left or of.closed)):
+        leavers = self._given_up.setdefault(self._log.position(worker) + bool(is_next), {})
+        leavers[worker] = str(exception), patience, bool(is_next)
+        if is_next and all(each in leavers for each, of in self._members.items() if not (of.left or of.closed)):
             self._left_by_all.add(self._log.position(worker) + 1)
 
     def _on_stack(self, worker: int, member: _JoinedMember, text: str) -> None:

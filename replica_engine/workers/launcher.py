@@ -343,12 +343,13 @@ class _Attempt:
         left = [worker for worker in self._workers if worker.running]
         if not self._deadlines and (failure is not None or self._first is not None):
             self._deadlines = [(now + GRACE, signal.SIGTERM), (now + GRACE + KILL_AFTER, signal.SIGKILL)]
-        is_last = failure is not None and [each.index for each in left] == [failure.worker]
-        is_lost = is_last and failure is not None and (failure.is_silence or failure.is_stall)
-        if is_lost and failure is not None and failure.is_silence:
-            self._deadlines[-1] = (now, signal.SIGKILL)  # it does not raise by itself
-        elif is_lost and self._deadlines[0][1] == signal.SIGTERM:
-            self._deadlines = [(now, signal.SIGTERM), (now + KILL_AFTER, signal.SIGKILL)]
+        is_lost = False  # and does not raise by itself
+        if failure is not None and [each.index for each in left] == [failure.worker]:
+            is_lost = failure.is_silence or failure.is_stall
+            if failure.is_silence:
+                self._deadlines[-1] = (now, signal.SIGKILL)
+            elif failure.is_stall and self._deadlines[0][1] == signal.SIGTERM:
+                self._deadlines = [(now, signal.SIGTERM), (now + KILL_AFTER, signal.SIGKILL)]
         due = [number for at, number in self._deadlines if at <= now]
         if due and left and self.signalled is not None and not is_lost:
             names = ", ".join(str(worker.index) for worker in left)

@@ -10,7 +10,7 @@ All times are seconds of `time.monotonic`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -22,8 +22,24 @@ _MOST = 4  # stacks in a message
 _LONGEST = 10_000  # characters of a stack
 
 
+class Doing(NamedTuple):
+    """What a member does, by its last sign of life.
+
+    Attributes:
+        in_step: whether it is in a step that others may have given up.
+        waits: whether it waits for others in a program.
+        asks: whether the thread that launches waits for an answer.
+        calls: how often the program that runs has called the user's code.
+    """
+
+    in_step: int = False
+    waits: int = False
+    asks: int = False
+    calls: int = 0
+
+
 class Standing(Protocol):
-    """What is known of a member, mostly by its last sign of life.
+    """What is known of a member.
 
     Attributes:
         heard: when it was heard of last.
@@ -31,10 +47,7 @@ class Standing(Protocol):
         left: whether it has said goodbye.
         closed: whether its connection has ended.
         at_end: whether it waits for the others to come to the end of their programs.
-        in_step: whether it is in a step that others may have given up.
-        waits: whether it waits for others in a program.
-        asks: whether the thread that launches waits for an answer.
-        calls: how often the program that runs has called the user's code.
+        does: what it does.
     """
 
     heard: float
@@ -42,10 +55,7 @@ class Standing(Protocol):
     left: bool
     closed: bool
     at_end: bool
-    in_step: bool
-    waits: bool
-    asks: bool
-    calls: int
+    does: Doing
 
 
 class Stall(NamedTuple):
@@ -122,7 +132,7 @@ class Stalls:
             return None
         self._looked = now
         workers, waiting = _waited_for(members, position, now)
-        place = tuple((position(each), members[each].step, members[each].calls) for each in (*workers, *waiting))
+        place = tuple((position(each), members[each].step, members[each].does.calls) for each in (*workers, *waiting))
         watched = self._watched
         if watched is None or (watched.workers, watched.waiting, watched.place) != (workers, waiting, place):
             self._watched = _Watched(workers, waiting, place, now, now) if workers else None
@@ -158,7 +168,7 @@ def _waited_for(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The members that the others wait for, and the others; all members, and none, if all wait in one launch."""
     there = {each: of for each, of in sorted(members.items()) if not (of.left or of.closed)}
-    waits = {each for each, of in there.items() if of.waits or of.asks}
+    waits = {each for each, of in there.items() if of.does.waits or of.does.asks}
     if not waits or len(there) == 1:
         return (), ()
     least = min(map(position, there))
@@ -166,15 +176,11 @@ def _waited_for(
     is_one_place = len(found) == len(there)
     found = [each for each in found if each not in waits] or found
     others = tuple(each for each in there if each not in found)
-    is_in_step = [there[each].in_step for each in found]
+    is_in_step = [there[each].does.in_step for each in found]
     # In one place a member that is in no launch may have it behind it, unless all others ask for something.
-    if is_one_place and not all(is_in_step) and not (others and _all(there, others, "asks")):
+    if is_one_place and not all(is_in_step) and not (others and all(there[each].does.asks for each in others)):
         return (), ()
-    if others and _all(there, others, "at_end") and not any(is_in_step):
+    if others and all(there[each].at_end for each in others) and not any(is_in_step):
         return (), ()  # their programs have ended; no collective waits
     is_heard = all(now - there[each].heard <= QUIET for each in found)  # another one may be silent, and so lost
     return (tuple(found), others) if is_heard and waits.issuperset(others) else ((), ())
-
-
-def _all(members: Mapping[int, Standing], workers: Sequence[int], name: str) -> bool:
-    return all(getattr(members[each], name) for each in workers)
