@@ -47,6 +47,7 @@ from replica_engine.process.setup import FOR_ONE_LAUNCH, make_room
 if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
     from replica_engine.keras.backup.training_state import TrainingState
+    from replica_engine.process import set_ordered_sums
     from replica_engine.process.setup import logical_devices
     from replica_engine.replica import ReplicaContext, call_for_each_replica, sync_points
     from replica_engine.strategies import MirroredStrategy
@@ -69,6 +70,7 @@ __all__ = [
     "join_outputs",
     "keras",
     "logical_devices",
+    "set_ordered_sums",
     "split_batch",
     "strategies",
     "sync_points",
@@ -87,6 +89,7 @@ _HOME = {
     "call_for_each_replica": "replica_engine.replica",
     "join_outputs": "replica_engine.values.split_batches",
     "logical_devices": "replica_engine.process.setup",
+    "set_ordered_sums": "replica_engine.process",
     "split_batch": "replica_engine.values.split_batches",
     "sync_points": "replica_engine.replica",
     "timeline": "replica_engine.watch.timeline",

@@ -38,7 +38,7 @@ from replica_engine.pjrt.stablehlo import markers, mlir
 from replica_engine.pjrt.stablehlo.markers import expand_markers
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes
 from replica_engine.pjrt.stablehlo.partition_program import partition
-from replica_engine.process import threads
+from replica_engine.process import sums_are_ordered, threads
 from replica_engine.process.interrupts import wait_for_ever
 from replica_engine.process.memory import keep_freed_memory
 from replica_engine.workers import Program
@@ -466,7 +466,8 @@ def agreed(
     """
     if devices.member is None:
         return None
-    compared = Program(hashlib.sha256(program.encode()).hexdigest()[:16], *name)
+    # A sum in the order of the replicas is another exchange: it must not meet one of another worker in any order.
+    compared = Program(hashlib.sha256((program + "ordered" * sums_are_ordered()).encode()).hexdigest()[:16], *name)
     devices.member.compile(compared, *limits)
     return compared
 
@@ -476,6 +477,8 @@ def prepared(program: str, platform: str) -> jaxlib.ir.Module:
     module = expand_markers(program, platform)
     if rewrites.enabled():
         rewrites.rewrite(module, platform)
+    if sums_are_ordered():
+        rewrites.order_sums(module)
     mlir.as_by_kernels(module, platform)
     mlir.keep(module)
     partition(module)
@@ -491,6 +494,7 @@ def circumstances(devices: DeviceGroup) -> dict[str, str]:
         "the worker": f"{client.process_index()} of {len({device.process_index for device in devices.everywhere})}",
         "the CPU": _cpu(),
         "the rewrites for CPU": str(rewrites.VERSION) if rewrites.enabled() else "off",
+        "the order of sums": "by replica" if sums_are_ordered() else "any",
         "the forms of markers": str(markers.VERSION),
         "the forms of conversions": str(mlir.VERSION),
         "the version of jaxlib": jaxlib.JAXLIB_VERSION,

@@ -6,6 +6,8 @@
   and the folder that a relative path is in.
 - `shutdown`: the exit of the process in the middle of a run.
 - `memory`: the limits of glibc's allocator.
+
+Here are the number of cores, and the order of sums over replicas.
 """
 
 import os
@@ -16,3 +18,32 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+_ordered: list[bool] = []  # what `set_ordered_sums` was called with last
+
+
+def set_ordered_sums(enabled: bool = True) -> None:
+    """Adds replicas' values in the order of the replicas, however many workers and devices they are spread over.
+
+    Without it the last bits of a sum of floats depend on the layout: four replicas in one process add in another order
+    than in two processes of two. With it every replica gets the values of all replicas and adds them: ((a + b) + c) + d
+    up to nine replicas. N replicas send and hold N times the bytes of a value.
+
+    Call it at the top of the program, on all workers; or set REPLICA_ENGINE_ORDERED_SUMS=1. It holds for what is traced
+    and compiled afterwards. Sums that GPUs make through NCCL, and those between the devices of one replica,
+    keep their own order.
+
+    Args:
+        enabled: whether to add in order.
+
+    Example:
+        >>> import replica_engine
+        >>> replica_engine.set_ordered_sums(False)
+    """
+    _ordered[:] = [bool(enabled)]
+
+
+def sums_are_ordered() -> bool:
+    """Whether sums over replicas are made in the order of the replicas."""
+    return _ordered[0] if _ordered else os.environ.get("REPLICA_ENGINE_ORDERED_SUMS", "0") == "1"

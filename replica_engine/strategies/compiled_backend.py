@@ -236,7 +236,7 @@ class _OverWorkers(distribute.MirroredExtended):
             return super()._experimental_distribute_values_from_function(value_fn)
         ids = range(devices.first, devices.first + devices.size)
         contexts = [tf.distribute.experimental.ValueContext(id, devices.replicas) for id in ids]
-        return distribute.PerReplica(tuple(value_fn(context) for context in contexts))
+        return distribute.regroup([value_fn(context) for context in contexts], always_wrap=True)
 
     @property
     def _num_replicas_in_sync(self) -> int:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from replica_engine.process import sums_are_ordered
 from replica_engine.threads.merge_checks import Launches
 from replica_engine.upstream import distribute, eager, worker_collectives
 from replica_engine.upstream.distribute import QuietReduction, added, changed, is_narrow, total
@@ -323,11 +324,13 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
     def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
         """The hook of `batch_reduce`; the values of a batch go over the network together."""
         with tf.device(self._device):
-            own = [_sum_over_workers(value.values) for value, _ in value_destination_pairs]
-            if isinstance(own[0], tf.IndexedSlices):
-                totals = [self._rows(value) for value in own]
+            values = [value.values for value, _ in value_destination_pairs]
+            if isinstance(values[0][0], tf.IndexedSlices):
+                totals = [self._rows(_joined_rows(each)) for each in values]
+            elif sums_are_ordered() and values[0][0].dtype.is_floating:
+                totals = self._total_in_order(values)
             else:
-                totals = self._over_workers.total(own)
+                totals = self._over_workers.total([_sum_in_worker(each) for each in values])
             if reduce_op == tf.distribute.ReduceOp.MEAN:
                 totals = [changed(total, lambda values: values / self._replicas) for total in totals]
             firsts = [value.values[0] for value, _ in value_destination_pairs]
@@ -337,6 +340,16 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
             ]
         destinations = [each for _, each in value_destination_pairs]
         return [self.broadcast(total, each) for total, each in zip(totals, destinations, strict=True)]
+
+    def _total_in_order(self, values: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """The sums of the values of all replicas as one process with all of them adds: each replica's travel."""
+        flat = [
+            tf.concat([tf.reshape(each, [-1]) for each in of_replica], 0) for of_replica in zip(*values, strict=True)
+        ]
+        rows = tf.unstack(self._over_workers.gathered(tf.stack(flat), 0), self._replicas)
+        firsts = [of_replica[0] for of_replica in values]
+        parts = tf.split(added(rows), [tf.size(each) for each in firsts])
+        return [tf.reshape(part, tf.shape(first)) for part, first in zip(parts, firsts, strict=True)]
 
     def _rows(self, own: tf.IndexedSlices) -> tf.IndexedSlices:
         rows, indices = (self._over_workers.gathered(part, 0) for part in (own.values, own.indices))
@@ -349,9 +362,11 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
         return self.broadcast(self._over_workers.gathered(own, axis), destinations)
 
 
-def _sum_over_workers(values: Sequence[Any]) -> Any:
+def _sum_in_worker(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """The sum of the replicas' values, on the current device. The sum of 16-bit floats is a float32."""
-    if not isinstance(values[0], tf.IndexedSlices):
-        return added(values) if len(values) > 1 or is_narrow(values[0]) else tf.convert_to_tensor(values[0])
+    return added(values) if len(values) > 1 or is_narrow(values[0]) else tf.convert_to_tensor(values[0])
+
+
+def _joined_rows(values: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
     rows, indices = (tf.concat([getattr(value, name) for value in values], 0) for name in ("values", "indices"))
     return tf.IndexedSlices(rows, indices, values[0].dense_shape)

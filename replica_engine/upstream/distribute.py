@@ -41,11 +41,17 @@ from tensorflow.python.distribute.distribute_lib import UpdateContext, enter_or_
 
 # create_mirrored_variable: makes a distributed variable from its components, and checks synchronization and
 # aggregation. is_mirrored: whether a value is the same on all replicas. select_replica, update_regroup: arguments and
-# results of updates. value_container: below.
+# results of updates. regroup: one structure of distributed values. value_container: below.
 from tensorflow.python.distribute.distribute_utils import create_mirrored_variable as _create_mirrored_variable
 
 # value_container: the distributed variable that a component belongs to.
-from tensorflow.python.distribute.distribute_utils import is_mirrored, select_replica, update_regroup, value_container
+from tensorflow.python.distribute.distribute_utils import (
+    is_mirrored,
+    regroup,
+    select_replica,
+    update_regroup,
+    value_container,
+)
 
 # The extended half of tf.distribute.MirroredStrategy: variables, datasets, updates, reductions.
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended

@@ -20,9 +20,9 @@ themselves, and then are ended. What failed first is printed last. Ctrl-C, SIGTE
 have --grace seconds to save and end. If an output is closed, or its disk is full, the job goes on, and the other output
 tells so; a pipe that nobody reads any more ends it.
 
-With --workers MIN:MAX, a worker that fails, and fails again in its first step or before after all were started again,
-is left out of the next start, as long as MIN are left. SIGUSR1 to this launcher says that those are back: the workers
-get SIGTERM, save after their step if the script does so, and all MAX start again.
+With --workers MIN:MAX, a failure that comes again in the first step after all were started again, or before it, takes
+one worker off the next start, as long as MIN are left. For more workers again, stop this launcher with SIGTERM, on
+which the workers save if the script does so, and start it again.
 
 On several machines it is Slurm, Kubernetes or Ray that starts the processes; docs/hosts/starting.md says how.
 """
@@ -117,7 +117,9 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
         return launch(plan)
     for worker in range(most):
         print(f"worker {worker}:")
-        for name, value in plan.environment(worker, 0, "127.0.0.1:(a free port)", "(a secret of each start)").items():
+        for name, value in plan.environment(
+            worker, most, 0, "127.0.0.1:(a free port)", "(a secret of each start)"
+        ).items():
             print(f"  {name}={value}")
         print(f"  {shlex.join(plan.command)}")
     return 0

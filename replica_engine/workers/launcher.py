@@ -10,8 +10,8 @@ What it guarantees:
 - Ctrl-C, SIGTERM and SIGHUP are passed on to all, which get the `grace` of the plan to save; a second one kills.
 - The exit status is that of the first failure, and what failed first is printed last. An output that is closed or
   full ends no worker (`Output`); a pipe that nobody reads ends all.
-- Each start has the workers that `Slots` says. SIGUSR1 brings those back that it leaves out: all get SIGTERM, on which
-  a training saves after its step, and start again.
+- A failure that comes again at once, before the job has made a second step, says that a worker is lost for good: the
+  next start has one worker less, down to the fewest of the plan.
 
 Process managers (honcho, circus) and torchrun were considered. The first end all workers when any of them ends
 well, and know no first failure; the last comes with PyTorch. What is needed here is `subprocess` and one loop.
@@ -48,13 +48,9 @@ from replica_engine.workers.server import Coordinator
 RESTART = "REPLICA_ENGINE_RESTART"
 """How often the workers were started before: 0 at first. Scripts may read it."""
 
-SLOT = "REPLICA_ENGINE_SLOT"
-"""What a worker keeps when others are left out, as its index does not: scripts may choose a device by it."""
-
 GRACE = 10.0  # seconds after the first failure for the other workers to end by themselves
 SIGNAL_GRACE = 30.0  # seconds after a signal, as Kubernetes and Slurm give them, for the workers to save and end
 KILL_AFTER = 5.0  # seconds from SIGTERM to SIGKILL
-SAVE_WITHIN = 300.0  # seconds for the workers to end their step and to save, when others are back and nothing hurries
 _AT_ONCE = 1  # the step of a worker that has failed in its first step
 _LAST_LINES = 20  # of the first failure that are printed again at the end
 _LONGEST_LINE = 1 << 16
@@ -84,15 +80,11 @@ class LaunchPlan:
     fewest: int | None = None
     grace: float = SIGNAL_GRACE
 
-    def environment(
-        self, worker: int, restart: int, address: str, token: str, slots: Sequence[int] = ()
-    ) -> dict[str, str]:
-        """The variables that a worker gets besides those of this process; no `slots` are all of them."""
-        slots = slots or range(self.workers)
+    def environment(self, worker: int, workers: int, restart: int, address: str, token: str) -> dict[str, str]:
+        """The variables that one of so many workers gets besides those of this process."""
         variables = {
             PROCESS_ID: str(worker),
-            NUM_PROCESSES: str(len(slots)),
-            SLOT: str(slots[worker]),
+            NUM_PROCESSES: str(workers),
             COORDINATOR: address,
             TOKEN: token,
             LAUNCHED: "1",
@@ -116,19 +108,15 @@ def launch(plan: LaunchPlan) -> int:
         first worker that failed, otherwise the exit status of that worker.
     """
     out, err = outputs(_NAME)
-    slots = Slots(plan.fewest or plan.workers, plan.workers)
+    workers = plan.workers
     restarts = 0
+    in_a_row = 0  # failures without steps between them, of which the first may come after many
     with _signals() as woken:
         for start in itertools.count():
-            attempt = _Attempt(plan, slots, start, restarts == plan.max_restarts, woken, out, err)
+            attempt = _Attempt(plan, workers, start, restarts == plan.max_restarts, woken, out, err)
             status = attempt.run()
             if not status or attempt.signalled:
                 break
-            if attempt.stopped:
-                slots.restore()
-                restarts = 0
-                _say(err, f"all {plan.workers} workers start again")
-                continue
             if attempt.preempted and plan.max_restarts:  # no failure, so it uses up no restart
                 _say(err, "all workers start again")
                 continue
@@ -136,10 +124,11 @@ def launch(plan: LaunchPlan) -> int:
                 break
             restarts += 1
             again = f"restart {restarts} of {plan.max_restarts}"
-            if attempt.failed is not None and slots.failed(*attempt.failed):
-                left = len(slots.present)
-                again += f" without slot {attempt.failed[0]}, which failed again at once: {left} of {plan.workers}"
-                _say(err, f"{again} workers start. When it is back: kill -USR1 {os.getpid()}")
+            in_a_row = in_a_row + 1 if attempt.failed_at_once else 1
+            # `kill -9`, or a loss of memory, does not come again at once.
+            if in_a_row > 1 and workers > (plan.fewest or plan.workers):
+                workers, in_a_row = workers - 1, 0
+                _say(err, f"{again}: a worker has failed again at once, so {workers} of {plan.workers} workers start")
             else:
                 _say(err, f"{again}: all workers start again")
     for each in (out, err):
@@ -209,16 +198,15 @@ class _Attempt:
 
     Attributes:
         signalled: the signal that ended it; None if there was none.
-        stopped: whether it was ended because workers are back that it was started without.
         preempted: whether it has made steps, and all workers have ended well because of a signal.
-        failed: the slot that failed first, and its last step; None if no single one did.
+        failed_at_once: whether a worker has failed in its first step, or before it.
     """
 
     def __init__(
-        self, plan: LaunchPlan, slots: Slots, start: int, is_last: bool, woken: socket.socket, out: Output, err: Output
+        self, plan: LaunchPlan, size: int, start: int, is_last: bool, woken: socket.socket, out: Output, err: Output
     ):
         self._plan = plan
-        self._slots = slots
+        self._size = size
         self._start_number = start
         self._is_last = is_last
         self._woken = woken
@@ -227,8 +215,7 @@ class _Attempt:
         self._first: _WorkerProcess | None = None  # the first that exited with a status other than 0
         self._deadlines: list[tuple[float, int]] = []  # when to send which signal to those that are left
         self.signalled: int | None = None
-        self.stopped = self.preempted = False
-        self.failed: tuple[int, int | None] | None = None
+        self.preempted = self.failed_at_once = False
 
     def run(self) -> int:
         """Starts the workers, and returns the exit status when all have ended."""
@@ -236,7 +223,7 @@ class _Attempt:
         with (
             selectors.DefaultSelector() as selector,
             Coordinator(
-                len(self._slots.present),
+                self._size,
                 token,
                 limits=self._plan.limits,
                 knows_statuses=True,
@@ -261,8 +248,8 @@ class _Attempt:
         return self._result(coordinator.failure)
 
     def _start(self, selector: selectors.BaseSelector, address: str, token: str) -> None:
-        for index in range(len(self._slots.present)):
-            environment = self._plan.environment(index, self._start_number, address, token, self._slots.present)
+        for index in range(self._size):
+            environment = self._plan.environment(index, self._size, self._start_number, address, token)
             process = subprocess.Popen(
                 self._plan.command,
                 stdin=subprocess.DEVNULL,
@@ -296,8 +283,6 @@ class _Attempt:
                 for number in self._woken.recv(_READ):
                     if number in _SIGNALS:
                         self._pass_signal(number)
-                    elif number == signal.SIGUSR1:
-                        self._stop_for_more()
 
     def _pass_signal(self, number: int) -> None:
         again, now = self.signalled is not None, time.monotonic()
@@ -307,17 +292,6 @@ class _Attempt:
                 sent = signal.SIGKILL if again else signal.SIGTERM if number == signal.SIGPIPE else number
                 worker.signal_group(sent)
         self._deadlines = [(now + self._plan.grace, signal.SIGKILL)]
-
-    def _stop_for_more(self) -> None:
-        """Lets the workers save and end. The next start has also the workers that are said to be back."""
-        if not self._slots.missing:
-            _say(self._err, "SIGUSR1 starts workers again that were left out, and none is")
-        elif not self.stopped and not self._deadlines:  # an end that is under way is left to itself
-            _say(self._err, f"{self._slots.missing} of {self._plan.workers} workers are back: the others save and end")
-            self.stopped = True
-            for worker in self._workers:
-                worker.signal_group(signal.SIGTERM)
-            self._deadlines = [(time.monotonic() + SAVE_WITHIN, signal.SIGKILL)]
 
     def _reap(self, selector: selectors.BaseSelector, coordinator: Coordinator) -> None:
         """Takes note of the processes that have ended."""
@@ -367,8 +341,6 @@ class _Attempt:
         if self.signalled is not None:
             _say(self._err, f"ended by {signal.Signals(self.signalled).name}; all workers have ended")
             return 128 + self.signalled
-        if self.stopped:
-            return max(_shell_status(worker.process.returncode) for worker in self._workers)
         first = self._first
         if failure is not None:
             first = None if failure.worker is None else self._workers[failure.worker]
@@ -385,7 +357,7 @@ class _Attempt:
         error = failure.error()
         status = 1  # of a failure that is nobody's own, or of a worker that this launcher had to end
         if first is not None:
-            self.failed = self._slots.present[first.index], failure.step
+            self.failed_at_once = (failure.step or 0) <= _AT_ONCE
             if first.tail:
                 did = "ended" if failure.is_end else "failed"
                 _say(self._err, f"worker {first.index} {did} first; its last lines:")
@@ -426,7 +398,7 @@ def _signals() -> Iterator[socket.socket]:
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     woken.setblocking(True)
-    before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGUSR1, signal.SIGCHLD)}
+    before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGCHLD)}
     # A full buffer needs no warning: its first byte wakes the loop, and a second signal of a kind says nothing new.
     old = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # who started this process may have blocked it
@@ -439,58 +411,6 @@ def _signals() -> Iterator[socket.socket]:
             signal.signal(each, handler)
         wake.close()
         woken.close()
-
-
-class Slots:
-    """Which workers of a launched job start: all at first, fewer while some are lost.
-
-    A job of `--workers 2:4` has four slots. A worker keeps its slot, while its index says which place it has among
-    those that started together. One failure says little, since after `kill -9` the same slot works again. A second one
-    before the slot has made a step says that it is lost, and the next start leaves it out, unless too few would be
-    left. Two slots that are lost together take turns in failing first. So what counts is a failure of the same slot
-    since the job last made a step, not that of the start before.
-
-    Args:
-        fewest: how many workers are started at least.
-        most: how many there are.
-
-    Attributes:
-        present: those that the next start has, in the order of the workers.
-    """
-
-    def __init__(self, fewest: int, most: int):
-        self._fewest, self._most = fewest, most
-        self._suspects: set[int] = set()
-        self.present = list(range(most))
-
-    @property
-    def missing(self) -> int:
-        """How many slots the next start leaves out."""
-        return self._most - len(self.present)
-
-    def failed(self, slot: int, step: int | None) -> bool:
-        """Takes note that a slot failed first in a start.
-
-        Args:
-            slot: which.
-            step: the last step that it reported; None if it reported none.
-
-        Returns:
-            Whether the next start leaves it out.
-        """
-        at_once = (step or 0) <= _AT_ONCE
-        lost = at_once and slot in self._suspects and len(self.present) > self._fewest
-        if lost:
-            self._suspects.remove(slot)
-            self.present.remove(slot)
-        else:
-            self._suspects = {slot, *(self._suspects if at_once else ())}
-        return lost
-
-    def restore(self) -> None:
-        """Has all slots in the next start: those that were lost are said to be back."""
-        self._suspects.clear()
-        self.present = list(range(self._most))
 
 
 class Output:

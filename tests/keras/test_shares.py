@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from helpers.keras_models import classifier
 
+from replica_engine.keras import replicate_model
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(29, 4)).astype("float32")
 Y = RANDOM.integers(0, 3, size=29)
@@ -74,6 +76,23 @@ def test_predict_takes_every_sample_once_and_in_order(pair, alike):
     for count, batch_size in ((14, 9), (5, 5), (1, 9), (1, 1)):
         alike(pair.replicated.predict(X[:count], batch_size, verbose=0), outputs[:count])
     alike(pair.replicated.predict_on_batch(X[:5]), outputs[:5])
+
+
+@pytest.mark.on("tpu")
+def test_predict_gives_each_replica_its_share_of_an_uneven_batch(both):
+    """With zeros up to the next even size, or to that of a program that is there; and never the whole batch."""
+    seen = []
+
+    class Notes(keras.layers.Layer):
+        def call(self, x):
+            seen.append(x.shape[0])
+            return x
+
+    model = replicate_model(keras.Sequential([keras.Input((4,)), Notes()]), strategy=both(3))
+    seen.clear()  # the shapes of its making
+    for count in (5, 4, 3):
+        assert model.predict_on_batch(X[:count]).tolist() == X[:count].tolist()
+        assert max(seen) <= 3, "two rows, and three where it is asked whether outputs grow with the batch"
 
 
 @pytest.mark.on("tpu", rest="mirrored")

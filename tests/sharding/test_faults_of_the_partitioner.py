@@ -20,6 +20,12 @@ def ids(i):
     return tf.reshape(i, [-1])
 
 
+def of_nan(x):
+    """Ones, and NaN where a value is the first one."""
+    apart = x - tf.stop_gradient(x[0, 0, 0])
+    return apart / apart
+
+
 # Each takes values (batch, 6, 4), indices (batch, 6) below 10, a table (10, 4) and a kernel (4, 4).
 INDEXED = {
     "lookup": lambda x, i, table, kernel: tf.gather(table, i),
@@ -40,8 +46,8 @@ INDEXED = {
 }
 OTHERS = {
     "largest": lambda x, i, table, kernel: tf.reduce_max(x, [0, 1]),
-    "largest with NaN": lambda x, i, table, kernel: tf.reduce_max(x / (x - x[0, 0, 0]), [0, 1]),
-    "largest of each sample with NaN": lambda x, i, table, kernel: tf.reduce_max(x / (x - x[0, 0, 0]), 1),
+    "largest with NaN": lambda x, i, table, kernel: tf.reduce_max(x * of_nan(x), [0, 1]),
+    "largest of each sample with NaN": lambda x, i, table, kernel: tf.reduce_max(x * of_nan(x), 1),
     "place of the largest": lambda x, i, table, kernel: tf.cast(tf.argmax(x, 1), "float32"),
     "convolution": lambda x, i, table, kernel: tf.nn.conv1d(x, tf.stack([kernel, kernel / 2]), 1, "SAME"),
     "in strides": lambda x, i, table, kernel: tf.nn.conv1d(x, tf.stack([kernel, kernel / 2]), 2, "SAME"),

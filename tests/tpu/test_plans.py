@@ -102,8 +102,9 @@ def test_the_table(tpu, weights):
 
 
 def test_names_in_the_page_are_escaped():
-    plan = Plan("<lambda>", 2, "v5e:2x4", Memory(1, 1, None, 0, None), Cost(None, None, None), None, 0.0)
+    plan = Plan("<lambda>", 2, "v5e:2x4", Memory(1, 1, None, 0, None), Cost(None, None, 66_070), None, 0.0)
     assert "&lt;lambda&gt;" in plan._repr_html_()
+    assert "\n  estimated cycles        66,070" in str(plan)
     assert "not known whether it fits" in str(plan)
     assert plan.memory.peak is None
 

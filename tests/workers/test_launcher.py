@@ -79,7 +79,6 @@ def test_what_the_workers_are_told(script):
         "REPLICA_ENGINE_NUM_PROCESSES": "2",
         "REPLICA_ENGINE_LAUNCHED": "1",
         "REPLICA_ENGINE_RESTART": "0",
-        "REPLICA_ENGINE_SLOT": "1",
         "REPLICA_ENGINE_JOIN_TIMEOUT": "7",
         "REPLICA_ENGINE_HEARTBEAT_TIMEOUT": "60",
     }

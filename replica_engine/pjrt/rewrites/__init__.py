@@ -101,6 +101,21 @@ def rewrite(module: ir.Module, platform: str = "cpu") -> dict[str, int]:
     return done
 
 
+def order_sums(module: ir.Module) -> None:
+    """Makes the sums over replicas of a module ones in the order of the replicas, in place; no failure is forgiven."""
+    rules: dict[str, Callable[[Any], ir.Value | None]] = {
+        "stablehlo.all_reduce": other_forms.sum_in_order,
+        "stablehlo.reduce_scatter": other_forms.scatter_in_order,
+    }
+    with module.context:
+        for operation in operations(module, *rules):
+            with ir.InsertionPoint(operation), operation.location:
+                new = rules[operation.name](operation.opview)
+            if new is not None:
+                operation.results[0].replace_all_uses_with(new)
+                operation.erase()
+
+
 @contextlib.contextmanager
 def _failure_told(operation: ir.Operation) -> Iterator[None]:
     """Inside, a rule may fail: a warning says so, once for each kind of operation."""

@@ -1,4 +1,4 @@
-"""Other forms of batched products, of softmax and of pooling, which are faster or need less memory."""
+"""Other forms of batched products, softmax and pooling, which are faster or need less memory; and of sums, in order."""
 
 from __future__ import annotations
 
@@ -204,3 +204,76 @@ def _is_max_gradient(operation: hlo.SelectAndScatterOp) -> bool:
         and list(first.operands) == list(operation.regions[0].blocks[0].arguments)
         and mlir.is_zero(operation.init_value)
     )
+
+
+def sum_in_order(operation: hlo.AllReduceOp) -> mlir.Value | None:
+    """A sum over replicas as a gather and additions in the order of each group; None for what has no order.
+
+    Integers have the same sum in any order, and a minimum and a maximum too.
+    """
+    reduce = operation.operation
+    groups = _groups(reduce)
+    if not _adds_floats(reduce) or groups.shape[1] == 1:
+        return None
+    everybody = np.sort(groups[groups >= 0])[None]
+    is_even = bool((groups >= 0).all())
+    row = groups if is_even else everybody
+    (value,) = reduce.operands
+    kind = ir.RankedTensorType(value.type)
+    one = mlir.reshape(value, [1, *kind.shape])
+    gathered = _exchange("all_gather", one, [row.shape[1], *kind.shape], row, all_gather_dim=0)
+    if not is_even:  # zeros in place of the replicas of other groups
+        in_group = [(group[:, None] == everybody).any(0) for group in groups]
+        place: Any = np.argmax(in_group, 0).astype(np.int32)
+        table = hlo.constant(ir.DenseElementsAttr.get(place))
+        own = mlir.reshape(hlo.dynamic_slice(table, [hlo.replica_id()], [1]), [])
+        sizes = mlir.shape(gathered)
+        is_own = mlir.compared(mlir.broadcast(table, sizes, [0]), mlir.broadcast(own, sizes, []), "EQ")
+        gathered = hlo.select(is_own, gathered, mlir.splat(-0.0, ir.RankedTensorType(gathered.type)))
+    return _added_up(gathered, 0)
+
+
+def scatter_in_order(operation: hlo.ReduceScatterOp) -> mlir.Value | None:
+    """A reduce-scatter as an exchange of parts and additions in the order of each group."""
+    scatter = operation.operation
+    groups = _groups(scatter)
+    if not _adds_floats(scatter) or groups.shape[1] == 1:
+        return None
+    axis = ir.IntegerAttr(scatter.attributes["scatter_dimension"]).value
+    (value,), count = scatter.operands, groups.shape[1]
+    sizes = mlir.shape(value)
+    parts = _exchange(
+        "all_to_all", value, sizes, groups, split_dimension=axis, concat_dimension=axis, split_count=count
+    )
+    return _added_up(mlir.reshape(parts, [*sizes[:axis], count, sizes[axis] // count, *sizes[axis + 1 :]]), axis)
+
+
+def _adds_floats(reduction: ir.Operation) -> bool:
+    body = [each.operation.name for each in reduction.regions[0].blocks[0].operations]
+    kind = ir.RankedTensorType(reduction.operands[0].type)
+    is_float = isinstance(kind.element_type, ir.FloatType)
+    return is_float and body == ["stablehlo.add", "stablehlo.return"] and kind.has_static_shape and 0 not in kind.shape
+
+
+def _groups(collective: ir.Operation) -> np.ndarray:
+    """The groups of replicas, filled up with -1 to one size."""
+    return np.array(ir.DenseIntElementsAttr(collective.attributes["replica_groups"])).astype(np.int64)
+
+
+def _exchange(name: str, value: mlir.Value, sizes: list[int], groups: np.ndarray, **numbers: int) -> mlir.Value:
+    """The result of a collective of StableHLO."""
+    attributes = {key: ir.Attribute.parse(f"{number} : i64") for key, number in numbers.items()}
+    rows: Any = np.ascontiguousarray(groups)
+    attributes["replica_groups"] = ir.DenseElementsAttr.get(rows)
+    kind = ir.RankedTensorType.get(sizes, mlir.element_type(value))
+    return ir.Operation.create(f"stablehlo.{name}", results=[kind], operands=[value], attributes=attributes).result
+
+
+def _added_up(value: mlir.Value, axis: int) -> mlir.Value:
+    """The sum along a dimension, in its order; 16-bit floats are rounded once."""
+    sizes, element = mlir.shape(value), mlir.element_type(value)
+    if str(element) in ("f16", "bf16"):
+        value = hlo.convert(ir.RankedTensorType.get(sizes, ir.F32Type.get()), value)
+    total = mlir.reduced_over(value, [axis], -0.0, hlo.add)  # from 0.0 the sum of -0.0 would be 0.0
+    kind = ir.RankedTensorType.get(mlir.shape(total), element)
+    return total if total.type == kind else hlo.convert(kind, total)

@@ -25,6 +25,7 @@ from replica_engine.errors import LoweringError, ReplicaMismatchError
 from replica_engine.errors.base import at, warning
 from replica_engine.pjrt import device_group, plan, rewrites
 from replica_engine.pjrt.executable import Executable
+from replica_engine.process import sums_are_ordered
 from replica_engine.upstream import distribute, eager, thread_state
 from replica_engine.values.structure import ById, by_id
 from replica_engine.xla.arguments import Arguments, Shapes, is_viewed
@@ -340,8 +341,8 @@ class ProgramTable:
         calls = lowered.traced.host_calls
         owner = ById(calls) if calls.calls else None
         results = tuple(lowered.program.results)
-        # The switch of the rewrites changes what is compiled, but not the text.
-        key = (lowered.as_text(), results, owner, rewrites.enabled())
+        # The switches change what is compiled, but not the text.
+        key = (lowered.as_text(), results, owner, rewrites.enabled(), sums_are_ordered())
         with self._lock:
             executable: Executable | None = self._executables.get(key)
             if executable is None:

@@ -14,6 +14,7 @@ their names. So the function can be rebuilt (`find_written_function`).
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -39,11 +40,13 @@ def find_written_function(fn: FunctionType) -> FunctionType:
     if operators.is_generated(file):
         return fn
     cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
-    arguments = _arguments(code)
+    arguments = inspect.getargs(code)
     candidates = [
         found
         for found in _compile_codes(file, "".join(linecache.getlines(file)))
-        if found.co_name == code.co_name and _arguments(found) == arguments and set(found.co_freevars) <= set(cells)
+        if found.co_name == code.co_name
+        and inspect.getargs(found) == arguments
+        and set(found.co_freevars) <= set(cells)
         # A decorated function begins at its decorator, and a lambda of several lines may be mapped to a later line.
         if 0 <= first - found.co_firstlineno <= 20
     ]
@@ -56,12 +59,6 @@ def find_written_function(fn: FunctionType) -> FunctionType:
     made.__qualname__ = fn.__qualname__
     made.__dict__.update((name, value) for name, value in fn.__dict__.items() if not name.startswith("autograph"))
     return made
-
-
-def _arguments(code: CodeType) -> tuple[str, ...]:
-    flags = code.co_flags & 0x0C  # *args, **kwargs
-    count = code.co_argcount + code.co_kwonlyargcount + (flags & 4 > 0) + (flags & 8 > 0)
-    return code.co_varnames[:count]
 
 
 @functools.lru_cache(maxsize=32)
