@@ -359,6 +359,24 @@ def test_a_signal_to_the_first_fit_whose_callback_is_made_in_its_arguments(times
     assert BackupFolder(tmp_path / "backup", 2).last() is not None
 
 
+def test_a_signal_ends_the_fit_once_the_backup_is_on_the_disk(tmp_path, monkeypatch):
+    """It is written on another thread, which goes on here only when the fit waits for it."""
+
+    class Signalled(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            signal.raise_signal(signal.SIGTERM)
+
+    waits, finish, sync = threading.Event(), BackupFolder.finish, tf.train.Checkpoint.sync
+    monkeypatch.setattr(BackupFolder, "finish", lambda *given: waits.wait() and finish(*given))
+    monkeypatch.setattr(tf.train.Checkpoint, "sync", lambda checkpoint: (waits.set(), sync(checkpoint)))
+    try:
+        with pytest.raises(SystemExit):
+            trained(tmp_path, Signalled(), batch_size=4)
+        assert BackupFolder(tmp_path, 2).last() is not None
+    finally:
+        waits.set()
+
+
 def test_a_worker_that_finishes_late_leaves_what_the_others_have(tmp_path):
     chief, other = BackupFolder(tmp_path / "backup", 2), BackupFolder(tmp_path / "backup", 2)
     first = chief.begin(1, 0)

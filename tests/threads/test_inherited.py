@@ -177,3 +177,14 @@ def test_a_scope_of_the_users_own_is_around_a_run():
 
     Noting(replica_engine.logical_devices(2)).run(lambda: None)
     assert entered == [Noting]
+
+
+def test_a_run_that_fails_leaves_the_creators_around_it_as_they_were(mirrored):
+    """TensorFlow checks by identity, at the end of a scope, that its list is still there."""
+    made = []
+    with tf.variable_creator_scope(lambda make, **given: made.append(given["name"]) or make(**given)):
+        with pytest.raises(ZeroDivisionError):
+            mirrored.run(lambda: 1 / 0)
+        tf.Variable(1.0, name="after")
+    tf.Variable(1.0, name="outside")
+    assert made == ["after"]
