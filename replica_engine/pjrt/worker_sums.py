@@ -21,6 +21,7 @@ from replica_engine.pjrt import device_group, jaxlib
 from replica_engine.pjrt.agreement import gather_program, groups
 from replica_engine.pjrt.executable import Executable, Flight
 from replica_engine.pjrt.worker_exchange import element_name, from_chief, tensor_type
+from replica_engine.process import sums_are_ordered
 from replica_engine.workers import Program
 
 PACKED = 1 << 20
@@ -64,6 +65,11 @@ class WorkerSums:
         from_chief(devices, np.zeros(1, np.uint8))  # connects while all are here: Gloo waits for that for 30 s only
 
     @property
+    def workers(self) -> int:
+        """How many workers add up."""
+        return self._devices.replicas
+
+    @property
     def is_running(self) -> bool:
         """Whether a launch has not ended, or was not made, for which the other workers may come."""
         return self._is_missing or (self._devices.interrupted and not self._devices.ends_within(0.0))
@@ -89,6 +95,27 @@ class WorkerSums:
         """The arrays of all workers, joined along an axis, along which their sizes may differ. Any dtype travels."""
         parts = self._parts(np.moveaxis(array, axis, 0), call)
         return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
+
+    def gather_equal(self, arrays: Sequence[np.ndarray], call: WorkersCall) -> list[np.ndarray]:
+        """Arrays of one dtype, each joined along its first dimension with those of all workers, of its shape."""
+        shapes = tuple((each.shape, each.dtype.str) for each in arrays)
+        if sum(each.nbytes for each in arrays) <= _MOST:
+            small = self._small(("equal", *shapes), b"".join(each.tobytes() for each in arrays), call)
+            begins = np.cumsum([0, *(each.nbytes for each in arrays)])
+            return [
+                np.concatenate(
+                    [np.frombuffer(row, each.dtype, each.size, int(begin)).reshape(each.shape) for row in small]
+                )
+                for each, begin in zip(arrays, begins, strict=False)
+            ]
+        packed = [index for index, each in enumerate(arrays) if each.nbytes < PACKED]
+        alone = [index for index, each in enumerate(arrays) if each.nbytes >= PACKED]
+        flat = [np.concatenate([arrays[index].reshape(-1) for index in packed])] if packed else []
+        gathered = self._run("all_gather", [*(arrays[index] for index in alone), *flat], call, *shapes)
+        if packed:
+            gathered += np.split(gathered.pop(), np.cumsum([arrays[index].size for index in packed])[:-1], axis=1)
+        found = dict(zip([*alone, *packed], gathered, strict=True))
+        return [found[index].reshape(-1, *each.shape[1:]) for index, each in enumerate(arrays)]
 
     def broadcast_from_chief(self, array: np.ndarray, call: WorkersCall) -> np.ndarray:
         """The chief's array, bit by bit, on every worker."""
@@ -164,6 +191,9 @@ class WorkerSums:
             WorkerLostError or another failure of the job.
         """
         devices = self._devices
+        # A sum in order is another exchange: it must never meet one in any order.
+        order = ("in order",) * sums_are_ordered()
+        program, key = (*program, *order), (*key, *order)
         shapes = hashlib.sha256(repr(key).encode()).digest()[:8]
         # Shapes too, since logs of launches do not have them: Gloo ends a process that adds values of other sizes.
         head = bytes.fromhex(call.program.digest[:16]) + shapes + call.number.to_bytes(4, "little")
@@ -292,9 +322,13 @@ def _sums(
 def _gathers(
     shapes: list[tuple[int, ...]], dtype: np.dtype, element: str, workers: int
 ) -> tuple[str, list[tuple[int, ...]]]:
-    """One gather of one array, in a new first dimension."""
-    (shape,) = shapes
-    own, row, rows = (tensor_type(each, element) for each in (shape, (1, *shape), (workers, *shape)))
-    lines = f"""%row = stablehlo.reshape %x0 : ({own}) -> {row}
-    %r0 = "stablehlo.all_gather"(%row) {{all_gather_dim = 0 : i64, {groups(workers)}}} : ({row}) -> {rows}"""
-    return lines, [(workers, *shape)]
+    """A gather of each array, in a new first dimension."""
+    lines = []
+    for index, shape in enumerate(shapes):
+        own, row, rows = (tensor_type(each, element) for each in (shape, (1, *shape), (workers, *shape)))
+        lines.append(
+            f"%row{index} = stablehlo.reshape %x{index} : ({own}) -> {row}\n"
+            f'%r{index} = "stablehlo.all_gather"(%row{index}) {{all_gather_dim = 0 : i64, {groups(workers)}}} '
+            f": ({row}) -> {rows}"
+        )
+    return "\n".join(lines), [(workers, *shape) for shape in shapes]

@@ -10,7 +10,12 @@
 Here are the number of cores, and the order of sums over replicas.
 """
 
+import functools
 import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def cores() -> int:
@@ -27,12 +32,11 @@ def set_ordered_sums(enabled: bool = True) -> None:
     """Adds replicas' values in the order of the replicas, however many workers and devices they are spread over.
 
     Without it the last bits of a sum of floats depend on the layout: four replicas in one process add in another order
-    than in two processes of two. With it every replica gets the values of all replicas and adds them: ((a + b) + c) + d
-    up to nine replicas. N replicas send and hold N times the bytes of a value.
+    than in two processes of two. With it every replica gets the values of all replicas, and adds them up as
+    `ordered_sum` does. That moves and holds the values of N replicas, where otherwise one sum does.
 
     Call it at the top of the program, on all workers; or set REPLICA_ENGINE_ORDERED_SUMS=1. It holds for what is traced
-    and compiled afterwards. Sums that GPUs make through NCCL, and those between the devices of one replica,
-    keep their own order.
+    and compiled afterwards. Sums that NCCL makes, and those between the devices of one replica, keep their own order.
 
     Args:
         enabled: whether to add in order.
@@ -47,3 +51,17 @@ def set_ordered_sums(enabled: bool = True) -> None:
 def sums_are_ordered() -> bool:
     """Whether sums over replicas are made in the order of the replicas."""
     return _ordered[0] if _ordered else os.environ.get("REPLICA_ENGINE_ORDERED_SUMS", "0") == "1"
+
+
+def ordered_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
+    """The sum of values, in the order in which TensorFlow's `add_n` adds on CPUs.
+
+    Up to nine one after the other. Of more, those beyond a multiple of eight come first, two at least, and then each
+    sum of eight is added.
+    """
+    first = len(values) % 8
+    first = first + 8 if first < 2 else first
+    total = functools.reduce(add, values[:first])
+    for begin in range(first, len(values), 8):
+        total = add(total, functools.reduce(add, values[begin : begin + 8]))
+    return total

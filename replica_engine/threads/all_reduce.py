@@ -8,6 +8,7 @@ With several workers, values are reduced or gathered inside the worker first, an
 (`WorkerReduction`): one sum for each worker goes over the network, and each replica gets a copy of its result. All
 replicas of all workers get the same bits. Values of float16 and bfloat16 travel as float32, and their sum is rounded
 once: a sum that each worker rounds would depend on how many replicas a worker has, and on the order of the workers.
+With `set_ordered_sums` the values of all replicas travel as they are, and each worker adds them as one process does.
 """
 
 from __future__ import annotations
@@ -207,15 +208,30 @@ class OverWorkers:
         Raises:
             TypeError: they cannot be added.
         """
+        described = self._describe(values)
+        shapes = [value.shape for value in values]
+        return self._run(described, lambda *given: self._sums.sums(given[:-1], given[-1]), values, shapes)
+
+    def ordered_total(self, values: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """The same, for each of several values of this worker's replicas: as one process with all replicas adds them.
+
+        The values of all replicas travel, in one launch.
+        """
+        described = self._describe([of_replica[0] for of_replica in values])
+        own = [tf.stack(of_replica) for of_replica in values]
+        shapes = [tf.TensorShape([None]).concatenate(each.shape[1:]) for each in own]
+        gather = lambda *given: self._sums.gather_equal(given[:-1], given[-1])  # noqa: E731
+        replicas = len(values[0]) * self._sums.workers
+        return [added(tf.unstack(rows, replicas)) for rows in self._run(described, gather, own, shapes)]
+
+    def _describe(self, values: Sequence[tf.Tensor]) -> tuple[Program, Callable[[], int]]:
         if values[0].dtype in (tf.bool, tf.string):
             raise TypeError(f"Tensors of {values[0].dtype.name} cannot be added.")
         operand: Any = values[0]
         if len(values) > 1:
             sizes = [value.shape.num_elements() for value in values]
             operand = tf.TensorSpec([None if None in sizes else sum(sizes)], operand.dtype)
-        shapes = [value.shape for value in values]
-        described = self._launches.described("all_reduce", operand)
-        return self._run(described, lambda *given: self._sums.sums(given[:-1], given[-1]), values, shapes)
+        return self._launches.described("all_reduce", operand)
 
     def gathered(self, value: tf.Tensor, axis: int) -> tf.Tensor:
         """The tensors of all workers, joined along an axis, along which their sizes may differ."""
@@ -327,8 +343,8 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
             values = [value.values for value, _ in value_destination_pairs]
             if isinstance(values[0][0], tf.IndexedSlices):
                 totals = [self._rows(_joined_rows(each)) for each in values]
-            elif sums_are_ordered() and values[0][0].dtype.is_floating:
-                totals = self._total_in_order(values)
+            elif sums_are_ordered() and (values[0][0].dtype.is_floating or values[0][0].dtype.is_complex):
+                totals = self._over_workers.ordered_total(values)
             else:
                 totals = self._over_workers.total([_sum_in_worker(each) for each in values])
             if reduce_op == tf.distribute.ReduceOp.MEAN:
@@ -340,16 +356,6 @@ class WorkerReduction(tf.distribute.CrossDeviceOps):
             ]
         destinations = [each for _, each in value_destination_pairs]
         return [self.broadcast(total, each) for total, each in zip(totals, destinations, strict=True)]
-
-    def _total_in_order(self, values: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-        """The sums of the values of all replicas as one process with all of them adds: each replica's travel."""
-        flat = [
-            tf.concat([tf.reshape(each, [-1]) for each in of_replica], 0) for of_replica in zip(*values, strict=True)
-        ]
-        rows = tf.unstack(self._over_workers.gathered(tf.stack(flat), 0), self._replicas)
-        firsts = [of_replica[0] for of_replica in values]
-        parts = tf.split(added(rows), [tf.size(each) for each in firsts])
-        return [tf.reshape(part, tf.shape(first)) for part, first in zip(parts, firsts, strict=True)]
 
     def _rows(self, own: tf.IndexedSlices) -> tf.IndexedSlices:
         rows, indices = (self._over_workers.gathered(part, 0) for part in (own.values, own.indices))

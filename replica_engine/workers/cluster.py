@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 
 from replica_engine.errors import ClusterConfigError
 from replica_engine.errors.base import shown
-from replica_engine.errors.worker_errors import runs_alone
+from replica_engine.errors.worker_errors import LAUNCHED, runs_alone
 
 # Where the coordinator of a job is that Slurm or Open MPI started.
 #
@@ -289,7 +289,7 @@ class Cluster:
     Attributes:
         process_id: the index of this worker, from 0; messages call it "worker 1".
         num_processes: the number of workers.
-        coordinator: the address of the coordinator, as "host:port"; "" in a job of one process.
+        coordinator: the address of the coordinator, as "host:port"; "" in a job of one process that nobody launched.
         tasks: what the launcher calls each worker, by index: "chief 0", "rank 1", "task 2".
         source: what it was read from; "" if there was nothing to read.
         addresses: the address of each worker, as "host:port", by index; () if the launcher does not tell.
@@ -329,7 +329,7 @@ def find_cluster(environ: Mapping[str, str] | None = None) -> Cluster:
     for read in _READERS:
         cluster = read(environ)
         if cluster is not None:
-            address = _given(environ) if cluster.num_processes > 1 else ""
+            address = _given(environ) if cluster.num_processes > 1 or environ.get(LAUNCHED) == "1" else ""
             return replace(cluster, coordinator=_address(COORDINATOR, address)) if address else cluster
     _warn_of_others(environ)
     return Cluster(0, 1, "", ("process 0",), "")

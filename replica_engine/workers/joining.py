@@ -19,7 +19,7 @@ from replica_engine.errors import ClusterConfigError, ReplicaEngineError, Worker
 from replica_engine.errors.worker_errors import LAUNCHED, TOKEN, tries_again
 from replica_engine.workers import messages as wire
 from replica_engine.workers import server
-from replica_engine.workers.cluster import COORDINATOR, Cluster, find_cluster, is_loopback, split_address
+from replica_engine.workers.cluster import Cluster, find_cluster, is_loopback, split_address
 from replica_engine.workers.connection import Welcome
 from replica_engine.workers.job import Limits
 from replica_engine.workers.member import Member, find_member
@@ -89,9 +89,8 @@ def join(
             f"export {TOKEN}=$(openssl rand -hex 16), or with python -c "
             '"import secrets; print(secrets.token_hex(16))".',
         )
+    address = cluster.coordinator
     launched = environ.get(LAUNCHED) == "1"  # the coordinator runs in the launcher, so worker 0 starts none
-    # A job of one worker needs no address, and its launcher has told one.
-    address = cluster.coordinator or (environ.get(COORDINATOR, "") if launched else "")
     again = 0.0 if launched else min(EARLIER_RUN, limits.join)  # our launcher begins again when all have ended
     if cluster.process_id == 0 and not launched:
         where = environ.get(LISTEN) or address or "127.0.0.1:0"

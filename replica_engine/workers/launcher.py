@@ -118,6 +118,7 @@ def launch(plan: LaunchPlan) -> int:
             if not status or attempt.signalled:
                 break
             if attempt.preempted and plan.max_restarts:  # no failure, so it uses up no restart
+                in_a_row = 0
                 _say(err, "all workers start again")
                 continue
             if restarts == plan.max_restarts:
@@ -199,7 +200,7 @@ class _Attempt:
     Attributes:
         signalled: the signal that ended it; None if there was none.
         preempted: whether it has made steps, and all workers have ended well because of a signal.
-        failed_at_once: whether a worker has failed in its first step, or before it.
+        failed_at_once: whether no worker had reported a second step when it ended.
     """
 
     def __init__(
@@ -244,7 +245,8 @@ class _Attempt:
                     worker.signal_group(signal.SIGKILL)
                     worker.process.wait()
         # Once it is closed: before that, its thread may not have read yet what the workers said before they ended.
-        self.preempted = coordinator.failure is None and coordinator.steps > _AT_ONCE and self._signal is not None
+        self.failed_at_once = coordinator.steps <= _AT_ONCE
+        self.preempted = coordinator.failure is None and not self.failed_at_once and self._signal is not None
         return self._result(coordinator.failure)
 
     def _start(self, selector: selectors.BaseSelector, address: str, token: str) -> None:
@@ -283,6 +285,8 @@ class _Attempt:
                 for number in self._woken.recv(_READ):
                     if number in _SIGNALS:
                         self._pass_signal(number)
+                    elif number == signal.SIGUSR1:  # it brought workers back in 0.3; who sends it must not end the job
+                        _say(self._err, "SIGUSR1 does nothing. For more workers, end this launcher and start it again")
 
     def _pass_signal(self, number: int) -> None:
         again, now = self.signalled is not None, time.monotonic()
@@ -357,7 +361,6 @@ class _Attempt:
         error = failure.error()
         status = 1  # of a failure that is nobody's own, or of a worker that this launcher had to end
         if first is not None:
-            self.failed_at_once = (failure.step or 0) <= _AT_ONCE
             if first.tail:
                 did = "ended" if failure.is_end else "failed"
                 _say(self._err, f"worker {first.index} {did} first; its last lines:")
@@ -398,7 +401,7 @@ def _signals() -> Iterator[socket.socket]:
     wake, woken = socket.socketpair()
     wake.setblocking(False)
     woken.setblocking(True)
-    before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGCHLD)}
+    before = {each: signal.signal(each, lambda *_: None) for each in (*_SIGNALS, signal.SIGUSR1, signal.SIGCHLD)}
     # A full buffer needs no warning: its first byte wakes the loop, and a second signal of a kind says nothing new.
     old = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])  # who started this process may have blocked it

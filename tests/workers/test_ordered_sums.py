@@ -60,3 +60,48 @@ def test_each_layout_adds_alike(programs, kind, workers):
             out, err = each.communicate(LONGER)
             assert each.returncode == 0, err[-4000:]
             assert json.loads(out) == sums()
+
+
+OTHERS = """
+import os, sys
+import tensorflow as tf
+import replica_engine
+
+me = int(os.environ["REPLICA_ENGINE_PROCESS_ID"])
+strategy = replica_engine.MultiWorkerMirroredStrategy()
+context = tf.distribute.get_replica_context
+
+
+def sums(*shapes):
+    return strategy.run(lambda: context().all_reduce("SUM", [tf.ones(shape) for shape in shapes]))
+
+
+def step():
+    return strategy.run(lambda: context().all_reduce("SUM", tf.ones([3000])))
+
+
+case = sys.argv[1]
+if case == "another shape":
+    attempt = lambda: sums([2, 3] if me else [3, 2])
+elif case == "shapes that swap":
+    attempt = lambda: sums(*([2], [4]) if me else ([4], [2]))
+else:
+    replica_engine.set_ordered_sums(False)
+    traced = tf.function(step).get_concrete_function()
+    replica_engine.set_ordered_sums(bool(me))
+    attempt = traced if case == "another order" else step
+try:
+    attempt()
+except replica_engine.errors.ProgramDisagreementError:
+    print("refused", flush=True)
+"""
+
+
+@pytest.mark.parametrize("case", ["another shape", "shapes that swap", "another order", "another order of a new trace"])
+def test_workers_that_do_not_add_alike_are_refused(programs, case):
+    with job(2, join=LONGER) as made:
+        on = {"REPLICA_ENGINE_ORDERED_SUMS": "1"}
+        started = [programs.start(OTHERS, case, env=made.environment(worker, **on)) for worker in range(2)]
+        for each in started:
+            out, err = each.communicate(LONGER)
+            assert (each.returncode, out.strip()) == (0, "refused"), err[-4000:]

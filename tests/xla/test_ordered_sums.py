@@ -19,16 +19,30 @@ def ordered(monkeypatch):
 
 
 def in_order(values, rows):
-    """For each replica the sum over its group, one addition after the other; 16-bit floats are rounded once."""
+    """For each replica the sum over its group, as `add_n` adds; 16-bit floats are rounded once."""
     sums = [None] * len(values)
-    for row in rows:
+    for row in map(sorted, rows):
         wide = values if values.dtype.itemsize > 2 else values.astype(np.float32)
-        total = wide[row[0]].copy()
-        for replica in row[1:]:
-            total += wide[replica]
+        total = process.ordered_sum([wide[replica] for replica in row], np.add)
         for replica in row:
             sums[replica] = total.astype(values.dtype)
     return np.stack(sums)
+
+
+def test_the_order():
+    """One after the other up to nine; then the rest of eight, or of eight and one, and sums of eight."""
+    shown = {count: process.ordered_sum("abcdefghijklmnopqrs"[:count], "({}+{})".format) for count in (1, 4, 9, 10, 17)}
+    assert shown[1] == "a"
+    assert shown[4] == "(((a+b)+c)+d)"
+    assert shown[9] == "((((((((a+b)+c)+d)+e)+f)+g)+h)+i)"
+    assert shown[10] == "((a+b)+(((((((c+d)+e)+f)+g)+h)+i)+j))"
+    assert shown[17] == f"({shown[9]}+(((((((j+k)+l)+m)+n)+o)+p)+q))"
+
+
+@pytest.mark.parametrize("count", [1, 3, 9, 10, 17, 33])
+def test_the_order_is_that_of_add_n(count):
+    values = random((count, 1000))
+    assert bits(process.ordered_sum([*values], np.add)) == bits(tf.add_n([*values]))
 
 
 def random(shape, dtype="float32"):
@@ -47,18 +61,42 @@ def test_a_sum_is_made_in_the_order_of_the_replicas(rows, dtype):
     values[:, 0, 0] = -0.0
     groups = None if rows == "all" else ROWS[rows]
     sums = xla.replicate(lambda x: xla.all_reduce(x, "SUM", groups), [[each] for each in values])
-    # A group that is not in order is added in the order in which it is given, unless sizes differ.
-    expected = in_order(values, [sorted(row) for row in ROWS[rows]] if rows == "uneven" else ROWS[rows])
-    assert bits(sums) == bits(expected)
+    assert bits(sums) == bits(in_order(values, ROWS[rows]))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_means_and_scattered_sums_are_too(dtype):
-    values = random((4, 8, 3), dtype)
-    means, parts = xla.replicate(lambda x: (xla.all_reduce(x, "MEAN"), xla.reduce_scatter(x)), [[x] for x in values])[0]
-    total = in_order(values.astype(np.float32), ROWS["all"])[0]
-    assert bits(means) == bits((total / 4).astype(values.dtype))
-    assert bits(parts) == bits(total[:2].astype(values.dtype))
+@pytest.mark.parametrize("count", [3, 7, 9, 17])
+@pytest.mark.parametrize("size", [1000, 30_000])
+def test_so_is_one_of_many_replicas_and_its_mean(size, count):
+    """XLA adds a reduction of five and more in blocks, by its size, and multiplies by 1 / 3 in place of a division."""
+    values = random((count, size))
+    found = xla.replicate(lambda x: [xla.all_reduce(x), xla.all_reduce(x, "MEAN")], [[each] for each in values])
+    total = in_order(values, [range(count)])
+    assert bits([each[0] for each in found]) == bits(total)
+    assert bits([each[1] for each in found]) == bits(total / np.float32(count))
+
+
+def test_so_is_a_value_that_xla_knows():
+    sums = xla.replicate(lambda: xla.all_reduce(tf.fill([4], 0.1)), [[]] * 7)
+    assert bits(sums) == bits(in_order(np.full((7, 4), 0.1, np.float32), [range(7)]))
+
+
+@pytest.mark.parametrize("groups", [None, [[0, 2], [1, 3]], [[2, 0], [1, 3]]])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_so_is_a_scattered_sum(axis, groups):
+    values = random((4, 8, 4))
+    parts = xla.replicate(lambda x: xla.reduce_scatter(x, axis, groups), [[each] for each in values])
+    rows = groups or [range(4)]
+    sums = in_order(values, rows)
+    for row in rows:
+        for place, replica in enumerate(row):
+            assert bits(parts[replica]) == bits(np.split(sums[replica], len(row), axis)[place])
+
+
+def test_a_mean_of_16_bits_is_rounded_once():
+    values = random((3, 1000), "bfloat16")
+    means = xla.replicate(lambda x: xla.all_reduce(x, "MEAN"), [[each] for each in values])
+    wide = in_order(values.astype(np.float32), [range(3)])
+    assert bits(means) == bits((wide / np.float32(3)).astype(values.dtype))
 
 
 def test_complex_numbers_and_gradients_are_too():
@@ -88,20 +126,19 @@ def test_what_has_no_order_is_reduced_as_ever():
     assert [np.asarray(each).tolist() for each in found] == [[3.0, 0.0], 6, []]
 
 
-def test_more_replicas_than_nine():
-    values = random((16, 7))
-    sums = xla.replicate(lambda x: xla.all_reduce(x), [[each] for each in values])
-    assert bits(sums) == bits(in_order(values, [range(16)]))
-
-
-@pytest.mark.parametrize("kind", ["threads", "compiled"])
-def test_both_strategies_add_alike(kind):
-    names = replica_engine.logical_devices(4)
-    strategy = replica_engine.MirroredStrategy(names) if kind == "threads" else replica_engine.TPUStrategy(num_cores=4)
-    values = random((4, 50_000))
+@pytest.mark.parametrize(("kind", "count"), [("threads", 4), ("threads", 8), ("compiled", 8), ("compiled", 10)])
+def test_both_strategies_add_alike(kind, count):
+    if kind == "threads":
+        strategy = replica_engine.MirroredStrategy(replica_engine.logical_devices(count))
+    else:
+        strategy = replica_engine.TPUStrategy(num_cores=count)
+    values = random((count, 50_000))
     own = strategy.experimental_distribute_values_from_function(lambda of: values[of.replica_id_in_sync_group])
     sums = tf.function(lambda x: strategy.run(lambda y: tf.distribute.get_replica_context().all_reduce("SUM", y), [x]))
-    assert bits(strategy.experimental_local_results(sums(own))) == bits(in_order(values, ROWS["all"]))
+    expected = in_order(values, [range(count)])
+    assert bits(strategy.experimental_local_results(sums(own))) == bits(expected)
+    assert bits(strategy.reduce("SUM", own, axis=None)) == bits(expected[0])
+    assert bits(strategy.reduce("MEAN", own, axis=None)) == bits(expected[0] / np.float32(count))
 
 
 def test_the_switch_compiles_again_and_the_function_counts_before_the_variable():

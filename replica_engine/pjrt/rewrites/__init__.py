@@ -42,7 +42,7 @@ from typing import Any
 from replica_engine.errors.base import warning
 from replica_engine.pjrt.jaxlib import ir
 from replica_engine.pjrt.rewrites import convolutions, filled_loops, other_forms
-from replica_engine.pjrt.stablehlo.mlir import functions, operations
+from replica_engine.pjrt.stablehlo.mlir import barrier, functions, operations
 
 VERSION = 6
 """Part of what a compiled program depends on. Raise it when a rule or a form changes."""
@@ -112,6 +112,10 @@ def order_sums(module: ir.Module) -> None:
             with ir.InsertionPoint(operation), operation.location:
                 new = rules[operation.name](operation.opview)
             if new is not None:
+                for use in operation.results[0].uses:
+                    if use.owner.operation.name == "stablehlo.divide":  # a mean: XLA would multiply by the inverse
+                        with ir.InsertionPoint(use.owner), operation.location:
+                            use.owner.operation.operands[1] = barrier(use.owner.operation.operands[1])
                 operation.results[0].replace_all_uses_with(new)
                 operation.erase()
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.stablehlo import mlir
+from replica_engine.process import ordered_sum
 
 _PRODUCT, _TRANSPOSE = "stablehlo.dot_general", "stablehlo.transpose"
 
@@ -207,73 +208,112 @@ def _is_max_gradient(operation: hlo.SelectAndScatterOp) -> bool:
 
 
 def sum_in_order(operation: hlo.AllReduceOp) -> mlir.Value | None:
-    """A sum over replicas as a gather and additions in the order of each group; None for what has no order.
+    """A sum over replicas as a gather and additions in the order of the replicas; None for what has no order.
 
     Integers have the same sum in any order, and a minimum and a maximum too.
     """
     reduce = operation.operation
-    groups = _groups(reduce)
-    if not _adds_floats(reduce) or groups.shape[1] == 1:
+    if not _adds_floats(reduce):
         return None
-    everybody = np.sort(groups[groups >= 0])[None]
-    is_even = bool((groups >= 0).all())
-    row = groups if is_even else everybody
-    (value,) = reduce.operands
-    kind = ir.RankedTensorType(value.type)
-    one = mlir.reshape(value, [1, *kind.shape])
-    gathered = _exchange("all_gather", one, [row.shape[1], *kind.shape], row, all_gather_dim=0)
-    if not is_even:  # zeros in place of the replicas of other groups
-        in_group = [(group[:, None] == everybody).any(0) for group in groups]
-        place: Any = np.argmax(in_group, 0).astype(np.int32)
-        table = hlo.constant(ir.DenseElementsAttr.get(place))
-        own = mlir.reshape(hlo.dynamic_slice(table, [hlo.replica_id()], [1]), [])
-        sizes = mlir.shape(gathered)
-        is_own = mlir.compared(mlir.broadcast(table, sizes, [0]), mlir.broadcast(own, sizes, []), "EQ")
-        gathered = hlo.select(is_own, gathered, mlir.splat(-0.0, ir.RankedTensorType(gathered.type)))
-    return _added_up(gathered, 0)
+    groups = _groups(reduce)
+    return _gathered_sum(reduce.operands[0], [sorted(group) for group in groups])
 
 
 def scatter_in_order(operation: hlo.ReduceScatterOp) -> mlir.Value | None:
-    """A reduce-scatter as an exchange of parts and additions in the order of each group."""
+    """A reduce-scatter as an exchange of parts and additions in the order of the replicas."""
     scatter = operation.operation
-    groups = _groups(scatter)
-    if not _adds_floats(scatter) or groups.shape[1] == 1:
+    if not _adds_floats(scatter):
         return None
+    groups = _groups(scatter)
     axis = ir.IntegerAttr(scatter.attributes["scatter_dimension"]).value
-    (value,), count = scatter.operands, groups.shape[1]
-    sizes = mlir.shape(value)
-    parts = _exchange(
-        "all_to_all", value, sizes, groups, split_dimension=axis, concat_dimension=axis, split_count=count
-    )
-    return _added_up(mlir.reshape(parts, [*sizes[:axis], count, sizes[axis] // count, *sizes[axis + 1 :]]), axis)
+    (value,), count = scatter.operands, len(groups[0])
+    sizes, rows = mlir.shape(value), mlir.shape(scatter.results[0])
+    if all(group == sorted(group) for group in groups):
+        parts = _exchange(
+            "all_to_all", value, sizes, groups, split_dimension=axis, concat_dimension=axis, split_count=count
+        )
+        return _added_up(mlir.reshape(parts, [*sizes[:axis], count, *rows[axis:]]), axis)
+    # The place of a replica in its group says which part it gets; its number says when it is added.
+    total = _gathered_sum(value, [sorted(group) for group in groups])
+    begins = [
+        place * rows[axis] for _, place in sorted((each, at) for group in groups for at, each in enumerate(group))
+    ]
+    begin = _own(begins)
+    zero = mlir.splat(0, ir.RankedTensorType(begin.type))
+    return hlo.dynamic_slice(total, [begin if index == axis else zero for index in range(len(sizes))], rows)
 
 
 def _adds_floats(reduction: ir.Operation) -> bool:
+    """Whether it adds floats of several replicas."""
     body = [each.operation.name for each in reduction.regions[0].blocks[0].operations]
     kind = ir.RankedTensorType(reduction.operands[0].type)
-    is_float = isinstance(kind.element_type, ir.FloatType)
-    return is_float and body == ["stablehlo.add", "stablehlo.return"] and kind.has_static_shape and 0 not in kind.shape
+    is_sum = isinstance(kind.element_type, ir.FloatType) and body == ["stablehlo.add", "stablehlo.return"]
+    return is_sum and kind.has_static_shape and 0 not in kind.shape and max(map(len, _groups(reduction))) > 1
 
 
-def _groups(collective: ir.Operation) -> np.ndarray:
-    """The groups of replicas, filled up with -1 to one size."""
-    return np.array(ir.DenseIntElementsAttr(collective.attributes["replica_groups"])).astype(np.int64)
+def _groups(collective: ir.Operation) -> list[list[int]]:
+    rows = np.array(ir.DenseIntElementsAttr(collective.attributes["replica_groups"])).astype(np.int64).tolist()
+    return [[each for each in row if each >= 0] for row in rows]  # groups of unequal sizes are filled up with -1
 
 
-def _exchange(name: str, value: mlir.Value, sizes: list[int], groups: np.ndarray, **numbers: int) -> mlir.Value:
+def _gathered_sum(value: mlir.Value, groups: list[list[int]]) -> mlir.Value:
+    everybody = sorted(each for group in groups for each in group)
+    is_even = len({*map(len, groups)}) == 1
+    sizes = mlir.shape(value)
+    rows = groups if is_even else [everybody]
+    one = mlir.reshape(value, [1, *sizes])
+    gathered = _exchange("all_gather", one, [len(rows[0]), *sizes], rows, all_gather_dim=0)
+    if is_even:
+        return _added_up(gathered, 0)
+    # What a replica has of other groups becomes -0.0, which changes no sum.
+    group_of = [next(index for index, group in enumerate(groups) if each in group) for each in everybody]
+    own = _own(group_of)
+    shape, number = mlir.shape(gathered), ir.RankedTensorType(own.type).element_type
+    table = hlo.constant(
+        ir.DenseElementsAttr.get(_numbers(group_of), type=ir.RankedTensorType.get([len(everybody)], number))
+    )
+    is_own = mlir.compared(mlir.broadcast(table, shape, [0]), mlir.broadcast(own, shape, []), "EQ")
+    return _added_up(hlo.select(is_own, gathered, mlir.splat(-0.0, ir.RankedTensorType(gathered.type))), 0)
+
+
+def _own(of_replica: list[int]) -> mlir.Value:
+    """The number of the replica that runs this."""
+    table = hlo.constant(ir.DenseElementsAttr.get(_numbers(of_replica)))
+    return mlir.reshape(hlo.dynamic_slice(table, [hlo.replica_id()], [1]), [])
+
+
+def _numbers(of_replica: list[int]) -> Any:
+    return np.array(of_replica, np.int32)
+
+
+def _exchange(name: str, value: mlir.Value, sizes: list[int], groups: list[list[int]], **numbers: int) -> mlir.Value:
     """The result of a collective of StableHLO."""
     attributes = {key: ir.Attribute.parse(f"{number} : i64") for key, number in numbers.items()}
-    rows: Any = np.ascontiguousarray(groups)
+    rows: Any = np.array(groups, np.int64)
     attributes["replica_groups"] = ir.DenseElementsAttr.get(rows)
     kind = ir.RankedTensorType.get(sizes, mlir.element_type(value))
     return ir.Operation.create(f"stablehlo.{name}", results=[kind], operands=[value], attributes=attributes).result
 
 
-def _added_up(value: mlir.Value, axis: int) -> mlir.Value:
-    """The sum along a dimension, in its order; 16-bit floats are rounded once."""
-    sizes, element = mlir.shape(value), mlir.element_type(value)
+def _added_up(values: mlir.Value, axis: int) -> mlir.Value:
+    """The sum along a dimension, in the order of `process.ordered_sum`; 16-bit floats are rounded once.
+
+    One addition after the other: XLA does not change their order, but that of a reduction. And it adds up what it knows
+    while it compiles in an order of its own, so it must not see where the values come from.
+    """
+    sizes, element = mlir.shape(values), mlir.element_type(values)
+    values = mlir.barrier(values)
     if str(element) in ("f16", "bf16"):
-        value = hlo.convert(ir.RankedTensorType.get(sizes, ir.F32Type.get()), value)
-    total = mlir.reduced_over(value, [axis], -0.0, hlo.add)  # from 0.0 the sum of -0.0 would be 0.0
-    kind = ir.RankedTensorType.get(mlir.shape(total), element)
-    return total if total.type == kind else hlo.convert(kind, total)
+        values = hlo.convert(ir.RankedTensorType.get(sizes, ir.F32Type.get()), values)
+
+    def part(place: int) -> mlir.Value:
+        start = [place if index == axis else 0 for index in range(len(sizes))]
+        counts = [1 if index == axis else size for index, size in enumerate(sizes)]
+        return mlir.reshape(mlir.cut(values, start, counts, [1] * len(sizes)), [*sizes[:axis], *sizes[axis + 1 :]])
+
+    total: mlir.Value = ordered_sum([*map(part, range(sizes[axis]))], hlo.add)
+    return (
+        hlo.convert(ir.RankedTensorType.get(mlir.shape(total), element), total)
+        if mlir.element_type(total) != element
+        else total
+    )
