@@ -302,7 +302,7 @@ class TPUStrategy(_TPUStrategy):
             first, *rest = value.get()
             if how == "ONLY_FIRST_TOWER":
                 return first
-            return tf.add_n([first, *rest]) / (len(rest) + 1 if how == "MEAN" else 1)
+            return distribute.added([first, *rest]) / (len(rest) + 1 if how == "MEAN" else 1)
         if how != "ONLY_FIRST_TOWER":
             return self.extended.reduce_to(tf.distribute.ReduceOp[how], value, _HOST)
         if in_body() is None:

@@ -72,7 +72,7 @@ from tensorflow.python.distribute.values import (
 # _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
 
-from replica_engine.process import threads
+from replica_engine.process import ordered_sum, threads
 from replica_engine.upstream.hook import FIRST, Hook
 from replica_engine.upstream.thread_state import enter_creators, set_creators, variable_creators, variable_scope_store
 
@@ -371,8 +371,23 @@ def is_narrow(value: tf.Tensor | tf.Variable | tf.IndexedSlices) -> bool:
 
 
 def added(values: Sequence[tf.Tensor | tf.Variable]) -> tf.Tensor:
-    """The sum of tensors of one dtype, on the current device; that of 16-bit floats is a float32, not yet rounded."""
-    return tf.add_n([tf.cast(value, tf.float32) for value in values] if is_narrow(values[0]) else values)
+    """The sum of tensors of one dtype, on the current device; that of 16-bit floats is a float32, not yet rounded.
+
+    It has the order of the values. In a graph, `add_n` of three and more has none: TensorFlow sorts what it adds by
+    name, and begins with a value that nothing else needs any more, which depends on the moment.
+    """
+    if is_narrow(values[0]):
+        values = [tf.cast(value, tf.float32) for value in values]
+    if len(values) < 3 or tf.executing_eagerly():
+        return tf.add_n(values)
+    return ordered_sum(values, _add_apart)
+
+
+def _add_apart(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    result = tf.add(left, right)
+    # As TensorFlow's optimizer of arithmetic marks what it is done with; it would join the additions to an `add_n`.
+    result.op._set_attr("_grappler_ArithmeticOptimizer_AddOpsRewriteStage", tf.compat.v1.AttrValue(b=True))
+    return result
 
 
 def total(values: Sequence[tf.Tensor | tf.Variable], divisor: int = 1) -> tf.Tensor:
@@ -409,6 +424,9 @@ class QuietReduction(tf.distribute.ReductionToOneDevice):
     `tf.distribute.ReductionToOneDevice` logs "Reduce to /job:localhost/... then broadcast to ..." at level INFO, which
     notebooks show. This class also adds 16-bit floats in float32 and rounds once.
     """
+
+    def __init__(self) -> None:
+        super().__init__(accumulation_fn=added)
 
     def reduce_implementation(
         self,

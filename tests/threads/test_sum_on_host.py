@@ -1,5 +1,6 @@
 """All-reduces of small tensors on CPU devices: whichever way they go, they give what TensorFlow's own give."""
 
+import functools
 import gc
 import weakref
 
@@ -185,6 +186,33 @@ def test_sums_of_many_replicas_are_bitwise_those_of_tensorflow():
         value = distribute.PerReplica(tuple(values[:size]))
         mine = CpuReduction().reduce(tf.distribute.ReduceOp.SUM, value, value)
         assert mine.values[0].numpy().tobytes() == tf.add_n(values[:size]).numpy().tobytes()
+
+
+@pytest.mark.parametrize("optimizer", ["light", "full"])
+@pytest.mark.parametrize("count", [3, 8])
+@pytest.mark.parametrize("needed_later", [0, 2, 3])
+def test_a_sum_in_a_function_has_the_order_of_the_replicas(optimizer, count, needed_later):
+    """TensorFlow's `add_n` sorts by the names of ops, and begins with a value that nothing else needs any more.
+
+    The first replica's op is "z", and comes after "replica_1/z"; so many replicas' values are needed after the sum.
+    """
+    strategy = MirroredStrategy(DEVICES[:count], graph_optimizer=optimizer)
+    chance = np.random.default_rng(0)
+    factors = chance.standard_normal((count, 1000), np.float32)
+    x = tf.constant(chance.standard_normal(1000, np.float32))
+
+    def fn(x):
+        context = tf.distribute.get_replica_context()
+        value = tf.multiply(x, factors[context._replica_id_in_sync_group], name="z")
+        total = context.all_reduce("SUM", value)
+        with tf.control_dependencies([total]):
+            later = tf.cos(value) if context._replica_id_in_sync_group < needed_later else value
+        return total, later
+
+    totals, _ = tf.function(lambda x: strategy.run(fn, (x,)))(x)
+    expected = functools.reduce(np.add, factors * x.numpy())
+    for each in strategy.experimental_local_results(totals):
+        assert each.numpy().tobytes() == expected.tobytes()
 
 
 def test_infinities_are_for_the_user_to_find(both):
