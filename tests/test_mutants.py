@@ -130,8 +130,9 @@ def checkout(monkeypatch, tmp_path):
 
 
 @pytest.mark.full("starts pytest ten times")
-def test_a_fault_is_found_by_a_test_that_passes_without_it(checkout):
-    reached = mutants._reached()
+def test_a_fault_is_found_by_a_test_that_passes_without_it(checkout, capsys):
+    reached = mutants._reached("quick")
+    capsys.readouterr()
     name = "tests/test_m.py::test_"
     assert {test.removeprefix(name): functions for test, functions in reached.items()} == {
         "that_fails_anyway": {"m.f"},
@@ -140,22 +141,31 @@ def test_a_fault_is_found_by_a_test_that_passes_without_it(checkout):
         "of_g": {"m.f", "m.g"},
     }
     (sign, call) = faults(mutants.PACKAGE, mutants.PACKAGE / "m.py")
-    assert mutants._found(sign, reached) == ("quick", f"{name}of_f[1]")
-    assert mutants._found(call, reached) == ("none", "")
+
+    def finder(fault):
+        return mutants._finder(fault, "quick", mutants._tests(fault, reached))
+
+    assert finder(sign) == f"{name}of_f[1]"
+    assert finder(call) is None
+    assert mutants._missed("quick", [sign, call]) == [call]
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "no quick  m.g:call:0   print(x) -> pass   ",
+        f"quick  m.f:sign:0   x + 1 -> x - 1   {name}of_f[1]",
+    ]
     dies = sign._replace(text=sign.text.replace("(x - 1)", "x + 1 if x == 1 else __import__('os')._exit(3)"))
-    assert mutants._found(dies, reached) == ("quick", f"{name}of_f[2]")
+    assert finder(dies) == f"{name}of_f[2]"
     cannot_be_imported = sign._replace(text="raise OSError")
-    assert mutants._found(cannot_be_imported, reached) == ("quick", "before a test began")
+    assert finder(cannot_be_imported) == "before a test began"
 
 
 @pytest.mark.full("starts pytest twice")
 def test_what_tests_run_is_recorded_when_they_change_and_kept_if_all_of_them_ran(checkout, capsys):
-    reached = mutants._reached()
+    reached = mutants._reached("quick")
     assert "finding out" in capsys.readouterr().out
-    assert mutants._reached() == reached
+    assert mutants._reached("quick") == reached
     assert not capsys.readouterr().out
     (checkout / "tests" / "conftest.py").write_text("there is no such option")
     with pytest.raises(SystemExit, match="before all tests had run"):
-        mutants._reached()
+        mutants._reached("quick")
     with pytest.raises(SystemExit, match="before all tests had run"):
-        mutants._reached()
+        mutants._reached("quick")
