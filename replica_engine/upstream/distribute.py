@@ -376,6 +376,7 @@ def added(values: Sequence[tf.Tensor | tf.Variable]) -> tf.Tensor:
     It has the order of the values. In a graph, `add_n` of three and more has none: TensorFlow sorts what it adds by
     name, and begins with a value that nothing else needs any more, which depends on the moment.
     """
+    values = [tf.convert_to_tensor(value) for value in values]
     if is_narrow(values[0]):
         values = [tf.cast(value, tf.float32) for value in values]
     if len(values) < 3 or tf.executing_eagerly():
