@@ -302,7 +302,8 @@ class TPUStrategy(_TPUStrategy):
             first, *rest = value.get()
             if how == "ONLY_FIRST_TOWER":
                 return first
-            return distribute.added([first, *rest]) / (len(rest) + 1 if how == "MEAN" else 1)
+            values = [tf.convert_to_tensor(each) for each in (first, *rest)]
+            return distribute.total(values, len(values) if how == "MEAN" else 1)
         if how != "ONLY_FIRST_TOWER":
             return self.extended.reduce_to(tf.distribute.ReduceOp[how], value, _HOST)
         if in_body() is None:

@@ -115,7 +115,7 @@ class WorkerSums:
         if packed:
             gathered += np.split(gathered.pop(), np.cumsum([arrays[index].size for index in packed])[:-1], axis=1)
         found = dict(zip([*alone, *packed], gathered, strict=True))
-        return [found[index].reshape(-1, *each.shape[1:]) for index, each in enumerate(arrays)]
+        return [found[index].reshape(self.workers * len(each), *each.shape[1:]) for index, each in enumerate(arrays)]
 
     def broadcast_from_chief(self, array: np.ndarray, call: WorkersCall) -> np.ndarray:
         """The chief's array, bit by bit, on every worker."""

@@ -79,9 +79,9 @@ class ExtendedHooks(host_datasets.HostDatasets):
         value = as_tensors(value, self.worker_devices)
         if are_rows(value) and not self.backend.compiles:  # on threads, the hook adds up those that are not the batch's
             return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
-        whole = _is_narrow(value) and len(self.worker_devices) == self._num_replicas_in_sync  # of all workers
+        whole = _is_dense(value) and len(self.worker_devices) == self._num_replicas_in_sync  # of all workers
         if whole and distribute.adds_on_one_device(value, destinations):
-            # TensorFlow would take an object of its own, which rounds after each addition.
+            # TensorFlow would take an object of its own, whose sums have no order, and round after each addition.
             return distribute.QuietReduction().reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)
 
@@ -146,11 +146,11 @@ class ReplicaThreads(tf.distribute.StrategyExtended):
         return self.backend.sync_points()
 
 
-def _is_narrow(value: object) -> bool:
-    """Whether each replica has a tensor of 16-bit floats of its own."""
+def _is_dense(value: object) -> bool:
+    """Whether each replica has a tensor of its own."""
     if not isinstance(value, (distribute.PerReplica, distribute.DistributedVariable)) or distribute.is_mirrored(value):
         return False
-    return distribute.is_narrow(value.values[0])
+    return isinstance(value.values[0], (tf.Tensor, tf.Variable))
 
 
 def by_dtype(pairs: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:

@@ -374,19 +374,21 @@ def added(values: Sequence[tf.Tensor | tf.Variable]) -> tf.Tensor:
     """The sum of tensors of one dtype, on the current device; that of 16-bit floats is a float32, not yet rounded.
 
     It has the order of the values. In a graph, `add_n` of three and more has none: TensorFlow sorts what it adds by
-    name, and begins with a value that nothing else needs any more, which depends on the moment.
+    name, and begins with a value that nothing else needs any more, which depends on the moment. Of two, the order does
+    not matter.
     """
     values = [tf.convert_to_tensor(value) for value in values]
     if is_narrow(values[0]):
         values = [tf.cast(value, tf.float32) for value in values]
-    if len(values) < 3 or tf.executing_eagerly():
+    if len(values) < 2 or tf.executing_eagerly():
         return tf.add_n(values)
-    return ordered_sum(values, _add_apart)
+    # Behind these, TensorFlow's optimizer sees no common factor, with which it would multiply the sum instead.
+    return ordered_sum(tf.identity_n(values), _add_two)
 
 
-def _add_apart(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    result = tf.add(left, right)
-    # As TensorFlow's optimizer of arithmetic marks what it is done with; it would join the additions to an `add_n`.
+def _add_two(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    result = tf.add_n([left, right])  # which broadcasts nothing
+    # As TensorFlow's optimizer marks what it is done with; it would join the additions to an `add_n` of all.
     result.op._set_attr("_grappler_ArithmeticOptimizer_AddOpsRewriteStage", tf.compat.v1.AttrValue(b=True))
     return result
 

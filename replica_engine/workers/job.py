@@ -244,7 +244,8 @@ class Job:
         for worker, deadline in list(self._ending.items()):
             if now >= deadline:
                 self._lose(worker)
-        if not self.complete and now - self._began > self.limits.join:
+        # A worker without others need not join: its strategy does not.
+        if not self.complete and self._size > 1 and now - self._began > self.limits.join:
             missing = [worker for worker in range(self._size) if worker not in self._members]
             about = missing, self._size, self.limits.join, self._local, self._strangers
             self._fail(Failure.from_wording(errors.WorkersMissingError.not_joined, *about))

@@ -33,7 +33,7 @@ import tensorflow as tf
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import CollectiveError, ReplicaValueError
 from replica_engine.errors.base import at
-from replica_engine.process import threads
+from replica_engine.process import ordered_sum, sums_are_ordered, threads
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
 from replica_engine.values.structure import as_axis, as_tensor
@@ -329,6 +329,9 @@ def _reduced_numbers(x: tf.Tensor, rows: list[list[int]], op: str) -> tf.Tensor:
         return xla_ops.all_reduce(x, rows, op)
     if is_even and not x.shape.is_fully_defined():
         # XLA's op does not take the dtype, and a marker no unknown shape.
+        if op == "Add" and sums_are_ordered():
+            values = tf.unstack(_stacked(x, [sorted(row) for row in rows]), len(rows[0]))
+            return ordered_sum(values, tf.add)
         return _FOLDS[op](_stacked(x, rows), axis=0)
     return _emit("all_reduce", x, x.shape, groups=rows, op=op)
 
@@ -422,7 +425,7 @@ def _scatter(x: tf.Tensor, axis: int, rows: list[list[int]]) -> tf.Tensor:
     shape[axis] //= len(rows[0])
     if x.dtype.is_complex:
         result = _join_complex(_scatter(_parts(x), axis + 1, rows))
-    elif body is not None and body.own < body.size and 0 not in shape:
+    elif body is not None and body.own < body.size and 0 not in shape and not sums_are_ordered():
         result = _scatter_by_exchange(x, axis, shape, rows)
     else:
         result = _mark_unless_empty("reduce_scatter", x, shape, axis=axis, groups=rows, op="Add")

@@ -194,25 +194,47 @@ def test_sums_of_many_replicas_are_bitwise_those_of_tensorflow():
 def test_a_sum_in_a_function_has_the_order_of_the_replicas(optimizer, count, needed_later):
     """TensorFlow's `add_n` sorts by the names of ops, and begins with a value that nothing else needs any more.
 
-    The first replica's op is "z", and comes after "replica_1/z"; so many replicas' values are needed after the sum.
+    The first replica's op is "z", and comes after "replica_1/z"; so many replicas' values are needed after the sum. Nor
+    does it multiply the sum by the factor that all values have.
     """
     strategy = MirroredStrategy(DEVICES[:count], graph_optimizer=optimizer)
     chance = np.random.default_rng(0)
     factors = chance.standard_normal((count, 1000), np.float32)
     x = tf.constant(chance.standard_normal(1000, np.float32))
+    with strategy.scope():
+        kept = tf.Variable(x, aggregation=tf.VariableAggregation.SUM)
 
     def fn(x):
         context = tf.distribute.get_replica_context()
         value = tf.multiply(x, factors[context._replica_id_in_sync_group], name="z")
         total = context.all_reduce("SUM", value)
+        kept.assign(value)
         with tf.control_dependencies([total]):
             later = tf.cos(value) if context._replica_id_in_sync_group < needed_later else value
-        return total, later
+        return total, later, value
 
-    totals, _ = tf.function(lambda x: strategy.run(fn, (x,)))(x)
+    @tf.function
+    def step(x):
+        totals, _, values = strategy.run(fn, (x,))
+        return totals, strategy.reduce("SUM", values, axis=None)
+
+    totals, reduced = step(x)
     expected = functools.reduce(np.add, factors * x.numpy())
-    for each in strategy.experimental_local_results(totals):
+    for each in (*strategy.experimental_local_results(totals), reduced, kept):
         assert each.numpy().tobytes() == expected.tobytes()
+
+
+def test_a_sum_in_a_function_broadcasts_nothing():
+    """Shapes that are not known when the function is traced must be equal, as for TensorFlow's own sum."""
+    strategy = MirroredStrategy(DEVICES[:3])
+    step = tf.function(
+        lambda x: strategy.run(lambda own: tf.distribute.get_replica_context().all_reduce("SUM", own), (x,)),
+        reduce_retracing=True,
+    )
+    for sizes in ((2, 2, 2), (3, 3, 3)):
+        step(distribute.PerReplica(tuple(tf.ones([size]) for size in sizes)))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same size and shape"):
+        step(distribute.PerReplica(tuple(tf.ones([size]) for size in (4, 4, 1))))
 
 
 def test_infinities_are_for_the_user_to_find(both):

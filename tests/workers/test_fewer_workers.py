@@ -55,3 +55,23 @@ def test_one_failure_takes_none_off_and_a_second_at_once_does(tmp_path):
 def test_steps_clear_an_earlier_failure_and_the_fewest_are_kept(tmp_path, steps, sizes):
     status, found, _ = launched(tmp_path, "1:2", steps, "--max-restarts", "4")
     assert (status, found) == (0, sizes)
+
+
+ALONE = """
+import time
+import replica_engine
+strategy = replica_engine.MultiWorkerMirroredStrategy()
+began = time.monotonic()
+while time.monotonic() - began < 2: strategy.run(lambda: None)
+print("trained", flush=True)
+"""
+
+
+def test_a_job_of_one_worker_has_nobody_to_wait_for(tmp_path):
+    """Its strategy does not join, and no limit of joining ends it."""
+    (tmp_path / "script.py").write_text(ALONE)
+    command = [sys.executable, "-m", "replica_engine", "launch", "--workers", "1", "--join-timeout", "0.5"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=LONG, check=False
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[worker 0] trained"), done.stderr

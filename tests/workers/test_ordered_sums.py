@@ -12,6 +12,7 @@ import json, os
 import numpy as np
 import tensorflow as tf
 import replica_engine
+from replica_engine import xla
 
 me, workers = (int(os.environ[f"REPLICA_ENGINE_{name}"]) for name in ("PROCESS_ID", "NUM_PROCESSES"))
 if os.environ["KIND"] == "compiled":
@@ -25,7 +26,8 @@ context = tf.distribute.get_replica_context
 def values(of):
     chance = np.random.default_rng(of.replica_id_in_sync_group)
     large, small = chance.standard_normal(30_000, np.float32), chance.standard_normal(6, np.float32)
-    return {"large": large, "small": small, "narrow": tf.cast(small, tf.bfloat16), "number": np.int64(1)}
+    more = {"empty": np.zeros([0], np.float32), "complex": tf.complex(small, large[:6])}
+    return {"large": large, "small": small, "narrow": tf.cast(small, tf.bfloat16), "number": np.int64(1), **more}
 
 
 own = strategy.experimental_distribute_values_from_function(values)
@@ -33,6 +35,11 @@ eager = strategy.run(lambda x: context().all_reduce("SUM", x), args=(own,))
 step = tf.function(lambda x: strategy.run(lambda y: context().all_reduce("MEAN", [y["large"], y["small"]]), args=(x,)))
 found = [strategy.experimental_local_results(each)[-1] for each in tf.nest.flatten([eager, step(own)])]
 found += [strategy.reduce("SUM", own["large"], axis=None)]
+if os.environ["KIND"] == "compiled":
+    scattered = strategy.run(lambda x: xla.all_gather(xla.reduce_scatter(x["large"])), args=(own,))
+    found += [strategy.experimental_local_results(scattered)[-1]]
+else:
+    found += [strategy.reduce("MEAN", own["large"], axis=None) * 4]
 print(json.dumps([each.numpy().tobytes().hex() for each in found]), flush=True)
 """
 
@@ -44,7 +51,9 @@ def sums():
     small = [each.standard_normal(6, np.float32) for each in chances]
     narrow = [each.astype(ml_dtypes.bfloat16).astype(np.float32) for each in small]
     large, small, narrow = (((a + b) + c) + d for a, b, c, d in (large, small, narrow))
-    found = [large, narrow.astype(ml_dtypes.bfloat16), np.int64(4), small, large / 4, small / 4, large]
+    of_both = (small + 1j * large[:6]).astype(np.complex64)
+    found = [of_both, small[:0], large, narrow.astype(ml_dtypes.bfloat16), np.int64(4), small]
+    found += [large / 4, small / 4, large, large]
     return [each.tobytes().hex() for each in found]
 
 

@@ -40,7 +40,7 @@ from replica_engine.process import threads
 from replica_engine.threads.control_flow import joint_operator as joint
 from replica_engine.threads.control_flow.joint_operator import Built, JointOperator, Notes
 from replica_engine.threads.inherited_state import find_function_record
-from replica_engine.upstream import thread_state
+from replica_engine.upstream import distribute, thread_state
 from replica_engine.upstream.graphs import function_graphs, operators
 from replica_engine.values.regroup import parts as replica_parts
 from replica_engine.values.regroup import regroup
@@ -455,4 +455,4 @@ def _sum(gradients: list[Any]) -> Any:
     """The sum of the gradients of one tensor by several replicas: only a variable that all read has several."""
     if len(gradients) < 2:
         return gradients[0] if gradients else None
-    return tf.add_n([tf.convert_to_tensor(each) for each in gradients])
+    return distribute.added(gradients)
