@@ -429,7 +429,7 @@ class QuietReduction(tf.distribute.ReductionToOneDevice):
     """
 
     def __init__(self) -> None:
-        super().__init__(accumulation_fn=added)
+        super().__init__(accumulation_fn=total)
 
     def reduce_implementation(
         self,

@@ -224,6 +224,22 @@ def test_a_sum_in_a_function_has_the_order_of_the_replicas(optimizer, count, nee
         assert each.numpy().tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_sum_of_16_bits_keeps_its_dtype(count):
+    """Also that of one replica."""
+    strategy = MirroredStrategy(DEVICES[:count])
+    own = distribute.PerReplica(tuple(tf.ones([2], tf.bfloat16) for _ in range(count)))
+
+    def step(own):
+        totals = strategy.run(lambda x: tf.distribute.get_replica_context().all_reduce("SUM", x), (own,))
+        reduced = [strategy.reduce(how, own, axis=None) for how in ("SUM", "MEAN")]
+        return *strategy.experimental_local_results(totals), *reduced
+
+    found = [*step(own), *tf.function(step)(own)]
+    assert {each.dtype for each in found} == {tf.bfloat16}
+    assert [each.numpy().tolist() for each in found[count:][:2]] == [[count, count], [1, 1]]
+
+
 def test_a_sum_in_a_function_broadcasts_nothing():
     """Shapes that are not known when the function is traced must be equal, as for TensorFlow's own sum."""
     strategy = MirroredStrategy(DEVICES[:3])

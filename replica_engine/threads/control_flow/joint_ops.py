@@ -455,4 +455,4 @@ def _sum(gradients: list[Any]) -> Any:
     """The sum of the gradients of one tensor by several replicas: only a variable that all read has several."""
     if len(gradients) < 2:
         return gradients[0] if gradients else None
-    return distribute.added(gradients)
+    return distribute.total([tf.convert_to_tensor(each) for each in gradients])
