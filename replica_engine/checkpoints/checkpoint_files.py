@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import CheckpointError, ReplicaEngineError
-from replica_engine.errors.base import add_note, in_words
+from replica_engine.errors import CheckpointError, ReplicaEngineError, base
 from replica_engine.process import setup, threads
 from replica_engine.upstream import checkpoint_hooks, eager
 from replica_engine.watch.watchdog import Wait
@@ -244,7 +243,7 @@ def start(path: str, write: Callable[[], None]) -> None:
         except CheckpointError as error:
             _error = error
         except ReplicaEngineError as error:  # of the job: it is what a save that is not asynchronous raises
-            add_note(
+            base.add_note(
                 error,
                 f"The checkpoint {path!r}, which was saved asynchronously by an earlier call, was not written. Earlier "
                 "checkpoints, and what was at this path before, are untouched.",
@@ -322,7 +321,7 @@ def _at_exit() -> None:
     except ReplicaEngineError as error:
         if hasattr(sys, "last_value"):  # an exception has ended the program, and its status is 1
             if isinstance(error, CheckpointError):  # else that exception has ended the write too
-                print(in_words(error).splitlines()[0], file=sys.stderr)
+                print(base.in_words(error).splitlines()[0], file=sys.stderr)
             return
         sys.excepthook(type(error), error, error.__traceback__)
         logging.shutdown()

@@ -33,9 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.engine import SyncPoint
-from replica_engine.errors import ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.base import add_note
-from replica_engine.errors.run_errors import note_workers
+from replica_engine.errors import ReplicaRow, ReplicaTimeoutError, base, run_errors
 from replica_engine.process import setup
 from replica_engine.upstream import eager
 from replica_engine.values.structure import LEAVES, flatten
@@ -349,7 +347,7 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
         run: the number of the run; None if it is unknown which of its sync points the run reached.
     """
     if isinstance(error, ReplicaTimeoutError):
-        note_workers(error, workers())
+        run_errors.note_workers(error, workers())
     folder = setup.resolve_environment_path(os.environ.get(VARIABLE, ""))
     if run is None and not folder:
         return
@@ -362,9 +360,9 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
     except Exception:  # a record that cannot be written must not hide the exception that it is about
         _log.exception("The record of a failed run could not be collected or written to %s (%s).", folder, VARIABLE)
     if lines:
-        add_note(error, "last sync points of the run:\n" + "\n".join(f"  {line}" for line in lines))
+        base.add_note(error, "last sync points of the run:\n" + "\n".join(f"  {line}" for line in lines))
     if path:
-        add_note(error, f"the full record of the run: {path}")
+        base.add_note(error, f"the full record of the run: {path}")
 
 
 def _dump(folder: str, error: BaseException, found: Sequence[SyncPointRecord]) -> str:

@@ -28,9 +28,8 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here, raised_at, user_line, users_place
 from replica_engine.engine import SyncPoint
-from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, run_errors
+from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, run_errors, value_errors
 from replica_engine.errors.base import add_note, at
-from replica_engine.errors.value_errors import note_no_value
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.eager import EagerTensor
 from replica_engine.upstream.graphs import graph_walk
@@ -237,7 +236,7 @@ def _note_no_value(error: Exception) -> None:
         else:
             place = users_place(frame, number) or place
     if asked:
-        note_no_value(error, asked, place, of_variable)
+        value_errors.note_no_value(error, asked, place, of_variable)
 
 
 def _foreign(error: Exception) -> ScopeError | None:

@@ -62,8 +62,7 @@ from replica_engine import errors
 from replica_engine.engine.replica_state import Errand, Observer, Outcome, Replica
 from replica_engine.engine.sync_point import State, SyncPoint
 from replica_engine.engine.thread_pool import Event, SyncGroup
-from replica_engine.errors.run_errors import note_abandoned, note_failure
-from replica_engine.errors.timeouts import IN_MERGE, slow_replicas, table
+from replica_engine.errors import run_errors, timeouts
 from replica_engine.process.interrupts import MISSED, break_off, take_back
 from replica_engine.watch import timeline
 from replica_engine.watch.watchdog import Wait, format_thread_stack
@@ -300,7 +299,7 @@ class Run:
 
     def _describe(self, waited: float) -> str:
         """The text of the warning. Called by the watchdog."""
-        return slow_replicas(waited, *self._stand(), self._timeout)
+        return timeouts.slow_replicas(waited, *self._stand(), self._timeout)
 
     def _late(self) -> errors.ReplicaTimeoutError:
         """The error with the state of the run, because the time ran out. Called by the watchdog."""
@@ -339,7 +338,7 @@ class Run:
         first = self.replicas[0].last
         if not self._merging or first is None:
             return rows, errors.CoordinatorRow(thread.name, "waiting for the replicas", self._watch.waited)
-        state = f"{IN_MERGE}{first}"
+        state = f"{timeouts.IN_MERGE}{first}"
         return rows, errors.CoordinatorRow(thread.name, state, self._watch.waited, format_thread_stack(thread.ident))
 
     def _check_meeting(self) -> None:
@@ -379,8 +378,8 @@ class Run:
         if culprit is not None:
             others = [replica for replica in self.replicas if replica is not culprit]
             failed = [(other.row(), other.error) for other in others if other.error is not None]
-            note_failure(error, rows[culprit.index], failed)
-        note_abandoned(error, stuck)
+            run_errors.note_failure(error, rows[culprit.index], failed)
+        run_errors.note_abandoned(error, stuck)
 
     def _rows(self) -> list[errors.ReplicaRow]:
         return [replica.row() for replica in self.replicas]
@@ -395,7 +394,7 @@ class Run:
 def _different_counts(rows: Sequence[errors.ReplicaRow]) -> str:
     return (
         "Some replicas made a different number of merge_call() calls:\n"
-        f"{table(rows)}\n"
+        f"{timeouts.table(rows)}\n"
         "Every replica must make the same merge calls in the same order; all_reduce, all_gather, "
         "optimizer.apply_gradients and assignments to aggregated variables are merge calls too. Move the call out of "
         "the branch that only some replicas take, or let every replica make it (with zeros, for example, if it has "
@@ -418,13 +417,13 @@ def _different_points(rows: Sequence[errors.ReplicaRow], points: Sequence[SyncPo
     if kinds <= {"all_reduce", "all_gather"}:
         return (
             "The replicas met in different collectives:\n"
-            f"{table(rows)}\n"
+            f"{timeouts.table(rows)}\n"
             "One result is computed for all replicas. Make these calls in the same order on every replica. If only "
             "some replicas need one of them, let every replica make it, outside the branch on the replica id."
         )
     return (
         "The replicas met in different merge functions:\n"
-        f"{table(rows)}\n"
+        f"{timeouts.table(rows)}\n"
         "A merge call runs one function for all replicas, so every replica must pass the same function. Choose the "
         "function before the branch on the replica id, or pass the value that differs as an argument: "
         "merge_call(merge_fn, args=(value,))."

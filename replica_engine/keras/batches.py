@@ -21,8 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.backend import Backend
-from replica_engine.errors import BatchError
-from replica_engine.errors.base import plural
+from replica_engine.errors import BatchError, base
 from replica_engine.keras.shard import Shard
 from replica_engine.upstream import distribute
 from replica_engine.upstream.host_datasets import end_apart, is_on_host
@@ -231,7 +230,7 @@ class DealtBatches(WholeBatches):
         if self._joins_not(shares):
             *rows, last = (int(each) for each in shares[0, 0])
             raise BatchError(
-                f"A batch of {plural(sum(rows) + last, 'sample')} is dealt to {self._size} replicas as "
+                f"A batch of {base.plural(sum(rows) + last, 'sample')} is dealt to {self._size} replicas as "
                 f"{', '.join(map(str, rows))} and {last}. Such a batch must be joined, as its shares are not equal or "
                 "the model computes whole batches. But its parts cannot be: they must have one shape everywhere, and "
                 "over several workers they must be dense, and no strings under TPUStrategy. Pass batches that all "

@@ -28,8 +28,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from replica_engine.errors import OptimizerError
-from replica_engine.errors.base import brief, shown
+from replica_engine.errors import OptimizerError, base
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import operators
 from replica_engine.upstream.keras import keras_models, keras_training
@@ -79,10 +78,11 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
     def __init__(self, optimizer: keras.optimizers.Optimizer, reduction: str = "mean", name: str | None = None):
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise OptimizerError(
-                f"CrossReplicaOptimizer wraps a Keras optimizer (keras.optimizers.Optimizer); got {brief(optimizer)}."
+                "CrossReplicaOptimizer wraps a Keras optimizer (keras.optimizers.Optimizer); got "
+                f"{base.brief(optimizer)}."
             )
         if reduction not in REDUCTIONS:
-            raise OptimizerError(f'reduction must be "mean" or "sum"; got {shown(reduction)}.')
+            raise OptimizerError(f'reduction must be "mean" or "sum"; got {base.shown(reduction)}.')
         # This rate is never used: the property `learning_rate` is that of the wrapped optimizer.
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
         self.inner_optimizer = optimizer

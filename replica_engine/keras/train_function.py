@@ -20,11 +20,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from replica_engine import errors
 from replica_engine.backend import Backend
 from replica_engine.diagnostics import misuse, user_frames
-from replica_engine.errors import BatchError, CollectiveError, LoweringError, OptimizerError, ReplicaEngineError
-from replica_engine.errors.base import add_note, plural, warning
-from replica_engine.errors.value_errors import warn_uneven_rest, warn_whole_steps
+from replica_engine.errors import base, value_errors
 from replica_engine.keras import lent_variables, shard_hooks, shard_step
 from replica_engine.keras.batches import Batch, WholeBatches
 from replica_engine.keras.shard import NotASum, Shard
@@ -133,7 +132,7 @@ class StepFunction:
                         continue
                     except NotASum as found:
                         self._take_whole(found)
-                    except CollectiveError:
+                    except errors.CollectiveError:
                         if how != _UNEQUAL:
                             raise
                         self._has_branches = False
@@ -150,7 +149,7 @@ class StepFunction:
         if found.why:
             self._is_whole = True
             name = self._step.name
-            text = warn_whole_steps(name, self._model.name, found.why, found.where, found.instead)
+            text = value_errors.warn_whole_steps(name, self._model.name, found.why, found.where, found.instead)
             misuse.warn_once(self._model, (name, found.why, found.where), text)
 
     def predict(self, batches: Sequence[object]) -> object:
@@ -272,16 +271,16 @@ class StepFunction:
         """
         total, size = batch.total, self._size
         if self._has_trained and not self._compiles and not batch.is_whole:
-            misuse.warn_once(self._model, "rest", warn_uneven_rest(self._model.name, total, size))
+            misuse.warn_once(self._model, "rest", value_errors.warn_uneven_rest(self._model.name, total, size))
             return
-        what = f"A batch of {plural(total, 'sample')} "
+        what = f"A batch of {base.plural(total, 'sample')} "
         if batch.is_whole:
             what += "has arrays of different numbers of samples, so that the replicas cannot share it equally."
         elif batch.is_uneven and total % size == 0 and batch.dealt is not None:
             what += f"is dealt to {size} replicas as {', '.join(map(str, batch.dealt[0][0]))} samples."
         else:
             what += f"does not divide by {size} replicas."
-        raise BatchError(
+        raise errors.BatchError(
             f"{what} The train_step or compute_loss of {self._model.name!r} follows the rule of tf.distribute in a "
             f"scope: each replica computes its part of a sum. Pass batches of a multiple of {size} samples, equally "
             "many to each replica, and leave out a rest: dataset.batch(n, drop_remainder=True). Or let "
@@ -380,7 +379,7 @@ class StepFunction:
                 "each size. Batches of one size compile once. replicate_model(model, "
                 "strategy=replica_engine.MirroredStrategy(...)) has one graph for all sizes."
             )
-            _logger.warning(warning("many_batch_sizes", text))
+            _logger.warning(base.warning("many_batch_sizes", text))
         return outputs
 
     @contextlib.contextmanager
@@ -402,9 +401,9 @@ class StepFunction:
             # `of_workers`: without the rows of the other workers, on which it does not wait.
             with Wait(lambda seconds: f"still {doing} {what}: {seconds:.0f} s so far", PROGRESS_EVERY, of_workers=True):
                 yield
-        except LoweringError as error:
+        except errors.LoweringError as error:
             if (layer := _guilty(self._model, error)) is not None:
-                add_note(
+                base.add_note(
                     error,
                     f"This is in the layer {layer.name!r} ({type(layer).__name__}) of the model {self._model.name!r}. "
                     "The threaded strategy runs layers that XLA cannot compile: "
@@ -493,7 +492,7 @@ def check_trainable(model: keras.Model) -> None:
     unknown = keras_models.unknown_to(optimizer, model.trainable_variables)
     if unknown:
         layers = sorted({variable.path.split("/")[-2] for variable in unknown})
-        raise OptimizerError(
+        raise errors.OptimizerError(
             f"The optimizer was built before the weights of {', '.join(layers)} became trainable, so it has no "
             "state for them. Call compile() again after changing `trainable`."
         )
@@ -504,12 +503,12 @@ def _inputs_named(batch: Any) -> Iterator[None]:
     """Adds a note to an error of this library inside the `with` block: the sparse and ragged tensors of the batch."""
     try:
         yield
-    except ReplicaEngineError as error:
+    except errors.ReplicaEngineError as error:
         inputs = [(name, kind, call) for name, leaf in samples.named(batch) for kind, call in _not_dense(leaf)]
         if inputs:
             named = ", ".join(f"{name} is a {kind}" for name, kind, _ in inputs)
             calls = ", ".join(dict.fromkeys(call for _, _, call in inputs))
-            add_note(
+            base.add_note(
                 error,
                 f"{named}. XLA compiles for dense tensors of fixed shapes: make the batches dense in dataset.map, with "
                 f"{calls}. Replicas on threads accept these inputs unchanged: "
@@ -527,7 +526,7 @@ def _not_dense(leaf: Any) -> list[tuple[str, str]]:
     return []
 
 
-def _guilty(model: keras.Model, error: LoweringError) -> keras.layers.Layer | None:
+def _guilty(model: keras.Model, error: errors.LoweringError) -> keras.layers.Layer | None:
     """The layer that contains the op; otherwise the first layer that declares that XLA cannot compile it; or None."""
     layers = keras_models.list_layers(model, include_self=False)
     scopes = error.op_name.split("/")

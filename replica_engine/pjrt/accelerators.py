@@ -16,8 +16,7 @@ import pkgutil
 import re
 from collections.abc import Callable
 
-from replica_engine.errors import DeviceError
-from replica_engine.errors.base import warning
+from replica_engine.errors import DeviceError, base
 from replica_engine.pjrt.jaxlib import hardware_utils, jax, xla_bridge
 
 _CUDA = ("cuda12", "cuda13")
@@ -106,7 +105,7 @@ def warn_of_fallback(platform: str, instead: str) -> None:
             f"To take {instead.upper()} devices without this warning, ask for those: "
             f"xla.PjrtClusterResolver({instead!r})."
         )
-        _logger.warning(warning("warn_not_started", text))
+        _logger.warning(base.warning("warn_not_started", text))
 
 
 def _found(devices: Callable[[], list[jax.Device]]) -> tuple[jax.Device, ...]:

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from replica_engine.errors import DeviceError, ProgramError, StuckProgramError
-from replica_engine.errors.base import at
+from replica_engine.errors import DeviceError, ProgramError, StuckProgramError, base
 from replica_engine.pjrt import jaxlib
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import interrupts, threads
@@ -100,7 +99,7 @@ class Computed(NamedTuple):
     def __str__(self) -> str:
         """The program in an error that comes late, when others may have been launched since."""
         before = ", or a program before it whose values it took," if self.takes else ""
-        return f"`{self.name}`{at(self.where)}{before}"
+        return f"`{self.name}`{base.at(self.where)}{before}"
 
 
 class needed_by_a_program:

@@ -9,8 +9,7 @@ import threading
 from typing import Any
 
 from replica_engine import workers
-from replica_engine.errors import DeviceError
-from replica_engine.errors.base import positive_int, shown
+from replica_engine.errors import DeviceError, base
 from replica_engine.pjrt import accelerators, jaxlib, job_devices, plan
 from replica_engine.pjrt.device_group import DeviceGroup, let_go
 from replica_engine.pjrt.partitioned_group import make_device_group
@@ -125,7 +124,7 @@ def platform_named(platform: str | None) -> str | None:
         return None
     if not isinstance(platform, str) or platform.lower() not in PLATFORMS:
         raise DeviceError(
-            f"No such platform: {shown(platform)}. Pass one of {', '.join(PLATFORMS)}, or None for the first of "
+            f"No such platform: {base.shown(platform)}. Pass one of {', '.join(PLATFORMS)}, or None for the first of "
             "these that has devices."
         )
     return platform.lower()
@@ -201,7 +200,7 @@ def _best() -> str:
 
 def _number(count: object) -> int:
     """A number of devices; NumPy integers are accepted too."""
-    number = positive_int(count)
+    number = base.positive_int(count)
     if number is None:
         raise DeviceError.bad_count(count)
     return number

@@ -17,8 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.run_errors import note_workers
+from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError, run_errors
 from replica_engine.pjrt import device_group
 from replica_engine.pjrt.device_group import Array, DeviceGroup, Limits
 from replica_engine.pjrt.executable import Executable, Flight, agreed
@@ -131,7 +130,7 @@ def _together(devices: DeviceGroup, what: str, limits: Limits, ready: Callable[[
         ]
         row = CoordinatorRow(threading.current_thread().name, f"waiting for {what}", seconds)
         error = ReplicaTimeoutError.after(timeout or 0.0, rows, row)
-        note_workers(error, workers())
+        run_errors.note_workers(error, workers())
         return error
 
     order = devices.in_flight

@@ -10,8 +10,7 @@ import contextlib
 import os
 import sys
 
-from replica_engine.errors import DeviceError, ForkedError
-from replica_engine.errors.base import positive_int, shown
+from replica_engine.errors import DeviceError, ForkedError, base
 from replica_engine.process import cores
 
 # Several devices on a machine that has one.
@@ -46,11 +45,11 @@ def logical_devices(n: int, kind: str = "CPU") -> list[str]:
 
     from replica_engine.upstream import thread_state
 
-    number = positive_int(n)
+    number = base.positive_int(n)
     if number is None:
         raise DeviceError.bad_count(n)
     if not isinstance(kind, str) or kind not in ("CPU", "GPU"):
-        raise DeviceError(f'`kind` of logical devices must be "CPU" or "GPU"; got {shown(kind)}.')
+        raise DeviceError(f'`kind` of logical devices must be "CPU" or "GPU"; got {base.shown(kind)}.')
     n = number
     if not thread_state.started():
         _divide(n, kind)  # and does not start TensorFlow: a strategy of several workers must come before that

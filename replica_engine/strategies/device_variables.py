@@ -16,8 +16,7 @@ import tensorflow as tf
 
 from replica_engine.backend import HostSide
 from replica_engine.checkpoints import checkpoint_files
-from replica_engine.errors import CaptureError, DistributionError, LoweringError
-from replica_engine.errors.base import byte_size
+from replica_engine.errors import CaptureError, DistributionError, LoweringError, base
 from replica_engine.pjrt.device_group import Array, DeviceGroup
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh, names
@@ -313,7 +312,7 @@ def _axes(distribution: Distribution, devices: DeviceGroup, name: str, shape: tu
 
 
 def _too_large(path: str, shape: tuple[int, ...], part: int, device: int, whole: bool) -> DistributionError:
-    sizes = f"{byte_size(part)} on each device, which has {byte_size(device)}"
+    sizes = f"{base.byte_size(part)} on each device, which has {base.byte_size(device)}"
     if whole:
         return DistributionError(
             f'The variable {path!r} of shape {shape} takes {sizes}. Divide it: TPUStrategy(distribution="fsdp"), or a '

@@ -16,8 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics import flight_record, misuse
-from replica_engine.errors import ReplicaValueError, ScopeError
-from replica_engine.errors.base import brief
+from replica_engine.errors import ReplicaValueError, ScopeError, base
 from replica_engine.strategies import argument_checks, keras_scopes
 from replica_engine.threads.replica_run import ReplicaOptions, ThreadBackend, backend_on_threads, install
 from replica_engine.upstream import distribute, host_datasets
@@ -209,7 +208,7 @@ def _as_tensor(component: object, index: int, devices: Sequence[str]) -> object:
         return component
     if not isinstance(component, (*_NUMBERS, np.ndarray)):
         raise ReplicaValueError(
-            f"Values of replicas are reduced as tensors, but a replica has {brief(component)}. Return tensors or "
+            f"Values of replicas are reduced as tensors, but a replica has {base.brief(component)}. Return tensors or "
             "numbers from the replicas. For ragged and sparse tensors, reduce the parts: x.flat_values, "
             "tf.sparse.to_dense(x)."
         )

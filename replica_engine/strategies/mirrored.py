@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from replica_engine.errors import DeviceError, ReplicaValueError, device_errors
-from replica_engine.errors.base import shown
+from replica_engine.errors import DeviceError, ReplicaValueError, base, device_errors
 from replica_engine.strategies import argument_checks, on_backend
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
 from replica_engine.threads import all_reduce, replica_run
@@ -167,7 +166,7 @@ class MirroredStrategy(on_backend.OnReplicaThreads, tf.distribute.MirroredStrate
         if cross_device_ops is not None and not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
             raise DeviceError(
                 "`cross_device_ops` must be a tf.distribute.CrossDeviceOps, such as "
-                f"tf.distribute.ReductionToOneDevice(), or None; got {shown(cross_device_ops)}."
+                f"tf.distribute.ReductionToOneDevice(), or None; got {base.shown(cross_device_ops)}."
             )
         self._collective_key_base = next(_COLLECTIVE_KEYS)
         given = argument_checks.listed(devices)

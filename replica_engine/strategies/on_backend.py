@@ -22,8 +22,7 @@ from replica_engine.diagnostics.misuse import check_inputs, check_outside_replic
 from replica_engine.diagnostics.tracebacks import as_raised, shortened
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.engine import current_replica
-from replica_engine.errors import NoMethodError, ScopeError
-from replica_engine.errors.run_errors import elsewhere
+from replica_engine.errors import NoMethodError, ScopeError, run_errors
 from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import keras_scopes
 from replica_engine.strategies.argument_checks import (
@@ -232,7 +231,7 @@ class OnBackend(tf.distribute.Strategy):
 
         def __getattr__(self, name: str) -> Any:
             """Called for an attribute that is not found: says what to write for one that another object has."""
-            return elsewhere(self, "strategy", name)
+            return run_errors.elsewhere(self, "strategy", name)
 
     def scope(self) -> Any:
         """Like the scope of every strategy. Keras models of several workers leave their files to the chief.

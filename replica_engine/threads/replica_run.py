@@ -27,8 +27,7 @@ from replica_engine.diagnostics.misuse import check_additions, check_lines
 from replica_engine.diagnostics.tracebacks import as_raised
 from replica_engine.diagnostics.user_frames import identity
 from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint, current_replica
-from replica_engine.errors import ReplicaValueError, ScopeError
-from replica_engine.errors.base import add_note
+from replica_engine.errors import ReplicaValueError, ScopeError, base
 from replica_engine.process import shutdown
 from replica_engine.process.setup import check_not_forked
 from replica_engine.threads import shared_variables
@@ -104,7 +103,7 @@ class Merge:
         if isinstance(failure, Exception):
             check_variables_and_gradients(first.merge_fn, point, (args, kwargs), failure)
         place = f"raised in merge function {point.name}, in cross-replica context; the replicas met at {point.where}"
-        add_note(failure, place)
+        base.add_note(failure, place)
         raise failure
 
 

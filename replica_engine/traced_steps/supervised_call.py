@@ -31,14 +31,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine import errors
 from replica_engine.diagnostics import misuse
 from replica_engine.diagnostics.tracebacks import shortened, shortened_of_graph, without_ours
 from replica_engine.diagnostics.user_frames import FOLDERS, user_line
 from replica_engine.engine import ReplicaThread, State, current_replica
-from replica_engine.errors import CoordinatorRow, ReplicaEngineError, ReplicaRow, ReplicaTimeoutError, ReplicaUnwound
-from replica_engine.errors.base import add_note
-from replica_engine.errors.run_errors import note_abandoned, note_workers
-from replica_engine.errors.timeouts import FINISHED, IN_FUNCTION, NOT_STARTED, slow_function
+from replica_engine.errors import base, run_errors, timeouts
 from replica_engine.process import interrupts, threads
 from replica_engine.process.interrupts import wait_for_ever
 from replica_engine.traced_steps.marked_step import MarkedStep, StepPlace
@@ -104,7 +102,7 @@ def _call(original: Callable[..., object], self: Any, *args: object, **kwargs: o
         own = raised_in_op(error)
         if own is not None:
             raise shortened(own) from None
-        ours = ours or isinstance(error, ReplicaEngineError)
+        ours = ours or isinstance(error, errors.ReplicaEngineError)
         raise shortened_of_graph(error, self) if ours else without_ours(error)
 
 
@@ -147,15 +145,17 @@ class Whereabouts:
         self._began = time.time()
         self._offset = self._began - time.perf_counter()
 
-    def stand(self, graph: tf.Graph | None) -> tuple[list[ReplicaRow], CoordinatorRow]:
+    def stand(self, graph: tf.Graph | None) -> tuple[list[errors.ReplicaRow], errors.CoordinatorRow]:
         """A row for each replica that has marks, and one for the calling thread.
 
         Args:
             graph: the graph of the function; None if it is gone.
         """
         seconds = time.time() - self._began
-        coordinator = CoordinatorRow(self._thread.name, IN_FUNCTION, seconds, format_thread_stack(self._thread.ident))
-        rows: list[ReplicaRow] = []
+        coordinator = errors.CoordinatorRow(
+            self._thread.name, timeouts.IN_FUNCTION, seconds, format_thread_stack(self._thread.ident)
+        )
+        rows: list[errors.ReplicaRow] = []
         for marks, counted in self._runs:
             places = marks.places(self._began)
             own = marks.rows(places, counted)
@@ -174,8 +174,8 @@ class Whereabouts:
         return "; ".join(map(str, rows))
 
     def _with_ops(
-        self, graph: tf.Graph, marks: MarkedStep, places: Sequence[StepPlace], rows: list[ReplicaRow]
-    ) -> list[ReplicaRow]:
+        self, graph: tf.Graph, marks: MarkedStep, places: Sequence[StepPlace], rows: list[errors.ReplicaRow]
+    ) -> list[errors.ReplicaRow]:
         """Adds to each row the Python function that runs for the replica, or the ops in which it may wait."""
         python = graph_walk.python_ops(graph)
         for token, idents in graph_walk.threads_in(python).items():
@@ -458,8 +458,9 @@ class _SupervisedCall:
         if done.wait(UNWIND_GRACE):
             _idle.append(worker)
         else:
-            stuck = [row for row in self._places.stand(self._function.graph())[0] if row.stack or row.state != FINISHED]
-            note_abandoned(error, [row for row in stuck if row.stack] or stuck)
+            rows, _ = self._places.stand(self._function.graph())
+            stuck = [row for row in rows if row.stack or row.state != timeouts.FINISHED]
+            run_errors.note_abandoned(error, [row for row in stuck if row.stack] or stuck)
             # Those that have ended meanwhile hold no thread any more, and must not be named.
             _abandoned[:] = [each for each in _abandoned if not each[1].is_set()]
             _abandoned.append((self._function.name, done))
@@ -488,13 +489,13 @@ class _SupervisedCall:
             if self._woken is not None:
                 self._woken.set()
 
-    def _late(self) -> ReplicaTimeoutError | None:
+    def _late(self) -> errors.ReplicaTimeoutError | None:
         """The error, if the time that has run out was that of a step. Called by the watchdog."""
         rows, coordinator = self._places.stand(self._function.graph())
-        is_waiting = bool(rows) and all(row.state == NOT_STARTED for row in rows)
+        is_waiting = bool(rows) and all(row.state == timeouts.NOT_STARTED for row in rows)
         if is_waiting or self._places.worked() > self._wait.since:
             return None  # the first call optimizes the graph; and waiting for a batch is not part of a step
-        return ReplicaTimeoutError.after(self._function.timeout or 0.0, rows, coordinator)
+        return errors.ReplicaTimeoutError.after(self._function.timeout or 0.0, rows, coordinator)
 
     def _interrupt_python(self) -> None:
         """Ends Python functions of the step that run Python code; one that sleeps goes on until it wakes up."""
@@ -502,19 +503,19 @@ class _SupervisedCall:
         if graph is not None:
             for idents in graph_walk.threads_in(graph_walk.python_ops(graph)).values():
                 for ident in idents:
-                    interrupts.raise_in(ident, ReplicaUnwound)
+                    interrupts.raise_in(ident, errors.ReplicaUnwound)
 
     def _describe(self, waited: float) -> str:
         function = self._function
         rows, coordinator = self._places.stand(function.graph())
         earlier = [f"The tf.function `{name}`" for name, done in _abandoned if not done.is_set()]
-        return slow_function(function.name, waited, rows, coordinator, function.timeout, earlier)
+        return timeouts.slow_function(function.name, waited, rows, coordinator, function.timeout, earlier)
 
     def _say_what_was_updated(self, error: BaseException) -> None:
         with contextlib.suppress(Exception):  # a failure here must not hide the error itself
-            add_note(error, self._places.what_was_updated())
-            if isinstance(error, ReplicaTimeoutError):
-                note_workers(error, workers())
+            base.add_note(error, self._places.what_was_updated())
+            if isinstance(error, errors.ReplicaTimeoutError):
+                run_errors.note_workers(error, workers())
 
 
 _idle: list[ReplicaThread] = []  # threads for calls that may be left

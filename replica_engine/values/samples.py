@@ -14,8 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import BatchError, ReplicaValueError
-from replica_engine.errors.base import brief
+from replica_engine.errors import BatchError, ReplicaValueError, base
 from replica_engine.upstream.eager import EagerTensor
 from replica_engine.values.structure import as_tensor, flatten
 
@@ -237,7 +236,7 @@ def _join(leaves: Sequence[Array]) -> Array:
         if not isinstance(leaf, (tf.Tensor, tf.Variable, np.ndarray, tf.RaggedTensor, tf.SparseTensor)):
             raise ReplicaValueError(
                 "Outputs of replicas are joined by rows, so each leaf must be a tensor or an array on every "
-                f"replica; one leaf is {brief(leaf)}."
+                f"replica; one leaf is {base.brief(leaf)}."
             )
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.sparse.concat(0, list(leaves))

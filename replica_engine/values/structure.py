@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine.errors import ReplicaValueError
-from replica_engine.errors.base import as_int, brief
+from replica_engine.errors import ReplicaValueError, base
 from replica_engine.upstream.distribute import LaterPerReplica, Mirrored, PerReplica
 from replica_engine.upstream.eager import EagerTensor
 
@@ -264,8 +263,8 @@ def as_axis(name: str, axis: Any) -> Any:
     """
     if tf.is_tensor(axis) and not isinstance(axis, EagerTensor) and axis.dtype.is_integer:
         return axis
-    if (number := as_int(axis)) is None:
-        raise ReplicaValueError(f"{name}: `axis` must be an int, as in axis=0; got {brief(axis)}.")
+    if (number := base.as_int(axis)) is None:
+        raise ReplicaValueError(f"{name}: `axis` must be an int, as in axis=0; got {base.brief(axis)}.")
     return number
 
 

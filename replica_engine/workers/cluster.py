@@ -33,9 +33,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from replica_engine.errors import ClusterConfigError
-from replica_engine.errors.base import shown
-from replica_engine.errors.worker_errors import LAUNCHED, runs_alone
+from replica_engine.errors import ClusterConfigError, base, worker_errors
 
 # Where the coordinator of a job is that Slurm or Open MPI started.
 #
@@ -329,7 +327,7 @@ def find_cluster(environ: Mapping[str, str] | None = None) -> Cluster:
     for read in _READERS:
         cluster = read(environ)
         if cluster is not None:
-            address = _given(environ) if cluster.num_processes > 1 or environ.get(LAUNCHED) == "1" else ""
+            address = _given(environ) if cluster.num_processes > 1 or environ.get(worker_errors.LAUNCHED) == "1" else ""
             return replace(cluster, coordinator=_address(COORDINATOR, address)) if address else cluster
     _warn_of_others(environ)
     return Cluster(0, 1, "", ("process 0",), "")
@@ -365,7 +363,7 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ClusterConfigError.about(
             _TF_CONFIG,
-            f"{_TF_CONFIG} is not JSON ({error}): {shown(text)}. Write, for two workers: "
+            f"{_TF_CONFIG} is not JSON ({error}): {base.shown(text)}. Write, for two workers: "
             '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]}, "task": {"type": "worker", "index": 0}}',
         ) from None
     if not isinstance(config, dict):
@@ -544,7 +542,7 @@ def _warn_of_others(environ: Mapping[str, str]) -> None:
     sign = next((name for name, is_sign in _SIGNS.items() if is_sign(environ.get(name, "").strip())), None)
     if sign is not None and not _warned:
         _warned.append(sign)
-        LOGGER.warning(runs_alone(sign, environ[sign]))
+        LOGGER.warning(worker_errors.runs_alone(sign, environ[sign]))
 
 
 def _number(text: str) -> int:

@@ -36,9 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TextIO
 
-from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
-from replica_engine.errors.base import plural
-from replica_engine.errors.worker_errors import LAUNCHED, TOKEN
+from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow, base, worker_errors
 from replica_engine.workers.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from replica_engine.workers.job import Limits
 from replica_engine.workers.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT
@@ -86,8 +84,8 @@ class LaunchPlan:
             PROCESS_ID: str(worker),
             NUM_PROCESSES: str(workers),
             COORDINATOR: address,
-            TOKEN: token,
-            LAUNCHED: "1",
+            worker_errors.TOKEN: token,
+            worker_errors.LAUNCHED: "1",
             RESTART: str(restart),
             JOIN_TIMEOUT: f"{self.limits.join:g}",
             HEARTBEAT_TIMEOUT: f"{self.limits.heartbeat:g}",
@@ -465,7 +463,7 @@ class Output:
     def end(self) -> None:
         """Tells how much was lost."""
         if self._lost:
-            lines = plural(self._lost, "line")
+            lines = base.plural(self._lost, "line")
             self._tell(f"{lines} could not be written to {self._name}: {self._reason}")
 
     def _written(self, data: memoryview) -> int:

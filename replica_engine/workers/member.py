@@ -32,9 +32,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-from replica_engine.errors import ReplicaEngineError, ReplicaUnwound, WorkerRow
-from replica_engine.errors.base import in_words
-from replica_engine.errors.worker_errors import NOW
+from replica_engine.errors import ReplicaEngineError, ReplicaUnwound, WorkerRow, base, worker_errors
 from replica_engine.watch import timeline
 from replica_engine.watch.watchdog import Wait, describe_workers, forget_workers, format_users_stacks, replicas
 from replica_engine.workers.cluster import held_address
@@ -163,7 +161,7 @@ class Member(Channel):
         if self._first_failure is None:
             with self._changed:
                 self._flush_log()
-                self._queue(["failed", in_words(error)[:_LONGEST_EXCEPTION], self._progress()])
+                self._queue(["failed", base.in_words(error)[:_LONGEST_EXCEPTION], self._progress()])
 
     def tell_given_up(self, error: BaseException, is_launched: bool = False, is_next: bool = False) -> None:
         """Tells the job that an exception has ended a step of this worker early, which its program may catch.
@@ -181,7 +179,7 @@ class Member(Channel):
         if self._first_failure is None:
             with self._changed:
                 self._flush_log()
-                first, *_ = in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
+                first, *_ = base.in_words(error)[:_LONGEST_EXCEPTION].splitlines()  # the rest are notes for this worker
                 if isinstance(error, ReplicaUnwound):  # which the user never sees
                     first = "its call was given up, by Ctrl-C for example"
                 self._queue(["gave up", first, not isinstance(error, Exception), is_launched, is_next])
@@ -514,7 +512,7 @@ class Member(Channel):
     def _progress(self) -> list[object]:
         """How far this worker is, if that has changed since it was sent."""
         progressed, self._progressed = self._progressed, False
-        where = f"{NOW}{self._where}" if self._where else ""
+        where = f"{worker_errors.NOW}{self._where}" if self._where else ""
         return [self._step, self._sync_point + where] if progressed else []
 
     def _fill(self, now: float) -> float:

@@ -33,9 +33,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from replica_engine.errors import ClusterConfigError
-from replica_engine.errors.base import plural
-from replica_engine.errors.worker_errors import tries_again
+from replica_engine.errors import ClusterConfigError, base, worker_errors
 from replica_engine.workers import child_process, messages
 from replica_engine.workers.cluster import is_loopback, join_address, plain_host, split_address
 from replica_engine.workers.job import Job, Limits
@@ -82,7 +80,7 @@ def start(size: int, token: str, address: str, limits: Limits, patience: float =
             if os.strerror(errno.EADDRINUSE) not in str(error) or time.monotonic() >= deadline:
                 raise
             if not warned:
-                LOGGER.warning(tries_again(str(error), patience))
+                LOGGER.warning(worker_errors.tries_again(str(error), patience))
             warned = True
         threading.Event().wait(PAUSE)
 
@@ -205,9 +203,9 @@ class Strangers(Generic[T]):
             return ""
         self._told, count, self._refused = now, self._refused, 0
         return (
-            f"{plural(count, 'connection')} to the coordinator at {self._address} came from others than this job's "
-            f"workers and {'was' if count == 1 else 'were'} closed, the last from {self._last}. Workers still get in. "
-            "Close the port to other programs, or use a network of its own for the job."
+            f"{base.plural(count, 'connection')} to the coordinator at {self._address} came from others than this "
+            f"job's workers and {'was' if count == 1 else 'were'} closed, the last from {self._last}. Workers still get "
+            "in. Close the port to other programs, or use a network of its own for the job."
         )
 
 

@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import HostResultError, InputsError, ReplicaMismatchError, ReplicaValueError
+from replica_engine.errors import HostResultError, InputsError, ReplicaMismatchError, ReplicaValueError, run_errors
 from replica_engine.errors.base import brief
-from replica_engine.errors.run_errors import LOOP
 from replica_engine.process import threads
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.eager import EagerTensor
@@ -331,7 +330,7 @@ class Arguments:
         if isinstance(first, tf.data.Dataset):
             raise InputsError(
                 f"{name} is a {type(first).__name__.lstrip('_')}, and a compiled body takes the values of a batch. "
-                f"Distribute it, and run one batch at a time:\n{LOOP}"
+                f"Distribute it, and run one batch at a time:\n{run_errors.LOOP}"
             )
         columns = [structure.components(part, name) for part in parts]
         if len({len(column) for column in columns}) > 1:

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import CollectiveError, NotInReplicaError, ReplicaValueError
-from replica_engine.errors.run_errors import elsewhere
+from replica_engine.errors import CollectiveError, NotInReplicaError, ReplicaValueError, run_errors
 from replica_engine.process.interrupts import afterwards
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import operators
@@ -53,7 +52,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
 
         def __getattr__(self, name: str) -> Any:
             """Called for an attribute that is not found: says what to write for one that the strategy has."""
-            return elsewhere(self, "replica", name)
+            return run_errors.elsewhere(self, "replica", name)
 
     @property
     def replica_id_in_sync_group(self) -> tf.Tensor:

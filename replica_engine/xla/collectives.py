@@ -31,8 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here
-from replica_engine.errors import CollectiveError, ReplicaValueError
-from replica_engine.errors.base import at
+from replica_engine.errors import CollectiveError, ReplicaValueError, base
 from replica_engine.process import ordered_sum, sums_are_ordered, threads
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
@@ -492,7 +491,7 @@ def _check_static(name: str, x: tf.Tensor) -> None:
     if not x.shape.is_fully_defined():
         if arguments.comes_from_loop(x):
             raise CollectiveError(
-                f"{name}{at(here())} needs a shape that is known while the body is traced for all replicas, but "
+                f"{name}{base.at(here())} needs a shape that is known while the body is traced for all replicas, but "
                 f"this value has the shape {x.shape}, since shape_invariants of a loop leave it open. Collect "
                 "the values of the iterations in a tf.TensorArray(dtype, size=n), and gather them after the loop; "
                 "or loop over a Python range, for i in range(n): such a loop is unrolled, and each iteration knows "

@@ -14,8 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.errors import DeviceError, DistributionError
-from replica_engine.errors.base import shown
+from replica_engine.errors import DeviceError, DistributionError, base
 from replica_engine.pjrt.stablehlo.partition_local import Axes, Entry, ReplicaMesh, names
 from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
 from replica_engine.values.structure import as_tensor
@@ -122,7 +121,8 @@ def check(method: str, logical_device_id: object, count: int) -> None:
     """Raises DeviceError for a logical device that none of the `count` devices of a replica is."""
     if not 0 <= as_int(logical_device_id) < count:
         raise DeviceError(
-            f"{method} was called with logical_device_id={shown(logical_device_id)}, but {devices_of_replica(count)}"
+            f"{method} was called with logical_device_id={base.shown(logical_device_id)}, but "
+            f"{devices_of_replica(count)}"
         )
 
 

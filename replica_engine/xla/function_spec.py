@@ -12,8 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.errors import InputsError, ReplicaValueError
-from replica_engine.errors.base import brief
+from replica_engine.errors import InputsError, ReplicaValueError, base
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import function_graphs
 from replica_engine.values.structure import PLAIN, ById, constant_key
@@ -142,7 +141,7 @@ class FunctionSpec:
 def _described(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"of dtype {tf.as_dtype(value.dtype).name} and shape {tf.TensorShape(value.shape)}"
-    return brief(value)
+    return base.brief(value)
 
 
 def function_key(fn: Any, hosts: Hosts, depth: int = 3) -> Any:

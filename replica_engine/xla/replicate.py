@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.tracebacks import shortened
-from replica_engine.errors import DeviceError, InputsError
-from replica_engine.errors.base import positive_int
+from replica_engine.errors import DeviceError, InputsError, base
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.devices import device_group
 from replica_engine.process.setup import check_not_forked
@@ -155,7 +154,7 @@ def _prepare(inputs: Inputs | None, size: int | None) -> tuple[Arguments, progra
         )
     body.check_mode()  # before anything is made that would belong to the graph, and be found again in eager mode
     if size is not None:
-        size, given = positive_int(size), size
+        size, given = base.positive_int(size), size
         if size is None:
             raise DeviceError.bad_count(given)
     if inputs is not None:

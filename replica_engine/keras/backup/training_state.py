@@ -11,8 +11,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine.checkpoints import file_owners, save
-from replica_engine.errors import BackupError, value_errors
-from replica_engine.errors.base import brief
+from replica_engine.errors import BackupError, base, value_errors
 from replica_engine.keras.backup import backup_files, data_place, preemption, saved_state
 from replica_engine.keras.lent_model import is_replicated
 
@@ -62,9 +61,9 @@ class TrainingState(tf.train.experimental.PythonState):
         signals: Iterable[int] = (signal.SIGTERM,),
     ):
         if model is not None and (not isinstance(model, keras.Model) or is_replicated(model)):
-            raise BackupError(f"model must be a Keras model, not {brief(model)}. With fit, use BackupAndRestore.")
+            raise BackupError(f"model must be a Keras model, not {base.brief(model)}. With fit, use BackupAndRestore.")
         if strategy is not None and not isinstance(strategy, tf.distribute.Strategy):
-            raise BackupError(f"strategy must be a tf.distribute.Strategy, not {brief(strategy)}.")
+            raise BackupError(f"strategy must be a tf.distribute.Strategy, not {base.brief(strategy)}.")
         self.epoch = self.batch = 0
         self.values: dict[str, Any] = {}
         self._strategy = strategy

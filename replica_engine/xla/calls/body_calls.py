@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine import errors
-from replica_engine.errors.base import add_note
-from replica_engine.errors.worker_errors import JOB_FAILURES
+from replica_engine.errors import base, worker_errors
 from replica_engine.pjrt.absent_chips import check_absent
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS
 from replica_engine.pjrt.plan import Plan
@@ -55,7 +54,7 @@ _OF_NO_BODY = (
     errors.ProgramError,
     errors.ReplicaTimeoutError,
     errors.StuckProgramError,
-    *JOB_FAILURES,
+    *worker_errors.JOB_FAILURES,
     *RUNTIME_ERRORS,
 )
 """Failures of the machine, of its memory or of the job, of which a body is not the cause."""
@@ -260,7 +259,7 @@ def _add_op(programs: ProgramTable, entry: Entry, counts: list[int], inputs: lis
         except tf.errors.InvalidArgumentError as error:
             again = InvalidArgumentError(error.message)
             for note in getattr(error, "__notes__", ()):
-                add_note(again, note)
+                base.add_note(again, note)
             raise again from error
         return [value for column in columns for value in column] or [np.array(True)]
 

@@ -28,9 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics import flight_record, user_frames
-from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError
-from replica_engine.errors.base import add_note
-from replica_engine.errors.timeouts import FOR_BATCH, FOR_BATCH_OF_WORKER
+from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError, base, timeouts
 from replica_engine.process import interrupts
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import operators
@@ -243,7 +241,7 @@ class Chunks:
             if room > len(chunk):
                 taken = self._queue.take(room - len(chunk), limits.timeout)
                 if taken is None:
-                    raise self._late(watch.waited, FOR_BATCH)
+                    raise self._late(watch.waited, timeouts.FOR_BATCH)
                 chunk += taken
             return self._agreed(chunk, watch) if several else chunk
 
@@ -257,8 +255,8 @@ class Chunks:
         name = f"the next steps of `{program.name}`"
         offers = member.exchange(name, [len(chunk), self._queue.has_more], program.body.limits.timeout)
         if offers is None:
-            error = self._late(watch.waited, FOR_BATCH_OF_WORKER)
-            add_note(error, member.describe())
+            error = self._late(watch.waited, timeouts.FOR_BATCH_OF_WORKER)
+            base.add_note(error, member.describe())
             raise error
         count = min(offered for offered, _ in offers)
         self._over = not all(more or offered > count for offered, more in offers)

@@ -21,8 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from replica_engine.errors import LoweringError, ReplicaMismatchError
-from replica_engine.errors.base import at, warning
+from replica_engine.errors import LoweringError, ReplicaMismatchError, base
 from replica_engine.pjrt import device_group, plan, rewrites
 from replica_engine.pjrt.executable import Executable
 from replica_engine.process import sums_are_ordered
@@ -246,7 +245,7 @@ class ProgramTable:
                 "tf.constant(count)), and for a new function object that closes over other objects (pass these objects "
                 "as arguments)."
             )
-            _logger.warning(warning("many_traces", text))
+            _logger.warning(base.warning("many_traces", text))
 
     def trace(self, source: FunctionSpec, arguments: Arguments, shapes: Shapes) -> Entry:
         """Traces a function, whether or not the table has a trace. The trace is not filed."""
@@ -360,7 +359,7 @@ def _mismatch(traced: Traced, of_each: Sequence[tuple[Shape, ...]]) -> ReplicaMi
         if len(set(shapes)) > 1
     )
     other = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
-    met = next((f"{each.kind}{at(each.where)}" for each in traced.collectives), "")
+    met = next((f"{each.kind}{base.at(each.where)}" for each in traced.collectives), "")
     error = ReplicaMismatchError.shapes(name, other, str(shapes[0]), str(shapes[other]), met)
     error.by_replica = list(shapes)
     return error

@@ -22,8 +22,7 @@ from types import CodeType
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import HostAccessError, HostResultError
-from replica_engine.errors.base import at
+from replica_engine.errors import HostAccessError, HostResultError, base
 from replica_engine.errors.program_errors import at_result
 from replica_engine.pjrt import device_group
 from replica_engine.pjrt.stablehlo.markers import HOST_CALL, host_call_parameters
@@ -240,9 +239,9 @@ class HostCall:
 
     def _devices_used(self) -> HostAccessError:
         return HostAccessError(
-            f"The function that outside_compilation{at(self.where)} runs on the host uses devices: it runs a compiled "
-            "body, or accesses a variable of a strategy. The devices run one program at a time, and the running "
-            "program waits for this function. Use the devices before or after the run."
+            f"The function that outside_compilation{base.at(self.where)} runs on the host uses devices: it runs a "
+            "compiled body, or accesses a variable of a strategy. The devices run one program at a time, and the "
+            "running program waits for this function. Use the devices before or after the run."
         )
 
     def unlike(self, result: int, given: str, wanted: str) -> HostResultError:

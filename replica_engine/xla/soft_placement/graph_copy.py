@@ -26,9 +26,8 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import user_line
-from replica_engine.errors import LoweringError
+from replica_engine.errors import LoweringError, program_errors
 from replica_engine.errors.base import at
-from replica_engine.errors.program_errors import ROWS_OF_UNIQUE
 from replica_engine.upstream import eager, thread_state
 from replica_engine.upstream.graphs import graph_walk, host_kernels, xla_ops
 from replica_engine.xla.host_calls.host_call import HostCall, HostCalls
@@ -362,7 +361,7 @@ class Frame:
         if maker is None or not host_op_kinds.may_move(maker) or not host_kernels.has_host_kernel(maker):
             by_ids = maker is not None and any(each.op.type == "Unique" for each in maker.inputs)
             made = f"a result of {maker.type}{at(user_line(maker))}" if maker is not None else "a value of a loop"
-            advice = f" {ROWS_OF_UNIQUE}" if by_ids else ""
+            advice = f" {program_errors.ROWS_OF_UNIQUE}" if by_ids else ""
             raise LoweringError(
                 f"In `{self._rewriter.name}`, {op.type}{at(user_line(op))} runs on the host and needs {made} whose "
                 "shape depends on data, or which is a list of tensors. Such a result cannot leave the devices. Give it "

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import user_line
-from replica_engine.errors import HostResultError
-from replica_engine.errors.base import at
+from replica_engine.errors import HostResultError, base
 from replica_engine.upstream import thread_state
 from replica_engine.upstream.graphs import graph_walk, host_kernels, xla_ops
 from replica_engine.xla.corrected_ops import bounds
@@ -337,7 +336,7 @@ class Piece(HostCall):
 
     def describe(self) -> str:
         """The piece as text, for messages."""
-        return f"{in_words(self.ops)}{at(self.where)}, which soft placement runs on the host"
+        return f"{in_words(self.ops)}{base.at(self.where)}, which soft placement runs on the host"
 
     def say(self) -> tuple[str, str, bool]:
         """The piece for the line that is logged once for a body: ops, the user's line, whether it is in a loop."""
@@ -361,7 +360,7 @@ class Piece(HostCall):
     def unlike(self, result: int, given: str, wanted: str) -> HostResultError:
         """The error for a result that is not as the body was compiled for."""
         register = self._taken[result]
-        made_by = next((f"{op.kind}{at(op.where)}" for op in self.ops if register in op.outputs), "A host op")
+        made_by = next((f"{op.kind}{base.at(op.where)}" for op in self.ops if register in op.outputs), "A host op")
         return HostResultError(f"{made_by} returned {given}, where the body declares {wanted}.")
 
 

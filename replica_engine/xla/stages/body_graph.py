@@ -17,9 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics import flight_record, user_frames
-from replica_engine.errors import CaptureError, HostAccessError, LoweringError
+from replica_engine.errors import CaptureError, HostAccessError, LoweringError, program_errors
 from replica_engine.errors.base import at
-from replica_engine.errors.program_errors import moved_to_host
 from replica_engine.pjrt.device_group import Array, DeviceGroup
 from replica_engine.process import shutdown
 from replica_engine.upstream import distribute, eager
@@ -298,7 +297,7 @@ class BodyGraph:
         moved = graph_copy.move(self.name, self.graph, self.host_calls, inputs)
         if moved.pieces and not self._told:  # once, for however many shapes it is lowered
             self._told = True
-            _logger.info(moved_to_host(self.name, [piece.say() for piece in moved.pieces]))
+            _logger.info(program_errors.moved_to_host(self.name, [piece.say() for piece in moved.pieces]))
         return moved
 
     def check_shape(self, index: int, name: str, spec: tf.TensorSpec) -> None:

@@ -25,8 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import merge_line, user_line
-from replica_engine.errors import CollectiveError
-from replica_engine.errors.base import at
+from replica_engine.errors import CollectiveError, base
 from replica_engine.pjrt.stablehlo.markers import COLLECTIVES, HOST_CALL, PREFIX
 from replica_engine.upstream.graphs import graph_walk, host_kernels, xla_ops
 from replica_engine.xla.stages.known_values import Decisions, followed
@@ -363,8 +362,8 @@ def _not_by_all(name: str, where: str, condition: str, is_loop: bool, times: dic
     )
     kind, instead = ("loop", _SAME_LOOP) if is_loop else ("branch", _SAME_BRANCH)
     return CollectiveError(
-        f"{name}{at(where)} is in a {kind} whose condition{at(condition)} depends on the replica id: it is reached "
-        f"{rows}. Replicas that reach it would wait forever for the others. {instead}"
+        f"{name}{base.at(where)} is in a {kind} whose condition{base.at(condition)} depends on the replica id: it is "
+        f"reached {rows}. Replicas that reach it would wait forever for the others. {instead}"
     )
 
 

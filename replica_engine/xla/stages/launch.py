@@ -47,8 +47,7 @@ import tensorflow as tf
 
 from replica_engine import errors
 from replica_engine.diagnostics.flight_record import note_failed_run
-from replica_engine.errors.timeouts import FOR_GIVEN_UP, FOR_ITS_TURN, slow_program
-from replica_engine.errors.worker_errors import JOB_FAILURES
+from replica_engine.errors import timeouts, worker_errors
 from replica_engine.pjrt import device_group, jaxlib
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.executable import NO_STORES, Executable, Flight, Stores
@@ -258,7 +257,7 @@ class Launch:
     # The state of a launch that nothing has happened to; most launches leave it so.
     _stored: Sequence[dict[int, Any]] = ()
     _run: Session | None = None  # of the host calls, if the program has any
-    _state = FOR_ITS_TURN
+    _state = timeouts.FOR_ITS_TURN
     _woken: threading.Event | None = None  # the program has ended, or time has run out; None without a limit
     _nobody_waits: Leave | None = None
     _turn: watchdog.Wait | None = None  # of the wait for the devices, if another launch had them
@@ -409,7 +408,7 @@ class Launch:
     def _wait(self) -> None:
         try:
             self.compiled.flight.executable.wait(self._nobody_waits)
-        except (*jaxlib.RUNTIME_ERRORS, *JOB_FAILURES) as error:
+        except (*jaxlib.RUNTIME_ERRORS, *worker_errors.JOB_FAILURES) as error:
             if self._program.donates:
                 self.compiled.stores.invalidate()
             if isinstance(error, jaxlib.RUNTIME_ERRORS):
@@ -460,7 +459,7 @@ class Launch:
 
     def _describe(self, waited: float) -> str:
         given_up = self._devices.held_by
-        return slow_program(self._program.name, waited, *self._stand(), self._meetings(), given_up)
+        return timeouts.slow_program(self._program.name, waited, *self._stand(), self._meetings(), given_up)
 
     def _late(self) -> errors.ReplicaTimeoutError | None:
         return None if self._devices.held_by else self._timed_out()
@@ -471,13 +470,14 @@ class Launch:
 
     def _meetings(self) -> list[str]:
         """Where its replicas may wait for each other, as text."""
-        return [] if self._state == FOR_ITS_TURN else self._program.traced.meetings
+        return [] if self._state == timeouts.FOR_ITS_TURN else self._program.traced.meetings
 
     def _stand(self) -> tuple[list[errors.ReplicaRow], errors.CoordinatorRow]:
         """Where all replicas and the calling thread are now."""
-        turn, state = self._turn, FOR_GIVEN_UP if self._devices.held_by else self._state  # once: the launch goes on
-        waited = (turn if state == FOR_ITS_TURN and turn is not None else self._watch).waited
-        waits = state in (FOR_ITS_TURN, FOR_GIVEN_UP)
+        turn = self._turn  # once, as the state: the launch goes on
+        state = timeouts.FOR_GIVEN_UP if self._devices.held_by else self._state
+        waited = (turn if state == timeouts.FOR_ITS_TURN and turn is not None else self._watch).waited
+        waits = state in (timeouts.FOR_ITS_TURN, timeouts.FOR_GIVEN_UP)
         rows = [self._row(replica, name, waited, waits) for replica, name in enumerate(self._devices.names)]
         return rows, errors.CoordinatorRow(self._thread.name, state, waited)
 

@@ -28,9 +28,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from replica_engine._version import __version__
-from replica_engine.errors import InputsError, WorkersMissingError
-from replica_engine.errors.base import warning
-from replica_engine.errors.program_errors import broken_cache_file, untrusted_cache_dir, unusable_cache_dir
+from replica_engine.errors import InputsError, WorkersMissingError, base, program_errors
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.executable import Executable, circumstances
 from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
@@ -194,7 +192,7 @@ def _folder() -> CacheFolder | None:
             "with REPLICA_ENGINE_CACHE_DIR or replica_engine.xla.set_cache_dir. set_cache_dir(None) turns the cache "
             "off."
         )
-        _warn(warning("remote_cache_dir", text))
+        _warn(base.warning("remote_cache_dir", text))
         return None
     return _trusted(_opened(path, cache_limit())) if path else None
 
@@ -226,9 +224,9 @@ def _read(folder: CacheFolder, key: str, make: Callable[[bytes], Made]) -> Made 
     except UntrustedPathError as error:
         _warn_of_others(folder, error)
     except OSError as error:
-        _warn(unusable_cache_dir(str(folder.path), error.strerror or str(error)))
+        _warn(program_errors.unusable_cache_dir(str(folder.path), error.strerror or str(error)))
     except (ValueError, *RUNTIME_ERRORS) as error:
-        _warn(broken_cache_file(str(folder.file(key)), str(error)))
+        _warn(program_errors.broken_cache_file(str(folder.file(key)), str(error)))
     return None
 
 
@@ -240,14 +238,14 @@ def _write(folder: CacheFolder, key: str, compiled: bytes | None, seconds: float
     except UntrustedPathError as error:  # since it was looked at
         _warn_of_others(folder, error)
     except OSError as error:
-        _warn(unusable_cache_dir(str(folder.path), error.strerror or str(error)))
+        _warn(program_errors.unusable_cache_dir(str(folder.path), error.strerror or str(error)))
 
 
 def _warn_of_others(folder: CacheFolder, error: UntrustedPathError) -> None:
     """Warns once of a folder that other users can write to, or that has files which they can."""
     beside = error.path.parent == folder.path
     paths = shlex.quote(str(folder.path)) + "/*" if beside else shlex.quote(str(error.path))
-    message = untrusted_cache_dir(str(folder.path), str(error), f"{error.command} {paths}", beside)
+    message = program_errors.untrusted_cache_dir(str(folder.path), str(error), f"{error.command} {paths}", beside)
     _warn(message, f"{folder.path}{beside}")
 
 

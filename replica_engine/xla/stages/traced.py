@@ -19,12 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from replica_engine import errors
 from replica_engine.diagnostics import flight_record, tracebacks, user_frames
-from replica_engine.errors import CoordinatorRow, HostResultError, InputsError, LoweringError, VariableCreationError
-from replica_engine.errors.base import at, brief
-from replica_engine.errors.program_errors import may_wait_forever
-from replica_engine.errors.run_errors import warn_shared_variable
-from replica_engine.errors.timeouts import table
+from replica_engine.errors import base, program_errors, run_errors, timeouts
 from replica_engine.upstream import eager as variable_handles
 from replica_engine.upstream.distribute import DistributedVariable
 from replica_engine.upstream.graphs import graph_walk, operators, xla_ops
@@ -67,10 +64,10 @@ class Traced(body_graph.BodyGraph):
     def _reshaped(self, name: str, what: str, described: Sequence[Any], shapes: Any) -> list[tf.TensorSpec]:
         if shapes is None:
             return [tf.TensorSpec(each.shape, each.dtype) for each in described]
-        given = len(shapes) if isinstance(shapes, (list, tuple)) else brief(shapes)
+        given = len(shapes) if isinstance(shapes, (list, tuple)) else base.brief(shapes)
         if given != len(described):
             now = ", ".join(str(each.shape) for each in described) or "none"
-            raise InputsError(
+            raise errors.InputsError(
                 f"lower takes a list of shapes, one for each {what} of `{self.name}`: {len(described)}, which are "
                 f"traced as {now}. Got {given}. Write {name}=None for these."
             )
@@ -95,9 +92,9 @@ def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body
     thread = threading.current_thread()
 
     def describe(seconds: float) -> str:
-        row = CoordinatorRow(thread.name, "tracing", seconds, format_thread_stack(thread.ident))
+        row = errors.CoordinatorRow(thread.name, "tracing", seconds, format_thread_stack(thread.ident))
         return (
-            f"`{source.name}` has been traced for {seconds:.3g} s:\n{table([], row, stacks=True)}\n"
+            f"`{source.name}` has been traced for {seconds:.3g} s:\n{timeouts.table([], row, stacks=True)}\n"
             "While a body is traced, all of its Python code runs, including both sides of a branch. Functions that run "
             "on the host are traced with it, unless they declare what they return (xla.returns)."
         )
@@ -109,13 +106,13 @@ def trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body
 def _trace(source: FunctionSpec, arguments: Arguments, shapes: Shapes, body: Body, enter: Enter) -> Traced:
     for slot in arguments.slots:
         if xla_ops.is_host_only(slot.dtype) and not (body.moves_ops and slot.dtype == tf.string):
-            raise LoweringError.host_only(source.name, slot.name, slot.dtype.name)
+            raise errors.LoweringError.host_only(source.name, slot.name, slot.dtype.name)
     traced, created = _trace_once(source, arguments, shapes, body, enter)
     if created:
         traced, again = _trace_once(source, arguments, shapes, body, enter)
         if again:
-            names = ", ".join(f"{variable.name.removesuffix(':0')}{at(where)}" for variable, where in again)
-            raise VariableCreationError(
+            names = ", ".join(f"{variable.name.removesuffix(':0')}{base.at(where)}" for variable, where in again)
+            raise errors.VariableCreationError(
                 f"`{traced.name}` creates variables ({names}) each time it runs, but it is traced once for all runs. "
                 "Create them once: before the run, under `with strategy.scope():`, or in the first run only, and keep "
                 "them in an attribute (`if self.w is None: self.w = tf.Variable(...)`)."
@@ -176,7 +173,7 @@ def _find_unknown_results_error(error: Exception) -> Exception:
     inner: BaseException | None = error
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     while inner is not None and frames and user_frames.is_internal(frames[-1].f_code.co_filename):
-        if isinstance(inner, HostResultError):
+        if isinstance(inner, errors.HostResultError):
             inner.__cause__ = inner.__cause__ or inner.failure
             return inner
         inner = inner.__cause__ or inner.__context__
@@ -205,7 +202,7 @@ def _check_meetings(traced: Traced, arguments: Arguments) -> None:
     new = [row for row in traced.apart if row not in traced.body.told]
     if new:
         traced.body.told.update(new)
-        _logger.warning(may_wait_forever(traced.name, new))
+        _logger.warning(program_errors.may_wait_forever(traced.name, new))
     if traced.body.size > 1 and traced.body.of_strategy:
         _check_plain_variables(traced, cause)
 
@@ -242,7 +239,7 @@ def _check_plain_variables(traced: Traced, cause: Callable[[int], Reason]) -> No
         if differs or adds:
             if not where and index in differences.writers:  # it is assigned, as by Keras, which adds so too
                 where = user_frames.user_line(differences.writers[index])
-            traced.body.shared.warn(variable, functools.partial(warn_shared_variable, name, where))
+            traced.body.shared.warn(variable, functools.partial(run_errors.warn_shared_variable, name, where))
 
 
 @contextlib.contextmanager

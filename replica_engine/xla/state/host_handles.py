@@ -24,8 +24,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here
-from replica_engine.errors import CaptureError, HostAccessError
-from replica_engine.errors.base import at
+from replica_engine.errors import CaptureError, HostAccessError, base
 from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, xla_ops
 from replica_engine.xla.body import host_call_site, in_body
@@ -188,7 +187,7 @@ class _VariableAtCall(_AtCall):
     def in_eager_mode(self) -> tf.Tensor:
         if (side := host_call_site()) is not None:
             raise HostAccessError(
-                f"The function that outside_compilation{at(side.where)} runs on the host calls a tf.function that "
+                f"The function that outside_compilation{base.at(side.where)} runs on the host calls a tf.function that "
                 "uses a variable of a strategy, whose values are on the devices while the body runs. Pass the "
                 "variable's value as an argument instead."
             )
@@ -208,7 +207,7 @@ class _VariableAtCall(_AtCall):
                 variable = xla_ops.variable_name(self._device_value.handles[0])
                 raise CaptureError(
                     "A concrete function that was traced outside of strategy.run uses the variable "
-                    f"{variable!r}{at(here())}. There it is one value of all replicas, and a compiled replica has "
+                    f"{variable!r}{base.at(here())}. There it is one value of all replicas, and a compiled replica has "
                     "only its own. Pass the tf.function itself to strategy.run, or call it in the body: then it is "
                     "traced for a replica."
                 )

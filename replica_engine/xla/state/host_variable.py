@@ -16,8 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here, user_line
-from replica_engine.errors import HostAccessError, VariableCreationError
-from replica_engine.errors.base import at
+from replica_engine.errors import HostAccessError, VariableCreationError, base
 from replica_engine.process import threads
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
@@ -338,12 +337,12 @@ class _Computation:
         for kind in sorted({op.type, *graph_walk.op_types_of_calls(op)}):
             if kind.startswith(_OF_RUNS) or (kind == op.type and kind.startswith(_WRITE)):
                 marker = xla_ops.marker_name(op).removeprefix("replica_engine.") or kind
-                words = f"{_IN_WORDS.get(marker, marker)}{at(user_line(op))}"
+                words = f"{_IN_WORDS.get(marker, marker)}{base.at(user_line(op))}"
                 raise self._make_run_only_error(f"{words}, which only a run of the body can execute")
 
     def _make_run_only_error(self, what: str) -> VariableCreationError:
         return VariableCreationError(
-            f"The initial value of the variable {self._name!r}, created{at(self._where)}, depends on {what}. A "
+            f"The initial value of the variable {self._name!r}, created{base.at(self._where)}, depends on {what}. A "
             "variable exists before the body that creates it runs, and outlives the run. Create the variable with a "
             "value such as tf.zeros(shape), and assign the real value in the body."
         )
