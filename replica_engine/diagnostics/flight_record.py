@@ -37,8 +37,7 @@ from replica_engine.errors import ReplicaRow, ReplicaTimeoutError, base, run_err
 from replica_engine.process import setup
 from replica_engine.upstream import eager
 from replica_engine.values.structure import LEAVES, flatten
-from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import workers
+from replica_engine.watch import timeline, watchdog
 
 
 class Brought(NamedTuple):
@@ -347,7 +346,7 @@ def note_failed_run(error: BaseException, record: Callable[[], Sequence[SyncPoin
         run: the number of the run; None if it is unknown which of its sync points the run reached.
     """
     if isinstance(error, ReplicaTimeoutError):
-        run_errors.note_workers(error, workers())
+        run_errors.note_workers(error, watchdog.workers())
     folder = setup.resolve_environment_path(os.environ.get(VARIABLE, ""))
     if run is None and not folder:
         return

@@ -31,7 +31,6 @@ from replica_engine.engine import SyncPoint
 from replica_engine.errors import InputsError, NoValueError, ReplicaValueError, ScopeError, run_errors, value_errors
 from replica_engine.errors.base import add_note, at
 from replica_engine.upstream import distribute, eager
-from replica_engine.upstream.eager import EagerTensor
 from replica_engine.upstream.graphs import graph_walk
 
 # The value of several replicas, used as if it were one tensor.
@@ -101,7 +100,7 @@ def _truth(self: distribute.PerReplica) -> bool:
 
 def _attribute(self: distribute.PerReplica, name: str) -> NoReturn:
     """The error of an attribute that only one tensor or array has; `hasattr` is False as before."""
-    if not name.startswith("_") and (hasattr(EagerTensor, name) or hasattr(np.ndarray, name)):
+    if not name.startswith("_") and (hasattr(eager.EagerTensor, name) or hasattr(np.ndarray, name)):
         raise NoValueError.several(name, is_in_replica())
     raise AttributeError(f"'PerReplica' object has no attribute {name!r}", name=name, obj=self)
 

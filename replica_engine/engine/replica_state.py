@@ -13,9 +13,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
 from replica_engine.engine.thread_pool import ReplicaThread
 from replica_engine.errors import ReplicaRow, ReplicaUnwound
-from replica_engine.watch import timeline
-from replica_engine.watch.timeline import Track, profiled
-from replica_engine.watch.watchdog import format_thread_stack
+from replica_engine.watch import timeline, watchdog
 
 
 class Observer:
@@ -190,7 +188,7 @@ class Replica:
             self._wait()
         else:
             observer.ran(self.track, began, point.arrived)
-            with profiled(f"{self} waiting at {point.name}"):
+            with timeline.profiled(f"{self} waiting at {point.name}"):
                 self._wait()
         result, self._result = self._result, None
         while type(result) is Errand:
@@ -270,7 +268,7 @@ class Replica:
         """Runs the body for a timeline."""
         observer.turn(self.track, self.since)
         try:
-            with profiled(f"{self} run"):
+            with timeline.profiled(f"{self} run"):
                 return body(self)
         finally:
             if self.state is State.RUNNING:  # and was not unwound while it waited
@@ -278,9 +276,9 @@ class Replica:
                 observer.ran(self.track, began, self.since)
 
     @functools.cached_property
-    def track(self) -> Track:
+    def track(self) -> timeline.Track:
         """The track that shows the replica in timelines."""
-        return Track(self.run.name, self.thread.name, self.thread.ident or 0, self.index + 1)
+        return timeline.Track(self.run.name, self.thread.name, self.thread.ident or 0, self.index + 1)
 
     def forget(self) -> None:
         """Drops the references to values and exceptions, after the coordinator has taken them."""
@@ -304,7 +302,7 @@ class Replica:
         if state in OVER or state is State.IDLE:
             return row
         runs = state in (State.RUNNING, State.UNWINDING)
-        stack = format_thread_stack(self.thread.ident) if runs else ""
+        stack = watchdog.format_thread_stack(self.thread.ident) if runs else ""
         return replace(row, seconds=max(0.0, time.perf_counter() - self.since), stack=stack)
 
     def __str__(self) -> str:

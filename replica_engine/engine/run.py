@@ -64,8 +64,7 @@ from replica_engine.engine.sync_point import State, SyncPoint
 from replica_engine.engine.thread_pool import Event, SyncGroup
 from replica_engine.errors import run_errors, timeouts
 from replica_engine.process.interrupts import MISSED, break_off, take_back
-from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait, format_thread_stack
+from replica_engine.watch import timeline, watchdog
 
 UNWIND_GRACE = 30.0  # seconds that the other replicas have to unwind after a failure
 HEAD_START = 0.5  # seconds that replica 0 has to begin to build
@@ -142,7 +141,9 @@ class Run:
         self._timeout = timeout
         self._has_paused = Event()  # the baton returns to the coordinator
         self._first_has_paused = Event()  # with a head start: replica 0 has paused
-        self._watch = Wait(self._describe, warn_after, timeout, late=self._late, breaker=self._end_wait, insists=True)
+        self._watch = watchdog.Wait(
+            self._describe, warn_after, timeout, late=self._late, breaker=self._end_wait, insists=True
+        )
         self._has_begun = False  # whether each replica's thread has its job; none runs before
         self._merging = False
         self._broken_off: type[BaseException] | None = None  # the exception raised in a merge when time ran out
@@ -339,7 +340,9 @@ class Run:
         if not self._merging or first is None:
             return rows, errors.CoordinatorRow(thread.name, "waiting for the replicas", self._watch.waited)
         state = f"{timeouts.IN_MERGE}{first}"
-        return rows, errors.CoordinatorRow(thread.name, state, self._watch.waited, format_thread_stack(thread.ident))
+        return rows, errors.CoordinatorRow(
+            thread.name, state, self._watch.waited, watchdog.format_thread_stack(thread.ident)
+        )
 
     def _check_meeting(self) -> None:
         """Raises MergeCallMismatchError unless all replicas, which have paused or finished, met at one sync point."""

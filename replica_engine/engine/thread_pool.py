@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from replica_engine.engine.sync_point import SyncRecord
 from replica_engine.errors import ReplicaUnwound
-from replica_engine.process import threads
-from replica_engine.process.interrupts import raise_in
+from replica_engine.process import interrupts, threads
 
 
 class ReplicaThread(threading.Thread):
@@ -52,7 +51,7 @@ class ReplicaThread(threading.Thread):
         Only for threads that will be closed, because the exception may arrive at any instruction.
         """
         if self.ident is not None:
-            raise_in(self.ident, ReplicaUnwound)
+            interrupts.raise_in(self.ident, ReplicaUnwound)
 
     def run(self) -> None:
         """The thread's loop; started by `start()`.

@@ -35,12 +35,7 @@ import tensorflow as tf
 from replica_engine.backend import Backend
 from replica_engine.engine import current_replica
 from replica_engine.errors import BatchError, ReplicateError
-from replica_engine.keras.batches import WholeBatches
-from replica_engine.keras.lent_variables import ReplicatedVariables, used_by
-from replica_engine.keras.replica_optimizer import through_strategy
-from replica_engine.keras.shard_hooks import Hooks
-from replica_engine.keras.shard_step import ShardedStep
-from replica_engine.keras.train_function import StepFunction, check_trainable
+from replica_engine.keras import batches, lent_variables, replica_optimizer, shard_hooks, shard_step, train_function
 from replica_engine.process import interrupts, threads
 from replica_engine.strategies import keras_scopes
 from replica_engine.upstream import distribute
@@ -191,7 +186,7 @@ def _called(original: Callable[..., object], function: object, *args: object, **
     me = threading.get_ident()
     with _lock:
         is_between_steps = any(lent._thread == me for lent in _inside.values())
-    with used_by(function, is_between_steps, _at_work):
+    with lent_variables.used_by(function, is_between_steps, _at_work):
         return original(function, *args, **kwargs)
 
 
@@ -208,8 +203,8 @@ class LentModel:
         self.original = original
         self.strategy = strategy
         self._model = model
-        self._variables = ReplicatedVariables(original, strategy)
-        self._hooks = Hooks(original, strategy, self)
+        self._variables = lent_variables.ReplicatedVariables(original, strategy)
+        self._hooks = shard_hooks.Hooks(original, strategy, self)
         self._functions: keras_models.Functions | None = None
         self._is_resumed = False
         self._depth = 0
@@ -220,7 +215,9 @@ class LentModel:
         self._counted: object = None
         backend: Backend = strategy.extended.backend
         self.functions = {
-            name: StepFunction(model, backend, ShardedStep(model, f"{name}_step"), WholeBatches(backend), self.ready)
+            name: train_function.StepFunction(
+                model, backend, shard_step.ShardedStep(model, f"{name}_step"), batches.WholeBatches(backend), self.ready
+            )
             for name in ("train", "test", "predict")
         }
 
@@ -348,7 +345,7 @@ class LentModel:
         # The variables outlive the graph that is traced here.
         # Outside scopes they are plain until `_renew` shares them.
         with _lock, tf.init_scope(), distribute.outside_scopes():
-            with through_strategy(optimizer, tf.distribute.get_strategy()):
+            with replica_optimizer.through_strategy(optimizer, tf.distribute.get_strategy()):
                 build()
             self._renew(in_step=True)
 
@@ -373,7 +370,7 @@ class LentModel:
         state, counted = keras_models.read_traced_state(self._model), keras_models.counts(self._model)
         if self._known != state or self._counted != counted:
             self.changed()
-            check_trainable(self._model)
+            train_function.check_trainable(self._model)
             for function in self.functions.values():
                 function.forget()
             self._known = state

@@ -32,8 +32,7 @@ from replica_engine.upstream.graphs import mark_ops
 from replica_engine.upstream.keras import keras_models, keras_training, metric_updates
 from replica_engine.values import samples
 from replica_engine.values.regroup import regroup, select
-from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait
+from replica_engine.watch import timeline, watchdog
 
 MANY_SIZES = 8
 """A warning is logged when programs for this many batch sizes of one step exist."""
@@ -399,7 +398,9 @@ class StepFunction:
             before = xla.counts()
         try:
             # `of_workers`: without the rows of the other workers, on which it does not wait.
-            with Wait(lambda seconds: f"still {doing} {what}: {seconds:.0f} s so far", PROGRESS_EVERY, of_workers=True):
+            with watchdog.Wait(
+                lambda seconds: f"still {doing} {what}: {seconds:.0f} s so far", PROGRESS_EVERY, of_workers=True
+            ):
                 yield
         except errors.LoweringError as error:
             if (layer := _guilty(self._model, error)) is not None:

@@ -27,7 +27,6 @@ from replica_engine.errors import DeviceError, ProgramError, StuckProgramError, 
 from replica_engine.pjrt import jaxlib
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh
 from replica_engine.process import interrupts, threads
-from replica_engine.process.interrupts import MISSED, wait_for_ever
 from replica_engine.watch.watchdog import Wait
 from replica_engine.workers import Member, Program
 from replica_engine.workers.member import Leave
@@ -161,7 +160,7 @@ class ProgramOrder:
                 that, so the caller prepares to release the lock before it calls.
         """
         if not self.enter_now(taken):
-            wait_for_ever(lambda seconds: self._acquire(taken, True, seconds))
+            interrupts.wait_for_ever(lambda seconds: self._acquire(taken, True, seconds))
             self.beat()
 
     def enter_now(self, taken: list[bool]) -> bool:
@@ -178,7 +177,8 @@ class ProgramOrder:
         if (why := getattr(_thread, "why", None)) is not None:
             raise why()
         began = time.monotonic()
-        while not self._acquire(taken, True, min(max(0.0, self._due(began, seconds)), MISSED)):  # see `wait_for_ever`
+        # In pieces: see `wait_for_ever`.
+        while not self._acquire(taken, True, min(max(0.0, self._due(began, seconds)), interrupts.MISSED)):
             if self._due(began, seconds) <= 0:
                 raise late()
         self.beat()
@@ -484,7 +484,7 @@ class DeviceGroup:
         try:
             if not _are_ready(arrays):
                 with Wait(describe or self._slow):
-                    wait_for_ever(lambda seconds: _comes_within(seconds, lambda: _are_ready(arrays)))
+                    interrupts.wait_for_ever(lambda seconds: _comes_within(seconds, lambda: _are_ready(arrays)))
             for array in arrays:
                 array.block_until_ready()
         except jaxlib.RUNTIME_ERRORS as error:

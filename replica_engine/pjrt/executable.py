@@ -38,8 +38,7 @@ from replica_engine.pjrt.stablehlo import markers, mlir
 from replica_engine.pjrt.stablehlo.markers import expand_markers
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes
 from replica_engine.pjrt.stablehlo.partition_program import partition
-from replica_engine.process import sums_are_ordered, threads
-from replica_engine.process.interrupts import wait_for_ever
+from replica_engine.process import interrupts, sums_are_ordered, threads
 from replica_engine.process.memory import keep_freed_memory
 from replica_engine.workers import Program
 from replica_engine.workers.member import Leave
@@ -430,7 +429,7 @@ class Flight:
         is_left = True  # also by an exception that comes between any two lines here
         try:
             threads.start(thread)
-            wait_for_ever(woken.wait)
+            interrupts.wait_for_ever(woken.wait)
             is_left = not thread.has_result
         finally:
             if is_left:

@@ -24,13 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from replica_engine.errors import ClusterConfigError, DeviceError, WorkerVersionError
-from replica_engine.pjrt import accelerators, jaxlib, jaxlib_service
-from replica_engine.pjrt.agreement import Agreement
+from replica_engine.pjrt import accelerators, agreement, jaxlib, jaxlib_service, partitioned_group
 from replica_engine.pjrt.device_group import DeviceGroup
-from replica_engine.pjrt.partitioned_group import make_device_group
 from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
-from replica_engine.process import cores, threads
-from replica_engine.process.interrupts import wait_for_ever
+from replica_engine.process import cores, interrupts, threads
 from replica_engine.workers import Cluster, Member, join
 from replica_engine.workers.cluster import own_host
 
@@ -74,7 +71,7 @@ class _Workers:
         if len(counts) > 1:  # known only now for GPUs and TPUs
             groups = [(each, str(number)) for number, each in sorted(counts.items())]
             raise WorkerVersionError.of_replicas(groups)
-        self._agreement = Agreement(self.platform, tuple(own[0] for own in self.devices), member)
+        self._agreement = agreement.Agreement(self.platform, tuple(own[0] for own in self.devices), member)
 
     def group(self, count: int, mesh: ReplicaMesh | None) -> DeviceGroup:
         """The first `count` devices of each worker; one program runs on them all."""
@@ -82,7 +79,9 @@ class _Workers:
         if group is None:
             everywhere = tuple(device for devices in self.devices for device in devices[:count])
             own = self.devices[self.cluster.process_id][:count]
-            group = self._groups[count, mesh] = make_device_group(self.platform, own, mesh, everywhere, self.member)
+            group = self._groups[count, mesh] = partitioned_group.make_device_group(
+                self.platform, own, mesh, everywhere, self.member
+            )
             group.agreement = group.flat.agreement = self._agreement
         return group
 
@@ -220,7 +219,7 @@ def _unless_it_fails(member: Member, find: Callable[[], T]) -> T:
     thread = threads.LeftCall(find, what, over.set)
     with member.watched(what):
         thread.start()
-        wait_for_ever(lambda seconds: over.wait(seconds) or member.failed.is_set())
+        interrupts.wait_for_ever(lambda seconds: over.wait(seconds) or member.failed.is_set())
     if not thread.has_result:
         member.check()
     return thread.result()

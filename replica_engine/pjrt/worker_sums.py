@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from replica_engine.errors import ProgramError
-from replica_engine.pjrt import device_group, jaxlib
-from replica_engine.pjrt.agreement import gather_program, groups
+from replica_engine.pjrt import agreement, device_group, jaxlib
 from replica_engine.pjrt.executable import Executable, Flight
 from replica_engine.pjrt.worker_exchange import element_name, from_chief, tensor_type
 from replica_engine.process import sums_are_ordered
@@ -156,7 +155,9 @@ class WorkerSums:
 
     def _small(self, key: tuple[object, ...], data: bytes, call: WorkersCall) -> list[bytes]:
         """What each worker brings: as many bytes as travel with the digest, beginning with its data."""
-        _, by_all = self._launch(("small",), lambda: gather_program(self._devices, _WORDS), [], data, call, key)
+        _, by_all = self._launch(
+            ("small",), lambda: agreement.gather_program(self._devices, _WORDS), [], data, call, key
+        )
         return [row[_HEAD:].tobytes() for row in by_all]
 
     def _run(self, operation: str, arrays: Sequence[np.ndarray], call: WorkersCall, *more: object) -> list[np.ndarray]:
@@ -282,7 +283,7 @@ def _compiled(devices: device_group.DeviceGroup, operation: str, arrays: Sequenc
           {zeros}
           stablehlo.return {names["z"]} : {of}
         }}) : (tensor<i1>) -> ({of})"""
-    return gather_program(devices, _WORDS, given, branch, kinds, [(shape, dtype) for shape in outputs])
+    return agreement.gather_program(devices, _WORDS, given, branch, kinds, [(shape, dtype) for shape in outputs])
 
 
 def _sums(
@@ -295,7 +296,7 @@ def _sums(
         lines.append(
             f'{name} = "stablehlo.all_reduce"({value}) ({{ ^bb0(%p: {one}, %q: {one}): '
             f"%s = stablehlo.add %p, %q : {one} stablehlo.return %s : {one} }}) "
-            f"{{{groups(workers)}}} : ({kind}) -> {kind}"
+            f"{{{agreement.groups(workers)}}} : ({kind}) -> {kind}"
         )
 
     small = [index for index, size in enumerate(sizes) if size * dtype.itemsize < PACKED and len(shapes) > 1]
@@ -328,7 +329,7 @@ def _gathers(
         own, row, rows = (tensor_type(each, element) for each in (shape, (1, *shape), (workers, *shape)))
         lines.append(
             f"%row{index} = stablehlo.reshape %x{index} : ({own}) -> {row}\n"
-            f'%r{index} = "stablehlo.all_gather"(%row{index}) {{all_gather_dim = 0 : i64, {groups(workers)}}} '
-            f": ({row}) -> {rows}"
+            f'%r{index} = "stablehlo.all_gather"(%row{index}) '
+            f"{{all_gather_dim = 0 : i64, {agreement.groups(workers)}}} : ({row}) -> {rows}"
         )
     return "\n".join(lines), [(workers, *shape) for shape in shapes]

@@ -18,8 +18,7 @@ from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream import data_pulls, host_datasets
 from replica_engine.upstream.graphs import operators
 from replica_engine.xla import body_context, function_spec
-from replica_engine.xla.calls.device_loop import run_loop
-from replica_engine.xla.calls.program_table import ProgramTable
+from replica_engine.xla.calls import device_loop, program_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +44,12 @@ class LoopSettings:
     spread: bool = True
     prefetch: int | None = None
     context_class: type[MultiStepContext] = MultiStepContext
-    programs: ProgramTable | None = None
+    programs: program_table.ProgramTable | None = None
 
 
 def run_steps(
     strategy: tf.distribute.Strategy,
-    programs: ProgramTable,
+    programs: program_table.ProgramTable,
     fn: Callable[..., object],
     iterator: object,
     settings: LoopSettings,
@@ -105,7 +104,7 @@ def run_steps(
         # Steps of another mode are other programs, though their function is the same.
         mode = settings.in_replica, context_class
         with _noting(lambda error: _note_step_form(error, source.fn, first, context_class)):
-            outcome = run_loop(
+            outcome = device_loop.run_loop(
                 settings.programs or programs, source, mode, step, first, batches, iterations, prefetch, pulls
             )
     context = context_class.filled(outcome.steps, outcome.results)

@@ -27,9 +27,8 @@ from replica_engine.upstream import checkpoint_hooks, distribute, eager
 from replica_engine.upstream.graphs import graph_walk, xla_ops
 from replica_engine.upstream.keras import keras_variables
 from replica_engine.values import replica_weights
-from replica_engine.xla.arguments import Arguments
+from replica_engine.xla import arguments, function_spec
 from replica_engine.xla.calls.program_table import ProgramTable
-from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.state import host_memory, host_variable, random_numbers
 from replica_engine.xla.state.device_value import DeviceValue, Spread, find_axes
@@ -74,7 +73,9 @@ class InitialValue:
 def made(programs: ProgramTable, value: InitialValue) -> Array | None:
     """The value on the devices; None if it must be made on the host."""
     try:
-        entry = programs.trace(FunctionSpec(value, autograph=False), Arguments((), {}, programs.devices.size), ())
+        entry = programs.trace(
+            function_spec.FunctionSpec(value, autograph=False), arguments.Arguments((), {}, programs.devices.size), ()
+        )
         graph, (output,) = entry.traced.graph, entry.traced.outputs
         # What has a state or an effect, such as a draw from a generator, runs on the host, once.
         has_state = entry.traced.handles or any(map(graph_walk.is_stateful, graph.get_operations()))

@@ -20,8 +20,7 @@ from replica_engine.errors import ReplicaValueError, ScopeError, base
 from replica_engine.strategies import argument_checks, keras_scopes
 from replica_engine.threads.replica_run import ReplicaOptions, ThreadBackend, backend_on_threads, install
 from replica_engine.upstream import distribute, host_datasets
-from replica_engine.values.structure import as_tensor, flatten
-from replica_engine.values.table_rows import are_rows
+from replica_engine.values import structure, table_rows
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -53,7 +52,7 @@ class ExtendedHooks(host_datasets.HostDatasets):
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         """The hook of `reduce` and `reduce_to`; it reduces one leaf of a structure at a time."""
         if not isinstance(value, distribute.DistributedValues):  # it may have the attributes of the value that it wraps
-            leaves, spec = flatten(value, what="the values to reduce")
+            leaves, spec = structure.flatten(value, what="the values to reduce")
             if not spec.is_leaf:
                 return spec.rebuild([self._reduce_to(reduce_op, leaf, destinations, options) for leaf in leaves])
             try:
@@ -76,7 +75,8 @@ class ExtendedHooks(host_datasets.HostDatasets):
         if distribute.is_mirrored(value) and reduce_op == tf.distribute.ReduceOp.SUM:
             raise ReplicaValueError.sum_of_one(value, isinstance(value, tf.Variable))
         value = as_tensors(value, self.worker_devices)
-        if are_rows(value) and not self.backend.compiles:  # on threads, the hook adds up those that are not the batch's
+        # On threads, the hook adds up those that are not the batch's.
+        if table_rows.are_rows(value) and not self.backend.compiles:
             return self._batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
         whole = _is_dense(value) and len(self.worker_devices) == self._num_replicas_in_sync  # of all workers
         if whole and distribute.adds_on_one_device(value, destinations):
@@ -213,4 +213,4 @@ def _as_tensor(component: object, index: int, devices: Sequence[str]) -> object:
             "tf.sparse.to_dense(x)."
         )
     with tf.device(devices[index] if index < len(devices) else None):
-        return as_tensor(component, f"The value of replica {index}")
+        return structure.as_tensor(component, f"The value of replica {index}")

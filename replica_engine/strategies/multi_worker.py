@@ -38,14 +38,12 @@ from replica_engine.diagnostics.tracebacks import shortened
 from replica_engine.errors import ClusterConfigError, ReplicaEngineError
 from replica_engine.strategies import argument_checks, on_backend
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
-from replica_engine.threads import merge_checks, replica_run
-from replica_engine.threads.all_reduce import CpuReduction, OverWorkers, WorkerReduction
+from replica_engine.threads import all_reduce, merge_checks, replica_run
 from replica_engine.upstream import distribute, host_datasets, thread_state, versions, worker_collectives
 from replica_engine.values.table_rows import reduces_rows
+from replica_engine.workers import joining, saving
 from replica_engine.workers.cluster import COORDINATOR, check_free, held_address, split_address
 from replica_engine.workers.job import DEVICES
-from replica_engine.workers.joining import check_joins_once
-from replica_engine.workers.saving import Saving
 
 if TYPE_CHECKING:  # jax is an extra
     from replica_engine.pjrt.worker_sums import WorkerSums
@@ -179,7 +177,7 @@ def join(
             return None
         if _joined:
             return _same(_joined[0], cluster)
-        check_joins_once(cluster)
+        joining.check_joins_once(cluster)
         over_server = kind in OVER_SERVER
         if over_server and thread_state.started():  # then a server cannot be configured any more
             raise ClusterConfigError.about(
@@ -370,7 +368,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
     ):
         self._kind, self._count = _devices()
         self.job = join(cluster_resolver, self._kind, self._count)
-        self.over_workers: OverWorkers | None = None
+        self.over_workers: all_reduce.OverWorkers | None = None
         if self.job is not None:
             if self.job.sums is None:
                 worker_collectives.start_no_coordination_service()
@@ -382,17 +380,17 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         super().__init__(strategy, resolver if self.job is None else self.job.resolver, communication_options)
         if self.job is None and self._kind == "CPU":
             # TensorFlow's collectives would do; but one that fails ends all later ones, and graphs of v1 hang in them.
-            self._cross_device_ops = self._host_cross_device_ops = CpuReduction()
+            self._cross_device_ops = self._host_cross_device_ops = all_reduce.CpuReduction()
         if self.job is not None:
             assert self.launches is not None
             if self.over_workers is not None:
                 workers, own = self._num_workers, len(self.worker_devices)
                 # The second is for values of which a worker has one, whatever the number of its replicas.
                 self._cross_device_ops, self._host_cross_device_ops = (
-                    WorkerReduction(self.over_workers, self.worker_devices[0], count * workers, workers)
+                    all_reduce.WorkerReduction(self.over_workers, self.worker_devices[0], count * workers, workers)
                     for count in (own, 1)
                 )
-            self.backend.saving = Saving(self.job.member, self.launches.meet)
+            self.backend.saving = saving.Saving(self.job.member, self.launches.meet)
             self.job.begin()
         for operations in {self._cross_device_ops, self._host_cross_device_ops}:
             worker_collectives.defer_in_branches(operations)
@@ -412,7 +410,7 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
         self._task_type, self._task_id = cluster_resolver.task_type, cluster_resolver.task_id
         self._num_workers, self._id_in_cluster = self.job.cluster.num_processes, self.job.cluster.process_id
         self._is_chief = self._id_in_cluster == 0
-        self.over_workers = OverWorkers(self.job.sums, self.launches, self.worker_devices[0])
+        self.over_workers = all_reduce.OverWorkers(self.job.sums, self.launches, self.worker_devices[0])
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         """The hook that names the devices of this worker: all GPUs, or all logical CPUs on a machine without GPUs."""

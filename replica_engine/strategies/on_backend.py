@@ -17,25 +17,11 @@ import tensorflow as tf
 
 from replica_engine.backend import Arguments, Backend, Keywords
 from replica_engine.checkpoints import file_owners, save
-from replica_engine.diagnostics.flight_record import SyncPointRecord
-from replica_engine.diagnostics.misuse import check_inputs, check_outside_replicas, translate_error
-from replica_engine.diagnostics.tracebacks import as_raised, shortened
-from replica_engine.diagnostics.user_frames import here
+from replica_engine.diagnostics import flight_record, misuse, tracebacks, user_frames
 from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError, run_errors
 from replica_engine.process.interrupts import held_off_once
-from replica_engine.strategies import keras_scopes
-from replica_engine.strategies.argument_checks import (
-    NOT_REDUCED,
-    check_call,
-    checked_reduction,
-    described,
-    misspelt,
-    names_keywords,
-    not_gathered,
-    not_reduced,
-    note_arguments,
-)
+from replica_engine.strategies import argument_checks, keras_scopes
 from replica_engine.threads.replica_run import short_name
 from replica_engine.upstream import checkpoint_hooks, distribute, eager, thread_state
 from replica_engine.upstream.graphs import operators
@@ -196,7 +182,7 @@ class OnBackend(tf.distribute.Strategy):
             Exception: any exception of `fn` or of a merge function; on threads, with notes that name the replica.
         """
         for name in others:
-            raise misspelt("strategy.run", name, ["fn", "args", "kwargs", "options"])
+            raise argument_checks.misspelt("strategy.run", name, ["fn", "args", "kwargs", "options"])
         try:
             extended = self.extended
             backend: Backend = extended.backend
@@ -205,10 +191,10 @@ class OnBackend(tf.distribute.Strategy):
                 results = backend.run_again(fn, args)
                 if results is not None:
                     return results[0]
-            check_call(fn, args, kwargs)
+            argument_checks.check_call(fn, args, kwargs)
             if not compiles and current_replica() is not None:
-                raise ScopeError.in_replica("run", here())
-            check_inputs(self, args, kwargs, len(extended.worker_devices), compiles)
+                raise ScopeError.in_replica("run", user_frames.here())
+            misuse.check_inputs(self, args, kwargs, len(extended.worker_devices), compiles)
             if compiles:
                 return extended.call_for_each_replica(fn, args, kwargs or {})
             if not operators.is_out_of_play():
@@ -222,10 +208,10 @@ class OnBackend(tf.distribute.Strategy):
                 distribute.set_scopes(before)
                 raise
         except Exception as error:
-            note_arguments(error, fn, args, kwargs)
-            raise shortened(translate_error(error))
+            argument_checks.note_arguments(error, fn, args, kwargs)
+            raise tracebacks.shortened(misuse.translate_error(error))
         except KeyboardInterrupt as interrupt:
-            raise shortened(as_raised(interrupt))
+            raise tracebacks.shortened(tracebacks.as_raised(interrupt))
 
     if not TYPE_CHECKING:  # a type checker would take each name for an attribute
 
@@ -240,7 +226,7 @@ class OnBackend(tf.distribute.Strategy):
             ScopeError: a replica calls it.
             DistributionError: `keras.distribution.set_distribution` has set a distribution.
         """
-        check_outside_replicas("scope")
+        misuse.check_outside_replicas("scope")
         keras_scopes.check_distribution(self)
         self._install_hooks()
         return super().scope()
@@ -292,7 +278,7 @@ class OnBackend(tf.distribute.Strategy):
         return self.reduce(reduction.upper(), values, axis=None)
 
     @operators.artifact
-    @names_keywords("strategy.reduce")
+    @argument_checks.names_keywords("strategy.reduce")
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like `tf.distribute.Strategy.reduce`; accepts Python numbers as tensors.
 
@@ -300,15 +286,15 @@ class OnBackend(tf.distribute.Strategy):
             ReplicaValueError: `value` cannot be reduced, `reduce_op` is not a reduction, or `axis` is not an axis.
             ScopeError: a replica calls it.
         """
-        check_outside_replicas("reduce")
-        reduce_op, value, axis = checked_reduction(reduce_op, value, axis)
+        misuse.check_outside_replicas("reduce")
+        reduce_op, value, axis = argument_checks.checked_reduction(reduce_op, value, axis)
         try:
             return super().reduce(reduce_op, value, axis)
-        except NOT_REDUCED as error:
-            raise not_reduced(error, value, axis)
+        except argument_checks.NOT_REDUCED as error:
+            raise argument_checks.not_reduced(error, value, axis)
 
     @operators.artifact
-    @names_keywords("strategy.gather")
+    @argument_checks.names_keywords("strategy.gather")
     def gather(self, value: Any, axis: int) -> Any:
         """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.
 
@@ -319,10 +305,10 @@ class OnBackend(tf.distribute.Strategy):
         axis = as_axis("strategy.gather", axis)
         try:
             return super().gather(value, axis)
-        except NOT_REDUCED as error:
-            raise not_gathered(error, value, axis)
+        except argument_checks.NOT_REDUCED as error:
+            raise argument_checks.not_gathered(error, value, axis)
 
-    def sync_points(self) -> list[SyncPointRecord]:
+    def sync_points(self) -> list[flight_record.SyncPointRecord]:
         """The last sync points of each replica: their kind, source line, tensors and times.
 
         A compiled program runs where the host cannot observe it. So under `TPUStrategy` the times of a record are those
@@ -335,7 +321,7 @@ class OnReplicaThreads(OnBackend):
     """The strategy half for an extended half with `ReplicaThreads`. Put it before a class of `tf.distribute`."""
 
     def __repr__(self) -> str:
-        return described(self, [*map(short_name, self.extended.worker_devices)])
+        return argument_checks.described(self, [*map(short_name, self.extended.worker_devices)])
 
     @property
     def run_steps(self) -> NoReturn:

@@ -25,9 +25,8 @@ from replica_engine.errors import DeviceError, InputsError
 from replica_engine.errors.base import positive_int, shown
 from replica_engine.pjrt.plan import DeviceMemory, Plan
 from replica_engine.process import setup
-from replica_engine.strategies import argument_checks, device_loops, multi_step, on_backend
+from replica_engine.strategies import argument_checks, device_loops, multi_step, on_backend, variable_layouts
 from replica_engine.strategies.compiled_backend import CompiledBackend, TPUExtended
-from replica_engine.strategies.variable_layouts import Layouts, assigned, read
 from replica_engine.upstream.graphs import operators
 from replica_engine.xla import body, body_context, constraints
 from replica_engine.xla.cluster_resolver import PjrtClusterResolver
@@ -128,7 +127,9 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
     ):
         argument_checks.check_flags(experimental_spmd_xla_partitioning=experimental_spmd_xla_partitioning)
         if experimental_device_assignment is not None:
-            num_cores, cores_per_replica = assigned(experimental_device_assignment, num_cores, cores_per_replica)
+            num_cores, cores_per_replica = variable_layouts.assigned(
+                experimental_device_assignment, num_cores, cores_per_replica
+            )
         argument_checks.check_seconds(timeout=timeout, warn_after=warn_after)
         argument_checks.check_flags(same_random_numbers=same_random_numbers)
         if soft_placement is not None:
@@ -144,7 +145,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
             )
         resolver = tpu_cluster_resolver or PjrtClusterResolver()
         # After the checks of arguments: a look at the devices of a job joins it, and waits for all workers.
-        divided = read(distribution, num_cores, cores_per_replica, lambda: resolver.devices.replicas)
+        divided = variable_layouts.read(distribution, num_cores, cores_per_replica, lambda: resolver.devices.replicas)
         devices = resolver.group(num_cores) if divided is None else resolver.group(divided.cores, divided.mesh)
         # A launch holds a thread of TensorFlow's pool.
         # If none is left for its host calls, they never run, and the launch never ends.
@@ -312,7 +313,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
         """
         return self.extended.backend.memory()
 
-    def layouts(self) -> Layouts:
+    def layouts(self) -> variable_layouts.Layouts:
         """How the variables of this strategy are divided over the devices of a replica: a table when printed.
 
         Returns:

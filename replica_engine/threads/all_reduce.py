@@ -26,7 +26,6 @@ from replica_engine.threads.merge_checks import Launches
 from replica_engine.upstream import distribute, eager, worker_collectives
 from replica_engine.upstream.distribute import QuietReduction, added, changed, is_narrow, total
 from replica_engine.upstream.graphs import function_graphs
-from replica_engine.upstream.graphs.function_graphs import python_op
 from replica_engine.workers import Program
 
 if TYPE_CHECKING:  # jax is an extra
@@ -291,7 +290,7 @@ def _in_graph(
     function_graphs.leave_uncompiled()  # XLA cannot compile an op that calls Python
     token = _token()
     with eager.no_tape(), tf.control_dependencies([token.read_value()]):
-        results = python_op(at_run, [number, *values], [value.dtype for value in values])
+        results = function_graphs.python_op(at_run, [number, *values], [value.dtype for value in values])
         with tf.control_dependencies(results):
             token.assign(True)
     for result, shape in zip(results, shapes, strict=True):

@@ -21,8 +21,8 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import workers
+from replica_engine.diagnostics import user_frames
 from replica_engine.diagnostics.flight_record import Brought, texts
-from replica_engine.diagnostics.user_frames import calling_line
 from replica_engine.engine import Replica, SyncPoint
 from replica_engine.errors import CollectiveError, GraphModeError, ReplicaMismatchError
 from replica_engine.process import threads
@@ -309,7 +309,7 @@ class Launches:
         elif name is not None:
             described = f"{what} of {name}", "", ""
         else:
-            line, function = calling_line()
+            line, function = user_frames.calling_line()
             described = what, f"{line} in {function}", line
         return threads.set_for_block(self, "_what", described)
 
@@ -404,7 +404,7 @@ class Launches:
 def make_dataset_program(rows: int) -> workers.Program:
     """The distribution of a dataset, as workers compare it: they would train on unequal shares without an error."""
     what = f"a dataset in batches of {rows} rows"
-    return workers.Program(_digest(what), what, calling_line()[0])
+    return workers.Program(_digest(what), what, user_frames.calling_line()[0])
 
 
 def check_mode() -> None:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine.diagnostics.flight_record import brought
-from replica_engine.diagnostics.user_frames import identity, sync_point, user_location
+from replica_engine.diagnostics import flight_record, user_frames
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError, ReplicaValueError
 from replica_engine.errors.run_errors import elsewhere
@@ -28,8 +27,7 @@ from replica_engine.threads.merge_checks import check_divides, check_reducible
 from replica_engine.threads.shared_variables import Seeds
 from replica_engine.upstream import distribute, eager, thread_state
 from replica_engine.upstream.graphs import function_graphs, operators
-from replica_engine.values import replica_weights
-from replica_engine.values.structure import as_axis, as_tensor
+from replica_engine.values import replica_weights, structure
 
 _STRATEGIES = "_replica_engine_all_reduces"  # of a graph: op name -> weak reference to the all-reduce's strategy
 _names = map(f"ReplicaEngineAllReduce_{uuid.uuid4().hex}_{{}}".format, itertools.count())  # unique also after a reload
@@ -240,7 +238,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     def here(self) -> str:
         """The user's line, as "file:line in function"."""
-        filename, lineno, function = user_location(self.replica)
+        filename, lineno, function = user_frames.user_location(self.replica)
         return f"{filename}:{lineno} in {function}"
 
     def in_graph(self, graph: Any, call: Callable[[], Any], creators: list | None) -> Any:
@@ -275,7 +273,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             self._check_graph()
         taped = operators.has_tape()
         part = ReplicaEntry(self, payload, taped)
-        place = user_location(self.replica)
+        place = user_frames.user_location(self.replica)
         eager = tf.executing_eagerly()
         point = SyncPoint(kind, *place, (kind, place, id(of)), kind, traced=not eager)
         built = self.replica.pause(point, self._request(build, part, {}, eager, is_trial))
@@ -299,7 +297,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
         if not isinstance(args, (list, tuple)):
             raise ReplicaValueError.no_positional(args)
-        with _detailed(self, *self._detail, identity(merge_fn)):
+        with _detailed(self, *self._detail, user_frames.identity(merge_fn)):
             if not operators.is_out_of_play():
                 return super().merge_call(merge_fn, args, kwargs)
             distribute.check_in_replica(self)
@@ -323,7 +321,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             )
         self._check_graph()
         eager = tf.executing_eagerly()
-        point = sync_point(merge_fn, replica, self._detail, brought(args, kwargs), eager)
+        point = user_frames.sync_point(merge_fn, replica, self._detail, flight_record.brought(args, kwargs), eager)
         result = replica.pause(point, self._request(merge_fn, args, kwargs, eager))
         if not eager:
             note_constants(self._graph, result)
@@ -481,7 +479,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             ReplicaValueError: `axis` is not an int.
             CollectiveError: a tensor has no such dimension.
         """
-        axis = as_axis("all_gather", axis)
+        axis = structure.as_axis("all_gather", axis)
         return replica_weights.reduced(value, functools.partial(self._all_gather, axis, options))
 
     def _all_gather(self, axis: int, options: Any, value: Any) -> Any:
@@ -502,7 +500,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
 
         def part(leaf: Any) -> tf.Tensor:
-            tensor = as_tensor(leaf, "A value of reduce_scatter")
+            tensor = structure.as_tensor(leaf, "A value of reduce_scatter")
             divided = check_divides("reduce_scatter", tensor, axis, self.num_replicas_in_sync)
             return self._part(self.all_reduce("SUM", tensor), divided)
 
@@ -524,7 +522,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
 
         def exchanged(leaf: Any) -> tf.Tensor:
-            tensor = as_tensor(leaf, "A value of all_to_all")
+            tensor = structure.as_tensor(leaf, "A value of all_to_all")
             split = check_divides("all_to_all", tensor, split_axis, self.num_replicas_in_sync)
             concat = check_divides("all_to_all", tensor, concat_axis, 1)
             gathered = self.all_gather(tensor[tf.newaxis], 0)
@@ -549,7 +547,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             shape = value.dense_shape  # a tuple is not a tensor, which a branch of TensorFlow's collectives wants
             shape = shape if shape is None else tf.convert_to_tensor(shape)
             return tf.IndexedSlices(self._own(value.values), tf.convert_to_tensor(value.indices), shape)
-        tensor = as_tensor(value, "A value of all_reduce")
+        tensor = structure.as_tensor(value, "A value of all_reduce")
         if tensor.device == self.device and (tf.executing_eagerly() or not eager.is_eager(tensor)):
             return tensor  # Only this replica runs on this device, so no other replica has this tensor.
         return tf.identity(tensor)

@@ -22,24 +22,18 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine.backend import Arguments, Backend, Keywords
-from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints, note_failed_run, records
-from replica_engine.diagnostics.misuse import check_additions, check_lines
-from replica_engine.diagnostics.tracebacks import as_raised
-from replica_engine.diagnostics.user_frames import identity
+from replica_engine.diagnostics import flight_record, misuse, tracebacks, user_frames
 from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint, current_replica
 from replica_engine.errors import ReplicaValueError, ScopeError, base
-from replica_engine.process import shutdown
-from replica_engine.process.setup import check_not_forked
+from replica_engine.process import setup, shutdown
 from replica_engine.threads import shared_variables
 from replica_engine.threads.control_flow import entering as joint_hooks
 from replica_engine.threads.control_flow.joint_operator import Attempts, JointOperator, ReplicaEntry
 from replica_engine.threads.inherited_state import InheritedState, find_function_record
 from replica_engine.threads.merge_checks import assertions, check_alike, check_variables_and_gradients
 from replica_engine.threads.replica_context import MergeRequest, ReplicaContext
-from replica_engine.threads.shared_variables import Draws, Seeds, SharedVariables
 from replica_engine.threads.step_marks import StepMarks
 from replica_engine.traced_steps import supervised_call
-from replica_engine.traced_steps.supervised_call import TracedRun, supervise
 from replica_engine.upstream import distribute, own_attributes, thread_state
 from replica_engine.upstream.graphs import function_calls, function_graphs, graph_walk, mark_ops, operators
 from replica_engine.values.regroup import parts, regroup, spread
@@ -77,7 +71,7 @@ class Merge:
         if isinstance(first.args, ReplicaEntry):
             return _build(requests, self.run)
         check_alike(points, replicas)
-        check_lines(self._strategy, points)
+        misuse.check_lines(self._strategy, points)
         what = f"The arguments of merge_call ({point})"
         args = regroup([request.args for request in requests], what, "args")
         of_kwargs = [request.kwargs for request in requests]
@@ -98,7 +92,7 @@ class Merge:
                     meeting.left(results, closes=thread_state.default_graph() is not step_marks.graph)
                 return results
             except BaseException as error:  # of the user's merge function; an interrupt of it gets the note too
-                failure = as_raised(error)
+                failure = tracebacks.as_raised(error)
         # Raised here and not in the handler: there, what AutoGraph has made of the exception would become its context.
         if isinstance(failure, Exception):
             check_variables_and_gradients(first.merge_fn, point, (args, kwargs), failure)
@@ -117,7 +111,7 @@ def _build(requests: list[MergeRequest], run: Run) -> list[Any]:
         except ErrandsFailed as failed:
             return list(failed.outcomes)
         except Exception as error:  # of the user's branches, bodies and gradients
-            failure = as_raised(error)
+            failure = tracebacks.as_raised(error)
             for replica in run.replicas:
                 if replica.error is error:  # so that its note goes to the exception that leaves the run
                     replica.error = failure
@@ -156,7 +150,7 @@ class ThreadBackend(Backend):
 
     def run(self, fn: Callable[..., Any], args: Arguments = (), kwargs: Keywords = None) -> Any:
         """Same as `call_for_each_replica` of this module."""
-        check_not_forked()
+        setup.check_not_forked()
         strategy = self.strategy
         kwargs = kwargs or {}
         if not isinstance(args, (list, tuple)) or isinstance(kwargs, distribute.DistributedValues):
@@ -172,11 +166,11 @@ class ThreadBackend(Backend):
                 fn = operators.convert(fn)
             return _run(self, fn, tuple(args), kwargs)
 
-    def sync_points(self) -> SyncPoints:
+    def sync_points(self) -> flight_record.SyncPoints:
         """The last sync points of each replica, in the order of time."""
         executions = {key: last for step in list(self.steps) for key, last in step.executions().items()}
         worker = _options(self.strategy).worker
-        return records(self.pool.record.rings, self.pool.devices, worker, executions)
+        return flight_record.records(self.pool.record.rings, self.pool.devices, worker, executions)
 
     def find_host_side(self, variable: tf.Variable) -> None:
         """Always None: with replica threads, a variable holds its value itself."""
@@ -267,7 +261,7 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
     devices = strategy.extended.worker_devices
     of_replicas = [*zip(parts(args, len(devices), "args"), parts(kwargs, len(devices), "kwargs"), strict=True)]
     state = InheritedState()
-    source = identity(fn)
+    source = user_frames.identity(fn)
     step_marks: StepMarks | None = None
     if not state.eager:
         first_op = len(state.graph.get_operations())
@@ -277,13 +271,16 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
         if step_marks is not None:
             backend.steps.add(step_marks)
         loops = function_calls.is_in_loop(state.graph)
-        traced = TracedRun(options.timeout, options.warn_after, step_marks, loops)  # not the strategy, which may go
-        function_calls.choose(state.graph, options.graph_optimizer or _graph_optimizer(devices), traced, supervise)
+        # Not the strategy, which may go.
+        traced = supervised_call.TracedRun(options.timeout, options.warn_after, step_marks, loops)
+        function_calls.choose(
+            state.graph, options.graph_optimizer or _graph_optimizer(devices), traced, supervised_call.supervise
+        )
     concurrent = options.concurrent and state.eager
-    variables = SharedVariables(concurrent)
+    variables = shared_variables.SharedVariables(concurrent)
     known = backend.creates_nothing if concurrent else set()
     decisions: dict[int, Any] = {}
-    draws = Draws(state.graph)
+    draws = shared_variables.Draws(state.graph)
 
     def body(replica: Replica) -> Any:
         """Runs `fn` in the inherited state and in replica context."""
@@ -292,14 +289,14 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
         context = options.context_class(strategy, replica_id)
         creator = variables.creator(replica, run.replicas[0])
         attempts = Attempts(decisions, index == 0)
-        context.attach(replica, state, devices[index], attempts, creator, Seeds(draws, replica_id))
+        context.attach(replica, state, devices[index], attempts, creator, shared_variables.Seeds(draws, replica_id))
         try:
             with state.entered(index, context, devices[index], creator):
                 own_args, own_kwargs = of_replicas[index]
                 try:
                     return fn(*own_args, **own_kwargs)
                 except Exception as error:  # of the user's function
-                    failure = as_raised(error)
+                    failure = tracebacks.as_raised(error)
                 raise failure
         finally:
             context.detach()
@@ -324,12 +321,12 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
             if step_marks is not None:
                 step_marks.end(own_results)
         except BaseException as error:  # Ctrl-C too: the note says where the replicas were
-            note_failed_run(error, backend.sync_points, run.number)
+            flight_record.note_failed_run(error, backend.sync_points, run.number)
             raise
         if not variables.any:
             known.add(source)
         if not state.eager:
-            check_additions(strategy, state.graph, first_op)
+            misuse.check_additions(strategy, state.graph, first_op)
             effects_wait()
             _check_compiled(state.graph, devices, source)
         return results
@@ -400,7 +397,7 @@ def _described(source: Any) -> str:
     return f"`{source.co_name}` ({file}:{line})"
 
 
-def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
+def sync_points(strategy: tf.distribute.Strategy) -> list[flight_record.SyncPointRecord]:
     """Returns the last sync points of each replica of a strategy, in the order in which they were reached.
 
     Up to 100 are kept for each replica. A step inside a `tf.function` has them once, from its trace; with marks (see
@@ -423,7 +420,7 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     if not hasattr(strategy, "extended"):
         raise ReplicaValueError.no_strategy(strategy)
     backend = _backends.get(strategy)
-    return SyncPoints() if backend is None else backend.sync_points()
+    return flight_record.SyncPoints() if backend is None else backend.sync_points()
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:

@@ -16,7 +16,6 @@ from replica_engine.diagnostics.user_frames import user_location
 from replica_engine.engine import Replica, State
 from replica_engine.errors import ReplicaUnwound, VariableMismatchError
 from replica_engine.threads.control_flow import joint_operator
-from replica_engine.threads.control_flow.joint_operator import find_notes
 from replica_engine.upstream import thread_state
 from replica_engine.upstream.graphs import function_graphs, operators
 from replica_engine.values.replica_weights import make_replica_seed
@@ -56,7 +55,7 @@ class Draws:
         if tf.executing_eagerly():
             return "eagerly" if function_graphs.seeding() == self._seeded else None
         graph = thread_state.default_graph()
-        if graph is self._graph or find_notes(graph) is not None:
+        if graph is self._graph or joint_operator.find_notes(graph) is not None:
             return graph
         while operators.is_branch_or_loop(graph):
             graph = graph.outer_graph

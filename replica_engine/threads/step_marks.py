@@ -24,7 +24,6 @@ import tensorflow as tf
 from replica_engine.engine import SyncPoint
 from replica_engine.traced_steps.marked_step import MarkedPoint, MarkedStep
 from replica_engine.upstream.graphs import graph_walk, mark_ops
-from replica_engine.upstream.graphs.mark_ops import Mark
 from replica_engine.values.structure import flatten
 
 
@@ -34,7 +33,7 @@ class StepMarks(MarkedStep):
     def __init__(self, devices: Sequence[str], names: Sequence[str], group: str, loops: bool):
         super().__init__(devices, names, group, loops)
         self._first_op = 0
-        self._last: Sequence[Mark] = []
+        self._last: Sequence[mark_ops.Mark] = []
         self._open: Meeting | None = None  # more sync points may follow at once
         self._merged: set[str] = set()  # the ops that write variables in merges
         self._nests = False  # whether replicas meet in branches or loops

@@ -32,28 +32,14 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import errors
-from replica_engine.diagnostics import misuse
-from replica_engine.diagnostics.tracebacks import shortened, shortened_of_graph, without_ours
-from replica_engine.diagnostics.user_frames import FOLDERS, user_line
+from replica_engine.diagnostics import misuse, tracebacks, user_frames
 from replica_engine.engine import ReplicaThread, State, current_replica
 from replica_engine.errors import base, run_errors, timeouts
 from replica_engine.process import interrupts, threads
-from replica_engine.process.interrupts import wait_for_ever
 from replica_engine.traced_steps.marked_step import MarkedStep, StepPlace
-from replica_engine.upstream import distribute, thread_state, worker_collectives
-from replica_engine.upstream.eager import is_replaced_interrupt
+from replica_engine.upstream import distribute, eager, hook, thread_state, worker_collectives
 from replica_engine.upstream.graphs import function_calls, function_graphs, graph_walk, operators
-from replica_engine.upstream.graphs.function_graphs import raised_in_op
-from replica_engine.upstream.hook import hide_frames
-from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import (
-    Wait,
-    describe_replicas,
-    forget_replicas,
-    format_thread_stack,
-    has_workers,
-    workers,
-)
+from replica_engine.watch import timeline, watchdog
 
 
 def install() -> None:
@@ -62,7 +48,7 @@ def install() -> None:
     On a thread that runs a replica, each wrapper calls TensorFlow's function unchanged. The exception are calls of a
     `tf.function`, in which replicas on threads may have to merge (`install_nested`).
     """
-    hide_frames(FOLDERS)
+    hook.hide_frames(user_frames.FOLDERS)
     distribute.install_numbers()
     misuse.install()
     operators.CALL.around(_call)
@@ -97,13 +83,13 @@ def _call(original: Callable[..., object], self: Any, *args: object, **kwargs: o
         if not isinstance(error, (Exception, KeyboardInterrupt)):
             raise
         ours = function_calls.notes != notes or function_calls.has_replicas(self)
-        if ours and is_replaced_interrupt(error):
+        if ours and eager.is_replaced_interrupt(error):
             raise KeyboardInterrupt from error
-        own = raised_in_op(error)
+        own = function_graphs.raised_in_op(error)
         if own is not None:
-            raise shortened(own) from None
+            raise tracebacks.shortened(own) from None
         ours = ours or isinstance(error, errors.ReplicaEngineError)
-        raise shortened_of_graph(error, self) if ours else without_ours(error)
+        raise tracebacks.shortened_of_graph(error, self) if ours else tracebacks.without_ours(error)
 
 
 # Where the replicas of a call are.
@@ -153,7 +139,7 @@ class Whereabouts:
         """
         seconds = time.time() - self._began
         coordinator = errors.CoordinatorRow(
-            self._thread.name, timeouts.IN_FUNCTION, seconds, format_thread_stack(self._thread.ident)
+            self._thread.name, timeouts.IN_FUNCTION, seconds, watchdog.format_thread_stack(self._thread.ident)
         )
         rows: list[errors.ReplicaRow] = []
         for marks, counted in self._runs:
@@ -182,14 +168,16 @@ class Whereabouts:
             op = python[token]
             replica = marks.find_op_replica(op)
             if replica is not None and not rows[replica].stack:
-                waits = (f"the Python function at {user_line(op) or op.name}",)
-                rows[replica] = dataclasses.replace(rows[replica], stack=format_thread_stack(idents[0]), waits=waits)
+                waits = (f"the Python function at {user_frames.user_line(op) or op.name}",)
+                rows[replica] = dataclasses.replace(
+                    rows[replica], stack=watchdog.format_thread_stack(idents[0]), waits=waits
+                )
         passed = marks.passed(self._began)
         for replica, (row, place) in enumerate(zip(rows, places, strict=True)):
             if row.stack or place.next is None or place.state is State.PAUSED:
                 continue
             found = graph_walk.before(place.next.op, passed)
-            lines = dict.fromkeys(f"{op.type} at {user_line(op) or op.name}" for op in found)
+            lines = dict.fromkeys(f"{op.type} at {user_frames.user_line(op) or op.name}" for op in found)
             rows[replica] = dataclasses.replace(row, waits=tuple(lines))
         return rows
 
@@ -222,7 +210,7 @@ class Whereabouts:
         found = [marks.updates(self._began) for marks, _ in self._runs]
         made, torn = [each for of in found for each in of.made], [each for of in found for each in of.under_way]
         to_come = [each for of in found for each in of.to_come]
-        own = [user_line(op) or op.name for of in found for op in of.own]
+        own = [user_frames.user_line(op) or op.name for of in found for op in of.own]
         if torn:
             said = "The step was cancelled while it wrote variables; perhaps some have the new values and some not: "
             said += f"{_listed(torn)}."
@@ -336,7 +324,7 @@ class _SupervisedCall:
         self._manager = manager
         self._is_over = False
         self._woken: threading.Event | None = None  # the call has ended, or is cancelled
-        self._wait = Wait(
+        self._wait = watchdog.Wait(
             self._describe,
             function.warn_after,
             function.timeout if self._manager is not None else None,
@@ -349,8 +337,8 @@ class _SupervisedCall:
         try:
             if self._function.is_watched:
                 self._wait.__enter__()
-            if self._function.marked and has_workers():
-                describe_replicas(self._places.brief)
+            if self._function.marked and watchdog.has_workers():
+                watchdog.describe_replicas(self._places.brief)
             make = self._apart if self._function.may_stay and self._can_be_left() else self._here
             result = self._drawn(make, execute) if timeline.recording() else make(execute)
             worker_collectives.ended()  # here too: a concrete function may be called without its tf.function
@@ -366,7 +354,7 @@ class _SupervisedCall:
     def _leave(self) -> None:
         """Ends the watch over the call. May be called again if an exception comes in it."""
         self._is_over = True
-        forget_replicas(self._places.brief)
+        watchdog.forget_replicas(self._places.brief)
         self._wait.__exit__(None, None, None)  # which lets go of this call; also if it was not entered
         self._wait.error = None  # whose traceback has frames of this call
 
@@ -430,7 +418,7 @@ class _SupervisedCall:
         try:
             worker.assign(work)
             worker.should_run.set()
-            wait_for_ever(woken.wait)
+            interrupts.wait_for_ever(woken.wait)
         except BaseException as error:  # an interrupt of the wait; the call itself keeps its exception in `failures`
             self._end(done, error, worker)
             if outcome:
@@ -515,7 +503,7 @@ class _SupervisedCall:
         with contextlib.suppress(Exception):  # a failure here must not hide the error itself
             base.add_note(error, self._places.what_was_updated())
             if isinstance(error, errors.ReplicaTimeoutError):
-                run_errors.note_workers(error, workers())
+                run_errors.note_workers(error, watchdog.workers())
 
 
 _idle: list[ReplicaThread] = []  # threads for calls that may be left

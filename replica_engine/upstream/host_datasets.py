@@ -34,8 +34,7 @@ from tensorflow.python.data.ops.padded_batch_op import _PaddedBatchDataset
 from tensorflow.python.distribute import input_lib as _input_lib
 
 from replica_engine.errors import InputsError
-from replica_engine.process import threads
-from replica_engine.process.interrupts import held_off_once
+from replica_engine.process import interrupts, threads
 from replica_engine.upstream.data_pulls import Pulls, count_element_bytes, may_call_python
 from replica_engine.upstream.graphs.function_graphs import python_op
 
@@ -184,7 +183,7 @@ class _Iterable:
                 return iter(self._read_ahead())
 
         # TensorFlow asks Python for shapes here. If the handler of a signal raises then, it writes beyond an array.
-        own = held_off_once().around(made) if tf.executing_eagerly() else made()
+        own = interrupts.held_off_once().around(made) if tf.executing_eagerly() else made()
         iterator = _wrap_iterator(self, own)
         if tf.executing_eagerly():
             (turns,) = iterator._iterators

@@ -22,9 +22,8 @@ import tensorflow as tf
 from replica_engine.errors import BatchError, ReplicaValueError
 from replica_engine.errors.base import as_int, brief, positive_int
 from replica_engine.upstream.graphs import operators
-from replica_engine.values import samples
+from replica_engine.values import samples, structure
 from replica_engine.values.regroup import parts, regroup
-from replica_engine.values.structure import as_tensor
 
 
 def split_batch(
@@ -260,7 +259,7 @@ class _Parts:
     def _weighted(self, leaf: object, size: samples.Rows) -> tf.Tensor | None:
         if leaf is None:
             return None
-        tensor = as_tensor(leaf, "A result of the function for `accumulate`")
+        tensor = structure.as_tensor(leaf, "A result of the function for `accumulate`")
         if not self._is_mean:
             return tensor
         if not (tensor.dtype.is_floating or tensor.dtype.is_complex):

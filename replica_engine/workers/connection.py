@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow
-from replica_engine.workers import messages
-from replica_engine.workers.cluster import split_address
+from replica_engine.workers import cluster, messages
 from replica_engine.workers.messages import BadMessageError, Failure, Message, MessageReader
 
 LOGGER = logging.getLogger("replica_engine")
@@ -529,7 +528,7 @@ def _asking(address: str) -> socket.socket:
     Raises:
         OSError: the system knows at once that there is no way.
     """
-    host, port = split_address(address)
+    host, port = cluster.split_address(address)
     with contextlib.ExitStack() as failed:
         sock = failed.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
         sock.setblocking(False)

@@ -37,9 +37,8 @@ from dataclasses import dataclass, field
 from typing import IO, TextIO
 
 from replica_engine.errors import ReplicaEngineError, WorkerLostError, WorkerRow, base, worker_errors
+from replica_engine.workers import job, joining
 from replica_engine.workers.cluster import COORDINATOR, NUM_PROCESSES, PROCESS_ID
-from replica_engine.workers.job import Limits
-from replica_engine.workers.joining import HEARTBEAT_TIMEOUT, JOIN_TIMEOUT
 from replica_engine.workers.messages import Failure
 from replica_engine.workers.server import Coordinator
 
@@ -73,7 +72,7 @@ class LaunchPlan:
 
     workers: int
     command: Sequence[str]
-    limits: Limits = field(default_factory=Limits)
+    limits: job.Limits = field(default_factory=job.Limits)
     max_restarts: int = 0
     fewest: int | None = None
     grace: float = SIGNAL_GRACE
@@ -87,8 +86,8 @@ class LaunchPlan:
             worker_errors.TOKEN: token,
             worker_errors.LAUNCHED: "1",
             RESTART: str(restart),
-            JOIN_TIMEOUT: f"{self.limits.join:g}",
-            HEARTBEAT_TIMEOUT: f"{self.limits.heartbeat:g}",
+            joining.JOIN_TIMEOUT: f"{self.limits.join:g}",
+            joining.HEARTBEAT_TIMEOUT: f"{self.limits.heartbeat:g}",
         }
         if "PYTHONUNBUFFERED" not in os.environ:  # a killed worker's last lines would be lost
             variables["PYTHONUNBUFFERED"] = "1"

@@ -33,9 +33,8 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from replica_engine.errors import ReplicaEngineError, ReplicaUnwound, WorkerRow, base, worker_errors
-from replica_engine.watch import timeline
-from replica_engine.watch.watchdog import Wait, describe_workers, forget_workers, format_users_stacks, replicas
-from replica_engine.workers.cluster import held_address
+from replica_engine.watch import timeline, watchdog
+from replica_engine.workers import cluster
 from replica_engine.workers.connection import Channel, Links, Welcome
 from replica_engine.workers.messages import Message, MessageReader, print_place
 from replica_engine.workers.program_log import COMPILE, END, LAUNCH, WAIT, Program, entry, packed
@@ -123,7 +122,7 @@ class Member(Channel):
             self._take(message)
         _members.add(self)
         self._thread.start()
-        describe_workers(self.describe)
+        watchdog.describe_workers(self.describe)
         timeline.name_after_worker(self.worker)
 
     def __enter__(self) -> Member:
@@ -332,7 +331,7 @@ class Member(Channel):
             self._flush_log()
             return self._exchange(f"{name} #{self._noted}", value, patience)
 
-    def watched(self, what: str, warn_after: float | None = None) -> Wait:
+    def watched(self, what: str, warn_after: float | None = None) -> watchdog.Wait:
         """A wait for the others to come to `what`, whose warning has a row for each worker."""
 
         def describe(seconds: float) -> str | None:
@@ -347,7 +346,7 @@ class Member(Channel):
                 "worker's index, and for a dataset that is longer on this worker."
             )
 
-        return Wait(describe, warn_after, of_workers=True)
+        return watchdog.Wait(describe, warn_after, of_workers=True)
 
     def rows(self, patience: float | None = None) -> list[WorkerRow]:
         """What the coordinator knows of each worker: where it runs, and how far it is.
@@ -377,7 +376,7 @@ class Member(Channel):
     def watch_links(self) -> None:
         """Watches from now on whether the machines of the other workers answer this one; all have joined."""
         try:
-            own, self._held = held_address(self._address, self.reached)
+            own, self._held = cluster.held_address(self._address, self.reached)
         except OSError as error:
             LOGGER.info("worker %d has no port at which others can look for its machine: %s", self.worker, error)
             own = ""  # the others wait for it
@@ -435,7 +434,7 @@ class Member(Channel):
             self._links.close()
         if self._held is not None:
             self._held.close()
-        forget_workers(self.describe)
+        watchdog.forget_workers(self.describe)
         timeline.name_after_worker(0)
 
     def hook_exceptions(self) -> None:
@@ -517,7 +516,7 @@ class Member(Channel):
 
     def _fill(self, now: float) -> float:
         """Queues what is due, and returns when something will be due next."""
-        where = replicas() if now >= self._beat else self._where  # not under the lock: it asks other code
+        where = watchdog.replicas() if now >= self._beat else self._where  # not under the lock: it asks other code
         with self._changed:
             self._progressed, self._where = self._progressed or where != self._where, where
             if now >= self._batch and self._entries:
@@ -536,7 +535,7 @@ class Member(Channel):
 
     def _stack(self) -> str:
         """Where this process is, as text: host calls of the program that runs first."""
-        return format_users_stacks(self.host_calls()[0])
+        return watchdog.format_users_stacks(self.host_calls()[0])
 
     def _forget(self) -> None:
         """In a forked child: the connection is the parent's.

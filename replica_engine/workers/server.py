@@ -203,9 +203,9 @@ class Strangers(Generic[T]):
             return ""
         self._told, count, self._refused = now, self._refused, 0
         return (
-            f"{base.plural(count, 'connection')} to the coordinator at {self._address} came from others than this "
-            f"job's workers and {'was' if count == 1 else 'were'} closed, the last from {self._last}. Workers still get "
-            "in. Close the port to other programs, or use a network of its own for the job."
+            f"{base.plural(count, 'connection')} to the coordinator at {self._address} came from others than "
+            f"this job's workers and {'was' if count == 1 else 'were'} closed, the last from {self._last}. Workers "
+            "still get in. Close the port to other programs, or use a network of its own for the job."
         )
 
 

@@ -22,7 +22,6 @@ from replica_engine.errors import HostResultError, InputsError, ReplicaMismatchE
 from replica_engine.errors.base import brief
 from replica_engine.process import threads
 from replica_engine.upstream import distribute, eager
-from replica_engine.upstream.eager import EagerTensor
 from replica_engine.upstream.graphs import graph_walk
 from replica_engine.values import structure
 from replica_engine.values.regroup import regroup
@@ -275,7 +274,7 @@ class Arguments:
         return spec.builder(builds), (key, keys)
 
     def _open_leaf(self, value: object, name: str) -> tuple[Build, object]:
-        if type(value) is EagerTensor:
+        if type(value) is eager.EagerTensor:
             return self._add(name, [value]), "tensor"
         if isinstance(value, tf.Variable):  # before distributed values: a distributed variable is both
             return (lambda _: value), ById(value)
@@ -390,7 +389,7 @@ def is_viewed(tensor: tf.Tensor) -> bool:
     return tensor.dtype in _NUMPYS_OWN
 
 
-_TENSORS = frozenset((EagerTensor,))
+_TENSORS = frozenset((eager.EagerTensor,))
 
 
 def _is_array(value: object) -> bool:

@@ -27,12 +27,11 @@ import numpy as np
 
 from replica_engine.pjrt.jaxlib import hlo, ir, program_context
 from replica_engine.pjrt.stablehlo import markers, mlir
-from replica_engine.pjrt.stablehlo.markers import COLLECTIVES, CONSTRAIN, HOST_CALL, PREFIX
 from replica_engine.pjrt.stablehlo.partition_local import cut, filled_up, tensor
 
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
 _CALL, _COPY = "stablehlo.custom_call", "mhlo.copy"
-_COLLECTIVES = [f"stablehlo.{name}" for name in COLLECTIVES]
+_COLLECTIVES = [f"stablehlo.{name}" for name in markers.COLLECTIVES]
 _UNKNOWN, _OTHER = '"mhlo.unknown"(', "replica_engine_unknown.operation"
 _REFERENCES = ("callee", "called_computations", "decomposition")  # attributes that name functions
 _QUOTED = re.compile(r'"([^"]*)"')
@@ -108,10 +107,12 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
                 raise UnreadableModule(names)
         for each in found[_CALL]:
             markers.restore_constraint(each)
-        marked = [each for each in found[_CALL] if markers.target(each).startswith(PREFIX)]
+        marked = [each for each in found[_CALL] if markers.target(each).startswith(markers.PREFIX)]
         # One call has several operations if the function around it is called several times.
         host_calls = [
-            (markers.read_parameters(each)["index"], each) for each in marked if markers.target(each) == HOST_CALL
+            (markers.read_parameters(each)["index"], each)
+            for each in marked
+            if markers.target(each) == markers.HOST_CALL
         ]
         _number_functions(module)
         attributes = module.operation.attributes
@@ -127,7 +128,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             # Each once, in the order of the program.
             list({index: 0 for index, each in host_calls if not all(_is_static(one.type) for one in each.operands)}),
             any(not _is_static(one.type) for each in found["stablehlo.all_reduce"] for one in each.operands),
-            any(markers.target(each) not in (HOST_CALL, CONSTRAIN) for each in marked)
+            any(markers.target(each) not in (markers.HOST_CALL, markers.CONSTRAIN) for each in marked)
             or any(found[name] for name in _COLLECTIVES),
         )
 

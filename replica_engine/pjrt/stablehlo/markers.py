@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, Shape, hlo, ir, program_context
-from replica_engine.pjrt.stablehlo import mlir
-from replica_engine.pjrt.stablehlo.partition_local import ONE
+from replica_engine.pjrt.stablehlo import mlir, partition_local
 
 Parameters = dict[str, Any]
 """Those of a marker: "groups" or "pairs" of replicas, axes, the name of the reduction as "op", and as "divide_by" what
@@ -455,7 +454,9 @@ def _transfer(
         f'_xla_host_transfer_rendezvous = "{channel}"}}',
     }
     if _SDY_SHARDING in call.attributes:  # of a divided program, in which one device makes the call
-        attributes[_SDY_SHARDING] = f"#sdy.sharding_per_value<[{', '.join([f'<@{ONE}, []>'] * len(results))}]>"
+        attributes[_SDY_SHARDING] = (
+            f"#sdy.sharding_per_value<[{', '.join([f'<@{partition_local.ONE}, []>'] * len(results))}]>"
+        )
     parsed = {key: ir.Attribute.parse(text) for key, text in attributes.items()}
     return ir.Operation.create(f"stablehlo.{name}", results=results, operands=operands, attributes=parsed).results
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from replica_engine.pjrt.jaxlib import hlo, ir
 from replica_engine.pjrt.stablehlo import mlir, partition_indexed, partition_local
-from replica_engine.pjrt.stablehlo.partition_indexed import Gather, Scatter
 from replica_engine.pjrt.stablehlo.partition_local import Devices, Divided, Layout, Propagated
 
 _ROUNDS = 32
@@ -90,8 +89,8 @@ def _indexes_wrongly(operation: ir.Operation, divided: Propagated, devices: Devi
     if any(_uneven(value, each, devices) for value, each in values) or _are_beside_others(devices):
         return True
     if operation.name == "stablehlo.gather":
-        return _needs_neighbours(Gather(operation), divided.operands[0], divided.operands[1], devices)
-    scatter = Scatter(operation)
+        return _needs_neighbours(partition_indexed.Gather(operation), divided.operands[0], divided.operands[1], devices)
+    scatter = partition_indexed.Scatter(operation)
     if _has_two_axes(devices) and scatter.divides_updates_wrongly(divided):
         return True
     if scatter.adds:
@@ -104,7 +103,9 @@ def _are_beside_others(devices: Devices) -> bool:
     return devices.layout.replicas > 1 and _has_two_axes(devices)
 
 
-def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, indices: Divided, devices: Devices) -> bool:
+def _needs_neighbours(
+    indexed: partition_indexed.Gather | partition_indexed.Scatter, divided: Divided, indices: Divided, devices: Devices
+) -> bool:
     """Whether an index may lie in another part, in a way that the partitioner does not know.
 
     It knows the samples of a batch: each part has the indices of its own samples.
@@ -116,13 +117,13 @@ def _needs_neighbours(indexed: Gather | Scatter, divided: Divided, indices: Divi
 
 def _index_locally(operation: ir.Operation, divided: Propagated, devices: Devices) -> None:
     if operation.name == "stablehlo.gather":
-        gather = Gather(operation)
+        gather = partition_indexed.Gather(operation)
         if gather.is_of_rows(divided.operands[0]) and _is_plain(divided, devices):
             gather.compute_locally(divided, devices)
         else:
             _index_whole(operation, divided, devices, {0: gather.map}, {})
     else:
-        scatter = Scatter(operation)
+        scatter = partition_indexed.Scatter(operation)
         if len(operation.results) == 1 and scatter.is_of_rows(divided.results[0]) and _is_plain(divided, devices):
             scatter.compute_locally(divided, devices)
         else:

@@ -14,10 +14,8 @@ from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
 from replica_engine.process import threads
-from replica_engine.threads.control_flow import joint_ops
-from replica_engine.threads.control_flow.joint_operator import MergeNeeded, is_joint
-from replica_engine.threads.inherited_state import find_function_record
-from replica_engine.threads.replica_context import ReplicaContext
+from replica_engine.threads import inherited_state, replica_context
+from replica_engine.threads.control_flow import joint_operator, joint_ops
 from replica_engine.traced_steps import supervised_call
 from replica_engine.upstream.graphs import function_graphs, operators
 
@@ -41,13 +39,13 @@ def install() -> None:
     operators.wrap_gradients(_gradient_of_op)
 
 
-def _context() -> ReplicaContext | None:
+def _context() -> replica_context.ReplicaContext | None:
     """The context of the replica that this thread runs, in replica context."""
     replica = current_replica()
     if replica is None:
         return None
     context = tf.distribute.get_replica_context()
-    return context if isinstance(context, ReplicaContext) and context.runs(replica) else None
+    return context if isinstance(context, replica_context.ReplicaContext) and context.runs(replica) else None
 
 
 def _cond(original: Callable[..., Any], pred: Any, true_fn: Any, false_fn: Any, name: str = "cond") -> Any:
@@ -147,7 +145,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     if context is None or operators.runs_eagerly(self):
         return original(self, *args, **kwargs)
 
-    record = find_function_record(self)
+    record = inherited_state.find_function_record(self)
     if record.swallowed:
         raise MergeCallGraphError.swallowed()
 
@@ -182,7 +180,7 @@ def _initialize(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     """The first trace of a `tf.function`, by a call or by `get_concrete_function`."""
     try:
         return original(self, *args, **kwargs)
-    except MergeNeeded:
+    except joint_operator.MergeNeeded:
         operators.forget_first_call(self)
         raise
 
@@ -250,7 +248,7 @@ def _tape_gradient(
 def _gradient_of_op(original: Callable[..., Any], op: tf.Operation, *upstream: Any) -> Any:
     """The gradient of an If, Case or While op."""
     context = _context()
-    if context is None or not is_joint(op):
+    if context is None or not joint_operator.is_joint(op):
         return original(op, *upstream)
     visited = joint_ops.Visited(original, op, upstream)
     return context.enter_operator("gradient", joint_ops.build_operator, visited, of=op)

@@ -32,7 +32,7 @@ from replica_engine.xla.body import check_mode
 from replica_engine.xla.calls.program_table import Entry, ProgramTable
 from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.soft_placement.host_op_kinds import add_caller
-from replica_engine.xla.stages.body_graph import Shape
+from replica_engine.xla.stages import body_graph
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.state import host_handles
@@ -108,7 +108,7 @@ def plan(
         return _with_numbers(programs, source, args, kwargs, planned)
 
 
-def _compiled_here(programs: ProgramTable, entry: Entry, static: Sequence[Shape]) -> Compiled:
+def _compiled_here(programs: ProgramTable, entry: Entry, static: Sequence[body_graph.Shape]) -> Compiled:
     """The program, compiled for the devices that are there; with a limit, on another thread.
 
     Nothing can end a compile: after the limit it continues, and a later call finds its result.

@@ -38,7 +38,7 @@ from replica_engine.xla import arguments, function_spec
 from replica_engine.xla.body import gathered_host_calls, in_body
 from replica_engine.xla.calls.prefetch import InputQueue, Parts
 from replica_engine.xla.soft_placement.host_op_kinds import needs_host
-from replica_engine.xla.stages.body_graph import Column
+from replica_engine.xla.stages import body_graph
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Launch
 
@@ -182,7 +182,7 @@ class Chunks:
 
     def __init__(self, compiled: Compiled, queue: InputQueue, specs: Sequence[tf.TensorSpec], program: ChunkProgram):
         self.made = 0
-        self.columns: list[Column] = []
+        self.columns: list[body_graph.Column] = []
         self._compiled = compiled
         self._queue = queue
         self._specs = specs

@@ -27,8 +27,8 @@ from replica_engine.process import threads
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs, operators
 from replica_engine.values.structure import open_level
+from replica_engine.xla import function_spec
 from replica_engine.xla.arguments import check_known
-from replica_engine.xla.function_spec import assigns
 
 
 def find_written_function(fn: FunctionType) -> FunctionType:
@@ -215,7 +215,7 @@ class Closure:
         contents = []
         for name, cell in zip(fn.__code__.co_freevars, cells, strict=True):
             _, content, assigned = self._cells.get(id(cell), (cell, _contents(cell), False))
-            self._cells[id(cell)] = cell, content, assigned or assigns(fn.__code__, name)
+            self._cells[id(cell)] = cell, content, assigned or function_spec.assigns(fn.__code__, name)
             contents.append(content)
         settings = (fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None))
         of_cells = [

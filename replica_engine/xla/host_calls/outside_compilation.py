@@ -22,15 +22,7 @@ from replica_engine.errors.base import at
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs, operators
 from replica_engine.xla import arguments, body
-from replica_engine.xla.host_calls import closures, session
-from replica_engine.xla.host_calls.host_call import HostCall, HostCalls
-from replica_engine.xla.host_calls.host_results import (
-    AnyResults,
-    HostResults,
-    find_host_results,
-    list_codes,
-    readable_name,
-)
+from replica_engine.xla.host_calls import closures, host_call, host_results, session
 
 P = ParamSpec("P")
 
@@ -94,26 +86,35 @@ def outside_compilation(fn: Callable[P, object], /, *args: P.args, **kwargs: P.k
         )
     if body.in_body() is None or tf.executing_eagerly():
         return fn(*args, **kwargs)
-    calls: HostCalls = body.gathered_host_calls()
+    calls: host_call.HostCalls = body.gathered_host_calls()
     calls.can_fail = True
-    calls.codes |= list_codes(fn)
+    calls.codes |= host_results.list_codes(fn)
     closure = closures.Closure(fn, args, kwargs, _value_on_devices)
     where = here()
-    found = find_host_results(fn, closure, body.HostCallSite(tf.constant(0), calls.size, where), calls.handles)
+    found = host_results.find_host_results(
+        fn, closure, body.HostCallSite(tf.constant(0), calls.size, where), calls.handles
+    )
     # The program calls it all the same: it may have been written for its effects.
-    results = AnyResults() if isinstance(found, arguments.UnknownResults) else found
+    results = host_results.AnyResults() if isinstance(found, arguments.UnknownResults) else found
     calls.closures.append(closure)
-    cluster = _FunctionCall(calls, where, readable_name(fn), closure, results)
+    cluster = _FunctionCall(calls, where, host_results.readable_name(fn), closure, results)
     tensors = _differentiable(cluster, closure.tensors)
     return found if isinstance(found, arguments.UnknownResults) else found.rebuild(tensors)
 
 
-class _FunctionCall(HostCall):
+class _FunctionCall(host_call.HostCall):
     """A call of the user's function."""
 
     differentiated = False
 
-    def __init__(self, calls: HostCalls, where: str, called: str, closure: closures.Closure, results: HostResults):
+    def __init__(
+        self,
+        calls: host_call.HostCalls,
+        where: str,
+        called: str,
+        closure: closures.Closure,
+        results: host_results.HostResults,
+    ):
         super().__init__(calls, calls.new_name(), where, results.tensors)
         self._called = called
         self._closure = closure
@@ -147,7 +148,7 @@ class _FunctionCall(HostCall):
         return self._wanted.names[result]
 
 
-class _ClusterGradient(HostCall):
+class _ClusterGradient(host_call.HostCall):
     """The gradient of a cluster, or of a gradient. It runs no function of the user, so it needs no order.
 
     Args:

@@ -24,13 +24,12 @@ from replica_engine.process import shutdown
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.values.regroup import regroup
+from replica_engine.xla import function_spec
 from replica_engine.xla.arguments import Arguments, Outputs
 from replica_engine.xla.body import Body
 from replica_engine.xla.collectives import SharedSums
-from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.host_calls.host_call import HostCalls
-from replica_engine.xla.soft_placement import graph_copy, host_op_kinds
-from replica_engine.xla.soft_placement.host_piece import Source
+from replica_engine.xla.soft_placement import graph_copy, host_op_kinds, host_piece
 from replica_engine.xla.stages.collective_meetings import UnmetCollective
 from replica_engine.xla.state.device_value import find_device_value
 
@@ -159,7 +158,7 @@ class BodyGraph:
 
     def __init__(
         self,
-        source: FunctionSpec,
+        source: function_spec.FunctionSpec,
         graph: Any,
         body: Body,
         arguments: Arguments,
@@ -290,7 +289,7 @@ class BodyGraph:
         on_host = []
         for index in sorted(self.host_slots):
             shape = with_any_size(slots[index].shape) if index in self.sparse_slots else slots[index].shape
-            on_host.append((self._slots[index], shape, Source("argument", index)))
+            on_host.append((self._slots[index], shape, host_piece.Source("argument", index)))
         on_host += [(inside, inside.shape, self._source(outside, inside)) for outside, inside in self._on_host]
         handles = list(zip(self._variables, self.handles, strict=True))
         inputs = graph_copy.Inputs(parameters, handles, on_host)
@@ -325,13 +324,13 @@ class BodyGraph:
         self.sparse_slots = frozenset()
         return found
 
-    def _source(self, outside: Any, inside: tf.Tensor) -> Source:
+    def _source(self, outside: Any, inside: tf.Tensor) -> host_piece.Source:
         if self.writer is not None and outside is self.writer:
-            return Source("writer", None)
+            return host_piece.Source("writer", None)
         # The body writes it, so each replica needs a copy; see `HostVariables`.
         if inside.dtype == tf.resource and find_device_value(outside) is not None and eager.may_write(inside, set()):
-            return Source("variable", outside)
-        return Source("fixed", outside)
+            return host_piece.Source("variable", outside)
+        return host_piece.Source("fixed", outside)
 
     def bake_in(self) -> bool:
         """Compiles small captured tensors in, since shapes and axes must be constants. Returns whether it found any."""

@@ -14,14 +14,13 @@ import tensorflow as tf
 from replica_engine.errors import InputsError
 from replica_engine.pjrt.devices import chip_memory
 from replica_engine.pjrt.plan import Memory, Plan
+from replica_engine.xla import body
 from replica_engine.xla.arguments import Arguments, difference
-from replica_engine.xla.body import check_mode
-from replica_engine.xla.stages.body_graph import Column
-from replica_engine.xla.stages.launch import Launch, Launchable, Slots
+from replica_engine.xla.stages import body_graph, launch
 from replica_engine.xla.state.device_value import DeviceValue
 
 
-class Compiled(Launchable):
+class Compiled(launch.Launchable):
     """A replica body, ready to run on N devices.
 
     Args:
@@ -49,7 +48,9 @@ class Compiled(Launchable):
         """The `memory` of `plan`, without the rest, which takes longer."""
         return self.executable.memory(chip_memory(self.devices))
 
-    def run(self, slots: Slots, captured: Sequence[np.ndarray] | None = None, as_arrays: bool = False) -> list[Column]:
+    def run(
+        self, slots: launch.Slots, captured: Sequence[np.ndarray] | None = None, as_arrays: bool = False
+    ) -> list[body_graph.Column]:
         """Runs the program on all replicas.
 
         Args:
@@ -63,7 +64,7 @@ class Compiled(Launchable):
         Raises:
             Exception: a host call raised it. Then all variables are as before.
         """
-        return Launch(self)(slots, captured).columns(as_arrays)
+        return launch.Launch(self)(slots, captured).columns(as_arrays)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -99,7 +100,7 @@ class Compiled(Launchable):
                 f"`{program.name}` was not compiled for these inputs: {unlike}. Lower it again with the new inputs: "
                 "xla.lower(fn, inputs).compile()."
             )
-        check_mode()
+        body.check_mode()
         if not tf.executing_eagerly():
             raise InputsError(
                 f"`{program.name}` is compiled and runs in eager mode. In a tf.function, call xla.replicate(fn, "

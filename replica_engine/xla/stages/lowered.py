@@ -26,9 +26,8 @@ from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable, agreed
 from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
 from replica_engine.pjrt.plan import Plan
+from replica_engine.pjrt.stablehlo import markers, partition_program
 from replica_engine.pjrt.stablehlo.lowered_module import LoweredModule, UnreadableModule, fitting, in_branches, read
-from replica_engine.pjrt.stablehlo.markers import UntransferableError
-from replica_engine.pjrt.stablehlo.partition_program import with_layout
 from replica_engine.upstream.graphs import graph_walk
 from replica_engine.xla.soft_placement import host_op_kinds, host_piece
 from replica_engine.xla.soft_placement.graph_copy import HostCallInfo, MovedBody
@@ -251,7 +250,9 @@ class Lowered:
 
     def _set(self, module: LoweredModule, program: BodyProgram) -> None:
         self.module, self.program = module, program
-        self._text = module.text if program.layout is None else with_layout(module.text, program.layout)
+        self._text = (
+            module.text if program.layout is None else partition_program.with_layout(module.text, program.layout)
+        )
 
     @classmethod
     def in_branches(cls, shares: Sequence[Lowered], whole: bool = False) -> Lowered:
@@ -317,7 +318,7 @@ class Lowered:
             )
             try:
                 executable = found_or_compiled(text, self.program, devices, make, together=compared is not None)
-            except UntransferableError as refused:
+            except markers.UntransferableError as refused:
                 raise self._untransferable(refused, devices.platform.upper()) from None
             except RUNTIME_ERRORS as failed:
                 if DYNAMIC in str(failed):
@@ -410,10 +411,10 @@ class Lowered:
                 parts = 1 if body.mesh is None else body.mesh.size
                 limit = body.limits.timeout
                 return compile_absent(self._text, program.name, body.size, topology, program.sizes, limit, parts)
-            except UntransferableError as refused:
+            except markers.UntransferableError as refused:
                 raise self._untransferable(refused, topology) from None
 
-    def _untransferable(self, refused: UntransferableError, where: str) -> DeviceError:
+    def _untransferable(self, refused: markers.UntransferableError, where: str) -> DeviceError:
         call = self.traced.host_calls.calls[refused.index]
         return DeviceError(
             f"`{self.program.name}` cannot be compiled for {where}: {call.describe()}, takes or returns a value of the "

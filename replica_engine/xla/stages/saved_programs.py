@@ -29,9 +29,9 @@ import tensorflow as tf
 
 from replica_engine._version import __version__
 from replica_engine.errors import InputsError, WorkersMissingError, base, program_errors
+from replica_engine.pjrt import jaxlib
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.executable import Executable, circumstances
-from replica_engine.pjrt.jaxlib import RUNTIME_ERRORS, cache_limit
 from replica_engine.pjrt.program_folder import CacheFolder, UntrustedPathError
 from replica_engine.process import setup
 from replica_engine.upstream.graphs import xla_ops
@@ -194,7 +194,7 @@ def _folder() -> CacheFolder | None:
         )
         _warn(base.warning("remote_cache_dir", text))
         return None
-    return _trusted(_opened(path, cache_limit())) if path else None
+    return _trusted(_opened(path, jaxlib.cache_limit())) if path else None
 
 
 def _named_by_environment() -> str | None:
@@ -225,7 +225,7 @@ def _read(folder: CacheFolder, key: str, make: Callable[[bytes], Made]) -> Made 
         _warn_of_others(folder, error)
     except OSError as error:
         _warn(program_errors.unusable_cache_dir(str(folder.path), error.strerror or str(error)))
-    except (ValueError, *RUNTIME_ERRORS) as error:
+    except (ValueError, *jaxlib.RUNTIME_ERRORS) as error:
         _warn(program_errors.broken_cache_file(str(folder.file(key)), str(error)))
     return None
 
