@@ -339,7 +339,7 @@ def used_by(
     """
     found: dict[int, tuple[_Shared, bool]] = {}
     knows = set()
-    for (reference, is_plain), may_write in function_graphs.marked(function, _SHARED):
+    for (reference, is_plain), may_write in function_graphs.captured_with(function, _SHARED):
         if (shared := reference()) is not None:
             if is_plain:
                 found[id(shared)] = shared, may_write()

@@ -297,7 +297,7 @@ class _ApplyMerge:
             pairs = [(grads[index], keras_models.underlying_or_itself(variables[index])) for index in given]
             reduced = strategy.extended.batch_reduce_to(self.op, pairs) if pairs else []
             # A step may use gradients of all replicas in any way: one device has the same.
-            linear.mark(tf.nest.flatten([getattr(each, "values", each) for each in reduced]), linear.COMMON)
+            linear.tag(tf.nest.flatten([getattr(each, "values", each) for each in reduced]), linear.COMMON)
             # Clipping and scaling compute with a gradient itself, which must be a tensor there.
             if keras_models.touches_gradients(optimizer):
                 reduced = [distribute.first_values(grad) for grad in reduced]

@@ -188,7 +188,7 @@ def summed(loss: tf.Tensor, share: Shard) -> tf.Tensor:
         if not tf.is_symbolic_tensor(value):
             raise NotASum("a loss with reduction='sum' is called", _WRITE_MEAN, here())
         share.sums = True
-        linear.mark([value], linear.SUMS)
+        linear.tag([value], linear.SUMS)
     return value
 
 
@@ -213,7 +213,7 @@ def check_sum(value: object, share: Shard | None) -> None:
 def like_sum(new: tf.Tensor, old: tf.Tensor, share: Shard) -> tf.Tensor:
     """A value that this library has made of a checked one: it counts as that one does."""
     if share.sums and linear.Ways(linear.SUMS).to(old) == linear.LINEAR:
-        linear.mark([new], linear.SUMS)
+        linear.tag([new], linear.SUMS)
     return new
 
 
@@ -251,7 +251,7 @@ def _gradients(
         for source, gradient in zip(tf.nest.flatten(sources), leaves, strict=False)
         if gradient is not None and of_inputs.to(source) == linear.APART  # else that of samples: each has its own
     ]
-    linear.mark(found, linear.GRADIENTS)
+    linear.tag(found, linear.GRADIENTS)
     if tf.executing_eagerly():
         share.gradients += leaves
     return gradients
@@ -335,7 +335,7 @@ def average_loss(
     value = value / share.weight(value.dtype)
     if tf.is_symbolic_tensor(value):
         share.sums = True
-        linear.mark([value], linear.SUMS)
+        linear.tag([value], linear.SUMS)
     return value
 
 

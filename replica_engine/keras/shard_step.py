@@ -99,7 +99,7 @@ class ShardedStep:
         """
         is_of_keras = keras_training.has_keras_step(self.model, self.name) and keras_training.has_keras_loss(self.model)
         share.is_own = not is_of_keras
-        linear.mark(tf.nest.flatten(data, expand_composites=True), linear.SAMPLES)
+        linear.tag(tf.nest.flatten(data, expand_composites=True), linear.SAMPLES)
         return share.entered()
 
 

@@ -117,7 +117,7 @@ def _gradient(
     parts = []
     for (values, indices), one, two in zip(tensors, like, other, strict=True):
         if table_rows.origin(one.indices) is not None and table_rows.origin(two.indices) is not None:
-            table_rows.mark(indices)
+            table_rows.note_from_branches(indices)
         shape = tf.constant(tuple(variable.shape), indices.dtype)
         parts.append(tf.IndexedSlices(values, indices, dense_shape=shape))
     return table_rows.joined(parts)

@@ -351,8 +351,8 @@ class Executable:
         return True
 
 
-class Flight:
-    """Launches of an executable by a caller that holds `DeviceGroup.in_flight`: start, wait, leave.
+class Starter:
+    """Starts an executable for a caller that holds `DeviceGroup.in_flight`, and may wait for it on another thread.
 
     Args:
         executable: what is launched.
@@ -412,18 +412,18 @@ class Flight:
         finally:  # after a launch no comparison is left, and this does nothing
             devices.agreement.leave_to(devices)
 
-    def apart(self, fly: Callable[[], list[Array]], woken: threading.Event, left: Leave) -> list[Array] | None:
+    def apart(self, launch: Callable[[], list[Array]], woken: threading.Event, left: Leave) -> list[Array] | None:
         """Starts the program and waits for it on another thread, which the calling one can leave at any point.
 
         Args:
-            fly: starts the program, and waits for its end.
+            launch: starts the program, and waits for its end.
             woken: ends the wait for the other thread, which sets it at its end.
-            left: is set if nobody needs what `fly` returns.
+            left: is set if nobody needs what `launch` returns.
 
         Returns:
-            What `fly` returned; None if `woken` was set before.
+            What `launch` returned; None if `woken` was set before.
         """
-        thread = threads.LeftCall(fly, f"launch of {self._name}", woken.set)
+        thread = threads.LeftCall(launch, f"launch of {self._name}", woken.set)
         self._devices.leave_to(thread)
         self._devices.running_name = self._name
         is_left = True  # also by an exception that comes between any two lines here

@@ -20,7 +20,7 @@ import numpy as np
 from replica_engine.errors import CoordinatorRow, ReplicaRow, ReplicaTimeoutError, run_errors
 from replica_engine.pjrt import device_group
 from replica_engine.pjrt.device_group import Array, DeviceGroup, Limits
-from replica_engine.pjrt.executable import Executable, Flight, agreed
+from replica_engine.pjrt.executable import Executable, Starter, agreed
 from replica_engine.pjrt.partitioned_group import PartitionedGroup
 from replica_engine.pjrt.stablehlo.partition_local import Axes
 from replica_engine.process.interrupts import around
@@ -92,8 +92,8 @@ def _take_from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits) ->
     """The chief's value of an array of words."""
     what, flat = "the chief's value", devices.flat
 
-    def fly(executable: Executable, left: Leave) -> np.ndarray:
-        (result,) = Flight(executable, flat, what).start([flat.put([value])], left=left)
+    def exchange(executable: Executable, left: Leave) -> np.ndarray:
+        (result,) = Starter(executable, flat, what).start([flat.put([value])], left=left)
         executable.wait(left)
         if flat.interrupted:
             raise NobodyWaits
@@ -102,7 +102,7 @@ def _take_from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits) ->
     def ready() -> Callable[[Leave], np.ndarray]:
         executable = _largest(flat, value, f"{what}, {value.size} numbers", limits)
         _wait_for_turn(executable, devices)
-        return functools.partial(fly, executable)
+        return functools.partial(exchange, executable)
 
     return _together(devices, what, limits, ready)
 
@@ -197,12 +197,12 @@ def whole(
     with devices.in_flight:
         member.meet(f"reading {what}", *limits)
         executable = _gather(devices, part, np.dtype(array.dtype), along, width, limits)
-        flight = Flight(executable, flat, what)
+        starter = Starter(executable, flat, what)
         _wait_for_turn(executable, devices)
         try:
             # All pieces have one size, so that one program reads them: the last one begins earlier.
             for begin in (min(each, size - width) for each in range(0, size, width)):
-                (result,) = flight.start([parts, flat.put([np.array(begin, np.int32)])])
+                (result,) = starter.start([parts, flat.put([np.array(begin, np.int32)])])
                 executable.wait()
                 for place, piece in zip(begins, flat.fetch(result, 0), strict=True):
                     at = [first + begin * (axis == along) for axis, first in enumerate(place)]

@@ -18,7 +18,7 @@ import numpy as np
 
 from replica_engine.errors import ProgramError
 from replica_engine.pjrt import agreement, device_group, jaxlib
-from replica_engine.pjrt.executable import Executable, Flight
+from replica_engine.pjrt.executable import Executable, Starter
 from replica_engine.pjrt.worker_exchange import element_name, from_chief, tensor_type
 from replica_engine.process import sums_are_ordered
 from replica_engine.workers import Program
@@ -206,7 +206,7 @@ class WorkerSums:
                 if executable is None:
                     executable = self._programs[program] = compiled()
                 put = [devices.put([each]) for each in (*arrays, said)]
-                *results, by_all = Flight(executable, devices, call.program.body).start(put)
+                *results, by_all = Starter(executable, devices, call.program.body).start(put)
                 self._is_missing = False
                 executable.wait()
             except jaxlib.RUNTIME_ERRORS as error:

@@ -4,7 +4,7 @@ A replica computes a part of a batch, and its gradients, or its sum of losses, a
 the end. What happens to them before that gives the same numbers after the sum if it is linear: `f(a) + f(b)` is
 `f(a + b)`. A gradient that is clipped, normalized or rounded does not.
 
-`mark` says which tensors to follow and which are the samples. The ops of the graph say the rest. What an op does that
+`tag` says which tensors to follow and which are the samples. The ops of the graph say the rest. What an op does that
 this module does not know counts as not linear: then a step is slower than it could be, and never wrong.
 
 A gradient may also go through a variable: a step adds up those of several batches, and clips the sum. A variable that
@@ -26,7 +26,7 @@ APART, OF_BATCH, LINEAR, OTHER = range(4)
 samples; it is linear in those that are followed; it depends on them in another way."""
 
 SAMPLES, GRADIENTS, SUMS, COMMON = "samples", "gradients", "sums", "common"
-"""The kinds of marks: samples that a replica was given; gradients of weights; sums over its samples; what replicas have
+"""The kinds of tags: samples that a replica was given; gradients of weights; sums over its samples; what replicas have
 brought together, so that all have the same."""
 
 _LINEAR_IN: dict[str, tuple[int, ...]] = {
@@ -57,19 +57,19 @@ _ENTERED = frozenset({*graph_walk.CALLS, *graph_walk.BRANCHES})
 _FEW = 8
 """Elements of a short constant."""
 
-_marks: weakref.WeakKeyDictionary[tf.Graph, dict[str, set[str]]] = weakref.WeakKeyDictionary()
+_tags: weakref.WeakKeyDictionary[tf.Graph, dict[str, set[str]]] = weakref.WeakKeyDictionary()
 
 
-def mark(tensors: Iterable[tf.Tensor | tf.IndexedSlices], kind: str) -> None:
-    """Marks tensors of a graph, the values of rows of tables among them; eager tensors are left out."""
+def tag(tensors: Iterable[tf.Tensor | tf.IndexedSlices], kind: str) -> None:
+    """Tags tensors of a graph, the values of rows of tables among them; eager tensors are left out."""
     for tensor in tensors:
         tensor = tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
         if tf.is_symbolic_tensor(tensor):
-            _marks.setdefault(tensor.graph, {}).setdefault(tensor.name, set()).add(kind)
+            _tags.setdefault(tensor.graph, {}).setdefault(tensor.name, set()).add(kind)
 
 
 class Ways:
-    """The ways from marked tensors to others.
+    """The ways from tagged tensors to others.
 
     Args:
         followed: the kind of the tensors that are followed, `GRADIENTS` or `SUMS`.
@@ -119,13 +119,13 @@ class Ways:
             known: what is known of the outputs of ops, by the names of the ops.
             given: what is known of the arguments of the graph, by their names.
         """
-        pending = [tensor.op for tensor in tensors if self._marked(tensor) is None]
+        pending = [tensor.op for tensor in tensors if self._tagged(tensor) is None]
         while pending:
             op = pending[-1]
             if op.name in known:
                 pending.pop()
                 continue
-            unknown = [each.op for each in op.inputs if self._marked(each) is None and each.op.name not in known]
+            unknown = [each.op for each in op.inputs if self._tagged(each) is None and each.op.name not in known]
             if unknown:
                 pending += unknown
                 continue
@@ -133,11 +133,11 @@ class Ways:
         return [self._seen(tensor, known) for tensor in tensors]
 
     def _seen(self, tensor: tf.Tensor, known: dict[str, list[int]]) -> int:
-        marked = self._marked(tensor)
-        return known[tensor.op.name][tensor.value_index] if marked is None else marked
+        tagged = self._tagged(tensor)
+        return known[tensor.op.name][tensor.value_index] if tagged is None else tagged
 
-    def _marked(self, tensor: tf.Tensor) -> int | None:
-        kinds = _marks.get(tensor.graph, {}).get(tensor.name, ())
+    def _tagged(self, tensor: tf.Tensor) -> int | None:
+        kinds = _tags.get(tensor.graph, {}).get(tensor.name, ())
         if self._followed in kinds:
             return LINEAR
         if COMMON in kinds and self._followed == GRADIENTS:

@@ -70,7 +70,7 @@ def reduced(value: object, reduce: Callable[[object], T]) -> T:
         result = tf.nest.map_structure(lambda leaf: _with_gradient_times(leaf, weight), reduce(before))
     else:
         result = reduce(value)
-    linear.mark(tf.nest.flatten(result), linear.COMMON)
+    linear.tag(tf.nest.flatten(result), linear.COMMON)
     return result
 
 

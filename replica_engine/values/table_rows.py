@@ -63,7 +63,7 @@ class Origin(NamedTuple):
     numbers: frozenset[int]
 
 
-_marks: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
+_from_branches: weakref.WeakKeyDictionary[tf.Graph, set[str]] = weakref.WeakKeyDictionary()
 
 
 def origin(tensor: tf.Tensor, of_variables: bool = False) -> Origin | None:
@@ -79,9 +79,9 @@ def origin(tensor: tf.Tensor, of_variables: bool = False) -> Origin | None:
     while pending:
         current = pending.pop()
         op = current.op
-        if current.name in _marks.get(op.graph, ()):
+        if current.name in _from_branches.get(op.graph, ()):
             of_branches = True
-            continue  # other outputs of the op may have no mark
+            continue  # other outputs of the op may not come out of one
         if op in seen:
             continue
         if op.type == "Placeholder":
@@ -105,9 +105,9 @@ def origin(tensor: tf.Tensor, of_variables: bool = False) -> Origin | None:
     return Origin(of_lengths, of_process, of_branches, frozenset(numbers))
 
 
-def mark(tensor: tf.Tensor) -> None:
+def note_from_branches(tensor: tf.Tensor) -> None:
     """Tells `origin` that a tensor comes out of branches, and depends on no input in any of them."""
-    _marks.setdefault(tensor.graph, set()).add(tensor.name)
+    _from_branches.setdefault(tensor.graph, set()).add(tensor.name)
 
 
 def pieces(rows: tf.IndexedSlices) -> list[tf.IndexedSlices]:

@@ -35,9 +35,9 @@ COLOURS = {
     "feeding": "#72b7b2",
 }
 STRAGGLER = "#c0392b"
-MOST_MARKS, FEW_MARKS = 30, 8  # steps that have a mark; steps up to which a mark has the word as well
+MOST_LINES, FEW_LINES = 30, 8  # steps that have a line; steps up to which a line has the word as well
 _TITLE = 150  # characters of a line of the title
-_LETTER = 0.009  # of the width of the axes: a letter of a mark
+_LETTER = 0.009  # of the width of the axes: a letter above a line
 _COLUMNS = 2000  # of the picture; neighbouring spans of one kind that are narrower than a column are drawn as one bar
 
 
@@ -93,7 +93,7 @@ def draw(timeline: Timeline, path: str, part: tuple[float, float]) -> None:
     axes.set_ylim(len(tracks) - 0.4, -0.6)
     axes.set_xlim(begin * factor, end * factor)
     axes.set_xlabel(f"{unit} from the beginning of the recording")
-    _mark_steps(axes, timeline, part, factor)
+    _draw_steps(axes, timeline, part, factor)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -119,16 +119,16 @@ def as_svg(timeline: Timeline) -> str:
     return text[text.index("<svg") :].replace("<svg", as_wide_as_its_cell, 1)
 
 
-def _mark_steps(axes: Axes, timeline: Timeline, part: tuple[float, float], factor: float) -> None:
+def _draw_steps(axes: Axes, timeline: Timeline, part: tuple[float, float], factor: float) -> None:
     """A line where each step begins, and its number above, from 1; not more numbers than there is place for."""
     begin, end = part
     starts = enumerate((start for start, _ in numbered(timeline)), 1)
-    marks = [(number, start) for number, start in starts if begin <= start < end]
-    every = max(1, -(-len(marks) // MOST_MARKS))
+    shown = [(number, start) for number, start in starts if begin <= start < end]
+    every = max(1, -(-len(shown) // MOST_LINES))
     free = 0.0  # from here on nothing stands above the tracks
-    for number, start in marks[::every]:
+    for number, start in shown[::every]:
         axes.axvline(start * factor, color="#444444", linewidth=0.6, linestyle=(0, (4, 3)), zorder=3)
-        label = f"step {number}" if len(marks) <= FEW_MARKS else str(number)
+        label = f"step {number}" if len(shown) <= FEW_LINES else str(number)
         if start * factor < free:
             continue
         free = (start + len(label) * _LETTER * (end - begin)) * factor

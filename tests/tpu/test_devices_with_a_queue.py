@@ -373,7 +373,7 @@ def test_ctrl_c_comes_before_a_new_value_and_the_name_of_its_writer_or_after_bot
     strategy.run(first)
     strategy.run(second)
     with ctrl_c_raises():
-        for code in (Launch.__call__.__code__, Launch._fly.__code__, Executable.launch.__code__):
+        for code in (Launch.__call__.__code__, Launch._execute.__code__, Executable.launch.__code__):
             number = 1
             while ctrl_c_at_line(number, code, lambda: strategy.run(second)):
                 assert home.written_by.name == ("first" if float(total) == 1.0 else "second")

@@ -55,19 +55,19 @@ CALL_FLAT = Hook(
 _WRITES = "_replica_engine_writes"
 
 
-def marked(function: Any, mark: str) -> Iterator[tuple[Any, Callable[[], bool]]]:
-    """The captured handles of variables that have an attribute `mark`.
+def captured_with(function: Any, attribute: str) -> Iterator[tuple[Any, Callable[[], bool]]]:
+    """The captured handles of variables that have an attribute.
 
     Args:
         function: a concrete function.
-        mark: the name of the attribute.
+        attribute: its name.
 
     Yields:
         The value of the attribute, and what tells whether the function may write to the variable.
     """
     captured = function._captured_inputs
     for index, handle in enumerate(captured):
-        if (found := getattr(handle, mark, None)) is not None:
+        if (found := getattr(handle, attribute, None)) is not None:
             yield found, functools.partial(_may_write, function.graph, index - len(captured))
 
 

@@ -1,6 +1,6 @@
 """One launch of a program: watched, limited in time if the user set a limit, and drawn on timelines.
 
-The order of a launch, whose lower half (2 and 3) is a `Flight`:
+The order of a launch, whose lower half (2 and 3) is a `Starter`:
 
 1. The launch waits for its turn on the devices (`DeviceGroup.in_flight`). After that it may read values of variables.
 2. **wait for turn**: an interrupted program has ended, and before a first launch all workers of a job are there. Ctrl-C
@@ -50,7 +50,7 @@ from replica_engine.diagnostics.flight_record import note_failed_run
 from replica_engine.errors import timeouts, worker_errors
 from replica_engine.pjrt import device_group, jaxlib
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
-from replica_engine.pjrt.executable import NO_STORES, Executable, Flight, Stores
+from replica_engine.pjrt.executable import NO_STORES, Executable, Starter, Stores
 from replica_engine.process import interrupts, shutdown
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.watch import timeline, watchdog
@@ -122,7 +122,7 @@ class Launchable:
         programs: for each replica, the data of the body lowered for its share.
         executable: the program compiled for these devices.
         variables: the values of the captured variables on the devices.
-        flight: starts the program.
+        starter: starts the program.
         awaited: waits for its results.
         is_queued: whether a launch returns before the program has run; see `DeviceGroup.has_queue`.
         stores: the variables that it writes.
@@ -137,7 +137,7 @@ class Launchable:
         self._branches = [devices.put([np.array(branch, np.int32) for branch in branches])] if branches else []
         self.devices = devices
         self.executable = executable
-        self.flight = Flight(executable, devices, program.name)
+        self.starter = Starter(executable, devices, program.name)
         computed = Computed(program.name, program.traced.where, takes=bool(program.traced.handles))
         self.awaited = Awaited(program.body, devices, computed)
         self.is_queued = devices.has_queue
@@ -285,7 +285,7 @@ class Launch:
                 arrays = prepare()
                 self._watch.beat()
                 self._state = _RUNNING
-                results = self._fly(arrays) if self._woken is None else self._within_limit(arrays, self._woken)
+                results = self._execute(arrays) if self._woken is None else self._within_limit(arrays, self._woken)
                 if not program.donates:
                     stores.store(results)
                 stores.launched()
@@ -362,9 +362,9 @@ class Launch:
                     self._watch.__exit__(None, None, None)
                 self._watch.error = None  # whose traceback has the arguments
 
-    def _fly(self, arrays: list[Array]) -> list[Array]:
+    def _execute(self, arrays: list[Array]) -> list[Array]:
         """Starts the program and waits for its end."""
-        program, flight, run = self._program, self.compiled.flight, self._run
+        program, starter, run = self._program, self.compiled.starter, self._run
         given = self.compiled.stores if program.donates else NO_STORES
         relied_on = self._devices.member is not None or run is not None
         end = self._wait if run is None else functools.partial(run.end, self._wait)
@@ -374,13 +374,13 @@ class Launch:
         try:
             if timeline.recording():
                 with timeline.profiled(f"launch {program.name}"):
-                    results = flight.start(arrays, given, relied_on, self._nobody_waits)
+                    results = starter.start(arrays, given, relied_on, self._nobody_waits)
                 launched = time.perf_counter()
                 with timeline.profiled(f"run {program.name}"):
                     end()
                 self._draw(began, launched, time.perf_counter())
             else:
-                results = flight.start(arrays, given, relied_on, self._nobody_waits)
+                results = starter.start(arrays, given, relied_on, self._nobody_waits)
                 launched = time.perf_counter()
                 end()
         except jaxlib.RUNTIME_ERRORS as error:
@@ -407,7 +407,7 @@ class Launch:
 
     def _wait(self) -> None:
         try:
-            self.compiled.flight.executable.wait(self._nobody_waits)
+            self.compiled.starter.executable.wait(self._nobody_waits)
         except (*jaxlib.RUNTIME_ERRORS, *worker_errors.JOB_FAILURES) as error:
             if self._program.donates:
                 self.compiled.stores.invalidate()
@@ -426,7 +426,7 @@ class Launch:
             run.wake = woken.set
         if self._devices.wait_for_interrupted():  # the limit is for this program alone
             self._watch.beat()
-        results = self.compiled.flight.apart(functools.partial(self._fly, arrays), woken, self._nobody_waits)
+        results = self.compiled.starter.apart(functools.partial(self._execute, arrays), woken, self._nobody_waits)
         if results is not None:
             return results
         if run is not None:
