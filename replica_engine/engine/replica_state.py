@@ -1,8 +1,9 @@
-"""One replica in one run, and how a run is drawn on a timeline."""
+"""One replica in one run, its states, and how a run is drawn on a timeline."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import threading
 import time
@@ -10,10 +11,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, Protocol
 
-from replica_engine.engine.sync_point import State, SyncPoint, SyncRecord
+from replica_engine.engine.sync_point import SyncPoint, SyncRecord
 from replica_engine.engine.thread_pool import ReplicaThread
 from replica_engine.errors import ReplicaRow, ReplicaUnwound
 from replica_engine.watch import timeline, watchdog
+
+
+class State(enum.Enum):
+    """What a replica is doing in its run. The values are the words that error tables print."""
+
+    IDLE = "not started"
+    RUNNING = "running"
+    PAUSED = "waiting in a merge call"
+    READY = "merged, waiting for its turn"
+    BACK = "at the end of the branch"
+    FINISHED = "finished"
+    UNWINDING = "being taken down"
+    FAILED = "failed"
+    UNWOUND = "unwound"
 
 
 class Observer:

@@ -59,8 +59,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replica_engine import errors
-from replica_engine.engine.replica_state import Errand, Observer, Outcome, Replica
-from replica_engine.engine.sync_point import State, SyncPoint
+from replica_engine.engine.replica_state import Errand, Observer, Outcome, Replica, State
+from replica_engine.engine.sync_point import SyncPoint
 from replica_engine.engine.thread_pool import Event, SyncGroup
 from replica_engine.errors import run_errors, timeouts
 from replica_engine.process.interrupts import MISSED, break_off, take_back

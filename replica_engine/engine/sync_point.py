@@ -1,25 +1,10 @@
-"""Sync points, where the replicas of a run meet; the record of the last ones; and the states of a replica."""
+"""Sync points, where the replicas of a run meet, and the record of the last ones."""
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections import deque
 from dataclasses import dataclass, field
-
-
-class State(enum.Enum):
-    """What a replica is doing in its run. The values are the words that error tables print."""
-
-    IDLE = "not started"
-    RUNNING = "running"
-    PAUSED = "waiting in a merge call"
-    READY = "merged, waiting for its turn"
-    BACK = "at the end of the branch"
-    FINISHED = "finished"
-    UNWINDING = "being taken down"
-    FAILED = "failed"
-    UNWOUND = "unwound"
 
 
 @dataclass

@@ -105,7 +105,7 @@ def replicate_model(
         )
     _check_inputs(model, present)
     hide_frames(FOLDERS)
-    shard_hooks.extend_keras()
+    shard_hooks.extend_losses_and_gradients()
     lent_model.extend_functions()
     twin = lent_model.replicated(model, strategy)
     if backend.saving is not None:

@@ -39,7 +39,7 @@ class ScopedModel:
     """
 
     def __init__(self, model: keras.Model, backend: Backend, name: str):
-        shard_hooks.extend_keras()
+        shard_hooks.extend_losses_and_gradients()
         self._model = model
         self._strategy = strategy = backend.strategy
         self._hooks = shard_hooks.Hooks(model, strategy, None)

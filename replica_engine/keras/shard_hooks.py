@@ -68,8 +68,8 @@ _looked: weakref.WeakValueDictionary[int, keras.metrics.Metric] = weakref.WeakVa
 _READING = ("save", "save_weights", "export", "get_weights")
 
 
-def extend_keras() -> None:
-    """Makes functions of Keras and TensorFlow treat the values of a shard as described above, once."""
+def extend_losses_and_gradients() -> None:
+    """Makes losses, means and gradients of Keras and TensorFlow treat a shard as described above, once."""
     of_shards: dict[Hook, Callable[..., object]] = {
         keras_hooks.REDUCE_LOSSES: _reduce,
         keras_hooks.MEAN: _mean,

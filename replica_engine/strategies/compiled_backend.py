@@ -303,7 +303,7 @@ class TPUExtended(ExtendedHooks, _OverWorkers):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
-        keras_scopes.extend_keras()
+        keras_scopes.extend_optimizers()
         colocate_with = kwargs.pop("colocate_with", None)
         if colocate_with is not None and not isinstance(colocate_with, (tf.Variable, list, tuple)):
             return next_creator(**kwargs)

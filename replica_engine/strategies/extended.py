@@ -133,7 +133,7 @@ class ReplicaThreads(tf.distribute.StrategyExtended):
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         """The hook that makes variables. It extends Keras' optimizers, before they make their accumulators."""
-        keras_scopes.extend_keras()
+        keras_scopes.extend_optimizers()
         return super()._create_variable(next_creator, **kwargs)
 
     def _use_merge_call(self) -> bool:

@@ -42,7 +42,7 @@ Own = Callable[..., Any]
 """A function of Keras, which a hook calls."""
 
 
-def extend_keras() -> None:
+def extend_optimizers() -> None:
     """Makes Keras' optimizers clip and accumulate as above; strategies of others keep what Keras does.
 
     Does nothing until Keras is imported, or a second time.

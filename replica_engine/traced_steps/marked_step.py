@@ -15,8 +15,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from replica_engine.diagnostics.flight_record import Executed
-from replica_engine.engine import SyncPoint
-from replica_engine.engine.sync_point import State
+from replica_engine.engine import State, SyncPoint
 from replica_engine.errors import ReplicaRow
 from replica_engine.upstream.graphs.mark_ops import Mark
 
