@@ -120,8 +120,9 @@ def theirs(name: str, policy: str) -> Figures:
     from jax.sharding import Mesh, NamedSharding
 
     from benchmarks.jax_programs import SAME, SPLIT, mapped
+    from replica_engine.pjrt.accelerators import slice_named
     from replica_engine.pjrt.jaxlib import absent_tpus
-    from replica_engine.pjrt.plan import make_plan, slice_named
+    from replica_engine.pjrt.plan import make_plan
 
     model, optimizer, compute_loss = made(name, policy)
     replica_step = jax_replica_step(model, optimizer, compute_loss, "replica")

@@ -1,11 +1,17 @@
 """Compiles programs for chips that are not there. Nothing of them runs.
 
 For TPUs libtpu compiles, for GPUs the CUDA plugin of jax; neither needs a chip or a driver. Each compile is the work of
-a child process: libtpu ends its process at some programs, and must never end this one.
+a child process: libtpu ends its process at some programs, and must never end this one. The child is
+
+    python -m replica_engine.pjrt.absent_chips FOLDER ...
+
+A folder has `request.json` and `program.mlir`. What the compiler says goes to `answer.json`. If the process dies, its
+parent says so, with what was printed here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -15,12 +21,15 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from replica_engine.errors import BackendMissingError, DeviceError, ProgramError, ReplicaTimeoutError
 from replica_engine.pjrt import accelerators, executable, jaxlib
-from replica_engine.pjrt.plan import Collective, Cost, Memory, Plan, Slice, slice_named
+from replica_engine.pjrt.plan import Collective, Cost, Memory, Plan, make_plan
 from replica_engine.pjrt.stablehlo import markers
 from replica_engine.process.interrupts import wait_within
 from replica_engine.workers import child_process
@@ -41,8 +50,11 @@ _GPU_OPTIONS = (("xla_gpu_autotune_level", "0"),)  # to measure kernels, XLA wou
 
 _TOO_MUCH = re.compile(r"RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT]?)i?B?\)? (?:exceeds|of) ", re.DOTALL)
 _SCALE = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_COMMAND = child_process.arguments("replica_engine.pjrt.absent_child")
+_COMMAND = child_process.arguments("replica_engine.pjrt.absent_chips")
 _MOST_WORDS = 3000  # of a process that died
+
+# Without a GPU to try tiles on, XLA takes one, which does not suit all products. Then cuBLAS may have them.
+_NO_TILES = "Couldn't find output tile sizes"
 
 
 def compile_absent(
@@ -98,7 +110,7 @@ def compile_absent(
         return _plan(answer["plan"])
 
 
-def check_absent(topology: object, replicas: int) -> tuple[Slice, dict[str, Any]]:
+def check_absent(topology: object, replicas: int) -> tuple[accelerators.Slice, dict[str, Any]]:
     """Checks that programs can be compiled for so many devices of a slice that need not be there.
 
     Returns:
@@ -108,12 +120,12 @@ def check_absent(topology: object, replicas: int) -> tuple[Slice, dict[str, Any]
         DeviceError: there is no such slice, or it cannot serve so many.
         BackendMissingError: the compiler is not installed, or does not fit the version of jaxlib.
     """
-    slice_ = slice_named(topology)
+    slice_ = accelerators.slice_named(topology)
     slice_.check(replicas)
     return slice_, _request(slice_)
 
 
-def _request(slice_: Slice) -> dict[str, Any]:
+def _request(slice_: accelerators.Slice) -> dict[str, Any]:
     chip, sizes = slice_.chip, "x".join(map(str, slice_.shape))
     request: dict[str, Any] = {"platform": chip.platform, "devices": slice_.name, "options": {}, "compile_options": []}
     if chip.platform == "tpu":
@@ -194,3 +206,54 @@ def _too_large(error: str, request: Mapping[str, Any], sizes: tuple[int, int, in
         temporary = max(0, used - arguments - results + aliased)
     memory = Memory(arguments, results, temporary, aliased, request["memory"])
     return Plan(name, replicas, devices, memory, Cost(None, None, None), False, 0.0, request["parts"])
+
+
+# In the child process.
+
+
+def main(folder: pathlib.Path) -> None:
+    """Answers the request in a folder; called in the child process."""
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        answer = _answer(request, folder)
+    except jaxlib.RUNTIME_ERRORS as error:
+        answer = {"error": str(error)}
+    whole = folder / "answer.part"  # on a full disk, or if the process is killed now, there must be no half an answer
+    whole.write_text(json.dumps(answer))
+    whole.rename(folder / "answer.json")
+
+
+def _answer(request: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
+    replicas, parts = request["replicas"], request["parts"]
+    if request["platform"] == "tpu":
+        devices = jaxlib.absent_tpus(request["topology"], **request["options"])
+    else:
+        devices = jaxlib.absent_gpus(request["library"], request["target"], request["topology"])
+    devices = devices[: replicas * parts]
+    ids = np.array([device.id for device in devices])
+    options = jaxlib.compile_options(ids.reshape((replicas, 1) if parts == 1 else (1, replicas * parts)), parts > 1)
+    program, on = (folder / "program.mlir").read_text(), jaxlib.DeviceList(tuple(devices))
+
+    def compiled(extra: list[tuple[str, object]]) -> Any:
+        options.env_option_overrides = [*map(tuple, request["compile_options"]), *extra]
+        with jaxlib.program_context():
+            module = jaxlib.ir.Module.parse(program)
+            return devices[0].client.compile(module, executable_devices=on, compile_options=options)
+
+    began = time.perf_counter()
+    try:
+        made = compiled([])
+    except jaxlib.RUNTIME_ERRORS as error:
+        if _NO_TILES not in str(error):
+            raise
+        made = compiled([("xla_gpu_enable_triton_gemm", False)])
+    seconds = time.perf_counter() - began
+    plan = make_plan(made, request["name"], replicas, request["devices"], request["memory"], seconds, parts)
+    return {"plan": dataclasses.asdict(plan)}
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        main(pathlib.Path(argument))
+    sys.stdout.flush()
+    os._exit(0)  # libtpu takes seconds to leave, and may fail at it

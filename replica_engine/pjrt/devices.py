@@ -10,7 +10,7 @@ from typing import Any
 
 from replica_engine import workers
 from replica_engine.errors import DeviceError, base
-from replica_engine.pjrt import accelerators, jaxlib, job_devices, plan
+from replica_engine.pjrt import accelerators, jaxlib, job_devices
 from replica_engine.pjrt.device_group import DeviceGroup, let_go
 from replica_engine.pjrt.partitioned_group import make_device_group
 from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
@@ -67,7 +67,7 @@ def device_group(platform: str | None = None, count: int | None = None, mesh: Re
             f"TPUStrategy(xla.PjrtClusterResolver('cpu'), num_cores={min(count, 1024)})."
         )
     if platform == "tpu" and count is not None:
-        plan.check_devices(devices, count)
+        accelerators.check_devices(devices, count)
     return _group(platform, devices[:count], mesh)
 
 

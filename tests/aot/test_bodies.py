@@ -76,7 +76,7 @@ def test_a_number_of_chips_that_ends_the_compiler_is_refused_before_that():
 
 def test_the_compiler_that_ends_its_process_does_not_end_this_one(monkeypatch):
     """Without the check before, libtpu aborts: its words are in the error."""
-    monkeypatch.setattr("replica_engine.pjrt.plan.check_count", lambda *_: None)
+    monkeypatch.setattr("replica_engine.pjrt.accelerators.check_count", lambda *_: None)
     with pytest.raises(
         ProgramError, match=r"(?s)ended its process \(signal 6\).*This process goes on. It printed:\n\S"
     ):

@@ -34,7 +34,7 @@ REFUSED = {
 def answers(folders):
     """For each folder with a request, the words of the refusal; "" if the program compiled."""
     environment = {**os.environ, **absent_chips._ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "replica_engine.pjrt.absent_child"]
+    command = [sys.executable, "-m", "replica_engine.pjrt.absent_chips"]
     found, left = {}, list(folders)
     while left:
         done = subprocess.run([*command, *map(str, left)], env=environment, capture_output=True, text=True)

@@ -28,7 +28,8 @@ from replica_engine.errors import (
     ReplicaTimeoutError,
 )
 from replica_engine.pjrt import absent_chips, accelerators, executable
-from replica_engine.pjrt.plan import Collective, Cost, Memory, Plan, check_devices, collectives, cycles, slice_named
+from replica_engine.pjrt.accelerators import check_devices, slice_named
+from replica_engine.pjrt.plan import Collective, Cost, Memory, Plan, collectives, cycles
 from replica_engine.pjrt.stablehlo.markers import expand_markers
 from replica_engine.workers import child_process
 from replica_engine.xla.calls import body_calls
