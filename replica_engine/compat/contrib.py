@@ -19,7 +19,7 @@ from replica_engine.strategies.device_loops import LoopSettings
 from replica_engine.strategies.multi_step import MultiStepContext as _MultiStepContext
 from replica_engine.strategies.tpu import TPUStrategy as _TPUStrategy
 from replica_engine.upstream import distribute
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.values.regroup import regroup
 from replica_engine.xla.body import check_mode, in_body
 from replica_engine.xla.cluster_resolver import PjrtClusterResolver, TPUSystemMetadata, get_tpu_system_metadata
@@ -70,13 +70,13 @@ class TPUStrategy(_TPUStrategy):
 
     # Running.
 
-    @operators.artifact
+    @autograph.artifact
     def call_for_each_tower(self, fn: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """Runs `fn` on each tower; `run` today. Ignores the option `run_concurrently`: all towers run at once."""
         kwargs.pop("run_concurrently", None)
         return self.run(fn, args, kwargs)
 
-    @operators.artifact
+    @autograph.artifact
     def run_steps_on_dataset(
         self,
         fn: Callable[..., object],
@@ -88,7 +88,7 @@ class TPUStrategy(_TPUStrategy):
         settings = LoopSettings(iterations, initial_loop_values, in_replica=False, context_class=MultiStepContext)
         return self.extended.backend.run_steps(fn, iterator, settings)
 
-    @operators.artifact
+    @autograph.artifact
     def map(self, map_over: Iterable[object], fn: Callable[..., object], *args: object, **kwargs: object) -> MapOutput:
         """Calls `fn(element, *args, **kwargs)` for each element, on the host. `unwrap` and `reduce` take the result."""
         check_mode()
@@ -97,7 +97,7 @@ class TPUStrategy(_TPUStrategy):
 
     # Values.
 
-    @operators.artifact
+    @autograph.artifact
     def reduce(  # type: ignore[override]
         self,
         reduce_op: Aggregation | None = None,
@@ -134,14 +134,14 @@ class TPUStrategy(_TPUStrategy):
             return tf.nest.map_structure(lambda *each: self._reduce_leaf(name, MapOutput(list(each))), *value)
         return tf.nest.map_structure(lambda leaf: self._reduce_leaf(name, leaf), value)
 
-    @operators.artifact
+    @autograph.artifact
     def batch_reduce(
         self, aggregation: Aggregation, value_destination_pairs: Sequence[tuple[object, object]]
     ) -> list[Any]:
         """Calls `reduce` for each pair of a value and its destination."""
         return [self.reduce(aggregation, value, destinations) for value, destinations in value_destination_pairs]
 
-    @operators.artifact
+    @autograph.artifact
     def broadcast(self, tensor: object, destinations: object = None) -> Any:
         """Copies a tensor to every tower; `extended.broadcast_to` today."""
         check_mode()
@@ -150,7 +150,7 @@ class TPUStrategy(_TPUStrategy):
             return tensor
         return distribute.PerReplica((tf.convert_to_tensor(tensor),) * self.num_towers)
 
-    @operators.artifact
+    @autograph.artifact
     def unwrap(self, value: object) -> list[Any]:
         """The value of each tower; `experimental_local_results` today. A list counts as a list over towers already."""
         if isinstance(value, MapOutput):
@@ -161,7 +161,7 @@ class TPUStrategy(_TPUStrategy):
         """The variable that a tower's component belongs to; any other value itself."""
         return self.extended.value_container(value)
 
-    @operators.artifact
+    @autograph.artifact
     def group(self, value: object, name: str | None = None) -> Any:
         """`tf.group` of all towers' values; in eager mode the ops have already run."""
         values = self.unwrap(value)
@@ -173,7 +173,7 @@ class TPUStrategy(_TPUStrategy):
         """The value of a variable; if each tower has a value, their aggregate. `extended.read_var` today."""
         return self.extended.read_var(v)
 
-    @operators.artifact
+    @autograph.artifact
     def update(self, var: tf.Variable, fn: Callable[..., object], *args: object, **kwargs: Any) -> Any:
         """Calls `fn(var, *args, **kwargs)` in cross-tower context; `extended.update` today.
 
@@ -182,7 +182,7 @@ class TPUStrategy(_TPUStrategy):
         grouped = kwargs.pop("grouped", True)
         return _listed(self.extended.update(var, fn, args, kwargs, group=grouped), grouped)
 
-    @operators.artifact
+    @autograph.artifact
     def update_non_slot(self, colocate_with: object, fn: Callable[..., object], *args: object, **kwargs: Any) -> Any:
         """Calls `fn(*args, **kwargs)` on the devices of `non_slot_devices`; `extended.update_non_slot` today."""
         grouped = kwargs.pop("grouped", True)
@@ -338,7 +338,7 @@ class MapOutput:
 class MultiStepContext(_MultiStepContext):
     """Today's context of a device loop, with aggregations; outputs without aggregation are lists over towers."""
 
-    @operators.artifact
+    @autograph.artifact
     def set_last_step_output(
         self, name: str, output: object, aggregation: Aggregation = tf.VariableAggregation.NONE
     ) -> None:
@@ -379,7 +379,7 @@ class TowerContext:
     def __init__(self, context: tf.distribute.ReplicaContext):
         self._context = context
 
-    @operators.artifact
+    @autograph.artifact
     def merge_call(self, merge_fn: Callable[..., Result], *args: object, **kwargs: object) -> Result:
         """Calls `merge_fn(distribution, *args, **kwargs)` in cross-tower context."""
         return self._context.merge_call(merge_fn, args, kwargs)

@@ -22,14 +22,14 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import FOLDERS, OURS, is_internal, is_plumbing, user_line
 from replica_engine.errors import ReplicaEngineError
-from replica_engine.upstream.graphs import function_graphs, graph_walk, operators
+from replica_engine.upstream.graphs import autograph, function_graphs, graph_walk
 
 E = TypeVar("E", bound=BaseException)
 
 
 def as_raised(error: E) -> E:
     """The exception of a function that AutoGraph may have converted, with a note of the user's lines if it did."""
-    return operators.as_user_raised(error, is_internal)
+    return autograph.as_user_raised(error, is_internal)
 
 
 def shortened(error: E, is_hidden: Callable[[str], bool] = is_internal) -> E:
@@ -47,10 +47,10 @@ def shortened(error: E, is_hidden: Callable[[str], bool] = is_internal) -> E:
         shorten_text(error, is_hidden)
     frames = []
     frame = error.__traceback__
-    in_note = operators.has_note(error)
+    in_note = autograph.has_note(error)
     while frame is not None:
         file = frame.tb_frame.f_code.co_filename
-        if not is_hidden(file) and not (in_note and operators.is_generated(file)):
+        if not is_hidden(file) and not (in_note and autograph.is_generated(file)):
             frames.append(frame)
         frame = frame.tb_next
     traceback: TracebackType | None = None
@@ -65,7 +65,7 @@ def shortened_of_graph(error: E, fn: object) -> E:
     TensorFlow's own filter has removed its frames, and left in what this library puts around its functions. AutoGraph
     passes the errors of this library on, and so has named no lines of the function.
     """
-    if isinstance(error, ReplicaEngineError) and not operators.has_note(error):
+    if isinstance(error, ReplicaEngineError) and not autograph.has_note(error):
         as_raised(error)
     if tf.debugging.is_traceback_filtering_enabled() and isinstance(error, tf.errors.OpError):
         with contextlib.suppress(Exception):  # a failure here must not hide the exception itself
@@ -180,8 +180,8 @@ def _kept(lines: list[str], is_hidden: Callable[[str], bool]) -> list[str]:
         found = _FRAME.match(line)
         if found is not None:
             file, number, name = found.groups()
-            written = operators.written(file, int(number))
-            frame = bool(written) or not (is_hidden(file) or operators.is_generated(file))
+            written = autograph.written(file, int(number))
+            frame = bool(written) or not (is_hidden(file) or autograph.is_generated(file))
             if frame:
                 kept.append(written or line)
             elif detected is not None and outside and name == _CALL and file.startswith(OURS):

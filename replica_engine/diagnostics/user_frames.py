@@ -20,7 +20,7 @@ from types import FrameType, FunctionType
 import tensorflow as tf
 
 from replica_engine.engine import Replica, SyncPoint, current_replica
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.watch import watchdog
 
 # Packages whose frames can stand between the user's line and an op, a sync point or an exception: TensorFlow, Keras,
@@ -129,7 +129,7 @@ def _user_frame(replica: Replica) -> tuple[FrameType, str, int]:
 
 def _place(frame: FrameType, threads: tuple[int, ...]) -> tuple[str, int, str]:
     code = frame.f_code
-    file, line, function = operators.original_location(code.co_filename, frame.f_lineno, code.co_name, threads)
+    file, line, function = autograph.original_location(code.co_filename, frame.f_lineno, code.co_name, threads)
     return shown_file(file), line, function
 
 
@@ -138,14 +138,14 @@ def is_users(frame: FrameType, threads: tuple[int, ...]) -> bool:
 
     Args:
         frame: a frame.
-        threads: the idents of the threads that may know what was converted; see `operators.original_location`.
+        threads: the idents of the threads that may know what was converted; see `autograph.original_location`.
     """
     file = frame.f_code.co_filename
     if is_internal(file):
         return False
-    if not operators.is_generated(file):
+    if not autograph.is_generated(file):
         return True
-    return not is_internal(operators.original_location(file, frame.f_lineno, frame.f_code.co_name, threads)[0])
+    return not is_internal(autograph.original_location(file, frame.f_lineno, frame.f_code.co_name, threads)[0])
 
 
 # Whose a file is.
@@ -197,7 +197,7 @@ def function_place(fn: Callable[..., object]) -> str:
     code = getattr(_plain(getattr(fn, "made_of", fn)), "__code__", None)
     if code is None:
         return ""
-    file, line = operators.first_line(code)
+    file, line = autograph.first_line(code)
     return f"{os.path.basename(shown_file(file))}:{line}"
 
 
@@ -261,8 +261,8 @@ def _frames(op: tf.Operation) -> list[tuple[str, int, str]]:
     """File, line and function of each frame that made an op, the outermost first."""
     # An op of a loaded graph has no frames.
     frames = [(frame.filename, frame.lineno, frame.name) for frame in op.traceback or ()]
-    if any(operators.is_generated(frame[0]) for frame in frames):  # of a function inside a converted function
-        known = operators.source_map()
+    if any(autograph.is_generated(frame[0]) for frame in frames):  # of a function inside a converted function
+        known = autograph.source_map()
         frames = [known.get((file, line), (file, line, name)) for file, line, name in frames]
     return frames
 
@@ -284,8 +284,8 @@ def here() -> str:
 def users_place(frame: FrameType, number: int) -> str:
     """The user's line in a frame of a traceback, "train.py:12 in step"; "" if the frame is not the user's."""
     file = frame.f_code.co_filename
-    is_users = not (is_internal(file) or operators.is_generated(file))
-    written = operators.written_at(file, number)
+    is_users = not (is_internal(file) or autograph.is_generated(file))
+    written = autograph.written_at(file, number)
     return written or (_innermost([(file, number, frame.f_code.co_name)]) if is_users else "")
 
 
@@ -303,8 +303,8 @@ def raised_at(error: BaseException) -> str:
 def _users_line(frame: FrameType | None, threads: tuple[int, ...]) -> str:
     while frame is not None:
         if is_users(frame, threads):
-            place = operators.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads)
-            if not operators.is_generated(place[0]):
+            place = autograph.original_location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, threads)
+            if not autograph.is_generated(place[0]):
                 return _innermost([place])
         frame = frame.f_back
     return ""

@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from replica_engine.errors import OptimizerError, base
 from replica_engine.upstream import distribute
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.upstream.keras import keras_models, keras_training
 from replica_engine.values import linear
 
@@ -95,7 +95,7 @@ class CrossReplicaOptimizer(keras.optimizers.Optimizer):
         self._trainable_variables = list(variables)  # a checkpoint refuses a list that its owner changes
         self.built = True
 
-    @operators.artifact
+    @autograph.artifact
     def apply(self, grads: Sequence[Gradient], trainable_variables: Weights | None = None) -> None:
         """Reduces gradients over replicas and applies them.
 
@@ -163,7 +163,7 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices | None"
 Weights: TypeAlias = Sequence[keras.Variable]
 
 
-@operators.artifact
+@autograph.artifact
 def apply_across_replicas(
     optimizer: keras.optimizers.Optimizer,
     apply: Callable[..., object],
@@ -277,14 +277,14 @@ class _ApplyMerge:
     variables: list[keras.Variable] | None
     op: tf.distribute.ReduceOp
 
-    @operators.artifact
+    @autograph.artifact
     def build(self, strategy: tf.distribute.Strategy) -> None:
         """Makes the optimizer's variables if there are none."""
         if not self.optimizer.built:
             with tf.init_scope(), strategy.scope():  # its variables outlive the traced function
                 self.optimizer.build(self.variables)
 
-    @operators.artifact
+    @autograph.artifact
     def run(self, strategy: tf.distribute.Strategy, grads: list[Gradient]) -> None:
         """Reduces and applies the gradients; runs in cross-replica context."""
         optimizer = self.optimizer

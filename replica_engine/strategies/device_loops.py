@@ -16,7 +16,7 @@ from replica_engine.process import shutdown
 from replica_engine.strategies import worker_values
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream import data_pulls, host_datasets
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.xla import body_context, function_spec
 from replica_engine.xla.calls import device_loop, program_table
 
@@ -82,7 +82,7 @@ def run_steps(
 
     def step(fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         context = context_class()
-        converted = operators.convert_always(fn) if source.autograph else fn
+        converted = autograph.convert_always(fn) if source.autograph else fn
         if settings.in_replica:
             with body_context.BodyReplicaContext(strategy, is_step=True):
                 converted(context, *args, **kwargs)

@@ -34,7 +34,7 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import DistributionError, InputsError
 from replica_engine.threads.replica_run import keep_attributes
 from replica_engine.upstream import distribute, hook
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.upstream.keras import keras_hooks, keras_training, keras_variables
 from replica_engine.values.regroup import regroup
 
@@ -93,7 +93,7 @@ def _for_each_replica(next_creator: Own, **kwargs: object) -> object:
     return next_creator(**kwargs | own)
 
 
-@operators.artifact
+@autograph.artifact
 def _checked(own: Own, optimizer: object, grads: object) -> tf.Tensor:
     """Whether the gradients of all replicas are finite."""
     flag, context = own(optimizer, grads), _context()
@@ -102,7 +102,7 @@ def _checked(own: Own, optimizer: object, grads: object) -> tf.Tensor:
     return tf.equal(context.all_reduce("SUM", tf.cast(tf.logical_not(flag), tf.int32)), 0)
 
 
-@operators.artifact
+@autograph.artifact
 def _apply(optimizer: Any, grads: Any, variables: Any) -> None:
     """Accumulates gradients, or sums them before they are clipped; called in replica context in place of Keras' code.
 
@@ -122,7 +122,7 @@ class _ClippedStep:
         self._optimizer = optimizer
         self._variables = variables
 
-    @operators.artifact
+    @autograph.artifact
     def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
         """Updates the variables with the clipped sum of the gradients."""
         self._update(strategy, grads)
@@ -149,7 +149,7 @@ class _AccumulationStep(_ClippedStep):
         super().__init__(optimizer, variables)
         self._accumulators = [each.value for each in keras_training.accumulators(optimizer, variables)]
 
-    @operators.artifact
+    @autograph.artifact
     def run(self, strategy: tf.distribute.Strategy, grads: list[Any]) -> None:
         """Adds the gradients to the accumulators, and ends the group if this is its last step."""
         for accumulator, grad in zip(self._accumulators, grads, strict=True):

@@ -12,7 +12,7 @@ import tensorflow as tf
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import CollectiveError, InputsError, run_errors
 from replica_engine.errors.base import at, brief, shown
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.values.regroup import regroup
 from replica_engine.values.structure import as_tensor, flatten
 
@@ -37,7 +37,7 @@ class MultiStepContext:
         self._reduced: dict[str, bool] = {}
         self._graph = None if tf.executing_eagerly() else weakref.ref(tf.compat.v1.get_default_graph())  # the step's
 
-    @operators.artifact
+    @autograph.artifact
     def set_last_step_output(self, name: str, output: Any, reduce_op: Any = None) -> None:
         """Passes a value out of the last step.
 
@@ -60,7 +60,7 @@ class MultiStepContext:
             raise CollectiveError.unknown_reduction(reduce_op, list(tf.distribute.ReduceOp.__members__))
         self._pass_out(name, output, lambda strategy, leaf: strategy.extended.reduce_to(how, leaf, "CPU:0"))
 
-    @operators.artifact
+    @autograph.artifact
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Passes out a value that is known while the step is traced: a name, a number or any other object."""
         _check_name(name)

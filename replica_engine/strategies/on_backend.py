@@ -24,7 +24,7 @@ from replica_engine.process.interrupts import held_off_once
 from replica_engine.strategies import argument_checks, keras_scopes
 from replica_engine.threads.replica_run import short_name
 from replica_engine.upstream import checkpoint_hooks, distribute, eager, thread_state
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.upstream.keras import keras_hooks, keras_training
 from replica_engine.values.structure import as_axis
 
@@ -153,7 +153,7 @@ class OnBackend(tf.distribute.Strategy):
         self, fn: Callable[..., R], args: Arguments = ..., kwargs: Keywords = ..., options: Any = ...
     ) -> R | Any: ...
 
-    @operators.artifact
+    @autograph.artifact
     def run(
         self,
         fn: Callable[..., R],
@@ -197,7 +197,7 @@ class OnBackend(tf.distribute.Strategy):
             misuse.check_inputs(self, args, kwargs, len(extended.worker_devices), compiles)
             if compiles:
                 return extended.call_for_each_replica(fn, args, kwargs or {})
-            if not operators.is_out_of_play():
+            if not autograph.is_out_of_play():
                 return super().run(fn, args, kwargs, options)
             before = distribute.scopes()
             try:
@@ -277,7 +277,7 @@ class OnBackend(tf.distribute.Strategy):
             return own(values, self, reduction)
         return self.reduce(reduction.upper(), values, axis=None)
 
-    @operators.artifact
+    @autograph.artifact
     @argument_checks.names_keywords("strategy.reduce")
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like `tf.distribute.Strategy.reduce`; accepts Python numbers as tensors.
@@ -293,7 +293,7 @@ class OnBackend(tf.distribute.Strategy):
         except argument_checks.NOT_REDUCED as error:
             raise argument_checks.not_reduced(error, value, axis)
 
-    @operators.artifact
+    @autograph.artifact
     @argument_checks.names_keywords("strategy.gather")
     def gather(self, value: Any, axis: int) -> Any:
         """Joins the rows of all replicas, like `tf.distribute.Strategy.gather`.

@@ -27,7 +27,7 @@ from replica_engine.pjrt.plan import DeviceMemory, Plan
 from replica_engine.process import setup
 from replica_engine.strategies import argument_checks, device_loops, multi_step, on_backend, variable_layouts
 from replica_engine.strategies.compiled_backend import CompiledBackend, TPUExtended
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.xla import body, body_context, constraints
 from replica_engine.xla.cluster_resolver import PjrtClusterResolver
 from replica_engine.xla.replicate import with_values
@@ -169,7 +169,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
     def _extended(self, extended: TPUExtended) -> None:
         self._compiled_half = extended
 
-    @operators.artifact
+    @autograph.artifact
     @argument_checks.names_keywords("strategy.run_steps")
     def run_steps(
         self,
@@ -234,7 +234,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
         except KeyboardInterrupt as interrupt:
             raise tracebacks.shortened(tracebacks.as_raised(interrupt))
 
-    @operators.artifact
+    @autograph.artifact
     @argument_checks.names_keywords("strategy.plan")
     def plan(
         self,
@@ -334,7 +334,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
         """
         return self.extended.backend.variable_table.layouts()
 
-    @operators.artifact
+    @autograph.artifact
     @argument_checks.names_keywords("strategy.reduce")
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces values over replicas, like every strategy; works in steps of `run_steps`. Takes Python numbers."""
@@ -367,7 +367,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
 
     # In a replica, the next three say how XLA divides a value over the replica's devices. Elsewhere they return it.
 
-    @operators.artifact
+    @autograph.artifact
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> tf.Tensor:
         """Names a device of the replica for a tensor. XLA's partitioner chooses the devices that compute it.
 
@@ -393,7 +393,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
         constraints.check("experimental_assign_to_logical_device", logical_device_id, count)
         return tf.identity(tensor)
 
-    @operators.artifact
+    @autograph.artifact
     def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> tf.Tensor:
         """Splits a tensor over the devices of its replica.
 
@@ -425,7 +425,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
             )
         return tf.identity(tensor) if body.in_body() is None else constraints.divided(tensor, parts)
 
-    @operators.artifact
+    @autograph.artifact
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> tf.Tensor:
         """Copies a tensor to all devices of its replica. Returns the tensor."""
         body.check_mode()

@@ -37,7 +37,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine.upstream import thread_state
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.upstream.keras import keras_variables as keras_state
 
 _RECORD = "_replica_engine_threads"  # attribute of a `tf.function`
@@ -98,7 +98,7 @@ class InheritedState:
         self._device_policy = thread_state.device_policy()
         self._thread_locals = thread_state.locals_of_thread()
         self._keras_settings = keras_state.settings()
-        self._lines = {} if self.eager else operators.source_map()
+        self._lines = {} if self.eager else autograph.source_map()
         self.context = contextvars.copy_context()
 
     @contextlib.contextmanager
@@ -109,7 +109,7 @@ class InheritedState:
         creators = thread_state.creators_with(self._creators, creator)
         with (
             thread_state.enter_locals(self._thread_locals),
-            contextlib.nullcontext() if self.eager else operators.lines_of_ops(self._lines, _files()),
+            contextlib.nullcontext() if self.eager else autograph.lines_of_ops(self._lines, _files()),
             keras_state.entered(self._keras_settings),
             thread_state.graph_and_mode(self._init_graph, self._init_eager),
             thread_state.graph_and_mode(self.graph, self.eager),

@@ -26,7 +26,7 @@ from replica_engine.threads.inherited_state import Creator, InheritedState
 from replica_engine.threads.merge_checks import check_divides, check_reducible
 from replica_engine.threads.shared_variables import Seeds
 from replica_engine.upstream import distribute, eager, thread_state
-from replica_engine.upstream.graphs import function_graphs, operators
+from replica_engine.upstream.graphs import autograph, function_calls, function_graphs, operators
 from replica_engine.values import replica_weights, structure
 
 _STRATEGIES = "_replica_engine_all_reduces"  # of a graph: op name -> weak reference to the all-reduce's strategy
@@ -279,7 +279,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         built = self.replica.pause(point, self._request(build, part, {}, eager, is_trial))
         return recorded(self, built) if taped else built.value
 
-    @operators.artifact
+    @autograph.artifact
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
         """Waits for all replicas, runs `merge_fn` once for all of them, and returns this replica's part of the result.
 
@@ -298,7 +298,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if not isinstance(args, (list, tuple)):
             raise ReplicaValueError.no_positional(args)
         with _detailed(self, *self._detail, user_frames.identity(merge_fn)):
-            if not operators.is_out_of_play():
+            if not autograph.is_out_of_play():
                 return super().merge_call(merge_fn, args, kwargs)
             distribute.check_in_replica(self)
             return self._merge_call(merge_fn, args, {} if kwargs is None else kwargs)
@@ -345,7 +345,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
                 "and tf.map_fn in the place of tf.vectorized_map, or one merge call for all elements outside."
             )
         if thread_state.default_graph() is not self._graph:
-            if operators.in_dataset():
+            if function_calls.in_dataset():
                 raise MergeCallGraphError(
                     f"`merge_call` called in a function of tf.data, by {self.replica}, at {self.here()}. tf.data runs "
                     "its functions on threads of its own, apart from the step; a `for` over a tf.data.Dataset in a "
@@ -373,7 +373,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         control_inputs = () if eager or elsewhere else thread_state.control_inputs(self._graph)
         return MergeRequest(merge_fn, args, kwargs, name_scope, self._scope_store.current_scope, control_inputs, eager)
 
-    @operators.artifact
+    @autograph.artifact
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Reduces `value` over all replicas; each replica gets the result.
 
@@ -464,7 +464,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             for new, old in zip(reduced, tensors, strict=True)
         ]
 
-    @operators.artifact
+    @autograph.artifact
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenates `value` of all replicas along `axis`; each replica gets the result.
 
@@ -487,7 +487,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             own = tf.nest.map_structure(self._own, value)
             return super().all_gather(own, axis, options) if tf.nest.flatten(own) else own
 
-    @operators.artifact
+    @autograph.artifact
     def reduce_scatter(self, value: Any, axis: int = 0) -> Any:
         """The sum of `value` over all replicas, divided along `axis`: replica i gets part i. It has a gradient.
 
@@ -506,7 +506,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
         return tf.nest.map_structure(part, value)
 
-    @operators.artifact
+    @autograph.artifact
     def all_to_all(self, value: Any, split_axis: int, concat_axis: int) -> Any:
         """Sends part i along `split_axis` to replica i, and joins the received parts along `concat_axis`.
 

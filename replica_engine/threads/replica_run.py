@@ -35,7 +35,7 @@ from replica_engine.threads.replica_context import MergeRequest, ReplicaContext
 from replica_engine.threads.step_marks import StepMarks
 from replica_engine.traced_steps import supervised_call
 from replica_engine.upstream import distribute, own_attributes, thread_state
-from replica_engine.upstream.graphs import function_calls, function_graphs, graph_walk, mark_ops, operators
+from replica_engine.upstream.graphs import autograph, function_calls, function_graphs, graph_walk, mark_ops
 from replica_engine.values.regroup import parts, regroup, spread
 from replica_engine.values.structure import flatten
 from replica_engine.watch import timeline
@@ -163,7 +163,7 @@ class ThreadBackend(Backend):
                 with timeline.span(track, name, "launch"):
                     return _lift(self, fn)(*args, **kwargs)
             if not tf.executing_eagerly():
-                fn = operators.convert(fn)
+                fn = autograph.convert(fn)
             return _run(self, fn, tuple(args), kwargs)
 
     def sync_points(self) -> flight_record.SyncPoints:
@@ -187,7 +187,7 @@ def backend_on_threads(strategy: tf.distribute.Strategy, extended: tf.distribute
     return backend
 
 
-@operators.artifact
+@autograph.artifact
 def call_for_each_replica(
     strategy: tf.distribute.Strategy, fn: Callable[..., Any], args: Arguments = (), kwargs: Keywords = None
 ) -> Any:
@@ -393,7 +393,7 @@ def _described(source: Any) -> str:
     """Names the function that replicas run, for an error message; `source` is the result of `identity`."""
     if not isinstance(source, CodeType):
         return "the replicas"
-    file, line = operators.first_line(source)
+    file, line = autograph.first_line(source)
     return f"`{source.co_name}` ({file}:{line})"
 
 
@@ -482,7 +482,7 @@ def _around(backend: ThreadBackend, inner: Callable[..., Any]) -> Callable[..., 
     # Weakly: the lifted function is kept by the user's, which may outlive the strategy.
     backend_ref = weakref.ref(backend)
 
-    @operators.artifact
+    @autograph.artifact
     def on_all_replicas(*args: Any, **kwargs: Any) -> Any:
         alive = backend_ref()
         assert alive is not None, "called by `run`, a method of the strategy"

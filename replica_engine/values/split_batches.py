@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from replica_engine.errors import BatchError, ReplicaValueError
 from replica_engine.errors.base import as_int, brief, positive_int
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.values import samples, structure
 from replica_engine.values.regroup import parts, regroup
 
@@ -126,7 +126,7 @@ Sums = list[tf.Tensor | None]
 REDUCTIONS = ("mean", "sum")
 
 
-@operators.artifact
+@autograph.artifact
 def accumulate(fn: Callable[..., object], batch: Sequence[object], steps: int, reduction: str = "mean") -> Any:
     """Calls a function on `steps` parts of a batch, one after the other, and combines the results.
 
@@ -192,7 +192,7 @@ class _Parts:
     """The parts of one batch."""
 
     def __init__(self, fn: Callable[..., object], batch: tuple[object, ...], steps: int, is_mean: bool):
-        self._fn = fn if tf.executing_eagerly() else operators.convert(fn)
+        self._fn = fn if tf.executing_eagerly() else autograph.convert(fn)
         self._batch = batch
         self._is_mean = is_mean
         self._rows = _count(batch)

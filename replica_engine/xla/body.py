@@ -24,7 +24,7 @@ from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.process import threads
 from replica_engine.traced_steps import supervised_call
 from replica_engine.upstream import eager
-from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
+from replica_engine.upstream.graphs import autograph, function_graphs, graph_walk, operators, xla_ops
 from replica_engine.watch import timeline, watchdog
 from replica_engine.xla import corrected_ops
 
@@ -42,14 +42,14 @@ def install() -> None:
 def _custom_gradient(original: Callable[..., object], fn: object, args: object, kwargs: object) -> object:
     """A function with a gradient of its own: TensorFlow would keep the gradient, and so the graph, forever."""
     results = original(fn, args, kwargs)
-    if operators.in_body():
+    if function_graphs.in_body():
         operators.keep_by_graph(results)
     return results
 
 
 def _make_op(original: Callable[..., object], kind: str, name: str | None = None, **given: Any) -> object:
     """Makes an op. XLA has no kernel for some, and the host cannot compute them, because their state is on devices."""
-    if kind == "StatefulRandomBinomial" and operators.in_body():
+    if kind == "StatefulRandomBinomial" and function_graphs.in_body():
         drawn = _binomial(**given)
         # As TensorFlow's function: the structure of the outputs, whether the op has a state, the op, and its outputs.
         return None, True, drawn.op, [drawn]
@@ -82,7 +82,7 @@ def _repeat(
     original: Callable[..., tf.Tensor], data: object, repeats: object, axis: int | None, name: str | None = None
 ) -> tf.Tensor:
     """`tf.repeat`, which repeats what belongs to a row of a ragged tensor for each of its values."""
-    if operators.in_body() and axis == 0 and (rows := xla_ops.rows_of_values(repeats)) is not None:
+    if function_graphs.in_body() and axis == 0 and (rows := xla_ops.rows_of_values(repeats)) is not None:
         return tf.gather(data, rows, name=name)
     return original(data, repeats, axis, name)
 
@@ -133,7 +133,7 @@ _OF_ONE_REPLICA = ("replica_id", "num_replicas")
 _KEPT = 100  # launches, and collectives of them
 
 
-@operators.artifact
+@autograph.artifact
 def replica_id() -> tf.Tensor:
     """The id of the replica that runs this, from 0: a scalar int32 tensor, with a different value on each replica.
 
@@ -152,7 +152,7 @@ def replica_id() -> tf.Tensor:
     return xla_ops.replica_id()
 
 
-@operators.artifact
+@autograph.artifact
 def num_replicas() -> int:
     """How many replicas run the body that is being traced.
 

@@ -24,7 +24,7 @@ import tensorflow as tf
 from replica_engine.errors import CollectiveError, NotInReplicaError, ReplicaValueError, run_errors
 from replica_engine.process.interrupts import afterwards
 from replica_engine.upstream import distribute, eager
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.values import replica_weights, table_rows
 from replica_engine.values.structure import as_axis, as_tensor
 from replica_engine.xla.body import in_body, num_replicas, replica_id
@@ -59,7 +59,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         """The id of the replica that runs this: a scalar int32 tensor."""
         return replica_id()
 
-    @operators.artifact
+    @autograph.artifact
     def merge_call(self, merge_fn: Callable[..., object], args: object = (), kwargs: object = None) -> Any:
         """Runs `merge_fn` in cross-replica context; each tensor argument stands for the values of all replicas.
 
@@ -71,7 +71,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             raise ReplicaValueError.no_positional(args)
         return distribute.first_values(super().merge_call(merge_fn, own_values(args), own_values(kwargs)))
 
-    @operators.artifact
+    @autograph.artifact
     def all_reduce(self, reduce_op: tf.distribute.ReduceOp | str, value: object, options: object = None) -> Any:
         """Reduces `value` over all replicas, like `tf.distribute.ReplicaContext.all_reduce`; "MIN" and "MAX" work too.
 
@@ -82,12 +82,12 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         """
         return _exchange_leaves(value, lambda leaf: reduce_leaf(reduce_op, leaf))
 
-    @operators.artifact
+    @autograph.artifact
     def all_gather(self, value: object, axis: int, options: object = None) -> Any:
         """Like `tf.distribute.ReplicaContext.all_gather`; shapes must be equal on all replicas."""
         return _exchange_leaves(value, lambda leaf: gather_leaf(leaf, axis))
 
-    @operators.artifact
+    @autograph.artifact
     def reduce_scatter(self, value: object, axis: int = 0) -> Any:
         """Sums a value over all replicas, and gives replica i part i along `axis`; see `replica_engine.ReplicaContext`.
 
@@ -97,7 +97,7 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
         """
         return _exchange_leaves(value, lambda leaf: reduce_scatter(leaf, axis))
 
-    @operators.artifact
+    @autograph.artifact
     def all_to_all(self, value: object, split_axis: int, concat_axis: int) -> Any:
         """Sends part i along `split_axis` to replica i, and joins the received parts along `concat_axis`.
 

@@ -34,7 +34,7 @@ from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import CollectiveError, ReplicaValueError, base
 from replica_engine.process import ordered_sum, sums_are_ordered, threads
 from replica_engine.upstream import distribute, eager
-from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
+from replica_engine.upstream.graphs import autograph, function_graphs, graph_walk, xla_ops
 from replica_engine.values.structure import as_axis, as_tensor
 from replica_engine.xla import arguments
 from replica_engine.xla.arguments import Arguments, describe_placeholder
@@ -134,7 +134,7 @@ _PREFIX = "replica_engine."
 _NARROW = (tf.float16, tf.bfloat16)  # a sum of few such numbers has lost digits that float32 keeps
 
 
-@operators.artifact
+@autograph.artifact
 def cross_replica_sum(x: object, groups: Groups | None = None) -> tf.Tensor:
     """The sum of `x` over all replicas, with the shape and dtype of `x`. All replicas get the same bits.
 
@@ -157,7 +157,7 @@ def cross_replica_sum(x: object, groups: Groups | None = None) -> tf.Tensor:
     return all_reduce(x, "SUM", groups)
 
 
-@operators.artifact
+@autograph.artifact
 def all_reduce(x: object, op: tf.distribute.ReduceOp | str = "SUM", groups: Groups | None = None) -> tf.Tensor:
     """Reduces `x` of all replicas to one value, with the shape and dtype of `x`. All replicas get that value.
 
@@ -187,7 +187,7 @@ def all_reduce(x: object, op: tf.distribute.ReduceOp | str = "SUM", groups: Grou
     return _REDUCTIONS[name](tensor, rows)
 
 
-@operators.artifact
+@autograph.artifact
 def all_gather(x: object, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
     """Concatenates `x` of all replicas along `axis`, in the order of the replicas. All replicas get the result.
 
@@ -213,7 +213,7 @@ def all_gather(x: object, axis: int = 0, groups: Groups | None = None) -> tf.Ten
     return _gather(tensor, _axis("all_gather", tensor, axis), rows)
 
 
-@operators.artifact
+@autograph.artifact
 def reduce_scatter(x: object, axis: int = 0, groups: Groups | None = None) -> tf.Tensor:
     """The sum of `x` over all replicas, divided along `axis`: replica i gets part i.
 
@@ -241,7 +241,7 @@ def reduce_scatter(x: object, axis: int = 0, groups: Groups | None = None) -> tf
     return _scatter(tensor, axis, rows)
 
 
-@operators.artifact
+@autograph.artifact
 def all_to_all(x: object, split_axis: int, concat_axis: int, groups: Groups | None = None) -> tf.Tensor:
     """Splits `x` along one dimension, sends part i to replica i, and concatenates the received parts along another.
 
@@ -269,7 +269,7 @@ def all_to_all(x: object, split_axis: int, concat_axis: int, groups: Groups | No
     return _exchange(tensor, split, concat, rows)
 
 
-@operators.artifact
+@autograph.artifact
 def collective_permute(x: object, pairs: Sequence[tuple[int, int]]) -> tf.Tensor:
     """Sends `x` from replica to replica. The result has the shape and dtype of `x`.
 

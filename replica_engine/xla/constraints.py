@@ -16,12 +16,12 @@ import tensorflow as tf
 
 from replica_engine.errors import DeviceError, DistributionError, base
 from replica_engine.pjrt.stablehlo.partition_local import Axes, Entry, ReplicaMesh, names
-from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
+from replica_engine.upstream.graphs import autograph, function_graphs, xla_ops
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import current, host_call_site, in_body
 
 
-@operators.artifact
+@autograph.artifact
 def constrain(x: object, axes: Sequence[Entry]) -> tf.Tensor:
     """Divides a value of a body over the devices of its replica, like `jax.lax.with_sharding_constraint`.
 

@@ -16,7 +16,7 @@ from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.devices import device_group
 from replica_engine.process.setup import check_not_forked
 from replica_engine.upstream import distribute, eager
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.xla import body, function_spec
 from replica_engine.xla.arguments import Arguments
 from replica_engine.xla.calls import body_calls, program_table
@@ -73,7 +73,7 @@ Inputs = Sequence[Sequence[Any]]
 """A list over replicas of lists of arguments."""
 
 
-@operators.artifact
+@autograph.artifact
 def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: int | None = None) -> list[Any]:
     """Runs `fn` once on each of N replicas, compiled to one program.
 
@@ -120,7 +120,7 @@ def replicate(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas
         raise shortened(error)
 
 
-@operators.artifact
+@autograph.artifact
 def lower(fn: Callable[..., Any], inputs: Inputs | None = None, num_replicas: int | None = None) -> Lowered:
     """Traces and lowers `fn` without running it: to read the program, or to compile it ahead of time.
 

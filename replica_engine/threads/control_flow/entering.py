@@ -17,7 +17,7 @@ from replica_engine.process import threads
 from replica_engine.threads import inherited_state, replica_context
 from replica_engine.threads.control_flow import joint_operator, joint_ops
 from replica_engine.traced_steps import supervised_call
-from replica_engine.upstream.graphs import function_graphs, operators
+from replica_engine.upstream.graphs import function_calls, function_graphs, operators
 
 
 def install() -> None:
@@ -142,7 +142,7 @@ def _while_stmt(original: Callable[..., Any], test: Callable[[], Any], *rest: An
 def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of a `tf.function` by a replica."""
     context = _context()
-    if context is None or operators.runs_eagerly(self):
+    if context is None or function_calls.runs_eagerly(self):
         return original(self, *args, **kwargs)
 
     record = inherited_state.find_function_record(self)
@@ -150,7 +150,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         raise MergeCallGraphError.swallowed()
 
     def plain() -> Any:
-        with operators.unlocked_afterwards(self):
+        with function_calls.unlocked_afterwards(self):
             result = original(self, *args, **kwargs)
         if context.attempts.needed:  # The trace without the merge call stays, so the function must not be called again.
             record.swallowed = True
@@ -166,7 +166,7 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
             )
         if not tf.executing_eagerly():
             return joint_ops.inlined(self, args, kwargs)
-        own = operators.bound_arguments(self, args, kwargs)
+        own = function_calls.bound_arguments(self, args, kwargs)
         own = joint_ops.own_arguments(*own) if operators.has_tape() else own
         return context.enter_operator("tf.function", joint_ops.build_call, joint_ops.FunctionCall(self, *own))
 
@@ -181,7 +181,7 @@ def _initialize(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     try:
         return original(self, *args, **kwargs)
     except joint_operator.MergeNeeded:
-        operators.forget_first_call(self)
+        function_calls.forget_first_call(self)
         raise
 
 

@@ -41,7 +41,7 @@ from replica_engine.threads.control_flow import joint_operator as joint
 from replica_engine.threads.control_flow.joint_operator import Built, JointOperator, Notes
 from replica_engine.threads.inherited_state import find_function_record
 from replica_engine.upstream import distribute, thread_state
-from replica_engine.upstream.graphs import function_graphs, operators
+from replica_engine.upstream.graphs import autograph, function_calls, function_graphs, operators
 from replica_engine.values.regroup import parts as replica_parts
 from replica_engine.values.regroup import regroup
 
@@ -57,7 +57,7 @@ class FunctionCall(NamedTuple):
 
 def inlined(fn: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls the Python function of a `tf.function` in the current graph; returns tensors, as a `tf.function` does."""
-    own_args, own_kwargs = operators.bound_arguments(fn, args, kwargs)
+    own_args, own_kwargs = function_calls.bound_arguments(fn, args, kwargs)
     return tf.nest.map_structure(_as_result, _plain(fn)(*own_args, **own_kwargs))
 
 
@@ -120,7 +120,7 @@ _calling = threading.local()
 
 
 def _around(size: int) -> Callable[..., Any]:
-    @operators.artifact
+    @autograph.artifact
     def on_all_replicas(*args: Any, **kwargs: Any) -> Any:
         """Traces each replica's function in one graph."""
         operator: JointOperator = _calling.operator
@@ -139,7 +139,7 @@ def _around(size: int) -> Callable[..., Any]:
 
 def _plain(fn: Any) -> Callable[..., Any]:
     converts, _, _ = function_graphs.options(fn)
-    return operators.convert_always(fn.python_function) if converts else fn.python_function
+    return autograph.convert_always(fn.python_function) if converts else fn.python_function
 
 
 def _as_result(value: Any) -> Any:

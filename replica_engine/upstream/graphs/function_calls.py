@@ -1,4 +1,4 @@
-"""The calls of functions in which replicas run: what TensorFlow's graph optimizer does to them, and who watches them.
+"""Calls of functions: their arguments; what the graph optimizer does to those in which replicas run; who watches those.
 
 Grappler works on a function when it is called for the first time. Its dozen of passes go over the whole graph, twice,
 and the graph grows with the number of replicas. For a large model on several replicas that is more than half of the
@@ -15,13 +15,19 @@ watches the call, and can cancel it. Checked on TensorFlow 2.21.0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+
+# structured_function: the module that traces the functions of tf.data.
+from tensorflow.python.data.ops import structured_function as _structured_function
 
 # cancellation: ends what waits in a call of a function.
 from tensorflow.python.eager import cancellation
@@ -32,9 +38,11 @@ from tensorflow.python.eager.context import FunctionCallOptions
 # execute_with_cancellation: calls a function so that it can be ended.
 from tensorflow.python.eager.execute import execute_with_cancellation
 
+# function_type_utils: binds arguments as a tf.function with an input signature does.
+from tensorflow.python.eager.polymorphic_function import function_type_utils as _function_type_utils
+
 from replica_engine.upstream import eager
-from replica_engine.upstream.graphs import function_graphs, operators
-from replica_engine.upstream.graphs.function_graphs import kept_on
+from replica_engine.upstream.graphs import function_graphs
 from replica_engine.upstream.hook import FIRST, Hook, StandIn
 
 MAKE_CALLED = Hook(
@@ -103,17 +111,58 @@ def choose(graph: Any, level: str | None, run: Any, supervise: Callable[[Any, Se
     for each in eager.function_graphs(graph):
         if level is not None:
             setattr(each, _LEVEL, max(level, getattr(each, _LEVEL, OFF), key=LEVELS.index))
-        kept_on(each, _RUNS, lambda: (supervise, []))[1].append(run)
+        function_graphs.kept_on(each, _RUNS, lambda: (supervise, []))[1].append(run)
 
 
 def is_in_loop(graph: Any) -> bool:
     """Whether a graph that is being traced is in a loop, or in a function of tf.data, which is a loop too."""
-    return any(map(eager.is_loop_body, eager.function_graphs(graph))) or operators.in_dataset()
+    return any(map(eager.is_loop_body, eager.function_graphs(graph))) or in_dataset()
+
+
+def in_dataset() -> bool:
+    """Whether a function of tf.data is being traced around this call, such as the body of a `for` over a dataset."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return any(frame.f_code.co_filename == _structured_function.__file__ for frame in frames)
 
 
 def has_replicas(fn: Any) -> bool:
     """Whether replicas of this library run in a trace of a `tf.function`."""
     return any(hasattr(graph, _RUNS) for _, graph in function_graphs.list_traced_graphs(fn))
+
+
+def runs_eagerly(fn: Any) -> bool:
+    """Whether a `tf.function` calls its Python function at each call."""
+    return bool(fn._run_functions_eagerly)
+
+
+def bound_arguments(fn: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Arguments as a `tf.function` passes them to its Python function; an input signature converts them."""
+    if fn.input_signature is None:
+        return args, kwargs
+    bound = _function_type_utils.canonicalize_function_inputs(
+        args, kwargs, fn._function_type, fn._default_values, fn._is_pure
+    )
+    return bound.args, bound.kwargs
+
+
+@contextlib.contextmanager
+def unlocked_afterwards(fn: Any) -> Iterator[None]:
+    """Inside the block, a `tf.function` is called. After an error it does not keep its lock.
+
+    TensorFlow keeps the lock if the arguments do not fit the signature. A call on another thread, such as that of the
+    next replica, would then wait for ever.
+    """
+    held = fn._lock._is_owned()
+    try:
+        yield
+    finally:
+        if not held and fn._lock._is_owned():
+            fn._lock.release()
+
+
+def forget_first_call(fn: Any) -> None:
+    """Makes the next call of a `tf.function` its first one, because the first trace was given up."""
+    fn._created_variables = fn._variable_creation_config = None
 
 
 def manager() -> Any:

@@ -32,7 +32,7 @@ from tensorflow.python.framework import func_graph as _func_graph
 # XLAControlFlowContext: tells TensorFlow's loops and branches that XLA compiles them.
 from tensorflow.python.ops.control_flow_ops import XLAControlFlowContext as _XLAControlFlowContext
 
-from replica_engine.upstream.graphs import function_graphs, graph_walk, operators
+from replica_engine.upstream.graphs import function_graphs, graph_walk
 from replica_engine.upstream.graphs.function_graphs import kept_on
 from replica_engine.upstream.hook import FIRST_COMPILED, Hook
 
@@ -109,7 +109,7 @@ MAKE_OP = Hook(
 def update_all(original: Callable[..., Any], kind: str, name: str | None = None, **given: Any) -> Any:
     """Makes an op, or in a body what stands for an update of some rows; the answer has the op as its third value."""
     of_all = getattr(tf.raw_ops, kind.replace(_SPARSE, _DENSE), None) if kind.startswith(_SPARSE) else None
-    if of_all is None or not operators.in_body():
+    if of_all is None or not function_graphs.in_body():
         return original(kind, name=name, **given)
     rows, indices = tf.convert_to_tensor(given.pop("grad")), tf.convert_to_tensor(given.pop("indices"))
     shape = tf.raw_ops.VariableShape(input=given["var"], out_type=indices.dtype)

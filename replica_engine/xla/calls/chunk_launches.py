@@ -31,7 +31,7 @@ from replica_engine.diagnostics import flight_record, user_frames
 from replica_engine.errors import CoordinatorRow, LoweringError, ReplicaRow, ReplicaTimeoutError, base, timeouts
 from replica_engine.process import interrupts
 from replica_engine.upstream import distribute
-from replica_engine.upstream.graphs import operators
+from replica_engine.upstream.graphs import autograph
 from replica_engine.values.structure import flatten
 from replica_engine.watch.watchdog import Wait
 from replica_engine.xla import arguments, function_spec
@@ -121,7 +121,7 @@ class ChunkBody:
         """The step, from the tensors of a batch to those that it passes out."""
         args, kwargs = self._rebuild(tensors)
         named = arguments.named(self.made_of, tensors, self._places, skip=1)
-        with named, operators.as_outside():  # AutoGraph converts the step, but not this function
+        with named, autograph.as_outside():  # AutoGraph converts the step, but not this function
             self._returned = flatten(self._step(self.made_of, args, kwargs))
         return [tf.identity(each) for each in self._returned[0] if tf.is_tensor(each)]
 

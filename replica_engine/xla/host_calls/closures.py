@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from replica_engine.process import threads
 from replica_engine.upstream import distribute, eager
-from replica_engine.upstream.graphs import function_graphs, operators
+from replica_engine.upstream.graphs import autograph, function_graphs
 from replica_engine.values.structure import open_level
 from replica_engine.xla import function_spec
 from replica_engine.xla.arguments import check_known
@@ -34,10 +34,10 @@ from replica_engine.xla.arguments import check_known
 def find_written_function(fn: FunctionType) -> FunctionType:
     """The function as it was written; `fn` itself if it was not converted, or if its source cannot be found."""
     code = fn.__code__
-    if operators.OPERATORS not in code.co_freevars:
+    if autograph.OPERATORS not in code.co_freevars:
         return fn
-    file, first = operators.first_line(code)
-    if operators.is_generated(file):
+    file, first = autograph.first_line(code)
+    if autograph.is_generated(file):
         return fn
     cells = dict(zip(code.co_freevars, fn.__closure__ or (), strict=True))
     arguments = inspect.getargs(code)

@@ -24,7 +24,7 @@ from replica_engine.errors import HostAccessError, HostResultError, NestedHostCa
 from replica_engine.errors.base import at, brief, in_words
 from replica_engine.errors.program_errors import at_result
 from replica_engine.upstream import distribute, eager, thread_state
-from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
+from replica_engine.upstream.graphs import autograph, function_graphs, xla_ops
 from replica_engine.values.structure import Build, OtherStructure, build_composite, flatten
 from replica_engine.xla import arguments, body, function_spec
 from replica_engine.xla.host_calls.closures import Closure, find_written_function
@@ -253,7 +253,7 @@ def _trace(closure: Closure, side: body.HostCallSite, handles: list[tuple[tf.Ten
     def flat(*tensors: tf.Tensor) -> list[tf.Tensor]:
         with body.on_host(side._replace(replica=tf.constant(0))):
             fn, args, kwargs = closure.build(tensors)
-            found.append(HostResults(operators.convert_for_host(fn)(*args, **kwargs)))
+            found.append(HostResults(autograph.convert_for_host(fn)(*args, **kwargs)))
         return found[0].tensors
 
     graph = xla_ops.trace("host_function", flat, [tf.TensorSpec(each.shape, each.dtype) for each in closure.tensors])

@@ -20,7 +20,7 @@ from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import NestedHostCallError
 from replica_engine.errors.base import at
 from replica_engine.upstream import distribute, eager
-from replica_engine.upstream.graphs import function_graphs, operators
+from replica_engine.upstream.graphs import autograph, function_graphs
 from replica_engine.xla import arguments, body
 from replica_engine.xla.host_calls import closures, host_call, host_results, session
 
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 _GRADIENT = "the gradient of "
 
 
-@operators.artifact
+@autograph.artifact
 def outside_compilation(fn: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> Any:
     """Runs `fn` on the host, from inside a compiled body: once on each replica, each time the body reaches the call.
 

@@ -24,7 +24,7 @@ from replica_engine.diagnostics import flight_record, tracebacks, user_frames
 from replica_engine.errors import base, program_errors, run_errors, timeouts
 from replica_engine.upstream import eager as variable_handles
 from replica_engine.upstream.distribute import DistributedVariable
-from replica_engine.upstream.graphs import graph_walk, operators, xla_ops
+from replica_engine.upstream.graphs import autograph, graph_walk, xla_ops
 from replica_engine.watch.watchdog import format_thread_stack
 from replica_engine.xla.arguments import Arguments, Outputs, Shapes, named
 from replica_engine.xla.body import Body
@@ -127,7 +127,7 @@ def _trace_once(
 ) -> tuple[Traced, list[tuple[Any, str]]]:
     """Traces once. Returns the trace, and the variables that were created in it with the user's lines."""
     body_graph.count("traces")
-    converted = operators.convert_always(source.fn) if source.autograph else source.fn
+    converted = autograph.convert_always(source.fn) if source.autograph else source.fn
     specs = [tf.TensorSpec(shape, slot.dtype) for shape, slot in zip(shapes, arguments.slots, strict=True)]
     created: list[tuple[Any, str]] = []
     outputs: list[Outputs] = []
