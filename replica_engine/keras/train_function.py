@@ -47,7 +47,15 @@ PROGRESS_EVERY = 10.0
 """Seconds between log lines that report an unfinished compilation."""
 
 _SHARDS, _DEALT, _UNEQUAL, _WHOLE = "shards", "shards as they were dealt", "unequal shards", "whole batch"
-"""What replicas compute of a batch."""
+"""What replicas compute of a batch. For each, `StepFunction._run` takes:
+
+                   on threads, in one graph for all sizes          compiled, in a program for each size
+    _SHARDS        the batch, which the graph divides              its shares, divided on the host
+      in a loop    batches, and their number (`shard_step.filled`) a list of `Batch`, divided ahead of their steps
+    _DEALT         the parts that were dealt, and the total        (never: dealt parts are its shares)
+    _UNEQUAL       (never: a graph takes shards of any size)       its shares, and the total
+    _WHOLE         all samples, for every replica                  all samples, for every replica
+"""
 
 _NOTHING = contextlib.nullcontext()
 _logger = logging.getLogger("replica_engine")
