@@ -33,7 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import CheckpointError, ReplicaEngineError, base
-from replica_engine.process import setup, threads
+from replica_engine.process import interrupts, setup
 from replica_engine.upstream import checkpoint_hooks, eager
 from replica_engine.watch.watchdog import Wait
 
@@ -209,7 +209,7 @@ def current() -> Snapshot | None:
 
 def taking(together: bool, asynchronous: bool) -> contextlib.AbstractContextManager[Snapshot]:
     """Inside, what TensorFlow would write to a checkpoint goes to the snapshot."""
-    return threads.variable(_current, Snapshot(together, asynchronous))
+    return interrupts.variable_for_block(_current, Snapshot(together, asynchronous))
 
 
 # The thread that writes asynchronous checkpoints: one write at a time in a process.
@@ -433,4 +433,4 @@ _reading: contextvars.ContextVar[_Reading | None] = contextvars.ContextVar("repl
 
 def reading(path: str) -> contextlib.AbstractContextManager[object]:
     """Inside, a variable that is divided over workers reads only this worker's parts."""
-    return threads.variable(_reading, _Reading(path))
+    return interrupts.variable_for_block(_reading, _Reading(path))

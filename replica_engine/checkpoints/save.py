@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from replica_engine.checkpoints import checkpoint_files, file_owners
 from replica_engine.errors import CheckpointError, ProgramDisagreementError, ReplicaEngineError, WorkerLostError
-from replica_engine.process import setup, threads
+from replica_engine.process import interrupts, setup
 from replica_engine.upstream import checkpoint_hooks
 from replica_engine.workers import saving as workers
 
@@ -130,7 +130,7 @@ def as_given(path: str) -> AbstractContextManager[str]:
 
     Workers compare what they were given: a relative path may lead to a shared folder that machines have at two places.
     """
-    return threads.variable(_given, path)
+    return interrupts.variable_for_block(_given, path)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from replica_engine.backend import Backend
 from replica_engine.engine import current_replica
 from replica_engine.errors import BatchError, ReplicateError
 from replica_engine.keras import batches, lent_variables, replica_optimizer, shard_hooks, shard_step, train_function
-from replica_engine.process import interrupts, threads
+from replica_engine.process import interrupts
 from replica_engine.strategies import keras_scopes
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import function_graphs
@@ -170,7 +170,7 @@ def extend_functions() -> None:
 
 def _at_work() -> contextlib.AbstractContextManager[object]:
     """Inside, functions that this thread calls are those of steps and of this library."""
-    return threads.set_for_block(_thread, "is_at_work", True)
+    return interrupts.set_for_block(_thread, "is_at_work", True)
 
 
 def _called(original: Callable[..., object], function: object, *args: object, **kwargs: object) -> object:

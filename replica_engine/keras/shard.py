@@ -37,7 +37,7 @@ import keras
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here, user_line
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import eager
 from replica_engine.upstream.keras import keras_hooks, keras_models
 from replica_engine.values import linear
@@ -98,7 +98,7 @@ class Shard:
 
     def entered(self) -> contextlib.AbstractContextManager[object]:
         """Makes this shard the current one for the code inside the `with` block."""
-        return threads.variable(_current, self)
+        return interrupts.variable_for_block(_current, self)
 
 
 def current_shard() -> Shard | None:
@@ -153,7 +153,7 @@ _WRITE_UPDATE = (
 
 def called(call: object) -> contextlib.AbstractContextManager[object]:
     """Notes that `COMPILED`, the method `call` of a loss in it, or a metric is being called."""
-    return threads.variable(_calls, (*_calls.get(), call))
+    return interrupts.variable_for_block(_calls, (*_calls.get(), call))
 
 
 class InMetric:

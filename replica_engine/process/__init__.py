@@ -1,7 +1,8 @@
 """Functions that concern the whole process, not one run.
 
-- `interrupts`: exceptions from signals and from other threads, holding them off, and ending a wait with one.
-- `threads`: starting a thread safely, and values that hold for the time of a block.
+- `interrupts`: exceptions from signals and from other threads, holding them off, ending a wait with one, and values for
+  the time of a block, which come back in spite of them.
+- `threads`: starting a thread safely.
 - `setup`: logical devices, the size of TensorFlow's thread pool, forked child processes, in which no run is possible,
   and the folder that a relative path is in.
 - `shutdown`: the exit of the process in the middle of a run.

@@ -1,6 +1,7 @@
 """Exceptions that come from outside: of signals, and of other threads.
 
 - `afterwards`: what is done after a `with` block, whose own exception stays the one that is raised.
+- `set_for_block`, `variable_for_block`: a value for the time of a `with` block, however the block ends.
 - `wait_for_ever`, `wait_within`: waits that Ctrl-C ends at any moment.
 - `raise_in`, `break_off`: raise an exception in another thread.
 - `held_off`: delays signals and `break_off` while a block of code runs.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import _signal  # `signal` wraps it, and takes 5 us to turn each number into an enum
 import contextlib
+import contextvars
 import ctypes
 import os
 import signal
@@ -18,9 +20,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from replica_engine.errors.base import add_note, in_words
 from replica_engine.watch.watchdog import in_users_code
@@ -64,6 +66,39 @@ _STEP = 0.001  # seconds between two checks
 _SIGINT = int(signal.SIGINT)
 _SIGNALS = sorted(map(int, signal.valid_signals()))
 MISSED = 0.1  # seconds after which a waiting thread lets Python check for a missed signal
+
+
+# A value for the time of a `with` block; the one before it comes back however the block ends.
+#
+# These are generators, although classes were faster: an exception of a signal may come before the first line of
+# `__exit__`, and then Python still ends the generator, which restores the value.
+
+
+@contextlib.contextmanager
+def set_for_block(owner: object, name: str, value: T) -> Iterator[T]:
+    """Inside, an attribute has a value, which the block gets; afterwards the one before, or None if there was none.
+
+    Args:
+        owner: the object, such as a `threading.local`.
+        name: the attribute.
+        value: its value.
+    """
+    before = getattr(owner, name, None)
+    setattr(owner, name, value)
+    try:
+        yield value
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def variable_for_block(which: contextvars.ContextVar[Any], value: T) -> Iterator[T]:
+    """Inside, a context variable has a value, which the block gets."""
+    token = which.set(value)
+    try:
+        yield value
+    finally:
+        which.reset(token)
 
 
 def reach_this_thread() -> bool:

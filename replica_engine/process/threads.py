@@ -1,4 +1,4 @@
-"""Starting threads, and values that hold for the time of a block.
+"""Starting threads.
 
 `start` starts a thread while another thread may raise an exception in the calling one (`PyThreadState_SetAsyncExc`).
 Until a new thread runs, CPython before 3.12 knows it by the ident of the thread that makes it. An exception that is
@@ -9,54 +9,17 @@ whose ident nobody uses, makes the others.
 from __future__ import annotations
 
 import _thread
-import contextlib
-import contextvars
 import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from replica_engine.process.interrupts import MISSED
 
 T = TypeVar("T")
 
-
-# A value for the time of a `with` block; the one before it comes back however the block ends.
-#
-# These are generators, although classes were faster: an exception of a signal may come before the first line of
-# `__exit__`, and then Python still ends the generator, which restores the value.
-
-
-@contextlib.contextmanager
-def set_for_block(owner: object, name: str, value: T) -> Iterator[T]:
-    """Inside, an attribute has a value, which the block gets; afterwards the one before, or None if there was none.
-
-    Args:
-        owner: the object, such as a `threading.local`.
-        name: the attribute.
-        value: its value.
-    """
-    before = getattr(owner, name, None)
-    setattr(owner, name, value)
-    try:
-        yield value
-    finally:
-        setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def variable(which: contextvars.ContextVar[Any], value: T) -> Iterator[T]:
-    """Inside, a context variable has a value, which the block gets."""
-    token = which.set(value)
-    try:
-        yield value
-    finally:
-        which.reset(token)
-
-
-# The thread that makes threads.
 
 NAME = "replica_engine: maker of threads"
 """The name of the thread that makes the others."""

@@ -25,7 +25,7 @@ from replica_engine.diagnostics import user_frames
 from replica_engine.diagnostics.flight_record import Brought, texts
 from replica_engine.engine import Replica, SyncPoint
 from replica_engine.errors import CollectiveError, GraphModeError, ReplicaMismatchError
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import distribute, worker_collectives
 from replica_engine.values.structure import as_axis, flatten
 
@@ -291,7 +291,7 @@ class Launches:
     def merging(self, point: SyncPoint) -> contextlib.AbstractContextManager[Any]:
         """Inside the block, collectives belong to a sync point of the replicas."""
         self._new_run = self._new_run or point.number == 1
-        return threads.set_for_block(self, "_point", point)
+        return interrupts.set_for_block(self, "_point", point)
 
     def doing(self, what: str, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
         """Inside the block, collectives belong to an operation.
@@ -311,7 +311,7 @@ class Launches:
         else:
             line, function = user_frames.calling_line()
             described = what, f"{line} in {function}", line
-        return threads.set_for_block(self, "_what", described)
+        return interrupts.set_for_block(self, "_what", described)
 
     def describe(self, kind: str, operand: Any) -> Any:
         """Describes a collective of TensorFlow; see `worker_collectives.note_launches`."""

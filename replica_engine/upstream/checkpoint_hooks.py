@@ -41,7 +41,7 @@ from tensorflow.python.distribute import values_util as _values_util
 from tensorflow.python.trackable.base import VARIABLE_VALUE_KEY as _VALUE
 from tensorflow.python.training.saving.saveable_object import SaveSpec as _SaveSpec
 
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream.hook import FIRST_WORKERS_SCOPE, Hook, StandIn
 
 _CHECKPOINTS, _CHECKPOINT = "tensorflow.python.checkpoint", "tensorflow.python.checkpoint.checkpoint.Checkpoint"
@@ -231,7 +231,7 @@ def _written(
     def finish(writes: bool) -> None:
         is_moved = saves.absolute(path) != place  # the program's folder, while the checkpoint was written
         folder = place.removesuffix(path) if is_moved else None
-        with threads.variable(_leaves, not writes), threads.variable(_folder, folder):
+        with interrupts.variable_for_block(_leaves, not writes), interrupts.variable_for_block(_folder, folder):
             for callback in callbacks or ():
                 lists = callback.__module__ in _LISTS  # paths relative to the list's, both as they were given
                 _checkpoint._execute_callbacks([callback], path if lists or not is_moved else place)
@@ -259,7 +259,7 @@ class _Helper:
         self._saves, self._checkpoint = saves, weakref.ref(checkpoint)
 
     def save(self, file_prefix: object, options: Options) -> object:
-        with threads.variable(_asynchronously, True):
+        with interrupts.variable_for_block(_asynchronously, True):
             return self._synchronous().save(file_prefix, _synchronous(options))
 
     def read(self, save_path: object, options: Options) -> object:

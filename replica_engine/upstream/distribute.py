@@ -72,7 +72,7 @@ from tensorflow.python.distribute.values import (
 # _UnreadVariable: the return value of `assign` in a graph; regrouping treats it as a value, not as its variable.
 from tensorflow.python.ops.resource_variable_ops import _UnreadVariable as UnreadVariable
 
-from replica_engine.process import ordered_sum, threads
+from replica_engine.process import interrupts, ordered_sum
 from replica_engine.upstream.hook import FIRST, Hook
 from replica_engine.upstream.thread_state import enter_creators, set_creators, variable_creators, variable_scope_store
 
@@ -326,7 +326,7 @@ def merged() -> contextlib.AbstractContextManager[bool]:
 
     An optimizer expects replica context and makes a merge call, unless the strategy says that none is needed.
     """
-    return threads.variable(_merged, True)
+    return interrupts.variable_for_block(_merged, True)
 
 
 def is_merged() -> bool:

@@ -38,7 +38,7 @@ from tensorflow.python.ops import summary_ops_v2 as _summary
 # get_variable_scope_store: the current variable scope of tf.compat.v1 in each thread.
 from tensorflow.python.ops import variable_scope as _variable_scope
 
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream.hook import StandIn
 
 SUMMARY_FIELDS = ("step", "writer", "is_recording", "is_recording_distribution_strategy")
@@ -102,7 +102,7 @@ def _other_graph_and_mode(graph: tf.Graph, eager: bool) -> Iterator[None]:
 
 def enter_creators(graph: tf.Graph, creators: list) -> contextlib.AbstractContextManager[list]:
     """Sets this thread's stack of variable creators inside the block."""
-    return threads.set_for_block(graph, "_variable_creator_stack", creators)
+    return interrupts.set_for_block(graph, "_variable_creator_stack", creators)
 
 
 def creators_with(creators: list, creator: Callable[..., tf.Variable]) -> list:
@@ -180,7 +180,7 @@ def summaries_of_caller(step: object) -> Iterator[None]:
     """
     state = _summary._summary_state
     stands_in = _writer_and_step(_CallersWriter(state.writer), state.step if step is None else step)
-    with threads.set_for_block(_stand_ins, "of", (state.writer, state.step)), stands_in:
+    with interrupts.set_for_block(_stand_ins, "of", (state.writer, state.step)), stands_in:
         yield
 
 
@@ -193,7 +193,7 @@ def actual_summaries() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _writer_and_step(writer: object, step: object) -> Iterator[None]:
     state = _summary._summary_state
-    with threads.set_for_block(state, "writer", writer), threads.set_for_block(state, "step", step):
+    with interrupts.set_for_block(state, "writer", writer), interrupts.set_for_block(state, "step", step):
         yield
 
 

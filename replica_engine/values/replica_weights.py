@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream.graphs import operators
 from replica_engine.values import linear
 
@@ -49,7 +49,7 @@ _weight: contextvars.ContextVar[Weight | None] = contextvars.ContextVar("replica
 
 def weighted_late(weight: Weight | None) -> contextlib.AbstractContextManager[object]:
     """Inside, on this replica, gradients get their weight later; None says that they do not."""
-    return threads.variable(_weight, weight)
+    return interrupts.variable_for_block(_weight, weight)
 
 
 def reduced(value: object, reduce: Callable[[object], T]) -> T:

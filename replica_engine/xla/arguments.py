@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from replica_engine.errors import HostResultError, InputsError, ReplicaMismatchError, ReplicaValueError, run_errors
 from replica_engine.errors.base import brief
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import graph_walk
 from replica_engine.values import structure
@@ -47,8 +47,8 @@ def named(
     described = [f"the argument `{_parameter(fn, place, skip)}` of `{_name(fn)}`" for place in places]
     graph = getattr(_thread, "graph", None) if skip else eager.graph()  # with `skip` it is only a part of the body
     with (
-        threads.set_for_block(_thread, "named", [*_named(), *zip(tensors, described, strict=True)]),
-        threads.set_for_block(_thread, "graph", graph),
+        interrupts.set_for_block(_thread, "named", [*_named(), *zip(tensors, described, strict=True)]),
+        interrupts.set_for_block(_thread, "graph", graph),
     ):
         yield
 
@@ -114,7 +114,7 @@ def _describe_outside(tensor: tf.Tensor) -> str:
 
 
 def _named() -> list[tuple[tf.Tensor, str]]:
-    return getattr(_thread, "named", None) or []  # None once a block has ended, see `threads.set_for_block`
+    return getattr(_thread, "named", None) or []  # None once a block has ended, see `interrupts.set_for_block`
 
 
 def _name(fn: Callable[..., object]) -> str:

@@ -21,7 +21,7 @@ from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, GraphModeError, LoweringError, NotInBodyError
 from replica_engine.errors.base import at
 from replica_engine.pjrt.device_group import DeviceGroup
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.traced_steps import supervised_call
 from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import autograph, function_graphs, graph_walk, operators, xla_ops
@@ -255,9 +255,9 @@ class Body:
     def entered(self, host_calls: object, collectives: list[flight_record.CollectiveCall]) -> Iterator[None]:
         """Inside, new ops belong to the body. Its host calls and collectives are added to the arguments."""
         with (
-            threads.set_for_block(_thread, "body", self),
-            threads.set_for_block(_thread, "calls", host_calls),
-            threads.set_for_block(_thread, "collectives", collectives),
+            interrupts.set_for_block(_thread, "body", self),
+            interrupts.set_for_block(_thread, "calls", host_calls),
+            interrupts.set_for_block(_thread, "collectives", collectives),
             xla_ops.xla_context(),
             function_graphs.intercepted(
                 lambda *op: corrected_ops.replacement(*op) or self.random.replacement(*op),
@@ -323,7 +323,7 @@ def gathered_host_calls() -> Any:
 
 def apart() -> contextlib.AbstractContextManager[object]:
     """Inside is a branch that only some replicas take: cross-replica operations raise an error."""
-    return threads.set_for_block(_thread, "apart", True)
+    return interrupts.set_for_block(_thread, "apart", True)
 
 
 def current(name: str) -> Body:

@@ -32,7 +32,7 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import CollectiveError, ReplicaValueError, base
-from replica_engine.process import ordered_sum, sums_are_ordered, threads
+from replica_engine.process import interrupts, ordered_sum, sums_are_ordered
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import autograph, function_graphs, graph_walk, xla_ops
 from replica_engine.values.structure import as_axis, as_tensor
@@ -66,7 +66,7 @@ class SharedSums:
         Raises:
             ReplicaValueError: at the end, if the body adds up a tensor from outside.
         """
-        with threads.set_for_block(_thread, "sums", self):
+        with interrupts.set_for_block(_thread, "sums", self):
             yield
         graph = eager.graph()
         for tensor, where in self._added:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from replica_engine.diagnostics.user_frames import identity, user_location
 from replica_engine.engine import current_replica
 from replica_engine.errors import MergeCallGraphError
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.threads import inherited_state, replica_context
 from replica_engine.threads.control_flow import joint_operator, joint_ops
 from replica_engine.traced_steps import supervised_call
@@ -190,7 +190,7 @@ def _vectorize(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = _context()
     if context is None:
         return original(*args, **kwargs)
-    with threads.set_for_block(context.attempts, "vectorizing", True):
+    with interrupts.set_for_block(context.attempts, "vectorizing", True):
         return original(*args, **kwargs)
 
 
@@ -241,7 +241,7 @@ def _tape_gradient(
         return original(self, target, sources, *args, **kwargs)
     attempts = context.attempts
     attempts.note_gradient(self)
-    with threads.set_for_block(attempts, "asked_for", tf.nest.flatten(sources)):
+    with interrupts.set_for_block(attempts, "asked_for", tf.nest.flatten(sources)):
         return original(self, target, sources, *args, **kwargs)
 
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from replica_engine.engine import Replica, Run, current_replica
 from replica_engine.errors import MergeCallGraphError, StructureMismatchError
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import eager, thread_state
 from replica_engine.upstream.graphs import function_graphs, operators
 from replica_engine.upstream.graphs.graph_walk import capture_in
@@ -423,7 +423,7 @@ class JointOperator:
 
     def building(self) -> contextlib.AbstractContextManager[object]:
         """Inside the block, gradients of joint graphs are computed by the replicas, each on its own thread."""
-        return threads.set_for_block(_building, "operator", self)
+        return interrupts.set_for_block(_building, "operator", self)
 
     def inputs(self, more: Sequence[Sequence[tf.Tensor]] | None = None) -> list[list[tf.Tensor]]:
         """For each replica, what its outputs can depend on: what it captured, and `more`."""

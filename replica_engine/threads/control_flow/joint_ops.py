@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from replica_engine.errors import MergeCallGraphError, NotInReplicaError, ReplicaMismatchError
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.threads.control_flow import joint_operator as joint
 from replica_engine.threads.control_flow.joint_operator import Built, JointOperator, Notes
 from replica_engine.threads.inherited_state import find_function_record
@@ -92,7 +92,7 @@ def build_call(operator: JointOperator) -> list[Built]:
             f"{operator.where}. Such a function runs once for all replicas, and has no forward-mode derivative for "
             "each. Call its Python function, f.python_function(x), or use tf.GradientTape."
         )
-    with threads.set_for_block(_calling, "operator", operator):
+    with interrupts.set_for_block(_calling, "operator", operator):
         if not is_taped:
             return [Built(value) for value in replica_parts(around(*args, **kwargs), size, "result")]
         notes = joint.find_notes(around.get_concrete_function(*args, **kwargs).graph) or Notes()

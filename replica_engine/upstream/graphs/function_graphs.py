@@ -40,7 +40,7 @@ from tensorflow.python.framework import ops as _ops
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 
 from replica_engine.errors import ReplicaEngineError
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import eager, versions
 from replica_engine.upstream.hook import FIRST_THREADS, REPLICATED, Hook
 
@@ -370,7 +370,7 @@ def inlined() -> contextlib.AbstractContextManager[bool]:
 
     Tensors of a graph that is thrown away must not get into traces, which outlive it.
     """
-    return threads.set_for_block(_inlining, "on", True)
+    return interrupts.set_for_block(_inlining, "on", True)
 
 
 def is_inlining() -> bool:
@@ -461,7 +461,10 @@ def restore(state: Any) -> None:
 def seeded(seed: int) -> Iterator[None]:
     """Sets TensorFlow's global seed inside the block; on leaving, the old seed and generator return."""
     context = _context.context()
-    with threads.set_for_block(context, "_seed", seed), threads.set_for_block(context, "_rng", random.Random(seed)):
+    with (
+        interrupts.set_for_block(context, "_seed", seed),
+        interrupts.set_for_block(context, "_rng", random.Random(seed)),
+    ):
         yield
 
 

@@ -37,7 +37,7 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGra
 # variable_accessed: tells tapes that a variable was read.
 from tensorflow.python.ops.resource_variable_ops import variable_accessed as variable_accessed
 
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream.graphs import graph_walk
 from replica_engine.upstream.graphs.function_graphs import keep
 from replica_engine.upstream.hook import FIRST, FIRST_COMPILED, FIRST_THREADS, Hook
@@ -201,7 +201,7 @@ def restore_tape(tape: tf.GradientTape, before: tuple[Any, bool]) -> None:
 
 def kept_after_gradient(tape: tf.GradientTape) -> contextlib.AbstractContextManager[bool]:
     """Inside the block, a tape begins to record in such a way that `restore_tape` can undo its end."""
-    return threads.set_for_block(tape, "_persistent", True)
+    return interrupts.set_for_block(tape, "_persistent", True)
 
 
 def try_gradient(gradient: Callable[..., Any], results: Sequence[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import distribute, eager, hook, versions
 from replica_engine.upstream.keras import keras_training
 
@@ -113,7 +113,7 @@ def making(
     initializer: keras.initializers.Initializer | None = None,
 ) -> contextlib.AbstractContextManager[Making]:
     """Inside, TensorFlow variables are made for a Keras variable."""
-    return threads.variable(_making, Making(variable, reference, initializer))
+    return interrupts.variable_for_block(_making, Making(variable, reference, initializer))
 
 
 def _initialized(own: Callable[..., object], variable: keras.Variable, value: object) -> object:
@@ -138,7 +138,7 @@ def _added(
 
 def in_parts() -> contextlib.AbstractContextManager[bool]:
     """Inside, a step is traced whose values XLA divides over several devices."""
-    return threads.variable(_in_parts, True)
+    return interrupts.variable_for_block(_in_parts, True)
 
 
 def _divide(own: Callable[..., tf.Tensor], x1: object, x2: object) -> tf.Tensor | tf.IndexedSlices:

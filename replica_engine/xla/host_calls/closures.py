@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import autograph, function_graphs
 from replica_engine.values.structure import open_level
@@ -132,7 +132,7 @@ class Closure:
 
     def _opened(self) -> Callable[[Sequence[tf.Tensor]], tuple[Any, ...]]:
         fn, args, kwargs = self._value
-        with threads.set_for_block(self, "_read", None):
+        with interrupts.set_for_block(self, "_read", None):
             # A variable that the function closes over stays a variable, which it may write; only arguments become
             # values.
             of_fn = self._open(fn, _DEPTH)
@@ -158,7 +158,7 @@ class Closure:
             if isinstance(value, (FunctionType, MethodType, functools.partial)) or function_graphs.is_tf_function(
                 value
             ):
-                with threads.set_for_block(self, "_read", None):
+                with interrupts.set_for_block(self, "_read", None):
                     return self._open_function(value, depth - 1) if depth else None
             if isinstance(value, (tf.Variable, distribute.DistributedValues)):
                 return self._open_variable(value)

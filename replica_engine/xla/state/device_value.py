@@ -35,7 +35,7 @@ from replica_engine.errors import LostVariableError, ProgramError
 from replica_engine.pjrt import partitioned_group, worker_exchange
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh, ValuePart
-from replica_engine.process import shutdown, threads
+from replica_engine.process import interrupts, shutdown
 from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.xla.state import host_memory
@@ -53,7 +53,7 @@ _freeing = threading.RLock()  # reentrant, since a signal handler may read a var
 
 def accesses_noted(note: Callable[[DeviceValue], None]) -> contextlib.AbstractContextManager[object]:
     """Inside, `note` is called before the host reads or writes a value on this thread; what it does is not noted."""
-    return threads.set_for_block(_thread, "note", note)
+    return interrupts.set_for_block(_thread, "note", note)
 
 
 class DeviceValue:
@@ -352,7 +352,7 @@ class DeviceValue:
     def _note(self) -> None:
         note = getattr(_thread, "note", None)
         if note is not None:
-            with threads.set_for_block(_thread, "note", None):
+            with interrupts.set_for_block(_thread, "note", None):
                 note(self)
 
     def _present(self) -> Array:

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here, user_line
 from replica_engine.errors import HostAccessError, VariableCreationError, base
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import distribute, eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, operators, xla_ops
 from replica_engine.xla import arguments
@@ -30,7 +30,7 @@ _thread = threading.local()
 
 def handles_compared() -> contextlib.AbstractContextManager[object]:
     """Inside, handles serve only to tell variables apart; nothing is read or written through them."""
-    return threads.set_for_block(_thread, "comparing", True)
+    return interrupts.set_for_block(_thread, "comparing", True)
 
 
 def _called(original: Callable[..., object], function: object, *args: object, **kwargs: object) -> object:
@@ -41,7 +41,7 @@ def _called(original: Callable[..., object], function: object, *args: object, **
     """
     if tf.executing_eagerly():
         return original(function, *args, **kwargs)
-    with threads.set_for_block(_thread, "calling", tf.compat.v1.get_default_graph()):
+    with interrupts.set_for_block(_thread, "calling", tf.compat.v1.get_default_graph()):
         return original(function, *args, **kwargs)
 
 
@@ -51,7 +51,7 @@ def _reads(name: str) -> Callable[..., object]:
 
     @functools.wraps(method)
     def reading(self: HostVariable, *args: object, **kwargs: object) -> object:
-        with threads.set_for_block(_thread, "reading", True):
+        with interrupts.set_for_block(_thread, "reading", True):
             return method(self, *args, **kwargs)
 
     return reading
@@ -65,7 +65,7 @@ def _writes(name: str, whole: bool = False) -> Callable[..., object]:
         if not tf.executing_eagerly():
             return method(self, *args, **kwargs)
         self._check_access()  # before the wait for a step to end: that step may be the caller
-        with self._replica_engine[0].host_writes(whole), threads.set_for_block(_thread, "reading", True):
+        with self._replica_engine[0].host_writes(whole), interrupts.set_for_block(_thread, "reading", True):
             return method(self, *args, **kwargs)
 
     return writing
@@ -202,7 +202,7 @@ _making = threading.local()
 
 def run_stateful_ops_once() -> contextlib.AbstractContextManager[object]:
     """Inside, an op with a state runs once for all initial values that depend on it."""
-    return threads.set_for_block(_making, "known", {})
+    return interrupts.set_for_block(_making, "known", {})
 
 
 def outside(kwargs: dict[str, Any]) -> dict[str, Any]:

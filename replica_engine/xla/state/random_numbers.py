@@ -34,7 +34,7 @@ import numpy as np
 import tensorflow as tf
 
 from replica_engine.pjrt.device_group import Array, DeviceGroup
-from replica_engine.process import threads
+from replica_engine.process import interrupts
 from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk, xla_ops
 from replica_engine.values import replica_weights
@@ -127,7 +127,7 @@ def in_pieces(pieces: Pieces) -> contextlib.AbstractContextManager[object]:
     The loop that draws needs several times the memory of its results. So a large value that is divided over devices is
     drawn piece by piece: each device draws a piece of its part in each turn of a loop.
     """
-    return threads.set_for_block(_thread, "pieces", pieces)
+    return interrupts.set_for_block(_thread, "pieces", pieces)
 
 
 def _key_and_counter(seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
