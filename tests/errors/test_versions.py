@@ -57,7 +57,7 @@ def test_with_an_old_tensorflow():
 
 @pytest.fixture
 def _new_tensorflow(monkeypatch):
-    import_again(monkeypatch, "values.split_batches", "upstream.graphs.operators")
+    import_again(monkeypatch, "values.split_batches", "upstream.graphs.autograph")
     monkeypatch.setattr(tf, "__version__", "2.30.0")
 
 
