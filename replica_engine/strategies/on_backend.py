@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from replica_engine.backend import Arguments, Backend, Keywords
 from replica_engine.checkpoints import file_owners, save
-from replica_engine.diagnostics import flight_record, misuse, tracebacks, user_frames
+from replica_engine.diagnostics import misuse, tracebacks, user_frames
+from replica_engine.diagnostics.flight_record import SyncPointRecord
 from replica_engine.engine import current_replica
 from replica_engine.errors import NoMethodError, ScopeError, run_errors
 from replica_engine.process.interrupts import held_off_once
@@ -308,7 +309,7 @@ class OnBackend(tf.distribute.Strategy):
         except argument_checks.NOT_REDUCED as error:
             raise argument_checks.not_gathered(error, value, axis)
 
-    def sync_points(self) -> list[flight_record.SyncPointRecord]:
+    def sync_points(self) -> list[SyncPointRecord]:
         """The last sync points of each replica: their kind, source line, tensors and times.
 
         A compiled program runs where the host cannot observe it. So under `TPUStrategy` the times of a record are those

@@ -27,6 +27,7 @@ from replica_engine.pjrt.plan import DeviceMemory, Plan
 from replica_engine.process import setup
 from replica_engine.strategies import argument_checks, device_loops, multi_step, on_backend, variable_layouts
 from replica_engine.strategies.compiled_backend import CompiledBackend, TPUExtended
+from replica_engine.strategies.variable_layouts import Layouts
 from replica_engine.upstream.graphs import autograph
 from replica_engine.xla import body, body_context, constraints
 from replica_engine.xla.cluster_resolver import PjrtClusterResolver
@@ -313,7 +314,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
         """
         return self.extended.backend.memory()
 
-    def layouts(self) -> variable_layouts.Layouts:
+    def layouts(self) -> Layouts:
         """How the variables of this strategy are divided over the devices of a replica: a table when printed.
 
         Returns:

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from replica_engine.backend import Arguments, Backend, Keywords
 from replica_engine.diagnostics import flight_record, misuse, tracebacks, user_frames
+from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints
 from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint, current_replica
 from replica_engine.errors import ReplicaValueError, ScopeError, base
 from replica_engine.process import setup, shutdown
@@ -166,7 +167,7 @@ class ThreadBackend(Backend):
                 fn = autograph.convert(fn)
             return _run(self, fn, tuple(args), kwargs)
 
-    def sync_points(self) -> flight_record.SyncPoints:
+    def sync_points(self) -> SyncPoints:
         """The last sync points of each replica, in the order of time."""
         executions = {key: last for step in list(self.steps) for key, last in step.executions().items()}
         worker = _options(self.strategy).worker
@@ -397,7 +398,7 @@ def _described(source: Any) -> str:
     return f"`{source.co_name}` ({file}:{line})"
 
 
-def sync_points(strategy: tf.distribute.Strategy) -> list[flight_record.SyncPointRecord]:
+def sync_points(strategy: tf.distribute.Strategy) -> list[SyncPointRecord]:
     """Returns the last sync points of each replica of a strategy, in the order in which they were reached.
 
     Up to 100 are kept for each replica. A step inside a `tf.function` has them once, from its trace; with marks (see
@@ -420,7 +421,7 @@ def sync_points(strategy: tf.distribute.Strategy) -> list[flight_record.SyncPoin
     if not hasattr(strategy, "extended"):
         raise ReplicaValueError.no_strategy(strategy)
     backend = _backends.get(strategy)
-    return flight_record.SyncPoints() if backend is None else backend.sync_points()
+    return SyncPoints() if backend is None else backend.sync_points()
 
 
 def _collectives_inside_xla(strategy: tf.distribute.Strategy, fn: Any) -> bool:
