@@ -189,6 +189,24 @@ class LoweringError(ReplicaEngineError, ValueError):
         )
 
     @classmethod
+    def other_chips(cls, kernel: str, where: str, platform: str, cause: str) -> LoweringError:
+        """A function of JAX is a kernel that is made for other chips."""
+        return cls(
+            f"`{kernel}`, a function of from_jax called{at(where)}, cannot be lowered for {platform}. A kernel of "
+            "Pallas is made for one kind of chip: give from_jax a function for the others, otherwise=. JAX says:\n"
+            f"{cause}"
+        )
+
+    @classmethod
+    def not_in_tensorflow(cls, kernel: str, where: str, target: str) -> LoweringError:
+        """A function of JAX calls a routine that TensorFlow does not have."""
+        return cls(
+            f"`{kernel}`, a function of from_jax called{at(where)}, calls {target}, which JAX has and TensorFlow has not. "
+            "Under TPUStrategy it works. Outside of it, write that part with TensorFlow: tf.linalg has the "
+            "factorizations of jax.numpy.linalg."
+        )
+
+    @classmethod
     def dynamic_result(cls, fn: str, index: int, where: str) -> LoweringError:
         """The shape of a result depends on data."""
         return cls(

@@ -21,6 +21,10 @@ _OPERATION = re.compile(rf"= (.+?) ({'|'.join(_KINDS)})(-start)?\(", re.MULTILIN
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _BITS = re.compile(r"\d+")
+# What Pallas makes of a kernel, for TPUs and for GPUs, and cuDNN's attention.
+_KERNEL = re.compile(
+    r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*|triton_kernel_call|__gpu\$xla\.gpu\.triton|__cudnn\$fmha\w*)"'
+)
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,14 @@ class Cost:
         bytes: bytes that its operations read and write. None if the compiler does not tell.
         cycles: cycles of the chip. Only the compiler of TPUs estimates them; otherwise None.
         collectives: the cross-replica operations, each with its kind and its bytes.
+        kernels: the number of kernels, such as those of Pallas. No compiler counts what is inside one.
     """
 
     flops: float | None
     bytes: float | None
     cycles: int | None
     collectives: tuple[Collective, ...] = ()
+    kernels: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,8 @@ class Plan:
         ]
         if cost.cycles is not None:
             rows.append(("estimated cycles", _number(cost.cycles)))
+        if cost.kernels:
+            rows.append(("kernels", f"{cost.kernels}, not counted"))
         for kind in dict.fromkeys(each.kind for each in cost.collectives):
             each = [one.bytes for one in cost.collectives if one.kind == kind]
             rows.append((kind, f"{len(each)} of {size(sum(each))} in all"))
@@ -243,7 +251,8 @@ def make_plan(
     text = hlo_text(executable)
     if _CUDNN in text:  # XLA counts nothing for a convolution there
         costs = None
-    cost = Cost(_known(costs, "flops"), _known(costs, "bytes accessed"), cycles(text), collectives(text))
+    kernels = len(_KERNEL.findall(text))
+    cost = Cost(_known(costs, "flops"), _known(costs, "bytes accessed"), cycles(text), collectives(text), kernels)
     fits = None if chip is None or sizes.peak is None else sizes.peak <= chip
     return Plan(name, replicas, devices, sizes, cost, fits, seconds, parts, text)
 

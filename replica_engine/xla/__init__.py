@@ -12,6 +12,7 @@ The modules and packages follow, from the top layer down; each imports only itse
 - `collectives`: cross-replica operations inside a body.
 - `soft_placement`: ops of a body that XLA cannot compile run on the host.
 - `host_calls`: calls from a program to the host, `outside_compilation` among them.
+- `kernels`: functions of JAX, for bodies and for all other code of TensorFlow.
 - `constraints`: how values of a body are divided over the devices of a replica.
 - `state`: values that stay on the devices between launches, and their host side, which is never stale.
 - `body`: the replica body while it is traced. `function_spec`: the function, its parameters and its options.
@@ -40,6 +41,7 @@ from replica_engine.xla.collectives import (
 from replica_engine.xla.constraints import constrain
 from replica_engine.xla.host_calls.host_results import returns
 from replica_engine.xla.host_calls.outside_compilation import outside_compilation
+from replica_engine.xla.kernels import from_jax
 from replica_engine.xla.replicate import lower, replicate
 from replica_engine.xla.soft_placement.graph_copy import HostCallInfo
 from replica_engine.xla.stages.body_graph import Counts, counts
@@ -64,6 +66,7 @@ __all__ = [
     "constrain",
     "counts",
     "cross_replica_sum",
+    "from_jax",
     "get_tpu_system_metadata",
     "lower",
     "num_replicas",

@@ -199,6 +199,7 @@ class Body:
         own: how many of them run in this process.
         mesh: the devices of each replica, if it has several.
         spans: whether they are of several workers.
+        platform: the platform of the devices.
         launches: records of the most recent launches.
         launched: the number of launches so far.
         steps: the number of the user's steps so far that replicas make together; a device loop has several in a launch.
@@ -216,6 +217,7 @@ class Body:
         self.own = devices.size
         self.mesh = devices.mesh
         self.spans = devices.spans
+        self.platform = devices.platform
         self._names = devices.names
         self.order = order
         self.name = name

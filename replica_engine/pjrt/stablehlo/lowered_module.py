@@ -20,7 +20,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +32,8 @@ from replica_engine.pjrt.stablehlo.partition_local import cut, filled_up, tensor
 _TRUTH_VALUES = re.compile(r'dense<"0x([0-9A-Fa-f]+)"> : tensor<((?:\d+x)+)i1>')
 _CALL, _COPY = "stablehlo.custom_call", "mhlo.copy"
 _COLLECTIVES = [f"stablehlo.{name}" for name in markers.COLLECTIVES]
+_OF_ONE_REPLICA = (markers.HOST_CALL, markers.CONSTRAIN, markers.JAX_FUNCTION)
 _UNKNOWN, _OTHER = '"mhlo.unknown"(', "replica_engine_unknown.operation"
-_REFERENCES = ("callee", "called_computations", "decomposition")  # attributes that name functions
 _QUOTED = re.compile(r'"([^"]*)"')
 _ERROR = re.compile(r'"-":(\d+):\d+: (.*)')
 _ALIASES = re.compile(r"#loc\d+")
@@ -128,7 +128,7 @@ def read(text: str, aliases: bool = True) -> LoweredModule:
             # Each once, in the order of the program.
             list({index: 0 for index, each in host_calls if not all(_is_static(one.type) for one in each.operands)}),
             any(not _is_static(one.type) for each in found["stablehlo.all_reduce"] for one in each.operands),
-            any(markers.target(each) not in (markers.HOST_CALL, markers.CONSTRAIN) for each in marked)
+            any(markers.target(each) not in _OF_ONE_REPLICA for each in marked)
             or any(found[name] for name in _COLLECTIVES),
         )
 
@@ -151,7 +151,7 @@ def in_branches(modules: Sequence[LoweredModule], whole: bool = False) -> Lowere
             # The main function of all branches is the only public one.
             found["main"].attributes["sym_visibility"] = ir.StringAttr.get("private")
             kinds.append(ir.FunctionType(ir.TypeAttr(found["main"].attributes["function_type"]).value))
-            _rename(module, {name: f"share_{share}_{name}" for name in found})
+            mlir.rename_functions(module, {name: f"share_{share}_{name}" for name in found})
             if whole:
                 markers.drop_constraints(module)
             if share:
@@ -213,28 +213,7 @@ def _flat(kind: ir.Type) -> ir.RankedTensorType:
 def _number_functions(module: ir.Module) -> None:
     """Names all functions but the main one by their places in the module, and what refers to them."""
     others = [name for name in mlir.functions(module) if name != "main"]
-    _rename(module, {name: f"function_{place}" for place, name in enumerate(others)})
-
-
-def _rename(module: ir.Module, names: Mapping[str, str]) -> None:
-    """Gives functions of a module other names, also where an operation refers to them."""
-    for name, each in mlir.functions(module).items():
-        each.attributes["sym_name"] = ir.StringAttr.get(names.get(name, name))
-
-    def renamed(attribute: ir.Attribute) -> ir.Attribute:
-        if isinstance(attribute, ir.FlatSymbolRefAttr):
-            return ir.FlatSymbolRefAttr.get(names.get(attribute.value, attribute.value))
-        if isinstance(attribute, ir.ArrayAttr):
-            return ir.ArrayAttr.get([renamed(each) for each in attribute])
-        return attribute
-
-    def rename(operation: ir.Operation) -> ir.WalkResult:
-        for name in _REFERENCES:
-            if name in operation.attributes:
-                operation.attributes[name] = renamed(operation.attributes[name])
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(rename)
+    mlir.rename_functions(module, {name: f"function_{place}" for place, name in enumerate(others)})
 
 
 def _make_unreadable_error(text: str, error: str) -> UnreadableModule:

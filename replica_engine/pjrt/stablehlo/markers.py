@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from replica_engine.pjrt import jax_functions
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, Shape, hlo, ir, program_context
 from replica_engine.pjrt.stablehlo import mlir, partition_local
 
@@ -87,6 +88,9 @@ VERSION = 5
 HOST_CALL = f"{PREFIX}host_call"
 """The marker of a host call."""
 
+JAX_FUNCTION = f"{PREFIX}jax_function"
+"""The marker of a call of a function of JAX, which its parameters name by the "digest" of `jax_functions`."""
+
 CONSTRAIN = f"{PREFIX}constrain"
 """The marker of a value that is divided over the devices of a replica in a certain way."""
 
@@ -131,6 +135,8 @@ def expand_markers(program: str, platform: str) -> ir.Module:
         for marker in [each for each in calls if target(each).startswith(PREFIX)]:
             if target(marker) == HOST_CALL:
                 _replace_host_call(marker, platform)
+            elif target(marker) == JAX_FUNCTION:
+                _call_jax_function(marker, platform, module)
             elif target(marker) != CONSTRAIN:
                 _replace(marker, platform, LAYOUT in module.operation.attributes)
         return module
@@ -216,6 +222,36 @@ def _replace_host_call(marker: ir.Operation, platform: str) -> None:
     marker.attributes["call_target_name"] = ir.StringAttr.get(HOST_CALL_TARGETS[platform])
     marker.attributes["backend_config"] = ir.Attribute.parse(f"{{index = {read_parameters(marker)['index']} : ui64}}")
     marker.attributes["api_version"] = ir.Attribute.parse("4 : i32")  # typed FFI
+
+
+def _call_jax_function(marker: ir.Operation, platform: str, module: ir.Module) -> None:
+    """Calls a function of JAX in the place of a marker, and puts it into the module if it is not there."""
+    digest = read_parameters(marker)["digest"]
+    name = f"jax_{digest}"
+    if name not in mlir.functions(module):
+        _add_jax_function(digest, name, platform, module)
+    callee: dict[str, ir.Attribute] = {"callee": ir.FlatSymbolRefAttr.get(name)}
+    with ir.InsertionPoint(marker), marker.location:
+        call = ir.Operation.create("func.call", mlir.result_types(marker), list(marker.operands), attributes=callee)
+    mlir.replace_call(marker, call.results)
+
+
+def _add_jax_function(digest: str, name: str, platform: str, module: ir.Module) -> None:
+    try:
+        added = ir.Module.parse(jax_functions.find(digest).text([platform]))
+    except jax_functions.KernelError as error:
+        error.digest = digest
+        raise
+    names = {each: name if each == "main" else f"{name}_{each}" for each in mlir.functions(added)}
+    mlir.rename_functions(added, names)
+    for function in mlir.functions(added).values():
+        function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+        for described in ("arg_attrs", "res_attrs"):
+            if described in function.attributes:
+                del function.attributes[described]
+    end = ir.InsertionPoint(module.body)
+    for each in list(added.body.operations):
+        end.insert(each.detach_from_parent())
 
 
 def _replace(marker: ir.Operation, platform: str, is_divided: bool) -> None:
@@ -416,9 +452,7 @@ def _split_functions(module: ir.Module) -> None:
 def _replace_call(call: ir.Operation, channel: int) -> HostTransfers:
     """Replaces a call by transfers on channels from a number on."""
     index = ir.IntegerAttr(ir.DictAttr(call.attributes["backend_config"])["index"]).value
-    types = [each.type for each in call.results]
-    if is_tuple := isinstance(types[0], ir.TupleType):  # TensorFlow gives several results in one
-        types = [types[0].get_type(number) for number in range(types[0].num_types)]
+    types, is_tuple = mlir.result_types(call), isinstance(call.results[0].type, ir.TupleType)
     operands = tuple(_kind(each.type, index) for each in call.operands)
     results = tuple(_kind(each, index) for each in types)
     sends: list[int] = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform as machine
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from replica_engine.pjrt.jaxlib import FOLDS_DIVISIONS, hlo, ir
+
+_REFERENCES = ("callee", "called_computations", "decomposition")  # attributes that name functions
 
 
 def operations(root: ir.Module | ir.Operation, *names: str) -> list[ir.Operation]:
@@ -37,6 +39,49 @@ def made_by(value: ir.Value, *names: str) -> ir.Operation | None:
 def callee(call: ir.Operation) -> str:
     """The name of the function that an operation calls."""
     return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+
+
+def rename_functions(module: ir.Module, names: Mapping[str, str]) -> None:
+    """Gives functions of a module other names, also where an operation refers to them."""
+    for name, each in functions(module).items():
+        each.attributes["sym_name"] = ir.StringAttr.get(names.get(name, name))
+
+    def renamed(attribute: ir.Attribute) -> ir.Attribute:
+        if isinstance(attribute, ir.FlatSymbolRefAttr):
+            return ir.FlatSymbolRefAttr.get(names.get(attribute.value, attribute.value))
+        if isinstance(attribute, ir.ArrayAttr):
+            return ir.ArrayAttr.get([renamed(each) for each in attribute])
+        return attribute
+
+    def rename(operation: ir.Operation) -> ir.WalkResult:
+        for name in _REFERENCES:
+            if name in operation.attributes:
+                operation.attributes[name] = renamed(operation.attributes[name])
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(rename)
+
+
+def result_types(call: ir.Operation) -> list[ir.Type]:
+    """The types of the results of a custom call: TensorFlow gives several results in one tuple."""
+    types = [each.type for each in call.results]
+    if isinstance(types[0], ir.TupleType):
+        return [types[0].get_type(index) for index in range(types[0].num_types)]
+    return types
+
+
+def replace_call(call: ir.Operation, values: Sequence[ir.Value]) -> None:
+    """Puts values into the place of the results of a custom call, and erases it."""
+    if isinstance(call.results[0].type, ir.TupleType):
+        for use in list(call.results[0].uses):
+            taken = use.owner
+            assert taken.name == "stablehlo.get_tuple_element", "TensorFlow takes its results out of it"
+            taken.results[0].replace_all_uses_with(values[ir.IntegerAttr(taken.attributes["index"]).value])
+            taken.operation.erase()
+    else:
+        for old, new in zip(call.results, values, strict=True):
+            old.replace_all_uses_with(new)
+    call.erase()
 
 
 def attributes(operation: ir.Operation) -> dict[str, ir.Attribute]:

@@ -60,17 +60,10 @@ def _without_tuple(call: ir.Operation) -> ir.Operation:
     """A call whose results are one tuple, as TensorFlow writes several, as one with several, which Shardy asks for."""
     if len(call.results) != 1 or not isinstance(call.results[0].type, ir.TupleType):
         return call
-    kind = call.results[0].type
-    kinds = [kind.get_type(index) for index in range(kind.num_types)]
     with ir.InsertionPoint(call), call.location:
         operands, attributes = list(call.operands), mlir.attributes(call)
-        flat = ir.Operation.create(call.name, results=kinds, operands=operands, attributes=attributes)
-    for use in list(call.results[0].uses):
-        taken = use.owner
-        assert taken.name == "stablehlo.get_tuple_element", "TensorFlow takes its results out of it"
-        taken.results[0].replace_all_uses_with(flat.results[ir.IntegerAttr(taken.attributes["index"]).value])
-        taken.operation.erase()
-    call.erase()
+        flat = ir.Operation.create(call.name, mlir.result_types(call), operands, attributes=attributes)
+    mlir.replace_call(call, flat.results)
     return flat
 
 

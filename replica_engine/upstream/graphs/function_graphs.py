@@ -24,7 +24,8 @@ import tensorflow as tf
 # op_callbacks: the callbacks of this thread.
 from tensorflow.python.eager import context as _context
 
-# record_operation: tells tapes the gradient of some tensors with respect to others.
+# record_operation: tells tapes the gradient of some tensors with respect to others. could_possibly_record: whether
+# there are tapes.
 from tensorflow.python.eager import record as _record
 
 # XLA_COMPILE: the attribute that stands for jit_compile=True.
@@ -113,6 +114,9 @@ def keep(graph: Any, what: Any) -> bool:
 # behind the results for variables. Here a name is registered once, and a graph keeps its gradients itself.
 
 _REGISTERED = f"ReplicaEngineGradient_{uuid.uuid4().hex}"  # unique also after a reload
+is_recording = _record.could_possibly_record
+"""Whether a tape of this thread may record what is computed now."""
+
 _NUMBER = "_replica_engine_gradient"  # attribute of an op: the number of its gradient, which copies of the op have too
 _numbers = itertools.count()
 

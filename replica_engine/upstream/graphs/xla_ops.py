@@ -16,7 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 # XlaAllReduce and XlaReplicaId lower on every platform, also on CPU, where CrossReplicaSum has no kernel in the wheel.
-# XlaCustomCallV2 marks operations that TensorFlow does not lower. XlaDynamicUpdateSlice writes in place.
+# XlaCustomCallV2 marks operations that TensorFlow does not lower. XlaDynamicUpdateSlice writes in place. XlaCallModule
+# runs a program of another library.
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops as _ops
 
 # get_compiler_ir: the function behind tf.function's experimental_get_compiler_ir, which does not accept function
@@ -213,6 +214,21 @@ def marker_name(op: tf.Operation) -> str:
 def marker_parameters(op: tf.Operation) -> str:
     """The parameters that a marker op was made with."""
     return op.get_attr("backend_config").decode()
+
+
+def call_module(exported: Any, operands: list[tf.Tensor], dtypes: list[tf.DType], shapes: list[Any]) -> list[tf.Tensor]:
+    """Runs a program that JAX has exported (`jax.export`)."""
+    return list(
+        _ops.xla_call_module(
+            [operands[index] for index in exported.module_kept_var_idx],
+            version=exported.calling_convention_version,
+            module=exported.mlir_module_serialized,
+            Sout=shapes,
+            Tout=dtypes,
+            platforms=list(map(str.upper, exported.platforms)),
+            disabled_checks=list(map(str, exported.disabled_safety_checks)),
+        )
+    )
 
 
 update_slice = _ops.xla_dynamic_update_slice

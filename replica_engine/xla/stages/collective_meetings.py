@@ -69,10 +69,10 @@ class CollectiveOp:
         if op.type == "XlaAllReduce":
             groups = tf.get_static_value(op.inputs[1])
             return CollectiveOp("all_reduce", None if groups is None else np.asarray(groups).tolist())
-        name = xla_ops.marker_name(op)
-        if not name.startswith(PREFIX) or name == HOST_CALL:
+        name = xla_ops.marker_name(op).removeprefix(PREFIX)
+        if name not in COLLECTIVES:
             return None
-        return CollectiveOp(name.removeprefix(PREFIX), json.loads(xla_ops.marker_parameters(op)).get("groups"))
+        return CollectiveOp(name, json.loads(xla_ops.marker_parameters(op)).get("groups"))
 
 
 class Differences:

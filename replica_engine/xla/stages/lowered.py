@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import re
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,12 @@ from replica_engine.pjrt.absent_chips import compile_absent
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable, agreed
+from replica_engine.pjrt.jax_functions import KernelError
 from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
 from replica_engine.pjrt.plan import Plan
 from replica_engine.pjrt.stablehlo import markers, partition_program
 from replica_engine.pjrt.stablehlo.lowered_module import LoweredModule, UnreadableModule, fitting, in_branches, read
-from replica_engine.upstream.graphs import graph_walk
+from replica_engine.upstream.graphs import graph_walk, xla_ops
 from replica_engine.xla.soft_placement import host_op_kinds, host_piece
 from replica_engine.xla.soft_placement.graph_copy import HostCallInfo, MovedBody
 from replica_engine.xla.stages.body_graph import BodyGraph
@@ -320,6 +322,8 @@ class Lowered:
                 executable = found_or_compiled(text, self.program, devices, make, together=compared is not None)
             except markers.UntransferableError as refused:
                 raise self._untransferable(refused, devices.platform.upper()) from None
+            except KernelError as refused:
+                raise self._other_chips(refused, devices.platform.upper()) from refused.__cause__
             except RUNTIME_ERRORS as failed:
                 if DYNAMIC in str(failed):
                     raise undividable(self.traced) from None
@@ -413,6 +417,16 @@ class Lowered:
                 return compile_absent(self._text, program.name, body.size, topology, program.sizes, limit, parts)
             except markers.UntransferableError as refused:
                 raise self._untransferable(refused, topology) from None
+            except KernelError as refused:
+                raise self._other_chips(refused, topology) from refused.__cause__
+
+    def _other_chips(self, refused: KernelError, where: str) -> LoweringError:
+        ops = (op for op in graph_walk.everywhere(self.traced.graph) if xla_ops.marker_name(op) == markers.JAX_FUNCTION)
+        found = {json.loads(xla_ops.marker_parameters(op))["digest"]: op for op in ops}
+        op = found.get(refused.digest)  # none, if it is the copy of one
+        name = json.loads(xla_ops.marker_parameters(op))["name"] if op is not None else "a function"
+        line = user_line(op) if op is not None else ""
+        return LoweringError.other_chips(name, line, where, str(refused))
 
     def _untransferable(self, refused: markers.UntransferableError, where: str) -> DeviceError:
         call = self.traced.host_calls.calls[refused.index]

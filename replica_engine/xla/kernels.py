@@ -1,0 +1,290 @@
+"""Functions of JAX, kernels among them, that bodies, `tf.function`s and eager code call with tensors.
+
+In a body a call is a marker, which becomes the function when the program is compiled (`pjrt.jax_functions`).
+Elsewhere it is TensorFlow's op for programs of other libraries, `XlaCallModule`. Gradients are functions of JAX too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from replica_engine.diagnostics.user_frames import here
+from replica_engine.errors import InputsError, LoweringError
+from replica_engine.errors.base import add_note, at, brief
+from replica_engine.pjrt import jax_functions
+from replica_engine.pjrt.jax_functions import JaxFunction, KernelError
+from replica_engine.pjrt.jaxlib import jax
+from replica_engine.pjrt.stablehlo.markers import JAX_FUNCTION
+from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
+from replica_engine.values.structure import as_tensor
+from replica_engine.xla.body import in_body
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def from_jax(fn: Callable[..., Any], *, otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A function of JAX as one that bodies, `tf.function`s and eager code call with tensors.
+
+    It has the gradients that JAX has, of all orders. It works in branches and loops, under every strategy.
+
+    Args:
+        fn: the function, of arrays or structures of arrays: plain code of JAX, a function with `jax.custom_vjp`, a
+            kernel of Pallas. Python numbers among its arguments, and its keywords, are constants: each value of them
+            is traced for itself.
+        otherwise: a function with the same arguments and results for platforms that `fn` is not made for. A kernel of
+            Pallas is made for one kind of chip.
+
+    Returns:
+        A function that takes tensors where `fn` takes arrays, and returns tensors in the structure that `fn` returns.
+        `fn` is traced once for all tensors of equal shapes and dtypes; the shapes must be known then. If an argument
+        has 64 bits, JAX keeps 64 bits inside `fn`, as under its option `jax_enable_x64`.
+
+    Raises:
+        BackendMissingError: jax is not installed. This and what follows is raised by the function that it returns.
+        InputsError: an argument has a dtype that JAX has not, or a shape that is not known; a keyword is no constant;
+            `fn` prints or calls back, which no program of TensorFlow does; or `otherwise` returns something else.
+        LoweringError: `fn` is a kernel for other chips, and there is no `otherwise`.
+        Exception: `fn` raised it while JAX traced it, or JAX did.
+
+    Example:
+        >>> import jax.numpy as jnp, tensorflow as tf
+        >>> from replica_engine import xla
+        >>> softplus = xla.from_jax(lambda x: jnp.logaddexp(x, 0.0))
+        >>> x = tf.Variable(0.0)
+        >>> with tf.GradientTape() as tape:
+        ...     y = softplus(x)
+        >>> round(float(y), 4), float(tape.gradient(y, x))
+        (0.6931, 0.5)
+    """
+    traces: dict[Any, _Trace] = {}
+
+    @operators.artifact
+    @functools.wraps(fn)
+    def call(*args: Any, **constants: Any) -> Any:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        try:
+            trace, tensors = _traced(traces, name, fn, otherwise, args, constants)
+            results = _Call(name, here()).results(lambda: trace.function, tensors)
+        except Exception as error:
+            add_note(error, f"In `{name}`, a function of from_jax, called{at(here())}.")
+            raise
+        return trace.rebuild(results)
+
+    return call
+
+
+class _Trace:
+    """A function of JAX that was traced for certain arguments.
+
+    Attributes:
+        function: the function, of arrays.
+        rebuild: makes the structure of what it returns.
+    """
+
+    def __init__(self, name: str, fns: Sequence[Callable[..., Any]], rebuild: Callable[..., Any], kinds: Any):
+        structures: list[Any] = []
+
+        def flat(fn: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
+            def call(*arrays: Any) -> Sequence[Any]:
+                args, constants = rebuild(arrays)
+                results, structure = jax.tree_util.tree_flatten(fn(*args, **constants))
+                structures.append(structure)
+                return results
+
+            return functools.update_wrapper(call, fn)  # JAX's errors have the name and the line of the user's
+
+        function = self.function = JaxFunction(list(map(flat, fns)), jax_functions.specs(kinds))
+        returned = list(zip(structures, function.returns, strict=False))
+        if function.effects:
+            raise InputsError(
+                f"`{name}` does more than to compute ({function.effects}): it prints, or calls a function of the host. "
+                "Do that outside of it: with tf.print, or in a body with xla.outside_compilation."
+            )
+        for found in returned[1:]:
+            if found != returned[0]:
+                raise InputsError(
+                    f"`otherwise` of `{name}` returns {_described(*found)}, and `{name}` returns "
+                    f"{_described(*returned[0])}. Both must return the same structure, shapes and dtypes."
+                )
+        self.rebuild = functools.partial(jax.tree_util.tree_unflatten, structures[0])
+
+
+def _described(structure: Any, kinds: Sequence[Any]) -> str:
+    leaves = [f"{dtype}{list(shape)}" for shape, dtype in kinds]
+    return repr(jax.tree_util.tree_unflatten(structure, leaves)).replace("'", "")
+
+
+def _traced(
+    traces: dict[Any, _Trace],
+    name: str,
+    fn: Callable[..., Any],
+    otherwise: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+) -> tuple[_Trace, list[tf.Tensor]]:
+    """The function for such arguments, and the tensors among them."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(args)
+    tensors: list[tf.Tensor] = []
+    numbers: list[Any] = []  # for each leaf, a number as it is; for a tensor, None
+    for path, leaf in leaves:
+        is_number = type(leaf) in _NUMBERS
+        numbers.append(leaf if is_number else None)
+        if not is_number:
+            tensors.append(_checked(leaf, f"args{jax.tree_util.keystr(path)}"))
+    kinds = [(tuple(each.shape), each.dtype.as_numpy_dtype) for each in tensors]
+    named = [(key, type(value), value) for key, value in sorted(constants.items())]
+    key = structure, tuple(kinds), tuple((type(each), each) for each in numbers), tuple(named)
+    try:
+        trace = traces.get(key)
+    except TypeError as error:
+        raise InputsError(
+            f"`{name}` is called with the keywords {brief(constants)}. Keywords are constants: give values that have a "
+            "hash, such as numbers, texts and tuples, and pass tensors by position."
+        ) from error
+    if trace is None:
+
+        def rebuild(arrays: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+            given = iter(arrays)
+            values = [next(given) if each is None else each for each in numbers]
+            return jax.tree_util.tree_unflatten(structure, values), constants
+
+        fns = [fn] if otherwise is None else [fn, otherwise]
+        trace = traces[key] = _Trace(name, fns, rebuild, kinds)
+    return trace, tensors
+
+
+def _checked(value: object, name: str) -> tf.Tensor:
+    """An argument as a tensor that JAX can have."""
+    tensor = as_tensor(value, name)
+    dtype = tensor.dtype
+    if not (dtype.is_floating or dtype.is_complex or dtype.is_integer or dtype.is_bool):
+        raise InputsError(f"{name} is a tensor of {dtype.name}, which JAX does not have. Give numbers.")
+    if tensor.shape.rank is None or (in_body() is not None and not tensor.shape.is_fully_defined()):
+        raise InputsError(
+            f"{name} has the shape {tensor.shape}, and JAX must know the whole shape when it traces a body. Give it a "
+            "fixed shape: dataset.batch(n, drop_remainder=True), or tf.ensure_shape(x, ...)."
+        )
+    return tensor
+
+
+class _Call:
+    """A call of a function of JAX.
+
+    Args:
+        name: the name of the function.
+        where: the user's line.
+    """
+
+    def __init__(self, name: str, where: str):
+        self._name = name
+        self._where = where
+
+    def results(
+        self,
+        make: Callable[[], JaxFunction],
+        tensors: Sequence[tf.Tensor],
+        quick: Callable[[], list[tf.Tensor]] | None = None,
+    ) -> list[tf.Tensor]:
+        """Tensors with the gradient that JAX has.
+
+        Args:
+            make: makes the function.
+            tensors: what it takes.
+            quick: computes the results in another way. Then the function is made only if they are differentiated.
+        """
+
+        def run(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+            saved: list[tf.Tensor] = []
+            back: JaxFunction | None = None
+            if quick is not None:
+                results = quick()
+            else:
+                function, pair = make(), None
+                inner, outer = _differentiable(function)
+                if inner and outer and function_graphs.is_recording():
+                    pair = function.saving(inner, outer)
+                forward, back = pair or (function, None)
+                results = self._op(forward, tensors)
+                count = len(function.returns[0])
+                results, saved = results[:count], results[count:]
+            return results, lambda *upstream: self._pull_back(make, tensors, results, upstream, back, saved)
+
+        if tf.executing_eagerly():
+            return list(tf.custom_gradient(run)(*tensors))
+        results, pull_back = run(*tensors)
+        return function_graphs.differentiable(results, tensors, pull_back) if results else results
+
+    def _pull_back(
+        self,
+        make: Callable[[], JaxFunction],
+        tensors: Sequence[tf.Tensor],
+        results: Sequence[tf.Tensor],
+        upstream: Sequence[Any],
+        back: JaxFunction | None,
+        saved: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor | None]:
+        """The gradients of arguments: by `back`, out of what was saved; if there is none, the function runs again."""
+        function = make()
+        inner, outer = _differentiable(function)
+        gradients: list[tf.Tensor | None] = [None] * len(tensors)
+        if inner and outer:
+            weights = [_weight(upstream[index], results[index]) for index in outer]
+            quick = None if back is None else lambda: self._op(back, [*saved, *weights])
+            try:
+                found = self.results(lambda: function.pull_back(inner, outer), [*tensors, *weights], quick)
+            except Exception as error:
+                add_note(error, f"In the gradient of `{self._name}`, a function of from_jax, called{at(self._where)}.")
+                raise
+            for index, each in zip(inner, found, strict=True):
+                gradients[index] = _conjugate(each)
+        return gradients
+
+    def _op(self, function: JaxFunction, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The op that runs a function of JAX: a marker in a body, elsewhere TensorFlow's own op."""
+        shapes, dtypes = ([each[index] for each in function.returns[0]] for index in (0, 1))
+        dtypes, operands = list(map(tf.as_dtype, dtypes)), list(tensors)
+        if not shapes:
+            return []
+        body = in_body()
+        if body is not None and not tf.executing_eagerly():
+            digest, function = function.file(body.platform)
+            function_graphs.keep(tf.compat.v1.get_default_graph(), function)
+            parameters = json.dumps({"name": self._name, "digest": digest})
+            return xla_ops.marker(JAX_FUNCTION, operands, parameters, dtypes, shapes)
+        platforms = ["cpu", "gpu"] if tf.config.list_logical_devices("GPU") else ["cpu"]
+        try:
+            exported, missing = function.exported(platforms)
+        except KernelError as error:
+            words = " and ".join(platforms).upper()
+            raise LoweringError.other_chips(self._name, self._where, words, str(error)) from error.__cause__
+        if missing:
+            raise LoweringError.not_in_tensorflow(self._name, self._where, missing)
+        return xla_ops.call_module(exported, operands, dtypes, shapes)
+
+
+def _differentiable(function: JaxFunction) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which arguments and which results of a function have a gradient."""
+    inner, outer = (
+        tuple(index for index, (_, dtype) in enumerate(kinds) if _has_gradient(tf.as_dtype(dtype)))
+        for kinds in (function.takes, function.returns[0])
+    )
+    return inner, outer
+
+
+def _has_gradient(dtype: tf.DType) -> bool:
+    return bool(dtype.is_floating or dtype.is_complex)
+
+
+def _weight(upstream: Any, result: tf.Tensor) -> tf.Tensor:
+    """The gradient of a result, as JAX has it."""
+    return tf.zeros_like(result) if upstream is None else _conjugate(tf.convert_to_tensor(upstream))
+
+
+def _conjugate(tensor: tf.Tensor) -> tf.Tensor:
+    """Between the gradients of TensorFlow and of JAX, which differ in that for complex numbers."""
+    return tf.math.conj(tensor) if tensor.dtype.is_complex else tensor
