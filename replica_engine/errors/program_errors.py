@@ -201,8 +201,8 @@ class LoweringError(ReplicaEngineError, ValueError):
     def not_in_tensorflow(cls, kernel: str, where: str, target: str) -> LoweringError:
         """A function of JAX calls a routine that TensorFlow does not have."""
         return cls(
-            f"`{kernel}`, a function of from_jax called{at(where)}, calls {target}, which JAX has and TensorFlow has not. "
-            "Under TPUStrategy it works. Outside of it, write that part with TensorFlow: tf.linalg has the "
+            f"`{kernel}`, a function of from_jax called{at(where)}, calls {target}, which JAX has and TensorFlow "
+            "has not. It works under TPUStrategy. Elsewhere write that part with TensorFlow: tf.linalg has the "
             "factorizations of jax.numpy.linalg."
         )
 

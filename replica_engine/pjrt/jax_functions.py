@@ -13,12 +13,14 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+
+from replica_engine.pjrt.jaxlib import serialized_for_others
 
 Kind = tuple[tuple[int | None, ...], np.dtype]
 """The shape and the dtype of an array. None is a size that is known when the function runs."""
@@ -50,6 +52,20 @@ class KernelError(Exception):
     """
 
     digest = ""
+
+
+class Exported(NamedTuple):
+    """A function as a program for TensorFlow.
+
+    Attributes:
+        program: the program, and which arguments it takes.
+        module: the program, serialized.
+        missing: the name of a routine that it calls and TensorFlow does not have; "" for none.
+    """
+
+    program: jax.export.Exported
+    module: bytes
+    missing: str
 
 
 def specs(kinds: Sequence[Kind]) -> list[jax.ShapeDtypeStruct]:
@@ -85,7 +101,7 @@ class JaxFunction:
         self._specs = takes
         self._partner: JaxFunction | None = None  # of which each platform must have the same of its functions
         self._texts: dict[tuple[int, tuple[str, ...]], str] = {}
-        self._exported: dict[tuple[str, ...], tuple[jax.export.Exported, str]] = {}
+        self._exported: dict[tuple[str, ...], Exported] = {}
         self._derived: dict[Any, Any] = {}
         self.is_fixed = not any(None in shape for shape, _ in self.takes)
         self._fns: list[Arrays] = []
@@ -130,11 +146,8 @@ class JaxFunction:
         names = tuple(_PLATFORMS[each] for each in platforms)
         return self._first(lambda number: self._lowered(number, names))
 
-    def exported(self, platforms: Sequence[str]) -> tuple[jax.export.Exported, str]:
+    def exported(self, platforms: Sequence[str]) -> Exported:
         """The function as a program for TensorFlow, on any of these platforms.
-
-        Returns:
-            The program, and the name of a routine that it calls and TensorFlow does not have; "" for none.
 
         Raises:
             KernelError: it cannot be lowered for them.
@@ -143,7 +156,7 @@ class JaxFunction:
         if names in self._exported:
             return self._exported[names]
 
-        def export(number: int) -> tuple[jax.export.Exported, str]:
+        def export(number: int) -> Exported:
             targets = _TARGET.findall(self._lowered(number, names)) if self.is_fixed else []
             unchecked = [jax.export.DisabledSafetyCheck.custom_call(each) for each in sorted(set(targets))]
             make = jax.export.export(self._jitted[number], platforms=names, disabled_checks=unchecked)
@@ -151,7 +164,8 @@ class JaxFunction:
                 exported = make(*self._specs)
             if not self.is_fixed:
                 targets = _TARGET.findall(exported.mlir_module())
-            return exported, next((each for each in targets if each.startswith(_OF_JAXLIB)), "")
+            missing = next((each for each in targets if each.startswith(_OF_JAXLIB)), "")
+            return Exported(exported, serialized_for_others(exported.mlir_module()), missing)
 
         found = self._exported[names] = self._first(export)
         return found
@@ -227,10 +241,14 @@ class JaxFunction:
             self._derived[key] = JaxFunction(fns, [*self._specs, *weights])
         return self._derived[key]
 
-    def _lowered(self, number: int, platforms: tuple[str, ...], alone: bool = False) -> str:
+    def _lowered(self, number: int, platforms: tuple[str, ...]) -> str:
+        """The text of one of the functions; an error if a platform cannot have that of the partner."""
+        if self._partner is not None:
+            self._partner._text(number, platforms)
+        return self._text(number, platforms)
+
+    def _text(self, number: int, platforms: tuple[str, ...]) -> str:
         if (number, platforms) not in self._texts:
-            if self._partner is not None and not alone:
-                self._partner._lowered(number, platforms, alone=True)
             with self._bits():
                 self._texts[number, platforms] = self._traced[number].lower(lowering_platforms=platforms).as_text()
         return self._texts[number, platforms]

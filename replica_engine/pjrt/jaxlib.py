@@ -119,6 +119,17 @@ def program_context() -> ir.Context:
     return context
 
 
+def serialized_for_others(module: str) -> bytes:
+    """A module of StableHLO as bytes for a reader of an older version, such as TensorFlow, if any such can have it."""
+    for age in ("MAX", "WEEK_12", "WEEK_4"):  # the oldest first: in jax's own export a top_k is too new for TensorFlow
+        version = hlo.get_version_from_compatibility_requirement(getattr(hlo.StablehloCompatibilityRequirement, age))
+        try:
+            return _jax.mlir.serialize_portable_artifact(module, version)
+        except RUNTIME_ERRORS as error:
+            failed = error
+    raise failed
+
+
 def compile_options(grid: np.ndarray, divided: bool) -> CompileOptions:
     """The options with which a program is compiled.
 

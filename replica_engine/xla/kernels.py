@@ -258,13 +258,13 @@ class _Call:
             return xla_ops.marker(JAX_FUNCTION, operands, parameters, dtypes, shapes)
         platforms = ["cpu", "gpu"] if tf.config.list_logical_devices("GPU") else ["cpu"]
         try:
-            exported, missing = function.exported(platforms)
+            exported = function.exported(platforms)
         except KernelError as error:
             words = " and ".join(platforms).upper()
             raise LoweringError.other_chips(self._name, self._where, words, str(error)) from error.__cause__
-        if missing:
-            raise LoweringError.not_in_tensorflow(self._name, self._where, missing)
-        return xla_ops.call_module(exported, operands, dtypes, shapes)
+        if exported.missing:
+            raise LoweringError.not_in_tensorflow(self._name, self._where, exported.missing)
+        return xla_ops.call_module(exported.module, exported.program, operands, dtypes, shapes)
 
 
 def _differentiable(function: JaxFunction) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -216,17 +216,19 @@ def marker_parameters(op: tf.Operation) -> str:
     return op.get_attr("backend_config").decode()
 
 
-def call_module(exported: Any, operands: list[tf.Tensor], dtypes: list[tf.DType], shapes: list[Any]) -> list[tf.Tensor]:
-    """Runs a program that JAX has exported (`jax.export`)."""
+def call_module(
+    module: bytes, program: Any, operands: list[tf.Tensor], dtypes: list[tf.DType], shapes: list[Any]
+) -> list[tf.Tensor]:
+    """Runs a program that JAX has exported (`jax.export`), of which `module` is the serialized form."""
     return list(
         _ops.xla_call_module(
-            [operands[index] for index in exported.module_kept_var_idx],
-            version=exported.calling_convention_version,
-            module=exported.mlir_module_serialized,
+            [operands[index] for index in program.module_kept_var_idx],
+            version=program.calling_convention_version,
+            module=module,
             Sout=shapes,
             Tout=dtypes,
-            platforms=list(map(str.upper, exported.platforms)),
-            disabled_checks=list(map(str, exported.disabled_safety_checks)),
+            platforms=list(map(str.upper, program.platforms)),
+            disabled_checks=list(map(str, program.disabled_safety_checks)),
         )
     )
 

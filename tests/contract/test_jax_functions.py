@@ -1,0 +1,308 @@
+"""`xla.from_jax`: functions of JAX called with tensors, in every form of a run and outside of runs."""
+
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from jax.experimental import pallas as pl
+
+from replica_engine import xla
+from replica_engine.errors import InputsError, LoweringError
+
+X = np.linspace(-1.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
+W = np.cos(np.arange(16, dtype=np.float32)).reshape(4, 4)
+
+
+def softened(x, w):
+    return {"rows": jnp.tanh(x @ w), "loss": (jnp.sum(jax.nn.softmax(x @ w) ** 2),)}
+
+
+def loss(x, w):
+    made = softened(x, w)
+    return jnp.sum(made["rows"] ** 3) + made["loss"][0]
+
+
+def loss_of_tensors(x, w):
+    made = xla.from_jax(softened)(x, w)
+    return tf.reduce_sum(made["rows"] ** 3) + made["loss"][0]
+
+
+def close(values, expected):
+    for value in values:
+        np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_values_and_gradients_are_those_of_jax(run, local):
+    def step(x, w):
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            value = loss_of_tensors(x, w)
+        return value, *tape.gradient(value, [x, w])
+
+    values = zip(*local(run(step, args=(tf.constant(X), tf.constant(W)))), strict=True)
+    for found, expected in zip(values, [loss(X, W), *jax.grad(loss, (0, 1))(X, W)], strict=True):
+        close(found, expected)
+
+
+def test_gradients_of_gradients(run, local):
+    def step(x, w):
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                value = loss_of_tensors(x, w)
+            squares = tf.reduce_sum(inner.gradient(value, x) ** 2)
+        return outer.gradient(squares, x)
+
+    expected = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, W) ** 2))(X)
+    close(local(run(step, args=(tf.constant(X), tf.constant(W)))), expected)
+
+
+def test_loops_and_branches(run, local):
+    layer = xla.from_jax(lambda x, w: jnp.tanh(x @ w))
+
+    def step(x, w, count):
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            _, y = tf.while_loop(
+                lambda i, _: i < count,
+                lambda i, y: (i + 1, layer(y, w)),
+                (tf.constant(0), x),
+                maximum_iterations=5,
+            )
+            y = tf.cond(tf.reduce_sum(x) > 0, lambda: layer(y, w), lambda: y)
+        return tape.gradient(y, [x, w])
+
+    def expected(x, w):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    found = local(run(step, args=(tf.constant(X), tf.constant(W), tf.constant(3))))
+    for index, gradient in enumerate(jax.grad(expected, (0, 1))(X, W)):
+        close([each[index] for each in found], gradient)
+
+
+def test_a_gradient_of_ones_own(run, local):
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, x), lambda x, g: (jnp.where(x > 1, 7.0, g),))
+    called = xla.from_jax(clipped)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = tf.reduce_sum(called(x))
+        return tape.gradient(value, x)
+
+    assert local(run(step, args=(tf.constant([0.5, 2.0]),))) == [[1.0, 7.0]] * len(local(tf.constant(0)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"])
+def test_dtypes(strategy, local, dtype):
+    """Also the gradients of complex numbers, which JAX has as the conjugates of TensorFlow's."""
+    x = tf.cast(X[:2, :2], dtype) * tf.cast(1 + 0.5j if "complex" in dtype else 1, dtype)
+    called = xla.from_jax(lambda a, b: jnp.sin(a) @ b * 2)
+
+    def step(fn, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = fn(x, x)
+            total = tf.reduce_sum(tf.abs(value) if value.dtype.is_complex else value)
+        return value, tape.gradient(total, x)
+
+    expected = step(lambda a, b: tf.sin(a) @ b * 2, x)
+    found = strategy.run(functools.partial(step, called), args=(x,))
+    limit = 1e-14 if dtype in ("float64", "complex128") else 2e-6 if "32" in dtype or "64" in dtype else 0.02
+    for each, wanted in zip(found, expected, strict=True):
+        for value in strategy.experimental_local_results(each):
+            assert value.dtype == x.dtype
+            np.testing.assert_allclose(*(tf.cast(one, "complex128") for one in (value, wanted)), rtol=limit, atol=limit)
+
+
+def test_integers_and_truth_values_have_no_gradient(run, local):
+    chosen = xla.from_jax(lambda i, m, x: (jnp.where(m, x[i], 0.0), i + 1, ~m))
+
+    def step(i, m, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            values, *others = chosen(i, m, x)
+        return others, tape.gradient(values, [x, values])[0]
+
+    args = tf.constant([2, 0], tf.int64), tf.constant([True, False]), tf.constant([1.0, 2.0, 3.0])
+    for others, gradient in local(run(step, args=args)):
+        assert others == [[3, 1], [False, True]]
+        assert gradient == [0.0, 0.0, 1.0]
+
+
+def test_structures_numbers_and_keywords(strategy, local):
+    """Numbers of Python and keywords are constants of the function, so Python code may ask for them."""
+
+    def fn(pair, scale, *, power=1, skip=None):
+        return {"a": pair["x"] * scale if scale > 1 else pair["x"], "b": [pair["y"][0] ** power, skip]}
+
+    called = xla.from_jax(fn)
+    result = strategy.run(lambda x: called({"x": x, "y": (x + 1,)}, 3, power=2), args=(tf.constant([1.0, 2.0]),))
+    assert local(result) == [{"a": [3.0, 6.0], "b": [[4.0, 9.0], None]}] * strategy.num_replicas_in_sync
+
+
+def test_a_function_is_traced_once_for_equal_shapes(strategy):
+    calls = []
+
+    def fn(x, scale):
+        calls.append(x.shape)
+        return x * scale
+
+    called = xla.from_jax(fn)
+    for _ in range(2):
+        strategy.run(lambda x: called(x, 2.0), args=(tf.ones([2]),))
+        strategy.run(lambda x: called(x, 2.0), args=(tf.ones([3]),))
+        called(tf.ones([3]), 2.0)
+    assert calls == [(2,), (3,)]
+
+
+def test_kernels_of_other_chips(run, local):
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2.0
+
+    def doubled(x):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    one = xla.from_jax(doubled)
+    with pytest.raises(LoweringError, match=r"`doubled`, a function of from_jax called at .*cannot be lowered for CPU"):
+        run(lambda x: one(x), args=(tf.constant([1.0]),))
+    other = xla.from_jax(doubled, otherwise=lambda x: x * 2.0)
+    assert {each[0] for each in local(run(lambda x: other(x), args=(tf.constant([1.0]),)))} == {2.0}
+
+
+def test_a_kernel_with_a_gradient_and_a_function_in_its_place(strategy, local):
+    """What the gradient needs differs between the two, and only one of them runs."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] ** 2
+
+    @jax.custom_vjp
+    def squares(x):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    squares.defvjp(lambda x: (squares(x), (x, x, x)), lambda saved, g: (2 * saved[0] * g,))
+    called = xla.from_jax(squares, otherwise=lambda x: x * x)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = tf.reduce_sum(called(x) ** 2)
+        return tape.gradient(value, x)
+
+    assert {tuple(each) for each in local(strategy.run(step, args=(tf.constant([1.0, 2.0]),)))} == {(4.0, 32.0)}
+
+
+def test_fit_with_a_layer_of_jax(strategy):
+    """The batches do not divide evenly, and outside compiled bodies Keras does not say their size."""
+    gelu = xla.from_jax(lambda x: jax.nn.gelu(x))
+
+    class Layer(keras.layers.Layer):
+        def __init__(self, fn):
+            super().__init__()
+            self.fn = fn
+
+        def call(self, x):
+            return self.fn(x)
+
+    def trained(fn, scope):
+        with scope:
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(5), Layer(fn), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = np.random.default_rng(0).standard_normal((20, 4)).astype("float32")
+        model.fit(x, x.sum(1, keepdims=True), batch_size=8, epochs=2, verbose=0)
+        return [each.numpy() for each in model.weights]
+
+    expected = trained(keras.ops.gelu, tf.distribute.get_strategy().scope())
+    for found, wanted in zip(trained(gelu, strategy.scope()), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def outside(fn, *args):
+    return xla.from_jax(fn)(*args)
+
+
+BAD = {
+    "string": (lambda: outside(jnp.sin, tf.constant("a")), InputsError, "tensor of string, which JAX does not have"),
+    "keyword": (
+        lambda: xla.from_jax(lambda x, y: x)(tf.ones(2), y=tf.ones(2)),
+        InputsError,
+        "Keywords are constants",
+    ),
+    "no array": (lambda: outside(lambda x: "a", tf.ones(2)), TypeError, "not a valid JAX type"),
+    "prints": (
+        lambda: outside(lambda x: jax.debug.print("{}", x) or x, tf.ones(2)),
+        InputsError,
+        "does more than to compute",
+    ),
+    "other structure": (
+        lambda: xla.from_jax(lambda x: x, otherwise=lambda x: (x,))(tf.ones(2)),
+        InputsError,
+        r"returns \(float32\[2\],\), and `<lambda>` returns float32\[2\]",
+    ),
+    "other dtype": (
+        lambda: xla.from_jax(lambda x: x, otherwise=lambda x: x > 0)(tf.ones(2)),
+        InputsError,
+        r"returns bool\[2\], and",
+    ),
+    "no gradient": (
+        lambda: gradient_of(lambda x: jax.lax.while_loop(lambda y: y[0] < 3, lambda y: y * 2, x), tf.ones(2)),
+        ValueError,
+        "Reverse-mode differentiation",
+    ),
+}
+
+
+def gradient_of(fn, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        value = outside(fn, x)
+    return tape.gradient(value, x)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    fn, kind, words = BAD[name]
+    with pytest.raises(kind, match=words) as caught:
+        fn()
+    assert any("a function of from_jax, called at" in note for note in caught.value.__notes__)
+
+
+def test_unknown_shapes(strategy):
+    """Outside bodies the sizes of equal dimensions may be unknown; a body is compiled for known ones."""
+    called = xla.from_jax(lambda x, y: (x + y).sum(1))
+    spec = tf.TensorSpec([None, 2])
+    traced = tf.function(called, input_signature=[spec, spec])
+    assert traced(tf.ones([3, 2]), tf.ones([3, 2])).numpy().tolist() == [4.0] * 3
+    assert traced(tf.ones([1, 2]), tf.ones([1, 2])).numpy().tolist() == [4.0]
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        traced(tf.ones([3, 2]), tf.ones([2, 2]))
+
+
+def test_a_function_goes_with_the_graphs_that_use_it(strategy):
+    def use():
+        def fn(x):
+            return jnp.sin(x) * 3
+
+        called = xla.from_jax(fn)
+        strategy.run(tf.function(lambda x: called(x)), args=(tf.ones(2),))
+        return weakref.ref(fn)
+
+    known = use()
+    gc.collect()
+    strategy.run(lambda: tf.constant(0))  # programs whose functions have died are dropped in a later call
+    gc.collect()
+    assert known() is None
