@@ -135,7 +135,7 @@ $(LIBTPU): $(VENV)/.extras-$(TEST_EXTRAS)
 
 test-aot-short: $(LIBTPU)
 	PYTHONPATH=$(LIBTPU) $(BIN)/python -m pytest --quiet \
-	  tests/aot/test_bodies.py -k "v5e and (all_reduces or gradient_of_a_loop or conv2d or transformer)" $(ARGS)
+	  tests/aot/test_bodies.py -k "v5e and (kernel or all_reduces or gradient_of_a_loop or conv2d or transformer)" $(ARGS)
 
 # With what is installed: on a machine with GPUs, install the extra cuda as well.
 test-gpu: $(VENV)/.extras-$(TEST_EXTRAS)

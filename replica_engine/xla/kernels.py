@@ -1,6 +1,6 @@
 """Functions of JAX, kernels among them, that bodies, `tf.function`s and eager code call with tensors.
 
-In a body a call is a marker, which becomes the function when the program is compiled (`pjrt.jax_functions`).
+In a body a call is a marker, which becomes the function when the program is compiled (`pjrt.stablehlo.jax_functions`).
 Elsewhere it is TensorFlow's op for programs of other libraries, `XlaCallModule`. Gradients are functions of JAX too.
 """
 
@@ -16,9 +16,9 @@ import tensorflow as tf
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import InputsError, LoweringError
 from replica_engine.errors.base import add_note, at, brief
-from replica_engine.pjrt import jax_functions
-from replica_engine.pjrt.jax_functions import JaxFunction, KernelError
 from replica_engine.pjrt.jaxlib import jax
+from replica_engine.pjrt.stablehlo import jax_functions
+from replica_engine.pjrt.stablehlo.jax_functions import JaxFunction, KernelError
 from replica_engine.pjrt.stablehlo.markers import JAX_FUNCTION
 from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
 from replica_engine.values.structure import as_tensor
@@ -67,13 +67,10 @@ def from_jax(fn: Callable[..., Any], *, otherwise: Callable[..., Any] | None = N
     @functools.wraps(fn)
     def call(*args: Any, **constants: Any) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
-        try:
+        made = _Call(name, here())
+        with _Noted(f"In {made}."):
             trace, tensors = _traced(traces, name, fn, otherwise, args, constants)
-            results = _Call(name, here()).results(lambda: trace.function, tensors)
-        except Exception as error:
-            add_note(error, f"In `{name}`, a function of from_jax, called{at(here())}.")
-            raise
-        return trace.rebuild(results)
+            return trace.rebuild(made.results(lambda: trace.function, tensors))
 
     return call
 
@@ -172,6 +169,20 @@ def _checked(value: object, name: str) -> tf.Tensor:
     return tensor
 
 
+class _Noted:
+    """Adds a note to an exception that leaves the block."""
+
+    def __init__(self, note: str):
+        self._note = note
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            add_note(error, self._note)
+
+
 class _Call:
     """A call of a function of JAX.
 
@@ -183,6 +194,9 @@ class _Call:
     def __init__(self, name: str, where: str):
         self._name = name
         self._where = where
+
+    def __str__(self) -> str:
+        return f"`{self._name}`, a function of from_jax, called{at(self._where)}"
 
     def results(
         self,
@@ -235,11 +249,8 @@ class _Call:
         if inner and outer:
             weights = [_weight(upstream[index], results[index]) for index in outer]
             quick = None if back is None else lambda: self._op(back, [*saved, *weights])
-            try:
+            with _Noted(f"In the gradient of {self}."):
                 found = self.results(lambda: function.pull_back(inner, outer), [*tensors, *weights], quick)
-            except Exception as error:
-                add_note(error, f"In the gradient of `{self._name}`, a function of from_jax, called{at(self._where)}.")
-                raise
             for index, each in zip(inner, found, strict=True):
                 gradients[index] = _conjugate(each)
         return gradients

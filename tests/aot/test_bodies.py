@@ -2,8 +2,11 @@
 
 import itertools
 
+import jax
 import pytest
 import tensorflow as tf
+from jax.experimental import pallas
+from jax.experimental.pallas import tpu as pallas_tpu
 
 import replica_engine
 from aot.bodies import GROUPS, MODELS
@@ -99,3 +102,35 @@ def test_a_program_that_the_chip_has_no_room_for():
 def test_every_name_that_is_listed_exists(name):
     plan = xla.lower(lambda x: x + 1.0, [[tf.ones([4])]]).compile(topology=name)
     assert plan.fits
+
+
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if chip != "v4:2x2x2"])
+def test_a_kernel_is_that_of_the_chip(chip):
+    """The body is traced beside CPU devices; `otherwise` is for those and, here, for GPUs."""
+
+    def double(x_ref, out_ref):
+        out_ref[...] = pallas_tpu.roll(x_ref[...] * 2, 1, 0)
+
+    @jax.custom_vjp
+    def doubled(x):
+        spec, shape = pallas.BlockSpec(memory_space=pallas_tpu.VMEM), jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(double, in_specs=[spec], out_specs=spec, out_shape=shape)(x)
+
+    doubled.defvjp(lambda x: (doubled(x), None), lambda _, upstream: (doubled(upstream),))
+    called = xla.from_jax(doubled, otherwise=lambda x: jax.numpy.roll(x * 2, 1, 0))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(called(x) ** 2)
+        return xla.cross_replica_sum(tape.gradient(total, x))
+
+    plan = xla.lower(step, [[tf.ones([256, 256])]] * 8).compile(topology=chip)
+    assert plan.cost.kernels == (2 if platform(chip) == "tpu" else 0)
+    assert ("kernels" in str(plan)) == (platform(chip) == "tpu")
+    alone = xla.from_jax(doubled)
+    if platform(chip) == "gpu":
+        with pytest.raises(LoweringError, match=f"`doubled`.* cannot be lowered for {chip}"):
+            xla.lower(alone, [[tf.ones([256, 256])]] * 8).compile(topology=chip)
+    else:
+        assert xla.lower(alone, [[tf.ones([256, 256])]] * 8).compile(topology=chip).cost.kernels == 1

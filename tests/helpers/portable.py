@@ -11,8 +11,8 @@ from jaxlib import _jax
 from jaxlib.mlir.dialects import stablehlo
 
 from replica_engine.pjrt import executable
-from replica_engine.pjrt.jax_functions import KernelError
 from replica_engine.pjrt.stablehlo import markers
+from replica_engine.pjrt.stablehlo.jax_functions import KernelError
 from replica_engine.pjrt.stablehlo.markers import UntransferableError
 
 refused = []  # what jaxlib said of programs that are not portable, since somebody last took them out

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from replica_engine.pjrt import jax_functions
 from replica_engine.pjrt.jaxlib import HOST_CALL_TARGETS, Shape, hlo, ir, program_context
-from replica_engine.pjrt.stablehlo import mlir, partition_local
+from replica_engine.pjrt.stablehlo import jax_functions, mlir, partition_local
 
 Parameters = dict[str, Any]
 """Those of a marker: "groups" or "pairs" of replicas, axes, the name of the reduction as "op", and as "divide_by" what

@@ -25,10 +25,9 @@ from replica_engine.pjrt.absent_chips import compile_absent
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.pjrt.devices import chip_memory, device_group, memory_limit
 from replica_engine.pjrt.executable import Executable, agreed
-from replica_engine.pjrt.jax_functions import KernelError
 from replica_engine.pjrt.jaxlib import DYNAMIC, RUNTIME_ERRORS
 from replica_engine.pjrt.plan import Plan
-from replica_engine.pjrt.stablehlo import markers, partition_program
+from replica_engine.pjrt.stablehlo import jax_functions, markers, partition_program
 from replica_engine.pjrt.stablehlo.lowered_module import LoweredModule, UnreadableModule, fitting, in_branches, read
 from replica_engine.upstream.graphs import graph_walk, xla_ops
 from replica_engine.xla.soft_placement import host_op_kinds, host_piece
@@ -322,7 +321,7 @@ class Lowered:
                 executable = found_or_compiled(text, self.program, devices, make, together=compared is not None)
             except markers.UntransferableError as refused:
                 raise self._untransferable(refused, devices.platform.upper()) from None
-            except KernelError as refused:
+            except jax_functions.KernelError as refused:
                 raise self._other_chips(refused, devices.platform.upper()) from refused.__cause__
             except RUNTIME_ERRORS as failed:
                 if DYNAMIC in str(failed):
@@ -417,10 +416,10 @@ class Lowered:
                 return compile_absent(self._text, program.name, body.size, topology, program.sizes, limit, parts)
             except markers.UntransferableError as refused:
                 raise self._untransferable(refused, topology) from None
-            except KernelError as refused:
+            except jax_functions.KernelError as refused:
                 raise self._other_chips(refused, topology) from refused.__cause__
 
-    def _other_chips(self, refused: KernelError, where: str) -> LoweringError:
+    def _other_chips(self, refused: jax_functions.KernelError, where: str) -> LoweringError:
         ops = (op for op in graph_walk.everywhere(self.traced.graph) if xla_ops.marker_name(op) == markers.JAX_FUNCTION)
         found = {json.loads(xla_ops.marker_parameters(op))["digest"]: op for op in ops}
         op = found.get(refused.digest)  # none, if it is the copy of one

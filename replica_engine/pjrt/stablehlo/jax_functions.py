@@ -1,6 +1,6 @@
 """Functions of JAX, for the programs of several platforms.
 
-A body has a marker where it calls one (`stablehlo.markers.JAX_FUNCTION`), with a digest by which the function is found
+A body has a marker where it calls one (`markers.JAX_FUNCTION`), with a digest by which the function is found
 again (`find`) when the program is compiled: only then it is known what for. So a plan for TPUs has the kernel of TPUs,
 also where the body was traced beside CPU devices.
 """
@@ -110,11 +110,10 @@ class JaxFunction:
         with self._bits():
             for fn in fns:
                 jitted = jax.jit(fn, keep_unused=True)
-                try:
-                    traced = jitted.trace(*takes)
-                except Exception:
+                traced = _attempted(jitted.trace, *takes)
+                if isinstance(traced, Exception):
                     if self.is_fixed or fn is fns[-1]:
-                        raise
+                        raise traced
                     continue  # a kernel, for which sizes must be known
                 for known, new in ((self._fns, fn), (self._jitted, jitted), (self._traced, traced)):
                     known.append(new)
@@ -173,11 +172,11 @@ class JaxFunction:
     def _first(self, make: Callable[[int], T]) -> T:
         """What is made with the first of the functions that a platform can have."""
         for number in range(len(self._jitted)):
-            try:
-                return make(number)
-            except Exception as error:  # each kind of kernel raises another one
-                last = error
-        raise KernelError(f"{type(last).__name__}: {last}") from last
+            made = _attempted(make, number)
+            if not isinstance(made, Exception):
+                return made
+            failed = made
+        raise KernelError(f"{type(failed).__name__}: {failed}") from failed
 
     def saving(self, inner: tuple[int, ...], outer: tuple[int, ...]) -> tuple[JaxFunction, JaxFunction] | None:
         """Two functions that compute the results and their gradient, and nothing twice.
@@ -193,10 +192,9 @@ class JaxFunction:
         """
         key = "saving", inner, outer
         if key not in self._derived:
-            try:
-                self._derived[key] = self._saving(inner, outer) if self.is_fixed else None
-            except Exception:  # what `pull_back` raises, which is called only where the gradient is needed
-                self._derived[key] = None
+            made = _attempted(self._saving, inner, outer) if self.is_fixed else None
+            # An error is what `pull_back` raises, which is called only where the gradient is needed.
+            self._derived[key] = None if isinstance(made, Exception) else made
         return self._derived[key]
 
     def _saving(self, inner: tuple[int, ...], outer: tuple[int, ...]) -> tuple[JaxFunction, JaxFunction]:
@@ -288,6 +286,14 @@ class _Saver:
     def gradients(self, saved: Sequence[Any], weights: Sequence[Any]) -> Sequence[Any]:
         """The gradients of the arguments, out of what was saved by the last call and the gradients of the results."""
         return list(jax.tree_util.tree_unflatten(self._structure, saved)(list(weights)))
+
+
+def _attempted(make: Callable[..., T], *args: Any) -> T | Exception:
+    """What is made, or the error of it: the user's function may raise anything, and each kind of kernel another one."""
+    try:
+        return make(*args)
+    except Exception as error:
+        return error
 
 
 def _numbered(fn: Callable[..., Sequence[Any]], number: int) -> Arrays:
