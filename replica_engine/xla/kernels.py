@@ -228,10 +228,13 @@ class _Call:
                 results, saved = results[:count], results[count:]
             return results, lambda *upstream: self._pull_back(make, tensors, results, upstream, back, saved)
 
+        if quick is None and not make().returns[0]:
+            return []
         if tf.executing_eagerly():
             return list(tf.custom_gradient(run)(*tensors))
+        # Not `tf.custom_gradient`: in loops it would trace gradients of gradients without end.
         results, pull_back = run(*tensors)
-        return function_graphs.differentiable(results, tensors, pull_back) if results else results
+        return function_graphs.differentiable(results, tensors, pull_back, may_be_saved=in_body() is None)
 
     def _pull_back(
         self,
@@ -259,8 +262,6 @@ class _Call:
         """The op that runs a function of JAX: a marker in a body, elsewhere TensorFlow's own op."""
         shapes, dtypes = ([each[index] for each in function.returns[0]] for index in (0, 1))
         dtypes, operands = list(map(tf.as_dtype, dtypes)), list(tensors)
-        if not shapes:
-            return []
         body = in_body()
         if body is not None and not tf.executing_eagerly():
             digest, function = function.file(body.platform)

@@ -306,3 +306,21 @@ def test_a_function_goes_with_the_graphs_that_use_it(strategy):
     strategy.run(lambda: tf.constant(0))  # programs whose functions have died are dropped in a later call
     gc.collect()
     assert known() is None
+
+
+def test_a_saved_model_runs_and_trains(tmp_path):
+    """Of a model that is loaded, TensorFlow runs the function and its gradient."""
+    called = xla.from_jax(lambda x: jnp.sin(x) ** 2)
+
+    class Model(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec([None, 2])])
+        def __call__(self, x):
+            return called(x)
+
+    tf.saved_model.save(Model(), str(tmp_path))
+    loaded, x = tf.saved_model.load(str(tmp_path)), tf.constant([[0.5, 1.0]])
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        value = loaded(x)
+    np.testing.assert_allclose(value, np.sin(x) ** 2, rtol=1e-6)
+    np.testing.assert_allclose(tape.gradient(value, x), np.sin(2 * x), rtol=1e-6)

@@ -148,6 +148,21 @@ def _register() -> None:
     tf.RegisterGradient(_REGISTERED)(lambda op, *upstream: _gradients[op.get_attr(_NUMBER)](*upstream))
 
 
+def _register_alone(gradient: Callable[..., Any], number: int) -> str:
+    """Registers a gradient under a name of its own, for as long as it lives; returns the name."""
+    name, reference = f"{_REGISTERED}_{number}", weakref.ref(gradient)
+
+    @tf.autograph.experimental.do_not_convert
+    def call(op: tf.Operation | None, *upstream: Any) -> list[Any]:
+        known = reference()
+        assert known is not None, "kept by the graph of the op"
+        return known(*upstream)
+
+    tf.RegisterGradient(name)(call)
+    weakref.finalize(gradient, _ops.gradient_registry._registry.pop, name, None).atexit = False
+    return name
+
+
 def _registered() -> str:
     """The name of what looks up the gradient of an op by its number, which is registered when it is first needed."""
     with _registering:
@@ -156,7 +171,10 @@ def _registered() -> str:
 
 
 def differentiable(
-    results: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], gradient: Callable[..., Any]
+    results: Sequence[tf.Tensor],
+    inputs: Sequence[tf.Tensor],
+    gradient: Callable[..., Any],
+    may_be_saved: bool = False,
 ) -> list[tf.Tensor]:
     """Returns tensors equal to `results` whose gradient with respect to `inputs` is `gradient`.
 
@@ -165,10 +183,12 @@ def differentiable(
         inputs: the tensors to differentiate with respect to.
         gradient: takes the upstream gradient of each result, and returns the gradient of each input: a sequence, or a
             tensor if there is one input. The graph keeps it.
+        may_be_saved: whether the graph may become one of a SavedModel. For that, TensorFlow calls gradients without
+            their ops, so the gradient needs a name of its own.
     """
     found = _gradient(len(results), gradient)
     number = next(_numbers)
-    known = _passed_on(results, inputs, _registered())
+    known = _passed_on(results, inputs, _register_alone(found, number) if may_be_saved else _registered())
     known[0].op._set_attr(_NUMBER, tf.compat.v1.AttrValue(i=number))
     keep(known[0].graph, found)
     _gradients[number] = found
