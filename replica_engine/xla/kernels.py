@@ -20,7 +20,7 @@ from replica_engine.pjrt.jaxlib import jax
 from replica_engine.pjrt.stablehlo import jax_functions
 from replica_engine.pjrt.stablehlo.jax_functions import JaxFunction, KernelError
 from replica_engine.pjrt.stablehlo.markers import JAX_FUNCTION
-from replica_engine.upstream.graphs import function_graphs, operators, xla_ops
+from replica_engine.upstream.graphs import autograph, function_graphs, xla_ops
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import in_body
 
@@ -63,7 +63,7 @@ def from_jax(fn: Callable[..., Any], *, otherwise: Callable[..., Any] | None = N
     """
     traces: dict[Any, _Trace] = {}
 
-    @operators.artifact
+    @autograph.artifact
     @functools.wraps(fn)
     def call(*args: Any, **constants: Any) -> Any:
         name = getattr(fn, "__name__", type(fn).__name__)
