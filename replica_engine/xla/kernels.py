@@ -6,31 +6,38 @@ Elsewhere it is TensorFlow's op for programs of other libraries, `XlaCallModule`
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.errors import InputsError, LoweringError
-from replica_engine.errors.base import add_note, at, brief
+from replica_engine.errors.base import add_note, at, brief, warning
 from replica_engine.pjrt.jaxlib import jax
 from replica_engine.pjrt.stablehlo import jax_functions
 from replica_engine.pjrt.stablehlo.jax_functions import JaxFunction, KernelError
 from replica_engine.pjrt.stablehlo.markers import JAX_FUNCTION
+from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import autograph, function_graphs, xla_ops
 from replica_engine.values.structure import as_tensor
 from replica_engine.xla.body import in_body
 
+_MANY = 100  # traces of a function, after which there is a warning
+_SETTINGS = ("default_matmul_precision", "default_prng_impl", "enable_x64", "numpy_dtype_promotion")
 _NUMBERS = (bool, int, float, complex)
 
 
+@autograph.artifact
 def from_jax(fn: Callable[..., Any], *, otherwise: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """A function of JAX as one that bodies, `tf.function`s and eager code call with tensors.
 
-    It has the gradients that JAX has, of all orders. It works in branches and loops, under every strategy.
+    It has the gradients that JAX has, of all orders. It works in branches and loops, with gradients of first order, and
+    under every strategy.
 
     Args:
         fn: the function, of arrays or structures of arrays: plain code of JAX, a function with `jax.custom_vjp`, a
@@ -41,8 +48,9 @@ def from_jax(fn: Callable[..., Any], *, otherwise: Callable[..., Any] | None = N
 
     Returns:
         A function that takes tensors where `fn` takes arrays, and returns tensors in the structure that `fn` returns.
-        `fn` is traced once for all tensors of equal shapes and dtypes; the shapes must be known then. If an argument
-        has 64 bits, JAX keeps 64 bits inside `fn`, as under its option `jax_enable_x64`.
+        `fn` is traced once for all tensors of equal shapes and dtypes: what it closes over is a constant of the trace,
+        as with `jax.jit`. If an argument has 64 bits, JAX keeps 64 bits inside `fn`, as under its option
+        `jax_enable_x64`.
 
     Raises:
         BackendMissingError: jax is not installed. This and what follows is raised by the function that it returns.
@@ -72,6 +80,7 @@ def from_jax(fn: Callable[..., Any], *, otherwise: Callable[..., Any] | None = N
             trace, tensors = _traced(traces, name, fn, otherwise, args, constants)
             return trace.rebuild(made.results(lambda: trace.function, tensors))
 
+    del call.__wrapped__  # TensorFlow would call that in place of a function that is an argument
     return call
 
 
@@ -97,11 +106,6 @@ class _Trace:
 
         function = self.function = JaxFunction(list(map(flat, fns)), jax_functions.specs(kinds))
         returned = list(zip(structures, function.returns, strict=False))
-        if function.effects:
-            raise InputsError(
-                f"`{name}` does more than to compute ({function.effects}): it prints, or calls a function of the host. "
-                "Do that outside of it: with tf.print, or in a body with xla.outside_compilation."
-            )
         for found in returned[1:]:
             if found != returned[0]:
                 raise InputsError(
@@ -125,7 +129,7 @@ def _traced(
     constants: dict[str, Any],
 ) -> tuple[_Trace, list[tf.Tensor]]:
     """The function for such arguments, and the tensors among them."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(args)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(_without_wrappers(args))
     tensors: list[tf.Tensor] = []
     numbers: list[Any] = []  # for each leaf, a number as it is; for a tensor, None
     for path, leaf in leaves:
@@ -134,8 +138,9 @@ def _traced(
         if not is_number:
             tensors.append(_checked(leaf, f"args{jax.tree_util.keystr(path)}"))
     kinds = [(tuple(each.shape), each.dtype.as_numpy_dtype) for each in tensors]
-    named = [(key, type(value), value) for key, value in sorted(constants.items())]
-    key = structure, tuple(kinds), tuple((type(each), each) for each in numbers), tuple(named)
+    # JAX's settings change what a function is traced to.
+    settings = tuple(getattr(jax.config, f"jax_{each}") for each in _SETTINGS)
+    key = structure, tuple(kinds), *map(_exactly, (tuple(numbers), tuple(sorted(constants.items())))), settings
     try:
         trace = traces.get(key)
     except TypeError as error:
@@ -152,7 +157,34 @@ def _traced(
 
         fns = [fn] if otherwise is None else [fn, otherwise]
         trace = traces[key] = _Trace(name, fns, rebuild, kinds)
+        if len(traces) == _MANY:
+            text = (
+                f"`{name}`, a function of from_jax, has been traced {_MANY} times, and each trace takes memory for as "
+                "long as the process runs. It is traced for new shapes and dtypes, and for new numbers of Python among "
+                "its arguments and keywords: pass numbers that change as tensors."
+            )
+            logging.getLogger("replica_engine").warning(warning("many_traces", text))
     return trace, tensors
+
+
+def _without_wrappers(structure: Any) -> Any:
+    """A structure with plain lists and dicts, where attributes of modules and layers are lists and dicts that track."""
+    if isinstance(structure, tuple):
+        values = map(_without_wrappers, structure)
+        return type(structure)(*values) if hasattr(structure, "_fields") else tuple(values)
+    if isinstance(structure, list):
+        return list(map(_without_wrappers, structure))
+    is_wrapper = isinstance(structure, Mapping) and hasattr(structure, "__wrapped__")
+    if is_wrapper or (isinstance(structure, dict) and not isinstance(structure, collections.OrderedDict)):
+        return {key: _without_wrappers(value) for key, value in structure.items()}
+    return structure
+
+
+def _exactly(value: Any) -> Any:
+    """A key that is equal for equal values of one type: 1, 1.0 and True are three, and 0.0 and -0.0 two."""
+    if isinstance(value, (tuple, frozenset)):
+        return type(value), tuple(map(_exactly, value))
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 def _checked(value: object, name: str) -> tf.Tensor:
@@ -161,7 +193,9 @@ def _checked(value: object, name: str) -> tf.Tensor:
     dtype = tensor.dtype
     if not (dtype.is_floating or dtype.is_complex or dtype.is_integer or dtype.is_bool):
         raise InputsError(f"{name} is a tensor of {dtype.name}, which JAX does not have. Give numbers.")
-    if tensor.shape.rank is None or (in_body() is not None and not tensor.shape.is_fully_defined()):
+    if tensor.shape.rank is None:
+        raise InputsError(f"{name} has no known number of dimensions, which JAX must know: tf.ensure_shape(x, [...]).")
+    if in_body() is not None and not tensor.shape.is_fully_defined():
         raise InputsError(
             f"{name} has the shape {tensor.shape}, and JAX must know the whole shape when it traces a body. Give it a "
             "fixed shape: dataset.batch(n, drop_remainder=True), or tf.ensure_shape(x, ...)."
@@ -226,6 +260,7 @@ class _Call:
                 results = self._op(forward, tensors)
                 count = len(function.returns[0])
                 results, saved = results[:count], results[count:]
+
             return results, lambda *upstream: self._pull_back(make, tensors, results, upstream, back, saved)
 
         if quick is None and not make().returns[0]:
@@ -259,7 +294,17 @@ class _Call:
         return gradients
 
     def _op(self, function: JaxFunction, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        # Tapes and accumulators see the gradient around it. The op itself has none.
+        with eager.no_tape():
+            return self._make_op(function, tensors)
+
+    def _make_op(self, function: JaxFunction, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The op that runs a function of JAX: a marker in a body, elsewhere TensorFlow's own op."""
+        if function.effects:
+            raise InputsError(
+                f"{self} does more than to compute ({function.effects}): it prints, or calls a function of the host. "
+                "Do that outside of it: with tf.print, or in a body with xla.outside_compilation."
+            )
         shapes, dtypes = ([each[index] for each in function.returns[0]] for index in (0, 1))
         dtypes, operands = list(map(tf.as_dtype, dtypes)), list(tensors)
         body = in_body()
@@ -268,6 +313,11 @@ class _Call:
             function_graphs.keep(tf.compat.v1.get_default_graph(), function)
             parameters = json.dumps({"name": self._name, "digest": digest})
             return xla_ops.marker(JAX_FUNCTION, operands, parameters, dtypes, shapes)
+        if any(dtype.name.endswith("int4") for dtype in (*dtypes, *(each.dtype for each in operands))):
+            raise InputsError(
+                f"{self} has values of 4 bits. Outside compiled bodies TensorFlow reads them wrongly: cast them to "
+                "int8 in TensorFlow, and back inside the function."
+            )
         platforms = ["cpu", "gpu"] if tf.config.list_logical_devices("GPU") else ["cpu"]
         try:
             exported = function.exported(platforms)

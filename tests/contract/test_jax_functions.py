@@ -7,6 +7,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -89,6 +90,15 @@ def test_loops_and_branches(run, local):
         close([each[index] for each in found], gradient)
 
 
+def test_forward_differences(strategy, local):
+    """Forward mode, which TensorFlow makes of the gradients."""
+    called = xla.from_jax(lambda x: jnp.sin(x) ** 2)
+    x = tf.constant([0.5, 1.0])
+    with tf.autodiff.ForwardAccumulator(x, tf.constant([1.0, 2.0])) as accumulator:
+        value = called(x)
+    np.testing.assert_allclose(accumulator.jvp(value), [np.sin(1.0), 2 * np.sin(2.0)], rtol=1e-6)
+
+
 def test_a_gradient_of_ones_own(run, local):
     @jax.custom_vjp
     def clipped(x):
@@ -152,6 +162,64 @@ def test_structures_numbers_and_keywords(strategy, local):
     called = xla.from_jax(fn)
     result = strategy.run(lambda x: called({"x": x, "y": (x + 1,)}, 3, power=2), args=(tf.constant([1.0, 2.0]),))
     assert local(result) == [{"a": [3.0, 6.0], "b": [[4.0, 9.0], None]}] * strategy.num_replicas_in_sync
+
+
+def test_constants_that_are_equal_and_not_the_same(strategy):
+    """0.0 and -0.0, and numbers of other types, also in keywords."""
+    sign = xla.from_jax(lambda x, s: jnp.copysign(x, s))
+    assert [float(sign(tf.constant(1.0), s)) for s in (0.0, -0.0, 0.0)] == [1.0, -1.0, 1.0]
+    product = xla.from_jax(lambda x, *, k: x * k[0])
+    made = [product(tf.constant(3), k=(k,)) for k in (2, 2.0, True)]
+    assert [each.dtype for each in made] == [tf.int32, tf.float32, tf.int32]
+    assert list(map(int, made)) == [6, 6, 3]
+
+
+def test_lists_and_dicts_of_modules_and_layers(strategy):
+    """They are wrappers of TensorFlow and Keras, which JAX does not know."""
+
+    class Module(tf.Module):
+        def __init__(self):
+            self.weights = [tf.Variable([1.0, 2.0]), {"b": (tf.Variable([3.0, 4.0]),)}]
+
+    class Layer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.held = [tf.Variable([1.0, 2.0]), {"b": (tf.Variable([3.0, 4.0]),)}]
+
+    called = xla.from_jax(lambda tree: tree[0] + tree[1]["b"][0])
+    assert called(Module().weights).numpy().tolist() == [4.0, 6.0]
+    assert called(Layer().held).numpy().tolist() == [4.0, 6.0]
+
+
+def test_as_an_argument_of_a_function(strategy, local):
+    called = xla.from_jax(lambda x: jnp.sin(x) + jax.lax.cond(True, lambda: 1.0, lambda: 2.0))
+    through = tf.function(lambda fn, x: fn(x))
+    np.testing.assert_allclose(through(called, tf.constant(0.5)), np.sin(0.5) + 1, rtol=1e-6)
+
+
+def test_a_function_that_is_made_in_a_step(run, local):
+    """AutoGraph leaves the library and JAX alone there too."""
+
+    def step(x):
+        return xla.from_jax(lambda x: jax.lax.scan(lambda c, y: (c + y, c), x, jnp.arange(3.0))[0])(x)
+
+    assert set(local(run(step, args=(tf.constant(1.0),)))) == {4.0}
+
+
+def test_values_and_gradients_are_of_one_trace(run, local):
+    """What a function draws while it is traced is the same in its gradient."""
+    rng = np.random.default_rng(0)
+    called = xla.from_jax(lambda x: x * rng.integers(1, 1000, 3).astype(np.float32))
+
+    def step(x):
+        value = called(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            recorded = called(x)
+        return value, recorded, tape.gradient(recorded, x)
+
+    for value, recorded, gradient in local(run(step, args=(tf.ones(3),))):
+        assert value == recorded == gradient
 
 
 def test_a_function_is_traced_once_for_equal_shapes(strategy):
@@ -247,6 +315,39 @@ BAD = {
         lambda: outside(lambda x: jax.debug.print("{}", x) or x, tf.ones(2)),
         InputsError,
         "does more than to compute",
+    ),
+    "calls the host": (
+        lambda: outside(
+            lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(x.shape, x.dtype), x), tf.ones(2)
+        ),
+        InputsError,
+        r"does more than to compute \(pure_callback\)",
+    ),
+    "calls the host in a body": (
+        lambda: xla.replicate(
+            xla.from_jax(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct(x.shape, x.dtype), x)),
+            [[tf.ones(2)]] * 2,
+        ),
+        InputsError,
+        r"does more than to compute \(pure_callback\)",
+    ),
+    "four bits": (
+        lambda: outside(lambda x: x.astype(jnp.int32), tf.constant(np.ones(2, ml_dtypes.int4))),
+        InputsError,
+        "values of 4 bits",
+    ),
+    "the user's error beside another function": (
+        lambda: tf.function(
+            xla.from_jax(lambda x: x * undefined, otherwise=lambda x: x),  # noqa: F821
+            input_signature=[tf.TensorSpec([None])],
+        )(tf.ones(2)),
+        NameError,
+        "undefined",
+    ),
+    "unknown rank": (
+        lambda: tf.function(xla.from_jax(jnp.sin), input_signature=[tf.TensorSpec(None)])(tf.ones(2)),
+        InputsError,
+        "no known number of dimensions",
     ),
     "other structure": (
         lambda: xla.from_jax(lambda x: x, otherwise=lambda x: (x,))(tf.ones(2)),

@@ -2,9 +2,12 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
+from jax.experimental import pallas
+from jax.experimental.pallas import tpu as pallas_tpu
 
 from replica_engine import xla
 
@@ -65,3 +68,23 @@ def test_a_gradient_computes_nothing_twice():
 
     text = xla.lower(step, [[tf.ones([8])]] * 2).compile().plan().as_text()
     assert text.count(" exponential(") == 1
+
+
+def test_kernels_for_other_chips_are_told_apart_by_their_constants():
+    """Beside CPUs both become the same function, so only the constants tell that they are two."""
+
+    def kernel(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    def made(number):
+        table = np.full([8, 128], number, np.float32)
+
+        def fn(x):
+            spec = pallas.BlockSpec(memory_space=pallas_tpu.VMEM)
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return pallas.pallas_call(kernel, in_specs=[spec], out_specs=spec, out_shape=shape)(x) + table
+
+        return xla.from_jax(fn, otherwise=lambda x: x * 2)
+
+    texts = [xla.lower(made(number), [[tf.ones([8, 128])]] * 2).as_text() for number in (5.0, 5.0, 9.0)]
+    assert texts[0] == texts[1] != texts[2]

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.export
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,6 +35,7 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}  # as JAX calls what it
 _WIDE = frozenset(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 _TARGET = re.compile(r"stablehlo\.custom_call @\"?([^\"(]+)")
 _OF_JAXLIB = "lapack_"  # how the names of routines begin that jaxlib brings for CPUs
+_CALLBACK = re.compile(r"\b(\w*callback)\[")  # in the text of a function; a pure one is none of its effects
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of a function: another one in each process
 T = TypeVar("T")
 
@@ -112,14 +116,18 @@ class JaxFunction:
                 jitted = jax.jit(fn, keep_unused=True)
                 traced = _attempted(jitted.trace, *takes)
                 if isinstance(traced, Exception):
-                    if self.is_fixed or fn is fns[-1]:
+                    if self.is_fixed or fn is fns[-1] or not _is_jaxs(traced):
                         raise traced
                     continue  # a kernel, for which sizes must be known
-                for known, new in ((self._fns, fn), (self._jitted, jitted), (self._traced, traced)):
+                # What is differentiated is what was traced: the user's code may do something else the next time.
+                plain = jax.extend.core.jaxpr_as_fun(traced.jaxpr)
+                for known, new in ((self._fns, plain), (self._jitted, jitted), (self._traced, traced)):
                     known.append(new)
         self._returned = [traced.out_info for traced in self._traced]
         self.returns = list(map(_kinds, self._returned))
-        self.effects = ", ".join(sorted(str(effect) for each in self._traced for effect in each.jaxpr.effects))
+        self._words = [str(each.jaxpr) for each in self._traced]
+        found = {str(effect) for each in self._traced for effect in each.jaxpr.effects}
+        self.effects = ", ".join(sorted(found.union(*map(_CALLBACK.findall, self._words))))
 
     def file(self, platform: str) -> tuple[str, JaxFunction]:
         """Lets `find` find it for a marker, in a body that is traced beside devices of a platform.
@@ -128,11 +136,13 @@ class JaxFunction:
             The digest, and the function for which it stands: this one, or an earlier one that computes the same.
         """
         # Equal in other processes: workers compare their programs, and a program is found in the cache by its text. The
-        # lowered text has the constants, the text of the functions what other platforms get.
-        texts = [_ADDRESS.sub("", str(each.jaxpr)) for each in self._traced]
+        # text of a function has not all of it, and the lowered text only what this platform gets.
+        parts = [_ADDRESS.sub("", each).encode() for each in self._words]
+        for each in self._traced:
+            parts += [b"%r %s" % (array.shape, array.tobytes()) for array in _constants(each.jaxpr)]
         with contextlib.suppress(KernelError):
-            texts.append(self.text([platform]))
-        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:32]
+            parts.append(self.text([platform]).encode())
+        digest = hashlib.sha256(b"\n".join(parts)).hexdigest()[:32]
         with _lock:
             return digest, _known.setdefault(digest, self)
 
@@ -286,6 +296,23 @@ class _Saver:
     def gradients(self, saved: Sequence[Any], weights: Sequence[Any]) -> Sequence[Any]:
         """The gradients of the arguments, out of what was saved by the last call and the gradients of the results."""
         return list(jax.tree_util.tree_unflatten(self._structure, saved)(list(weights)))
+
+
+def _constants(function: Any) -> Iterator[np.ndarray]:
+    """The constants in a traced function, and in the functions inside of it."""
+    for each in getattr(function, "consts", ()):
+        is_key = jnp.issubdtype(each.dtype, jax.dtypes.prng_key)
+        yield np.asarray(jax.random.key_data(each) if is_key else each)
+    for equation in getattr(function, "eqns", ()):
+        for value in equation.params.values():
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                yield from _constants(each)
+
+
+def _is_jaxs(error: Exception) -> bool:
+    """Whether JAX has raised an error, and not the user's code."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_code.co_filename.startswith(os.path.dirname(jax.__file__)) if frames else False
 
 
 def _attempted(make: Callable[..., T], *args: Any) -> T | Exception:
