@@ -49,6 +49,8 @@ def drawn(seed: int) -> Spec:
     dtype = draw.choice(("float32", "float32", "float64"))
     outputs = heads.drawn(draw, dtype)
     optimizer = _optimizer(draw)
+    if inputs == "text" and optimizer.name == "Adadelta":  # a LoweringError, as docs/host_work.md says
+        optimizer = replace(optimizer, name="Adagrad")
     spec = Spec(
         seed=seed,
         strategy=draw.choice((THREADS, COMPILED)),
