@@ -466,7 +466,11 @@ def agreed(
     if devices.member is None:
         return None
     # A sum in the order of the replicas is another exchange: it must not meet one of another worker in any order.
-    compared = Program(hashlib.sha256((program + "ordered" * sums_are_ordered()).encode()).hexdigest()[:16], *name)
+    if sums_are_ordered():
+        program += "ordered"
+        body, *rest = name
+        name = (f"{body} (REPLICA_ENGINE_ORDERED_SUMS=1)", *rest)
+    compared = Program(hashlib.sha256(program.encode()).hexdigest()[:16], *name)
     devices.member.compile(compared, *limits)
     return compared
 

@@ -16,6 +16,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from replica_engine.errors import InputsError
+
 T = TypeVar("T")
 
 
@@ -26,6 +28,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+_ORDERED_SUMS = "REPLICA_ENGINE_ORDERED_SUMS"
 _ordered: list[bool] = []  # what `set_ordered_sums` was called with last
 
 
@@ -42,16 +45,28 @@ def set_ordered_sums(enabled: bool = True) -> None:
     Args:
         enabled: whether to add in order.
 
+    Raises:
+        InputsError: `enabled` is not True or False.
+
     Example:
         >>> import replica_engine
         >>> replica_engine.set_ordered_sums(False)
     """
-    _ordered[:] = [bool(enabled)]
+    if not isinstance(enabled, bool):
+        raise InputsError(f"set_ordered_sums takes True or False; got {enabled!r}.")
+    _ordered[:] = [enabled]
 
 
 def sums_are_ordered() -> bool:
     """Whether sums over replicas are made in the order of the replicas."""
-    return _ordered[0] if _ordered else os.environ.get("REPLICA_ENGINE_ORDERED_SUMS", "0") == "1"
+    if _ordered:
+        return _ordered[0]
+    value = os.environ.get(_ORDERED_SUMS, "") or "0"
+    if value not in ("0", "1"):
+        raise InputsError(
+            f"{_ORDERED_SUMS} is {value!r}. Write 1 for sums in the order of the replicas, and 0 for any."
+        )
+    return value == "1"
 
 
 def ordered_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import replica_engine
 from replica_engine import process, xla
+from replica_engine.errors import InputsError
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 ROWS = {"all": [[0, 1, 2, 3]], "pairs": [[0, 3], [2, 1]], "uneven": [[3, 1, 0], [2]]}
@@ -43,6 +44,18 @@ def test_the_order():
 def test_the_order_is_that_of_add_n(count):
     values = random((count, 1000))
     assert bits(process.ordered_sum([*values], np.add)) == bits(tf.add_n([*values]))
+
+
+def test_other_values_are_errors(monkeypatch):
+    """They would be taken for the opposite of what they say."""
+    with pytest.raises(InputsError, match="takes True or False; got 'false'"):
+        replica_engine.set_ordered_sums("false")
+    for value, is_on in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("REPLICA_ENGINE_ORDERED_SUMS", value)
+        assert process.sums_are_ordered() == is_on
+    monkeypatch.setenv("REPLICA_ENGINE_ORDERED_SUMS", "true")
+    with pytest.raises(InputsError, match=r"REPLICA_ENGINE_ORDERED_SUMS is 'true'. Write 1"):
+        xla.replicate(lambda x: xla.cross_replica_sum(x) * 3, [[1.0], [2.0]])
 
 
 def random(shape, dtype="float32"):
