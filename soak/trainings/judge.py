@@ -102,7 +102,11 @@ def against_device(spec: Spec, train: Train, device: Numbers, numbers: Numbers) 
 
 def tolerance(spec: Spec) -> tuple[float, float]:
     """The tolerance of a training: relative and absolute."""
-    bilinear = any(part.options.get("interpolation") == "bilinear" for part in spec.body)
+    # `Resizing` is bilinear where it does not say.
+    bilinear = any(
+        part.options.get("interpolation", "bilinear" if part.name == "Resizing" else "") == "bilinear"
+        for part in spec.body
+    )
     return PARTLY_FLOAT32 if spec.dtype == "float64" and bilinear else TOLERANCES[spec.dtype]
 
 
