@@ -187,16 +187,15 @@ def held_address(coordinator: str, reached: str = "") -> tuple[str, socket.socke
     """
     host = own_host(coordinator, reached)
     family, _, _, _, here = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    held = socket.socket(family, socket.SOCK_STREAM)
-    try:
+    with contextlib.ExitStack() as stack:  # until it is returned, nobody else knows of the socket
+        held = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
         for option in ("SO_REUSEADDR", "SO_REUSEPORT"):  # a server that sets either of them gets the port
             if hasattr(socket, option):
                 held.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
         held.bind(here)
-    except BaseException:  # also Ctrl-C: nobody else knows of the socket
-        held.close()
-        raise
-    return join_address(host, held.getsockname()[1]), held
+        address = join_address(host, held.getsockname()[1])
+        stack.pop_all()
+    return address, held
 
 
 # Signs of other processes in an environment that does not tell this process its place among them.

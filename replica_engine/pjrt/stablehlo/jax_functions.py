@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.export
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -111,6 +110,8 @@ class JaxFunction:
         self._fns: list[Arrays] = []
         self._jitted: list[Any] = []
         self._traced: list[Any] = []
+        from jax.extend.core import jaxpr_as_fun  # here, since importing it takes longer than all of this module
+
         with self._bits():
             for fn in fns:
                 jitted = jax.jit(fn, keep_unused=True)
@@ -120,7 +121,7 @@ class JaxFunction:
                         raise traced
                     continue  # a kernel, for which sizes must be known
                 # What is differentiated is what was traced: the user's code may do something else the next time.
-                plain = jax.extend.core.jaxpr_as_fun(traced.jaxpr)
+                plain = jaxpr_as_fun(traced.jaxpr)
                 for known, new in ((self._fns, plain), (self._jitted, jitted), (self._traced, traced)):
                     known.append(new)
         self._returned = [traced.out_info for traced in self._traced]
