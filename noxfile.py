@@ -86,7 +86,7 @@ TESTS = (
     "tests/keras/test_example.py",
     "tests/test_custom_strategies.py",
 )
-XLA_TESTS = ("tests/xla/test_stages.py",)
+XLA_TESTS = ("tests/xla/test_stages.py", "tests/xla/test_jax_functions_in_programs.py")
 SELECTED = "not concurrent and not test_imports_run_one_way"  # the second checks the source, on any version alike
 
 SHOWN = ("tensorflow", "tensorflow-cpu", "tf-nightly-cpu", "keras", "keras-nightly", "numpy", "jax")

@@ -190,7 +190,7 @@ class Executable:
     def serialized(self) -> bytes | None:
         """The compiled program as bytes; None if programs of this platform cannot leave the process."""
         try:
-            return self._executable.serialize()
+            return jaxlib.serialized_executable(self._devices.devices[0].client, self._executable)
         except jaxlib.RUNTIME_ERRORS:
             return None
 

@@ -119,6 +119,11 @@ def program_context() -> ir.Context:
     return context
 
 
+def serialized_executable(client: Any, executable: Any) -> bytes:
+    """A compiled program as bytes. In jaxlib 0.8 its client writes it."""
+    return executable.serialize() if hasattr(executable, "serialize") else client.serialize_executable(executable)
+
+
 def serialized_for_others(module: str) -> bytes:
     """A module of StableHLO as bytes for a reader of an older version, such as TensorFlow, if any such can have it."""
     for age in ("MAX", "WEEK_12", "WEEK_4"):  # the oldest first: in jax's own export a top_k is too new for TensorFlow

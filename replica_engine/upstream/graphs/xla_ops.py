@@ -223,7 +223,7 @@ def call_module(
     return list(
         _ops.xla_call_module(
             [operands[index] for index in program.module_kept_var_idx],
-            version=program.calling_convention_version,
+            version=9,  # TensorFlow before 2.20 has no other; the next differs in shardings only, which are not in it
             module=module,
             Sout=shapes,
             Tout=dtypes,
