@@ -188,7 +188,9 @@ class Executable:
         self._take = operator.methodcaller("consume_with_handlers", handlers)
 
     def serialized(self) -> bytes | None:
-        """The compiled program as bytes; None if programs of this platform cannot leave the process."""
+        """The compiled program as bytes; None if it cannot leave the process."""
+        if self._calls_host and not jaxlib.READS_HOST_CALLS:
+            return None
         try:
             return jaxlib.serialized_executable(self._devices.devices[0].client, self._executable)
         except jaxlib.RUNTIME_ERRORS:

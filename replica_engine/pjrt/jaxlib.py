@@ -217,6 +217,9 @@ DYNAMIC = "Shardy propagation only supports ranked tensors with a static shape"
 
 JAXLIB_VERSION = importlib.metadata.version("jaxlib")
 
+READS_HOST_CALLS = _numbers(JAXLIB_VERSION) >= (0, 9)
+"""Whether a program that calls the host can be read from bytes; jaxlib 0.8 does not take the functions."""
+
 FOLDS_DIVISIONS = _numbers(JAXLIB_VERSION) >= (0, 11, 2)
 """Whether XLA can divide integers by 0 while it compiles; in jaxlib 0.10.2 and 0.11.0 it ends the process."""
 
