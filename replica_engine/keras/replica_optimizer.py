@@ -221,7 +221,7 @@ def build_across_replicas(optimizer: keras.optimizers.Optimizer, variables: Weig
 def move_rows_to_first(grads: Sequence[Gradient]) -> list[Gradient]:
     """Moves the rows of tables to the first replica, for a batch that every replica has computed.
 
-    Only the loss of the first replica counts. But a synchronized batch normalization sends its gradient to all
+    Only the loss of the first replica counts. But a reduction in a layer of the user's own sends its gradient to all
     replicas, so each replica gets a part of every row. This function adds up the parts.
 
     Args:

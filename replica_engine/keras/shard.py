@@ -40,7 +40,7 @@ from replica_engine.diagnostics.user_frames import here, user_line
 from replica_engine.process import interrupts
 from replica_engine.upstream import eager
 from replica_engine.upstream.keras import keras_hooks, keras_models
-from replica_engine.values import linear
+from replica_engine.values import linear, replica_weights
 
 Update = tuple[Callable[..., None], list[Any], Sequence[keras.Variable]]
 """An update of weights by an optimizer: what makes it, its gradients, and the weights."""
@@ -354,3 +354,14 @@ def _is_of_all(size: int | tf.Tensor, share: Shard) -> bool:
 def regularization(share: Shard, own: Callable[..., tf.Tensor], regularization_loss: object) -> tf.Tensor:
     """What `tf.nn.scale_regularization_loss` is in a shard: the weight of the shard divides it already."""
     return tf.reduce_sum(regularization_loss)
+
+
+def moments(share: Shard, own: Callable[..., object], layer: object, inputs: tf.Tensor, mask: object) -> object:
+    """The mean and the variance of a normalization; where every replica has the whole batch, each takes its own.
+
+    A synchronized one would add up N equal sums, and send its gradient to all replicas, whose gradients the optimizer
+    adds up. That is the same but for rounding. After the normalization of a single row, the gradient of one device is
+    exactly 0: what rounding leaves there, Adam makes a step of.
+    """
+    with replica_weights.alone(share.whole):
+        return own(layer, inputs, mask)

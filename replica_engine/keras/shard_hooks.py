@@ -75,6 +75,7 @@ def extend_losses_and_gradients() -> None:
         keras_hooks.MEAN: _mean,
         keras_hooks.AVERAGE_LOSS: shard.average_loss,
         keras_hooks.REGULARIZATION: shard.regularization,
+        keras_hooks.MOMENTS_OF_WHOLE: shard.moments,
         keras_hooks.TAPE_GRADIENT: shard.tape_gradient,
         keras_hooks.GRADIENTS: shard.graph_gradients,
     }

@@ -52,6 +52,14 @@ def weighted_late(weight: Weight | None) -> contextlib.AbstractContextManager[ob
     return interrupts.variable_for_block(_weight, weight)
 
 
+_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_alone", default=False)
+
+
+def alone(is_alone: bool) -> contextlib.AbstractContextManager[object]:
+    """Inside, a reduction over replicas gives each replica its own value, as on one device, if `is_alone`."""
+    return interrupts.variable_for_block(_alone, is_alone)
+
+
 def reduced(value: object, reduce: Callable[[object], T]) -> T:
     """What a reduction over replicas makes of a structure of tensors, where gradients may get their weight late.
 
@@ -62,6 +70,9 @@ def reduced(value: object, reduce: Callable[[object], T]) -> T:
     a reduction has the gradient `sum(w_j * upstream_j) / w_r`: what comes back to it is multiplied by the replica's
     weight before the sum over the replicas, and divided by it after.
     """
+    if _alone.get():
+        own: T = tf.nest.map_structure(tf.identity, value)
+        return own
     weight = _weight.get()
     if weight is None:
         return reduce(value)

@@ -29,6 +29,7 @@ _TRAINERS, _OPTIMIZERS = (
     f"{keras_training._BASE_OPTIMIZER}.{keras_training.OPTIMIZER}",
 )
 _LOSSES, _AVERAGES = "keras.src.losses.loss", "tensorflow.python.ops.nn_impl_distribute"
+_NORMALIZATION = "keras.src.layers.normalization.batch_normalization.BatchNormalization"
 _ONE_REPLICA = "in a shard, one device has one replica and the whole batch"
 _INSIDE = f"{_NOT_SHARDS}. The function stays, and what it calls inside is replaced"
 _CHANGED = "gradients that a step changes are known"
@@ -88,6 +89,12 @@ MEAN = _shard_hook(
 )
 AVERAGE_LOSS = _shard_hook(_AVERAGES, "compute_average_loss", why=_ONE_REPLICA, until=_INSIDE)
 REGULARIZATION = _shard_hook(_AVERAGES, "scale_regularization_loss", why=_ONE_REPLICA, until=_INSIDE)
+MOMENTS_OF_WHOLE = _shard_hook(
+    _NORMALIZATION,
+    "_moments",
+    why="replicas that have the whole batch do not add up its statistics, which would round",
+    order=1,
+)
 TAPE_GRADIENT = _shard_hook(
     "tensorflow.python.eager.backprop.GradientTape", "gradient", why=_CHANGED, until=_NOT_SHARDS
 )
@@ -208,7 +215,7 @@ def for_each_replica(shares: Callable[[], bool]) -> None:
 
 
 MOMENTS = Hook(
-    "keras.src.layers.normalization.batch_normalization.BatchNormalization",
+    _NORMALIZATION,
     "_moments",  # returns the mean and the variance of what it gets
     why="a synchronized normalization that gets a mask has the statistics of all replicas",
     since=FIRST_SCOPE,
