@@ -88,7 +88,9 @@ def against_device(spec: Spec, train: Train, device: Numbers, numbers: Numbers) 
     moved = {name: max(_distance(name, device, each) for each in nudged) for name in device | numbers}
     for name in (name for name in device if " weight " in name):
         # Nothing can be compared: the direction of a vector of length 0, say, whose gradient is divided by the length.
-        if moved[name] > 0.01 * np.abs(device[name].astype("float64")).max(initial=0):
+        # A weight that is 0, and stays what `nudged` made of it, says nothing of the others.
+        least = FACTOR * np.finfo(spec.dtype).eps
+        if moved[name] > least + 0.01 * np.abs(device[name].astype("float64")).max(initial=0):
             return Verdict(details=f"a unit in the last place moves {name} of one device by more than 1%", refused=True)
     names = [name for name in names if _distance(name, device, numbers) > FACTOR * moved[name]]
     if names:

@@ -171,9 +171,13 @@ class Subclass(keras.Model):
 
 
 def nudged(model: keras.Model, seed: int) -> None:
-    """Changes each trainable weight by about one unit in the last place, up or down."""
+    """Changes each trainable weight by about one unit in the last place, up or down.
+
+    A weight of 0, such as a bias at the beginning, changes by that of 1: what it is added to is about that large, and
+    is rounded there. Two terms that cancel to 0 exactly on one device, do not where XLA adds them in another way.
+    """
     draw = np.random.default_rng(seed)
     for variable in model.trainable_variables:
         value = np.asarray(variable)
         step = np.finfo(value.dtype).eps * draw.choice((-1.0, 1.0), value.shape).astype(value.dtype)
-        variable.assign(value * (1 + step) + step * np.finfo(value.dtype).eps)
+        variable.assign(value + step * np.where(value == 0, 1, value))

@@ -21,6 +21,18 @@ from soak.trainings.spec import COMPILED, REPLICATE, SCOPE, THREADS, Head, Part,
 ERROR = Part("MeanAbsoluteError")
 PLAIN = Spec(0, THREADS, 2, REPLICATE, "vector", (Head("numbers", Part("MeanSquaredError"), (ERROR,)),), sizes=(3, 2))
 
+ONE_ROW = dataclasses.replace(
+    PLAIN,
+    body=(Part("BatchNormalization", {"synchronized": True}),),
+    heads=(Head("numbers", Part("MeanSquaredError"), (Part("CosineSimilarity"), ERROR)),),
+    sizes=(1,),
+    api=SCOPE,
+    feed="generator",
+    dtype="float64",
+)
+"""One row is its own mean: normalized, it is 0 on one device, and so are the outputs. XLA has one rounding less in a
+fused multiply-add, and is left with 1e-15. Keras multiplies outputs by 1e7 at most for their direction."""
+
 
 def test_a_seed_draws_a_training_that_its_json_gives_again():
     drawn = list(suite.drawn(0, 500))
@@ -107,6 +119,39 @@ def test_a_training_that_rounding_alone_moves_far_is_none():
     verdict = judge.judged(PLAIN, train, repeats=1)
     assert verdict.refused
     assert "first weight 0" in verdict.details
+
+
+def test_a_weight_that_stays_zero_hides_no_fault():
+    """Such as the bias before a normalization: a unit in the last place is more than 1% of it."""
+
+    def train(spec, one_device=False, nudge=None):
+        bias = 0.0 if nudge is None else np.finfo(spec.dtype).eps
+        return {"first weight 0": np.array([1.0 if one_device else 1.1]), "first weight 1": np.array([bias])}
+
+    verdict = judge.judged(PLAIN, train, repeats=1)
+    assert not verdict.refused
+    assert verdict.problem == judge.DEVICE
+
+
+def test_the_direction_of_outputs_that_cancel_to_zero_is_rounding_and_no_other_number_is():
+    """The same difference of another number is a fault, and of the direction of other rows too.
+
+    The difference is planted: the tests' XLA does not optimize, and fuses no multiplication with an addition.
+    """
+
+    def faults(spec):
+        device, nudged = (trained(spec, one_device=True, nudge=nudge, uses=()) for nudge in (None, 0))
+
+        def problem(name):
+            numbers = device | {name: device[name] + 2e-7}
+            return judge.against_device(spec, lambda spec, **how: nudged, device, numbers).problem
+
+        return [name for name in device if problem(name)]
+
+    four_rows = dataclasses.replace(ONE_ROW, sizes=(4,))
+    direction, error = "first history cosine_similarity", "first history mean_absolute_error"
+    assert {direction, error} & {*faults(ONE_ROW)} == {error}
+    assert {direction, error} <= {*faults(four_rows)}
 
 
 def test_a_compiled_strategy_may_have_the_numbers_of_one_compiled_device():
