@@ -154,7 +154,8 @@ def is_on_host(iterator: object) -> bool:
 def _on_host(dataset: tf.distribute.DistributedDataset) -> tf.distribute.DistributedDataset:
     """The dataset with the iterator of this module, unless it feeds other devices than CPUs or has several workers.
 
-    In a job of several workers, TensorFlow's iterator asks the others whether any of them has a batch.
+    In a job of several workers, TensorFlow's iterator asks the others whether any of them has a batch. Nobody waits for
+    the end of that one either.
     """
     workers = dataset._input_workers
     kinds = {tf.DeviceSpec.from_string(device).device_type for device in workers.compute_devices_for_worker(0)}
@@ -165,6 +166,7 @@ def _on_host(dataset: tf.distribute.DistributedDataset) -> tf.distribute.Distrib
         or kinds != {"CPU"}
         or dataset._strategy.extended._in_multi_worker_mode()
     ):
+        dataset.__class__ = _ENDING_APART.get(type(dataset), type(dataset))
         return dataset
     # TensorFlow's hooks name the class that they make. So its state is moved to an object of the right class.
     on_host = cls.__new__(cls)
@@ -509,9 +511,35 @@ class _FromFunction(_Iterable, _input_lib.DistributedDatasetsFromFunction):
     _spec = _FromFunctionSpec
 
 
-_CLASSES = {_input_lib.DistributedDataset: _HostDataset, _input_lib.DistributedDatasetsFromFunction: _FromFunction}
+def _ending_apart(iterator: tf.distribute.DistributedIterator) -> tf.distribute.DistributedIterator:
+    """TensorFlow's iterator, with nobody who waits for its end.
 
-for _theirs, _ours in {**_CLASSES, _input_lib.DistributedIterator: _HostIterator}.items():
+    A loop over a dataset has the last reference. An exception that leaves the loop drops it before anybody hears of the
+    exception, the other workers included.
+    """
+    if tf.executing_eagerly():
+        iterator._end = _ends.after(iterator, iterator._iterators)
+    return iterator
+
+
+# Without a class before TensorFlow's: a dataset that TensorFlow has made must be able to get the class.
+class _DatasetEndingApart(_input_lib.DistributedDataset):
+    def __iter__(self) -> tf.distribute.DistributedIterator:
+        return _ending_apart(super().__iter__())
+
+
+class _FromFunctionEndingApart(_input_lib.DistributedDatasetsFromFunction):
+    def __iter__(self) -> tf.distribute.DistributedIterator:
+        return _ending_apart(super().__iter__())
+
+
+_CLASSES = {_input_lib.DistributedDataset: _HostDataset, _input_lib.DistributedDatasetsFromFunction: _FromFunction}
+_ENDING_APART = {
+    _input_lib.DistributedDataset: _DatasetEndingApart,
+    _input_lib.DistributedDatasetsFromFunction: _FromFunctionEndingApart,
+}
+
+for _theirs, _ours in [*_CLASSES.items(), *_ENDING_APART.items(), (_input_lib.DistributedIterator, _HostIterator)]:
     _ours.__name__ = _ours.__qualname__ = _theirs.__name__  # the name that messages show and users know
 
 

@@ -341,6 +341,26 @@ found["keras"] = keras_on(sharded(pairs(files), Options.FILE), [1, 2, 3, 11, 12,
 found["function"] = taken(strategy.distribute_datasets_from_function(
     lambda context: tf.data.Dataset.range(context.input_pipeline_id, 5 + context.input_pipeline_id).map(
         lambda x: tf.cast(x, tf.float32)).batch(context.get_per_replica_batch_size(4))))
+
+returned, ended, waited = threading.Event(), threading.Event(), []
+
+
+def endless():
+    try:
+        while True:
+            yield [0.0, 1.0]
+    finally:  # the end of the iterator waits for this, and for TensorFlow's thread that tunes the dataset
+        waited.append(returned.wait(60))
+        ended.set()
+
+
+try:
+    for _ in sharded(tf.data.Dataset.from_generator(endless, output_signature=tf.TensorSpec([2])), Options.OFF):
+        raise KeyError  # which drops the iterator
+except KeyError:
+    returned.set()
+assert ended.wait(300), "the iterator is kept"
+found["nobody waits for an end"] = waited
 """
 
 
@@ -350,6 +370,7 @@ def test_datasets(programs, tmp_path):
     with job(join=LONGER) as made:
         first, second = outputs(programs, made, UNEVEN_KERAS + IN_A_LOOP + DATA, FOLDER=str(tmp_path))
     assert first.pop("traced loop") == second.pop("traced loop") == [108, 6]
+    assert first.pop("nobody waits for an end") == second.pop("nobody waits for an end") == [True]
     steps, *_, loss, of_all_rows = keras = first.pop("keras")
     assert keras == second.pop("keras")
     assert (steps, loss) == (12, pytest.approx(of_all_rows))
