@@ -50,7 +50,7 @@ def drawn(seed: int) -> Spec:
     outputs = heads.drawn(draw, dtype)
     optimizer = _optimizer(draw)
     if inputs == "text" and optimizer.name == "Adadelta":  # a LoweringError, as docs/host_work.md says
-        optimizer = replace(optimizer, name="Adagrad")
+        optimizer = optimizer._replace(name="Adagrad")
     spec = Spec(
         seed=seed,
         strategy=draw.choice((THREADS, COMPILED)),
