@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -515,11 +515,22 @@ def _ending_apart(iterator: tf.distribute.DistributedIterator) -> tf.distribute.
     """TensorFlow's iterator, with nobody who waits for its end.
 
     A loop over a dataset has the last reference. An exception that leaves the loop drops it before anybody hears of the
-    exception, the other workers included.
+    exception, the other workers included. Only the resources end apart: functions of TensorFlow that go on a thread
+    would abort a process that ends meanwhile.
     """
     if tf.executing_eagerly():
-        iterator._end = _ends.after(iterator, iterator._iterators)
+        iterator._end = [_ends.after(iterator, each) for each in _resources(iterator)]
     return iterator
+
+
+def _resources(iterator: tf.distribute.DistributedIterator) -> Iterator[tf.Tensor]:
+    for of_worker in iterator._iterators:
+        own = of_worker._iterator
+        if isinstance(own, tf.data.Iterator):
+            yield own._iterator_resource
+        else:  # a multi-device iterator, of which each device has a plain one
+            yield own._multi_device_iterator_resource
+            yield from (each._iterator_resource for each in own._device_iterators)
 
 
 # Without a class before TensorFlow's: a dataset that TensorFlow has made must be able to get the class.
