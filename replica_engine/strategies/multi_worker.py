@@ -105,6 +105,7 @@ class StrategyJob:
         self.member.shorten = shortened  # TensorFlow's frames around a collective that has ended
         # TensorFlow's own collectives do not tell whether they wait: all in such a step count as waiting.
         self.member.tell_whether_in_step(worker_collectives.running, waits=self.sums is None)
+        self.member.on_failure(lambda error: host_datasets.keep_iterators())
         if self.sums is not None:  # whose waits look for a failure of the job
             return
         if self.held is not None:

@@ -10,6 +10,7 @@ batches, optionals and loops in a `tf.function` remain TensorFlow's own code. Ch
 from __future__ import annotations
 
 import _thread
+import ctypes
 import functools
 import os
 import queue
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import tensorflow as tf
@@ -154,8 +155,8 @@ def is_on_host(iterator: object) -> bool:
 def _on_host(dataset: tf.distribute.DistributedDataset) -> tf.distribute.DistributedDataset:
     """The dataset with the iterator of this module, unless it feeds other devices than CPUs or has several workers.
 
-    In a job of several workers, TensorFlow's iterator asks the others whether any of them has a batch. Nobody waits for
-    the end of that one either.
+    In a job of several workers, TensorFlow's iterator asks the others whether any of them has a batch. A failure of
+    the job keeps it (`keep_iterators`).
     """
     workers = dataset._input_workers
     kinds = {tf.DeviceSpec.from_string(device).device_type for device in workers.compute_devices_for_worker(0)}
@@ -166,7 +167,7 @@ def _on_host(dataset: tf.distribute.DistributedDataset) -> tf.distribute.Distrib
         or kinds != {"CPU"}
         or dataset._strategy.extended._in_multi_worker_mode()
     ):
-        dataset.__class__ = _ENDING_APART.get(type(dataset), type(dataset))
+        dataset.__class__ = _NOTED.get(type(dataset), type(dataset))
         return dataset
     # TensorFlow's hooks name the class that they make. So its state is moved to an object of the right class.
     on_host = cls.__new__(cls)
@@ -511,46 +512,45 @@ class _FromFunction(_Iterable, _input_lib.DistributedDatasetsFromFunction):
     _spec = _FromFunctionSpec
 
 
-def _ending_apart(iterator: tf.distribute.DistributedIterator) -> tf.distribute.DistributedIterator:
-    """TensorFlow's iterator, with nobody who waits for its end.
+_noted: weakref.WeakValueDictionary[int, tf.distribute.DistributedIterator] = weakref.WeakValueDictionary()
 
-    A loop over a dataset has the last reference. An exception that leaves the loop drops it before anybody hears of the
-    exception, the other workers included. Only the resources end apart: functions of TensorFlow that go on a thread
-    would abort a process that ends meanwhile.
+
+def keep_iterators() -> None:
+    """Keeps TensorFlow's eager iterators over distributed datasets until the process ends: the job has failed.
+
+    A loop has the last reference to its iterator. The exception that leaves the loop drops it, and so would be heard of
+    only after the end of the iterator, up to a minute later (see `_Ends`). On another thread the iterator must not end
+    either: with the functions of a multi-device iterator go traces of Python, for which TensorFlow takes Python's lock,
+    and a process that ends meanwhile is aborted.
     """
+    for each in _noted.valuerefs():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each()))  # where it is gone, of None
+
+
+def _note(iterator: tf.distribute.DistributedIterator) -> tf.distribute.DistributedIterator:
     if tf.executing_eagerly():
-        iterator._end = [_ends.after(iterator, each) for each in _resources(iterator)]
+        _noted[id(iterator)] = iterator
     return iterator
 
 
-def _resources(iterator: tf.distribute.DistributedIterator) -> Iterator[tf.Tensor]:
-    for of_worker in iterator._iterators:
-        own = of_worker._iterator
-        if isinstance(own, tf.data.Iterator):
-            yield own._iterator_resource
-        else:  # a multi-device iterator, of which each device has a plain one
-            yield own._multi_device_iterator_resource
-            yield from (each._iterator_resource for each in own._device_iterators)
-
-
 # Without a class before TensorFlow's: a dataset that TensorFlow has made must be able to get the class.
-class _DatasetEndingApart(_input_lib.DistributedDataset):
+class _NotedDataset(_input_lib.DistributedDataset):
     def __iter__(self) -> tf.distribute.DistributedIterator:
-        return _ending_apart(super().__iter__())
+        return _note(super().__iter__())
 
 
-class _FromFunctionEndingApart(_input_lib.DistributedDatasetsFromFunction):
+class _NotedFromFunction(_input_lib.DistributedDatasetsFromFunction):
     def __iter__(self) -> tf.distribute.DistributedIterator:
-        return _ending_apart(super().__iter__())
+        return _note(super().__iter__())
 
 
 _CLASSES = {_input_lib.DistributedDataset: _HostDataset, _input_lib.DistributedDatasetsFromFunction: _FromFunction}
-_ENDING_APART = {
-    _input_lib.DistributedDataset: _DatasetEndingApart,
-    _input_lib.DistributedDatasetsFromFunction: _FromFunctionEndingApart,
+_NOTED = {
+    _input_lib.DistributedDataset: _NotedDataset,
+    _input_lib.DistributedDatasetsFromFunction: _NotedFromFunction,
 }
 
-for _theirs, _ours in [*_CLASSES.items(), *_ENDING_APART.items(), (_input_lib.DistributedIterator, _HostIterator)]:
+for _theirs, _ours in [*_CLASSES.items(), *_NOTED.items(), (_input_lib.DistributedIterator, _HostIterator)]:
     _ours.__name__ = _ours.__qualname__ = _theirs.__name__  # the name that messages show and users know
 
 

@@ -341,26 +341,6 @@ found["keras"] = keras_on(sharded(pairs(files), Options.FILE), [1, 2, 3, 11, 12,
 found["function"] = taken(strategy.distribute_datasets_from_function(
     lambda context: tf.data.Dataset.range(context.input_pipeline_id, 5 + context.input_pipeline_id).map(
         lambda x: tf.cast(x, tf.float32)).batch(context.get_per_replica_batch_size(4))))
-
-returned, ended, waited = threading.Event(), threading.Event(), []
-
-
-def endless():
-    try:
-        while True:
-            yield [0.0, 1.0]
-    finally:  # the end of the iterator waits for this, and for TensorFlow's thread that tunes the dataset
-        waited.append(returned.wait(60))
-        ended.set()
-
-
-try:
-    for _ in sharded(tf.data.Dataset.from_generator(endless, output_signature=tf.TensorSpec([2])), Options.OFF):
-        raise KeyError  # which drops the iterator
-except KeyError:
-    returned.set()
-assert ended.wait(300), "the iterator is kept"
-found["nobody waits for an end"] = waited
 """
 
 
@@ -370,7 +350,6 @@ def test_datasets(programs, tmp_path):
     with job(join=LONGER) as made:
         first, second = outputs(programs, made, UNEVEN_KERAS + IN_A_LOOP + DATA, FOLDER=str(tmp_path))
     assert first.pop("traced loop") == second.pop("traced loop") == [108, 6]
-    assert first.pop("nobody waits for an end") == second.pop("nobody waits for an end") == [True]
     steps, *_, loss, of_all_rows = keras = first.pop("keras")
     assert keras == second.pop("keras")
     assert (steps, loss) == (12, pytest.approx(of_all_rows))
@@ -482,6 +461,47 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim):
     assert found["point"].endswith("in sums")
     assert 1 <= found["step"] <= 20
     assert "WorkerLostError" in err
+
+
+IN_A_LOOP_THAT_FAILS = """
+strategy = KIND()
+train = tf.function(lambda: strategy.run(lambda: context().all_reduce("SUM", 1.0)))
+returned, waited = threading.Event(), []
+
+
+def endless():
+    try:
+        while True:
+            yield [0.0, 1.0]
+    finally:  # the end of the iterator waits for this, and for TensorFlow's thread that tunes the dataset
+        waited.append(returned.wait(60))
+
+
+data = tf.data.Dataset.from_generator(endless, output_signature=tf.TensorSpec([2]))
+try:
+    for index, _ in enumerate(strategy.distribute_datasets_from_function(lambda _: data)):
+        if (index, me) == (3, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        train()
+except replica_engine.errors.WorkerLostError as error:
+    returned.set()
+    found.update(lost=str(error), waited=waited)
+"""
+
+
+def test_the_end_of_an_iterator_delays_no_news(programs):
+    """TensorFlow may wait for up to a minute at the end of an iterator, and the launcher does not wait so long."""
+    with job(join=LONGER) as made:
+        other, lost = made.start_all(programs, HEAD + IN_A_LOOP_THAT_FAILS + TAIL, LOCAL="2")
+        try:
+            out, err = other.communicate(LONGER)
+        finally:
+            lost.communicate(LONGER)
+            other.kill()
+    found = json.loads(out)
+    assert f"pid {lost.pid}) has closed its connection without a word" in found["lost"], err[-4000:]
+    assert found["waited"] == []
+    assert other.returncode == 0, err[-4000:]
 
 
 MAKING = """
