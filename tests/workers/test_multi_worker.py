@@ -463,6 +463,21 @@ def test_the_others_are_told_who_is_lost(programs, fault, victim):
     assert "WorkerLostError" in err
 
 
+def told_by_the_other(programs, text, local):
+    """What the worker that is left has found, after it was told who is lost."""
+    with job(join=LONGER) as made:
+        other, lost = made.start_all(programs, text, LOCAL=local)
+        try:
+            out, err = other.communicate(LONGER)
+        finally:
+            lost.communicate(LONGER)
+            other.kill()
+    found = json.loads(out)
+    assert f"pid {lost.pid}) has closed its connection without a word" in found["lost"], err[-4000:]
+    assert other.returncode == 0, err[-4000:]
+    return found
+
+
 IN_A_LOOP_THAT_FAILS = """
 strategy = KIND()
 train = tf.function(lambda: strategy.run(lambda: context().all_reduce("SUM", 1.0)))
@@ -491,17 +506,7 @@ except replica_engine.errors.WorkerLostError as error:
 
 def test_the_end_of_an_iterator_delays_no_news(programs):
     """TensorFlow may wait for up to a minute at the end of an iterator, and the launcher does not wait so long."""
-    with job(join=LONGER) as made:
-        other, lost = made.start_all(programs, HEAD + IN_A_LOOP_THAT_FAILS + TAIL, LOCAL="2")
-        try:
-            out, err = other.communicate(LONGER)
-        finally:
-            lost.communicate(LONGER)
-            other.kill()
-    found = json.loads(out)
-    assert f"pid {lost.pid}) has closed its connection without a word" in found["lost"], err[-4000:]
-    assert found["waited"] == []
-    assert other.returncode == 0, err[-4000:]
+    assert told_by_the_other(programs, HEAD + IN_A_LOOP_THAT_FAILS + TAIL, "2")["waited"] == []
 
 
 MAKING = """
@@ -522,16 +527,7 @@ except replica_engine.errors.WorkerLostError as error:
 
 
 def test_one_that_is_lost_while_the_others_make_variables_is_named(programs):
-    with job(join=LONGER) as made:
-        text = "import traceback\n" + HEAD + MAKING + TAIL
-        other, lost = made.start_all(programs, text, LOCAL="1")
-        try:
-            out, err = other.communicate(LONGER)
-        finally:
-            lost.communicate(LONGER)
-            other.kill()
-    found = json.loads(out)
-    assert f"pid {lost.pid}) has closed its connection without a word" in found["lost"], err[-4000:]
+    found = told_by_the_other(programs, "import traceback\n" + HEAD + MAKING + TAIL, "1")
     assert [path for path in found["plain"] if "replica_engine" in path] == []
 
 
