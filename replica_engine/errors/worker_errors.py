@@ -191,8 +191,11 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def exited(cls, row: WorkerRow, status: int) -> WorkerLostError:
         """A worker exited while the others were still working."""
-        # One that raised before it joined (its process is not known then) would do so again.
-        error = _lost(row, f"has exited with status {status} before the others came to their end", bool(row.pid))
+        joined = bool(row.pid)  # one that ended before it joined would do so again
+        what = f"has exited with status {status} before the others came to their end"
+        if not joined:
+            what = f"has exited with status {status}, and had not joined the job: it came to no strategy over workers"
+        error = _lost(row, what, again=joined)
         error.status = status
         return error
 
@@ -208,7 +211,8 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def raised(cls, row: WorkerRow, exception: str) -> WorkerLostError:
         """A worker's program raised."""
-        error = _lost(row, f"has raised {exception}")
+        # What it raised before it launched anything, such as a folder that it cannot write, it would raise again.
+        error = _lost(row, f"has raised {exception}", again=bool(row.launches or row.step))
         error.exception = exception
         return error
 
@@ -360,12 +364,12 @@ class WorkersMissingError(ReplicaEngineError, TimeoutError):
 
 
 class WorkerVersionError(ReplicaEngineError, RuntimeError):
-    """The workers have different versions of a package, or different devices, or numbers of them.
+    """The workers have different versions of a package, other strategies, other devices, or another number of them.
 
     Raised when the workers have joined, before any step. Make the workers equal: programs of different versions differ.
 
     Attributes:
-        groups: the workers with each version or number, as (their indices, the version or number).
+        groups: the workers with each version, strategy or number, as (their indices, what they have).
     """
 
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
@@ -382,6 +386,11 @@ class WorkerVersionError(ReplicaEngineError, RuntimeError):
         """The replicas of some workers run on GPUs, and those of others on CPUs."""
         hide = "Give each worker GPUs, or hide them: CUDA_VISIBLE_DEVICES=-1."
         return cls._different("kinds of devices", groups, hide)
+
+    @classmethod
+    def of_strategies(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:
+        """The workers have joined for strategies of different classes."""
+        return cls._different("strategies", groups, "Make a strategy of the same class first on all workers.")
 
     @classmethod
     def of_replicas(cls, groups: Iterable[tuple[Sequence[int], str]]) -> WorkerVersionError:

@@ -60,7 +60,7 @@ def from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits = (None, 
 
 
 def least(devices: DeviceGroup, number: int, limits: Limits = (None, None)) -> int:
-    """The smallest number that any worker has.
+    """The smallest number that any worker has: 0 where one has no next batch, for example.
 
     Args:
         devices: the devices of all workers.
@@ -85,7 +85,9 @@ def least(devices: DeviceGroup, number: int, limits: Limits = (None, None)) -> i
 
 
 # Only its digest is compared: the agreement's own program carries the numbers.
-_LEAST = Program(hashlib.sha256(b"a minimum over workers").hexdigest()[:16], "a minimum over workers")
+_LEAST = Program(
+    hashlib.sha256(b"a minimum over workers").hexdigest()[:16], "the question whether all workers have a next batch"
+)
 
 
 def _take_from_chief(devices: DeviceGroup, value: np.ndarray, limits: Limits) -> np.ndarray:

@@ -28,7 +28,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.backend import has_backend
+from replica_engine.backend import Backend, has_backend
 from replica_engine.diagnostics import misuse, user_frames
 from replica_engine.engine import current_replica
 from replica_engine.errors import DistributionError, InputsError
@@ -288,7 +288,21 @@ def _enumerated(own: Own, iterator: object) -> object:
     is_its = model is not None and strategy is not None and strategy is keras_training.find_strategy(model)
     if is_its and _takes_whole(model, None):
         keras_training.undistribute(iterator)
+    if strategy is not None and has_backend(strategy) and model is None:
+        _agree_on_batches(iterator, strategy.extended.backend)
     return own(iterator)
+
+
+def _agree_on_batches(iterator: object, backend: Backend) -> None:
+    """Has an epoch end on all workers after the same batch. Keras counts the batches of this worker alone.
+
+    On threads a worker whose data has ended goes on with empty batches. Compiled, all end with the first of them.
+    """
+    if backend.saving is not None:
+        counts = backend.saving.exchange("the number of batches of an epoch", keras_training.count_batches(iterator))
+        known = [each for each in counts if each is not None]
+        most = None if len(known) < len(counts) else max(counts)
+        keras_training.set_batches(iterator, min(known, default=None) if backend.compiles else most)
 
 
 class _Predict:

@@ -43,7 +43,7 @@ from replica_engine.upstream import distribute, host_datasets, thread_state, ver
 from replica_engine.values.table_rows import reduces_rows
 from replica_engine.workers import joining, saving
 from replica_engine.workers.cluster import COORDINATOR, check_free, held_address, split_address
-from replica_engine.workers.job import DEVICES
+from replica_engine.workers.job import DEVICES, STRATEGY
 
 if TYPE_CHECKING:  # jax is an extra
     from replica_engine.pjrt.worker_sums import WorkerSums
@@ -187,7 +187,8 @@ def join(
                 "On GPUs make the MultiWorkerMirroredStrategy first, before any tensor, variable or dataset. Only "
                 "replica_engine.logical_devices(n) may come before it.",
             )
-        own = {DEVICES: kind, **versions.list_worker_versions(), **({} if over_server else _jax().versions_of_jax())}
+        own = {DEVICES: kind, STRATEGY: "MultiWorkerMirroredStrategy", **versions.list_worker_versions()}
+        own |= {} if over_server else _jax().versions_of_jax()
         member = workers.join(cluster, versions=own, replicas=replicas)
         try:
             if over_server:

@@ -36,6 +36,7 @@ from replica_engine.workers.program_log import COMPILE, END, ENTRY, LAUNCH, Laun
 from replica_engine.workers.stalls import QUIET, Doing, Stalls
 
 DEVICES = "the kind of devices"  # among the versions: workers with GPUs and without need other packages
+STRATEGY = "the class of the strategy"  # among the versions: the strategies of workers take each other for strangers
 STATUS_PATIENCE = 0.5  # seconds from the end of a connection to the exit status, or the other way round
 INTERRUPTED = 5.0  # seconds that others have to give up a step that one was interrupted in; each takes about one
 _STOOD_STILL = 2.0  # seconds between two ticks from which on this machine counts as having stood still
@@ -363,16 +364,22 @@ class Job:
     def _compare_members(self, worker: int) -> None:
         """Compares a member that has just joined with the first one."""
         first, new = next(iter(self._members.values())), self._members[worker]
-        if DEVICES in first.versions and first.versions[DEVICES] != new.versions.get(DEVICES, first.versions[DEVICES]):
-            groups = self._grouped(lambda member: member.versions.get(DEVICES, "not known"))
-            self._fail(Failure.from_wording(errors.WorkerVersionError.of_devices, groups))
-        for package in (first.versions.keys() | new.versions.keys()) - {DEVICES}:
+        self._compare(DEVICES, errors.WorkerVersionError.of_devices)
+        for package in (first.versions.keys() | new.versions.keys()) - {DEVICES, STRATEGY}:
             if first.versions.get(package) != new.versions.get(package):
                 groups = self._grouped(lambda member: member.versions.get(package, "not there"))  # noqa: B023
                 self._fail(Failure.from_wording(errors.WorkerVersionError.of_package, package, groups))
+        # After the packages: an older version of this library does not know this error.
+        self._compare(STRATEGY, errors.WorkerVersionError.of_strategies)
         if first.replicas != new.replicas:
             groups = self._grouped(lambda member: str(member.replicas))
             self._fail(Failure.from_wording(errors.WorkerVersionError.of_replicas, groups))
+
+    def _compare(self, kind: str, wording: Callable[..., errors.WorkerVersionError]) -> None:
+        """Fails the job if members differ in something that they have told; not all tell it."""
+        groups = self._grouped(lambda member: member.versions.get(kind, "not known"))
+        if len({value for _, value in groups} - {"not known"}) > 1:
+            self._fail(Failure.from_wording(wording, groups))
 
     def _grouped(self, key: Callable[[_JoinedMember], str]) -> tuple[tuple[tuple[int, ...], str], ...]:
         """The members that are here, grouped by what `key` says of them."""

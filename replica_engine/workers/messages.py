@@ -44,7 +44,7 @@ _WORDINGS = {
         "none_goes_on",
     ),
     "WorkersMissingError": ("not_joined", "not_met", "no_value", "no_room"),
-    "WorkerVersionError": ("of_package", "of_devices", "of_replicas"),
+    "WorkerVersionError": ("of_package", "of_devices", "of_strategies", "of_replicas"),
     "ProgramDisagreementError": ("differ",),
     "ClusterConfigError": ("other_size", "taken"),
 }

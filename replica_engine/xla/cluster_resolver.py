@@ -13,6 +13,7 @@ from replica_engine.pjrt.devices import device_group, group_of_job, platform_nam
 from replica_engine.pjrt.stablehlo.partition_local import ReplicaMesh
 from replica_engine.upstream import versions
 from replica_engine.workers import cluster as clusters
+from replica_engine.workers.job import STRATEGY
 
 
 class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
@@ -78,7 +79,8 @@ class PjrtClusterResolver(tf.distribute.cluster_resolver.ClusterResolver):
         """
         if self.cluster.num_processes == 1:
             return device_group(self._asked, count, mesh)
-        return group_of_job(self.cluster, self._asked, count, versions.list_worker_versions(), mesh)
+        own = {STRATEGY: "TPUStrategy", **versions.list_worker_versions()}
+        return group_of_job(self.cluster, self._asked, count, own, mesh)
 
     def cluster_spec(self) -> tf.train.ClusterSpec:
         """The cluster: empty, since no server of TensorFlow runs in it."""

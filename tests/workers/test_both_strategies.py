@@ -16,9 +16,10 @@ from helpers import fork_server
 from helpers.jobs import LONGER, Proxy, job
 
 from replica_engine.errors import WorkerVersionError
-from replica_engine.workers.job import DEVICES
+from replica_engine.workers.job import DEVICES, STRATEGY
 
 KINDS = ("threads", "compiled")
+CLASSES = {"threads": "MultiWorkerMirroredStrategy", "compiled": "TPUStrategy"}
 
 HEAD = """
 import json, os, signal, socket, sys
@@ -72,6 +73,8 @@ def test_a_start_that_fails(programs):
         if kind == "threads":
             gpus = {"versions": {"tensorflow": tf.__version__, DEVICES: "GPU"}}
             tries.append((kind, gpus, "kinds of devices:\n  worker 0: GPU\n  worker 1: CPU\n"))
+        other = {"versions": {**own, STRATEGY: "Own"}}
+        tries.append((kind, other, f"strategies:\n  worker 0: Own\n  worker 1: {CLASSES[kind]}\n"))
         tries.append((kind, {"versions": own, "replicas": 2}, "numbers of replicas:\n  worker 0: 2\n  worker 1: 1\n"))
         tries.append((kind, None, "did not join within 2 s: worker"))
     with job(join=LONGER) as control:
@@ -194,3 +197,44 @@ def test_the_launcher_starts_a_killed_worker_of_a_tpu_strategy_again(tmp_path):
     assert first == second
     weights = first["undisturbed"][1]
     assert first == {"resumed": [4, weights], "undisturbed": [0, weights]}
+
+
+LENGTHS = """
+import keras
+
+strategy = make(os.environ["KIND"])
+batches = 4 if me else 2
+rows = 16 * batches
+x = tf.range(100.0 * me, 100.0 * me + rows)[:, tf.newaxis]
+data = tf.data.Dataset.from_tensor_slices((x, tf.zeros([rows, 1]))).batch(16)
+seen = []
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(keras.optimizers.SGD(0.0), "mae")
+count = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: seen.append(int(model.optimizer.iterations.numpy())))
+found = [model.fit(data, epochs=2, verbose=0, callbacks=[count], validation_data=data).history, seen]
+found += [model.evaluate(data, verbose=0), model.fit(data, steps_per_epoch=3, verbose=0).history]
+print(json.dumps(found), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_of_keras_ends_on_all_workers_after_the_same_batch(programs, kind):
+    """Each knows how many batches its own data has. On threads, one that has no more takes part with empty batches."""
+    with job(join=LONGER) as made:
+        started = [programs.start(HEAD + LENGTHS, env=made.environment(at, KIND=kind)) for at in range(2)]
+        found = []
+        for process in started:
+            out, err = process.communicate(LONGER)
+            assert process.returncode == 0, err[-4000:]
+            found.append(json.loads(out.splitlines()[-1]))
+    assert found[0] == found[1]
+    (history, steps, evaluated, begun) = found[0]
+    most = 4 if kind == "threads" else 2
+    assert steps == [most, 2 * most]
+    # Of each batch of 16 the first worker has the first half, and the second one the other.
+    own = [100.0 * me + np.arange(64).reshape(4, 2, 8)[:batches, me] for me, batches in enumerate((2, most))]
+    loss = float(np.concatenate(list(map(np.ravel, own))).mean())
+    assert [*history["loss"], *history["val_loss"], evaluated] == pytest.approx([loss] * 5, rel=1e-6)
+    first = float(np.concatenate([np.ravel(each[:3]) for each in own]).mean())
+    assert begun["loss"] == pytest.approx([first], rel=1e-6)

@@ -432,7 +432,9 @@ member.check()
 """
     with job() as made:
         process = made.start(1, program, REPLICA_ENGINE_LAUNCHED="")
-        made.join(0).tell_exception(ValueError("here"))
+        member = made.join(0)
+        member.launched(TRAIN)
+        member.tell_exception(ValueError("here"))
         destroyed, printed = process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert "has raised ValueError: here" in printed

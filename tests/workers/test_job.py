@@ -10,7 +10,7 @@ from replica_engine.errors import (
     WorkersMissingError,
     WorkerVersionError,
 )
-from replica_engine.workers.job import DEVICES, STATUS_PATIENCE, Job
+from replica_engine.workers.job import DEVICES, STATUS_PATIENCE, STRATEGY, Job
 from replica_engine.workers.messages import BadMessageError, Failure
 from replica_engine.workers.program_log import END, LAUNCH, WAIT, packed
 from replica_engine.workers.server import TICK
@@ -183,6 +183,7 @@ def test_a_worker_that_never_joined_ends():
     played = Played(joined=1, statuses=True)
     played.job.exited(2, 3, played.now)
     assert (played.error.worker, played.error.status) == (2, 3)
+    assert "worker 2 of 3 has exited with status 3, and had not joined the job" in str(played.error)
     nobody = Played(joined=0, statuses=True)
     nobody.job.exited(2, 3, 0.0)
     assert nobody.error is None, "a script that never joins"
@@ -198,6 +199,10 @@ def test_a_worker_that_never_joined_ends():
             {"versions": {"tensorflow": "2.20.0", DEVICES: "GPU"}},  # which explains what else differs
             "kinds of devices:\n  worker 0: CPU\n  worker 1: GPU\n",
         ),
+        (
+            {"versions": {"tensorflow": "2.21.0", STRATEGY: "TPUStrategy"}, "replicas": 2},
+            "strategies:\n  worker 0: MirroredStrategy\n  worker 1: TPUStrategy\n",
+        ),
         ({"versions": {}}, "versions of tensorflow:\n  worker 0: 2.21.0\n  worker 1: not there\n"),
         ({"versions": {"tensorflow": "2.21.0"}, "replicas": 2}, "numbers of replicas:\n  worker 0: 1\n  worker 1: 2\n"),
     ],
@@ -205,7 +210,7 @@ def test_a_worker_that_never_joined_ends():
 def test_a_difference_is_told_at_once(about, text):
     """Not when all are there."""
     played = Played(joined=0)
-    played.join(0, {"tensorflow": "2.21.0", DEVICES: "CPU"})
+    played.join(0, {"tensorflow": "2.21.0", DEVICES: "CPU", STRATEGY: "MirroredStrategy"})
     played.join(1, **about)
     assert isinstance(played.error, WorkerVersionError)
     assert text in str(played.error)

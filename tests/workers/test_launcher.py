@@ -114,7 +114,7 @@ FAILURES = {
 @pytest.mark.parametrize(("fails", "status", "text"), FAILURES.values(), ids=FAILURES)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_first_failure_is_the_exit_status_and_printed_last(script, fails, status, text, victim):
-    path = script(f"{JOINS}if member.worker == {victim}: {fails}{WAITS}")
+    path = script(f"{JOINS}member.launched(TRAIN)\nif member.worker == {victim}: {fails}{WAITS}")
     result = launch("--workers", "3", path, change=HOW_IT_ENDED_IS_WAITED_FOR)
     assert result.returncode == status, result.stderr
     before, last = result.stderr.splitlines()[-2:]
@@ -132,6 +132,7 @@ def test_the_first_failure_is_the_exit_status_and_printed_last(script, fails, st
 def test_the_last_lines_of_the_first_failure_are_printed_again(script):
     result = launch("--workers", "2", script(f"{JOINS}if member.worker == 1: raise ValueError('the body.'){WAITS}"))
     assert "has raised ValueError: the body. The others" in result.stderr
+    assert "Start all workers again" not in result.stderr, "it would raise again before its first launch"
     assert result.stderr.count("[worker 1] ValueError: the body.\n") == 2
     again = result.stderr.index("replica-engine launch: worker 1 failed first; its last lines:\n")
     assert result.stderr.rindex("[worker 1] ValueError: the body.\n") > again

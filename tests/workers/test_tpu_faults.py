@@ -198,7 +198,7 @@ def kind(work):
         return work()
     except (replica_engine.errors.ReplicaTimeoutError, replica_engine.errors.WorkersMissingError) as error:
         text = str([error, *getattr(error, "__notes__", [])])
-        waited = re.search(r"waiting for a minimum over workers for ([0-9.e+]+) s", text)
+        waited = re.search(r"waiting for the question whether all workers have a next batch for ([0-9.e+]+) s", text)
         return type(error).__name__, "worker 1 of 2" in text, waited and float(waited[1]) < 300
 
 
@@ -244,7 +244,7 @@ def test_waits_for_others_end_at_the_limit_and_with_ctrl_c(programs):
     assert "interrupted" in lines
     expired = ["ReplicaTimeoutError", True, True]
     assert json.dumps([["WorkersMissingError", True, None], expired, expired]) in lines
-    assert "for the other workers to come to a minimum over workers:" in err
+    assert "for the other workers to come to the question whether all workers have a next batch:" in err
     assert "WorkerLostError: worker 0 (" in of_late
     assert "more: errors/WorkerLostError.html" in of_late
 

@@ -297,6 +297,17 @@ def count_batch_rows(epoch_iterator: Any) -> int | None:
     return shape[0] if shape is not None and shape.rank else None
 
 
+def count_batches(epoch_iterator: Any) -> int | None:
+    """How many batches the data has; None if that is not known."""
+    count: int | None = epoch_iterator._num_batches
+    return count
+
+
+def set_batches(epoch_iterator: Any, count: int | None) -> None:
+    """Lets an epoch take so many batches of the data; None: until it ends."""
+    epoch_iterator._num_batches = count
+
+
 def begin_at(model: Any, epoch: int | None) -> None:
     """Lets the `fit` that has just begun continue with an epoch; None lets later ones begin with their own."""
     model._initial_epoch = epoch
