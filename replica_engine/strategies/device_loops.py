@@ -32,7 +32,7 @@ class LoopSettings:
         spread: whether a batch that is a tuple becomes several arguments of the step; otherwise it is one argument. If
             the signature of the step does not fit, the other form is used.
         prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
-            256, as long as they take no more than half a megabyte on a replica. On TPUs and GPUs it means
+            256, as long as they take no more than 4 MiB on a replica. On TPUs and GPUs it means
             three, or up to 384 that take no more than 12 MiB.
         context_class: the class of the context that collects what a step passes out.
         programs: the table that keeps the compiled programs; None takes the strategy's.

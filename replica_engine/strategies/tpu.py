@@ -198,7 +198,7 @@ class TPUStrategy(on_backend.OnBackend, tf.distribute.TPUStrategy):
             iterations: how many steps to run; None takes `steps_per_run`.
             initial_loop_values: by name, the content of `last_step_outputs` if the iterator yields no batch.
             prefetch: the largest number of batches to fetch ahead. None means two, or more if batches are small: up to
-                256, as long as they take no more than half a megabyte on a replica. On TPUs and GPUs it means
+                256, as long as they take no more than 4 MiB on a replica. On TPUs and GPUs it means
                 three, or up to 384 that take no more than 12 MiB.
 
         Returns:

@@ -41,6 +41,7 @@ from replica_engine.xla.soft_placement.host_op_kinds import needs_host
 from replica_engine.xla.stages import body_graph
 from replica_engine.xla.stages.compiled import Compiled
 from replica_engine.xla.stages.launch import Launch
+from replica_engine.xla.state import host_memory
 
 _FIRST = 16  # the most steps of a program's first launch
 _SECONDS = 1.0  # the most seconds that a launch of several steps should take
@@ -287,7 +288,7 @@ class Chunks:
     def _stack_replica(self, chunk: Sequence[Parts], replica: int, index: int, spec: tf.TensorSpec) -> np.ndarray:
         if self._program.most == 1:  # without a copy
             return np.expand_dims(chunk[0][replica][index], 0)
-        stacked = np.zeros([self._program.most, *spec.shape], spec.dtype.as_numpy_dtype)
+        stacked = host_memory.unset([self._program.most, *spec.shape], np.dtype(spec.dtype.as_numpy_dtype))
         for number, batch in enumerate(chunk):
             stacked[number] = batch[replica][index]
         return stacked

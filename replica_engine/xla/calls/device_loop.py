@@ -30,8 +30,8 @@ from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.soft_placement.host_op_kinds import add_caller
 
 _MOST_STEPS = 128  # the most steps of a launch
-_MOST_BYTES = 1 << 18  # the most bytes of a replica's part of a chunk; it is sent whole, however few its steps
-_MOST_BYTES_SENT = 1 << 22  # the same where sending takes long: devices with a queue, or several devices a replica
+_MOST_BYTES = 1 << 21  # the most bytes of a replica's part of a chunk: its batches are copied into one array
+_MOST_BYTES_SENT = 1 << 22  # the same where a chunk is sent whole: devices with a queue, or several devices a replica
 
 
 class LoopOutcome(NamedTuple):

@@ -38,9 +38,18 @@ def array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
             with contextlib.suppress(OSError):  # a kernel without large pages
                 mapped.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(mapped, dtype).reshape(shape)
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    return _aligned(np.zeros(size + _ALIGNMENT, np.uint8), size).view(dtype).reshape(shape)
+
+
+def unset(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array that CPU devices take without a copy. What is not written is whatever was in the memory before."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return _aligned(np.empty(size + _ALIGNMENT, np.uint8), size).view(dtype).reshape(shape)
+
+
+def _aligned(raw: np.ndarray, size: int) -> np.ndarray:
     begin = -raw.ctypes.data % _ALIGNMENT
-    return raw[begin : begin + size].view(dtype).reshape(shape)
+    return raw[begin : begin + size]
 
 
 def outside_pool(value: np.ndarray) -> tf.Tensor:
