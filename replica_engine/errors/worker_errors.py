@@ -63,6 +63,18 @@ class WorkerRow:
         return f"worker {self.worker} of {self.size}" + (f" ({self.host}, pid {self.pid})" if self.pid else "")
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has launched a program, or reported a step."""
+        return self.launches > 0 or self.step is not None
+
+    @property
+    def too_early(self) -> str:
+        """When a worker has ended whose end the others did not expect, in words."""
+        if self.pid:
+            return "before the others came to their end"
+        return "before it joined the job: it came to no strategy over workers"
+
+    @property
     def last(self) -> str:
         """What it last did: "step 150, launch 151 (`train_step`, train.py:40)", or "" if nothing is known."""
         known = []
@@ -191,11 +203,8 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     @classmethod
     def exited(cls, row: WorkerRow, status: int) -> WorkerLostError:
         """A worker exited while the others were still working."""
-        joined = bool(row.pid)  # one that ended before it joined would do so again
-        what = f"has exited with status {status} before the others came to their end"
-        if not joined:
-            what = f"has exited with status {status}, and had not joined the job: it came to no strategy over workers"
-        error = _lost(row, what, again=joined)
+        # One that ended before it joined (its process is not known then) would do so again.
+        error = _lost(row, f"has exited with status {status} {row.too_early}", again=bool(row.pid))
         error.status = status
         return error
 
@@ -212,7 +221,7 @@ class WorkerLostError(ReplicaEngineError, RuntimeError):
     def raised(cls, row: WorkerRow, exception: str) -> WorkerLostError:
         """A worker's program raised."""
         # What it raised before it launched anything, such as a folder that it cannot write, it would raise again.
-        error = _lost(row, f"has raised {exception}", again=bool(row.launches or row.step))
+        error = _lost(row, f"has raised {exception}", again=row.has_begun)
         error.exception = exception
         return error
 

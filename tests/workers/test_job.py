@@ -183,7 +183,7 @@ def test_a_worker_that_never_joined_ends():
     played = Played(joined=1, statuses=True)
     played.job.exited(2, 3, played.now)
     assert (played.error.worker, played.error.status) == (2, 3)
-    assert "worker 2 of 3 has exited with status 3, and had not joined the job" in str(played.error)
+    assert "worker 2 of 3 has exited with status 3 before it joined the job: it" in str(played.error)
     nobody = Played(joined=0, statuses=True)
     nobody.job.exited(2, 3, 0.0)
     assert nobody.error is None, "a script that never joins"
