@@ -369,17 +369,15 @@ class Job:
             if first.versions.get(package) != new.versions.get(package):
                 groups = self._grouped(lambda member: member.versions.get(package, "not there"))  # noqa: B023
                 self._fail(Failure.from_wording(errors.WorkerVersionError.of_package, package, groups))
-        # After the packages: an older version of this library does not know this error.
-        self._compare(STRATEGY, errors.WorkerVersionError.of_strategies)
+        self._compare(STRATEGY, errors.WorkerVersionError.of_strategies)  # late, as older versions do not know it
         if first.replicas != new.replicas:
             groups = self._grouped(lambda member: str(member.replicas))
             self._fail(Failure.from_wording(errors.WorkerVersionError.of_replicas, groups))
 
     def _compare(self, kind: str, wording: Callable[..., errors.WorkerVersionError]) -> None:
         """Fails the job if members differ in something that they have told; not all tell it."""
-        groups = self._grouped(lambda member: member.versions.get(kind, "not known"))
-        if len({value for _, value in groups} - {"not known"}) > 1:
-            self._fail(Failure.from_wording(wording, groups))
+        if len({each.versions[kind] for each in self._members.values() if kind in each.versions}) > 1:
+            self._fail(Failure.from_wording(wording, self._grouped(lambda each: each.versions.get(kind, "not known"))))
 
     def _grouped(self, key: Callable[[_JoinedMember], str]) -> tuple[tuple[tuple[int, ...], str], ...]:
         """The members that are here, grouped by what `key` says of them."""
@@ -588,9 +586,8 @@ class Job:
         return key in self._values or len(self._values) < _MOST_VALUES
 
     def _refuse(self, ticket: tuple[int, int], key: str) -> None:
-        self._answer(
-            ticket, Failure.from_wording(errors.WorkersMissingError.no_room, key, _MOST_VALUES).as_json(), "late"
-        )
+        failure = Failure.from_wording(errors.WorkersMissingError.no_room, key, _MOST_VALUES)
+        self._answer(ticket, failure.as_json(), "late")
 
     def _give_up(self, ticket: tuple[int, int], now: float) -> None:
         wait = self._waits[ticket]
