@@ -32,9 +32,9 @@ class DeviceError(ReplicaEngineError, ValueError, AssertionError):
         )
 
     @classmethod
-    def bad_count(cls, count: object) -> DeviceError:
-        """The number of devices is not a positive int."""
-        return cls(f"The number of devices must be a positive int; got {shown(count)}.")
+    def bad_count(cls, count: object, what: str = "The number of devices") -> DeviceError:
+        """The number of devices is not a positive int; `what` may name the argument."""
+        return cls(f"{what} must be a positive int; got {shown(count)}.")
 
     @classmethod
     def too_many(cls, wanted: int, most: int) -> DeviceError:

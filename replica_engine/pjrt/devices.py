@@ -202,7 +202,7 @@ def _number(count: object) -> int:
     """A number of devices; NumPy integers are accepted too."""
     number = base.positive_int(count)
     if number is None:
-        raise DeviceError.bad_count(count)
+        raise DeviceError.bad_count(count, "num_cores, the number of devices,")
     return number
 
 

@@ -342,7 +342,7 @@ def read(
     if cores_per_replica is not None and positive_int(cores_per_replica) is None:
         raise DistributionError(f"cores_per_replica must be a positive int or None; got {shown(cores_per_replica)}.")
     if cores is not None and positive_int(cores) is None:
-        raise DeviceError.bad_count(cores)
+        raise DeviceError.bad_count(cores, "num_cores, the number of devices,")
     if distribution is None:
         if cores_per_replica in (None, 1):
             return None

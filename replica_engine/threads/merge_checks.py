@@ -191,7 +191,8 @@ def _mismatch(point: SyncPoint, replicas: Sequence[Replica], brought: Sequence[s
     rows = "\n".join(f"  {replica}: {tensors}" for replica, tensors in zip(replicas, brought, strict=True))
     rule = (
         "Every replica must bring tensors of equal dtypes and shapes. If one replica has a smaller share of the batch, "
-        "reduce over the samples first (tf.reduce_sum) and all-reduce the result, or pad the share."
+        "reduce over the samples first (tf.reduce_sum) and all-reduce the result, or pad the share, "
+        "as replica_engine.split_batch does."
         if point.kind == "all_reduce"
         else "Every replica must bring tensors of equal dtypes, and shapes that differ along the axis only. Gather "
         "along the axis in which the shapes differ, or pad the tensors to one size first."
