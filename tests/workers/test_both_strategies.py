@@ -214,6 +214,8 @@ with strategy.scope():
 count = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: seen.append(int(model.optimizer.iterations.numpy())))
 found = [model.fit(data, epochs=2, verbose=0, callbacks=[count], validation_data=data).history, seen]
 found += [model.evaluate(data, verbose=0), model.fit(data, steps_per_epoch=3, verbose=0).history]
+of_unknown_length = data.filter(lambda *_: True)
+found += [model.fit(of_unknown_length if me else data, verbose=0).history, len(model.predict(data, verbose=0))]
 print(json.dumps(found), flush=True)
 """
 
@@ -229,12 +231,14 @@ def test_an_epoch_of_keras_ends_on_all_workers_after_the_same_batch(programs, ki
             assert process.returncode == 0, err[-4000:]
             found.append(json.loads(out.splitlines()[-1]))
     assert found[0] == found[1]
-    (history, steps, evaluated, begun) = found[0]
+    (history, steps, evaluated, begun, unknown, predicted) = found[0]
     most = 4 if kind == "threads" else 2
     assert steps == [most, 2 * most]
     # Of each batch of 16 the first worker has the first half, and the second one the other.
     own = [100.0 * me + np.arange(64).reshape(4, 2, 8)[:batches, me] for me, batches in enumerate((2, most))]
     loss = float(np.concatenate(list(map(np.ravel, own))).mean())
-    assert [*history["loss"], *history["val_loss"], evaluated] == pytest.approx([loss] * 5, rel=1e-6)
+    losses = [*history["loss"], *history["val_loss"], evaluated, *unknown["loss"]]
+    assert losses == pytest.approx([loss] * 6, rel=1e-6)
+    assert predicted == 8 * (2 + most)
     first = float(np.concatenate([np.ravel(each[:3]) for each in own]).mean())
     assert begun["loss"] == pytest.approx([first], rel=1e-6)
