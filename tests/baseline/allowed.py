@@ -42,6 +42,7 @@ class Allowed(NamedTuple):
 
 _NARROW = "Sums of float16 and bfloat16 over replicas are added in float32 and rounded once, where each step rounded."
 _NEAR = "A misspelt keyword gets the nearest name, or the list of those that there are."
+_PADS = "Shares of unequal shapes are told of split_batch, which pads them."
 _ARGS = "If args does not fit the function, a note says how it is written."
 _COMMA = "If args is no tuple, the message says that the comma makes one."
 _NAMED = "A host call is named by the user's function, and not by a number."
@@ -100,6 +101,7 @@ ALLOWED: tuple[Allowed, ...] = (
     Allowed(
         "errors *", "a backup without a folder*", "TypeError*got an unexpected keyword argument '*'. It takes *", _NEAR
     ),
+    Allowed("errors *", "values of other shapes*", "*or pad the share, as replica_engine.split_batch does.*", _PADS),
     Allowed("errors *", "arguments that do not fit, in full", "TypeError*note: strategy.run could not call *", _ARGS),
     Allowed(
         "errors *", "an argument that is no tuple, in full", "ReplicaValueError*the comma that makes a tuple*", _COMMA
