@@ -245,6 +245,7 @@ def _built(own: Own, model: object, iterator: object = None, data_batch: object 
         return own(model, iterator=iterator, data_batch=data_batch)
     _predicting.set(None)  # it is of a `predict` that a callback has ended
     if iterator is not None:
+        token = _building.set(True)
         try:
             batch = keras_training.first_batch(iterator, strategy)
         except StopIteration:
@@ -252,6 +253,8 @@ def _built(own: Own, model: object, iterator: object = None, data_batch: object 
                 "The data of `fit` or `evaluate` has no batch: its arrays have no rows, or its dataset or "
                 "generator ends before the first batch. A generator that has been read must be made again."
             ) from None
+        finally:
+            _building.reset(token)
         if _takes_whole(model, batch):
             keras_training.undistribute(iterator)
         # Keras must not take a batch itself: one of a generator would be missing in the epoch.
@@ -288,7 +291,7 @@ def _enumerated(own: Own, iterator: object) -> object:
     is_its = model is not None and strategy is not None and strategy is keras_training.find_strategy(model)
     if is_its and _takes_whole(model, None):
         keras_training.undistribute(iterator)
-    if strategy is not None and has_backend(strategy) and model is None:
+    if strategy is not None and has_backend(strategy) and model is None and not _building.get():
         _agree_on_batches(iterator, strategy.extended.backend)
     return own(iterator)
 
@@ -296,9 +299,10 @@ def _enumerated(own: Own, iterator: object) -> object:
 def _agree_on_batches(iterator: object, backend: Backend) -> None:
     """Has an epoch end on all workers after the same batch. Keras counts the batches of this worker alone.
 
-    On threads a worker whose data has ended goes on with empty batches. Compiled, all end with the first of them.
+    On threads a worker whose data has ended goes on with empty batches. Compiled, all end with the first of them. With
+    `steps_per_epoch` they end together anyway: Keras begins the data of each worker again at its own end.
     """
-    if backend.saving is not None:
+    if backend.saving is not None and keras_training.ends_with_data(iterator):
         counts = backend.saving.exchange("the number of batches of an epoch", keras_training.count_batches(iterator))
         known = [each for each in counts if each is not None]
         most = None if len(known) < len(counts) else max(counts)
@@ -315,6 +319,9 @@ class _Predict:
         _predicting.set(None)
         return self._function(batches)
 
+
+_building: contextvars.ContextVar[bool] = contextvars.ContextVar("replica_engine_building", default=False)
+"""Whether a first batch is looked at, to build a model: an epoch has not begun, and not every kind of data iterates."""
 
 _predicting: contextvars.ContextVar[weakref.ref[Any] | None]
 _predicting = contextvars.ContextVar("replica_engine_predict", default=None)
