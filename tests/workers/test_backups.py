@@ -79,3 +79,48 @@ def test_a_signal_to_one_worker(tmp_path, kind):
         assert f"[worker {worker}] different [] after restarts 1" in done.stdout, done.stdout + done.stderr
     logs = [(tmp_path / f"{name}.csv").read_text() for name in ("undisturbed", "signalled")]
     assert logs[0] == logs[1]
+
+
+UNEQUAL = """
+import os, sys
+
+me, restarts = int(os.environ["REPLICA_ENGINE_PROCESS_ID"]), int(os.environ["REPLICA_ENGINE_RESTART"])
+
+import keras, replica_engine, tensorflow as tf
+
+strategy = replica_engine.MultiWorkerMirroredStrategy()
+seen = []
+
+
+def stop(batch, logs=None):
+    seen.append(batch)
+    if restarts == 0 and len(seen) == 6:
+        os._exit(3)
+
+
+x = tf.range(8.0 * (2 + 2 * me))[:, tf.newaxis] / 8
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+backup = replica_engine.keras.BackupAndRestore(sys.argv[1], save_freq=1, asynchronous=False)
+stops = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+model.fit(tf.data.Dataset.from_tensor_slices((x, x)).batch(8), epochs=3, verbose=0, callbacks=[backup, stops])
+print("batches", seen)
+"""
+
+
+@pytest.mark.full("a job that starts twice")
+def test_workers_with_data_of_other_lengths_go_on_in_an_epoch_without_a_warning(tmp_path):
+    """The epoch has the batches that the workers have agreed on, and not those of this worker alone."""
+    (tmp_path / "program.py").write_text(UNEQUAL)
+    done = subprocess.run(
+        [*LAUNCH, str(tmp_path / "program.py"), str(tmp_path / "backup")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=360,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("batches [1, 2, 3, 0, 1, 2, 3]") == 2, done.stdout
+    assert "The training goes on after batch" not in done.stderr

@@ -216,7 +216,7 @@ class DataPlace:
     def _warn_of_other_batches(self, saved: dict[str, Any], has_file: bool) -> None:
         """Warns if the place in batches is another place in the data than it was; the state of an iterator is none."""
         source, batch, had = self.source, saved["batch"], saved.get("rows")
-        rows, total = keras_training.count_batch_rows(source), source.data_adapter.num_batches
+        rows, total = keras_training.count_batch_rows(source), source.num_batches
         if rows is not None and had is not None:
             if rows > had or (rows < had and not has_file):
                 _logger.warning(value_errors.warn_other_batches(batch, had, rows, rows < had))
