@@ -98,6 +98,11 @@ def test_a_launch_has_as_many_steps_as_its_time_allows(launched, monkeypatch):
     strategy.run_steps(passes_on, map(np.float32, range(104)), 104)
     assert launched[0] in (99, 100)
     assert set(launched[1:]) == {1}
+    del launched[:]
+    took[0] = 0.1
+    strategy.run_steps(passes_on, iter(np.zeros([12, 1 << 15], np.float32)), 12)
+    assert launched[0] == 2  # of 128 KiB each: steps with large batches may be slow
+    assert launched[1:] in ([9, 1], [10])
 
 
 def fitted():

@@ -44,6 +44,7 @@ from replica_engine.xla.stages.launch import Launch
 from replica_engine.xla.state import host_memory
 
 _FIRST = 16  # the most steps of a program's first launch
+_FIRST_BYTES = 1 << 18  # and the most bytes of a replica's batches in it: steps with large batches may be slow
 _SECONDS = 1.0  # the most seconds that a launch of several steps should take
 
 
@@ -131,6 +132,11 @@ class ChunkBody:
         found = iter(outputs or ())
         leaves, spec = self._returned
         return spec.rebuild([next(found) if tf.is_tensor(each) else each for each in leaves])
+
+
+def batch_bytes(specs: Sequence[tf.TensorSpec]) -> int:
+    """The bytes of a replica's batch, by the specs of the inputs of a step."""
+    return sum(np.dtype(spec.dtype.as_numpy_dtype).itemsize * spec.shape.num_elements() for spec in specs)
 
 
 class ChunkProgram(NamedTuple):
@@ -231,7 +237,8 @@ class Chunks:
         name, limits = self._compiled.program.name, self._compiled.program.body.limits
         several = "" if self._compiled.devices.member is None else ", or for that of another worker,"
         seconds = self._compiled.step_seconds
-        room = max(1, min(self._program.most, _FIRST if seconds is None else int(_SECONDS / seconds)))
+        first = min(_FIRST, _FIRST_BYTES // max(1, batch_bytes(self._specs)))
+        room = max(1, min(self._program.most, first if seconds is None else int(_SECONDS / seconds)))
 
         def slow(seconds: float) -> str:
             waited = f"{seconds:.3g} s. No step runs meanwhile."

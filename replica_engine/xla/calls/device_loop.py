@@ -16,14 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from replica_engine.errors import HostAccessError, HostResultError, InputsError, LoweringError, ReplicaEngineError
 from replica_engine.upstream.data_pulls import Pulls
 from replica_engine.upstream.graphs import xla_ops
 from replica_engine.xla.arguments import Arguments
-from replica_engine.xla.calls.chunk_launches import ChunkBody, ChunkProgram, Chunks, StepCallsHost, arguments_like
+from replica_engine.xla.calls.chunk_launches import (
+    ChunkBody,
+    ChunkProgram,
+    Chunks,
+    StepCallsHost,
+    arguments_like,
+    batch_bytes,
+)
 from replica_engine.xla.calls.prefetch import BatchReader, InputQueue, Prefetcher
 from replica_engine.xla.calls.program_table import Entry, ProgramTable
 from replica_engine.xla.function_spec import FunctionSpec
@@ -152,8 +158,8 @@ def _chunk(specs: Sequence[tf.TensorSpec], prefetch: int | None, is_sent: Any, a
         is_sent: whether sending batches to the devices takes long.
         at_once: how many times as many are on the devices. They count as fetched ahead, but for that of the step.
     """
-    size = sum(np.dtype(spec.dtype.as_numpy_dtype).itemsize * spec.shape.num_elements() for spec in specs)
-    fitting = min(_MOST_STEPS, (_MOST_BYTES_SENT if is_sent else _MOST_BYTES) // max(1, size))
+    most = _MOST_BYTES_SENT if is_sent else _MOST_BYTES
+    fitting = min(_MOST_STEPS, most // max(1, batch_bytes(specs)))
     return max(1, fitting if prefetch is None else min(fitting, (prefetch + 1) // (at_once + 1)))
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -38,18 +38,19 @@ def array(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
             with contextlib.suppress(OSError):  # a kernel without large pages
                 mapped.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(mapped, dtype).reshape(shape)
-    return _aligned(np.zeros(size + _ALIGNMENT, np.uint8), size).view(dtype).reshape(shape)
+    return _aligned(np.zeros, shape, dtype)
 
 
 def unset(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An array that CPU devices take without a copy. What is not written is whatever was in the memory before."""
+    return _aligned(np.empty, shape, dtype)
+
+
+def _aligned(make: Callable[..., np.ndarray], shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return _aligned(np.empty(size + _ALIGNMENT, np.uint8), size).view(dtype).reshape(shape)
-
-
-def _aligned(raw: np.ndarray, size: int) -> np.ndarray:
+    raw = make(size + _ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT
-    return raw[begin : begin + size]
+    return raw[begin : begin + size].view(dtype).reshape(shape)
 
 
 def outside_pool(value: np.ndarray) -> tf.Tensor:
