@@ -283,7 +283,7 @@ def _make_predict(own: Own, model: Any, force: bool = False) -> object:
     return model.predict_function
 
 
-def _enumerated(own: Own, iterator: object) -> object:
+def _enumerated(own: Own, iterator: Any) -> object:
     # Only the next iterator is the prediction's: a callback may then evaluate, or predict with another model.
     predicting, strategy = _predicting.get(), keras_training.find_strategy(iterator)
     _predicting.set(None)
@@ -296,13 +296,13 @@ def _enumerated(own: Own, iterator: object) -> object:
     return own(iterator)
 
 
-def _agree_on_batches(iterator: object, backend: Backend) -> None:
+def _agree_on_batches(iterator: Any, backend: Backend) -> None:
     """Has an epoch end on all workers after the same batch. Keras counts the batches of this worker alone.
 
     On threads a worker whose data has ended goes on with empty batches. Compiled, all end with the first of them. With
     `steps_per_epoch` they end together anyway: Keras begins the data of each worker again at its own end.
     """
-    if backend.saving is not None and keras_training.ends_with_data(iterator):
+    if backend.saving is not None and iterator.steps_per_epoch is None:
         counts = backend.saving.exchange("the number of batches of an epoch", keras_training.count_batches(iterator))
         known = [each for each in counts if each is not None]
         most = None if len(known) < len(counts) else max(counts)

@@ -303,11 +303,6 @@ def count_batches(epoch_iterator: Any) -> int | None:
     return count
 
 
-def ends_with_data(epoch_iterator: Any) -> bool:
-    """Whether an epoch ends where the data does, and not after `steps_per_epoch`."""
-    return epoch_iterator.steps_per_epoch is None
-
-
 def set_batches(epoch_iterator: Any, count: int | None) -> None:
     """Lets an epoch take so many batches of the data; None: until it ends."""
     epoch_iterator._num_batches = count
