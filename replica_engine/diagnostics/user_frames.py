@@ -300,6 +300,14 @@ def raised_at(error: BaseException) -> str:
     return (own or users or [""])[-1]
 
 
+def is_raised_by_user(error: BaseException) -> bool:
+    """Whether the user's code raised an exception, rather than TensorFlow, JAX or this library."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # JAX takes its own frames out of tracebacks. What is left may end at the user's line.
+    is_theirs = type(error).__module__.partition(".")[0] in _PLUMBING
+    return bool(frames) and not is_theirs and not is_internal(frames[-1].f_code.co_filename)
+
+
 def _users_line(frame: FrameType | None, threads: tuple[int, ...]) -> str:
     while frame is not None:
         if is_users(frame, threads):

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.diagnostics.user_frames import here
+from replica_engine.diagnostics.user_frames import here, is_raised_by_user
 from replica_engine.errors import InputsError, LoweringError
 from replica_engine.errors.base import add_note, at, brief, warning
 from replica_engine.pjrt.jaxlib import jax
@@ -37,14 +37,17 @@ def from_jax(fn: Callable[..., Any], *, otherwise: Callable[..., Any] | None = N
     """A function of JAX as one that bodies, `tf.function`s and eager code call with tensors.
 
     It has the gradients that JAX has, of all orders. It works in branches and loops, with gradients of first order, and
-    under every strategy.
+    under every strategy. Make it once, outside of the step: what it was traced to is kept with it.
+
+    Its `__name__` begins with `from_jax_`: Keras saves and copies functions by their names, and would take its own
+    `leaky_relu` for that of JAX.
 
     Args:
         fn: the function, of arrays or structures of arrays: plain code of JAX, a function with `jax.custom_vjp`, a
             kernel of Pallas. Python numbers among its arguments, and its keywords, are constants: each value of them
             is traced for itself.
         otherwise: a function with the same arguments and results for platforms that `fn` is not made for. A kernel of
-            Pallas is made for one kind of chip.
+            Pallas is made for one kind of chip. If the kernel has no gradient, that of `otherwise` is taken.
 
     Returns:
         A function that takes tensors where `fn` takes arrays, and returns tensors in the structure that `fn` returns.
@@ -74,12 +77,13 @@ def from_jax(fn: Callable[..., Any], *, otherwise: Callable[..., Any] | None = N
     @autograph.artifact
     @functools.wraps(fn)
     def call(*args: Any, **constants: Any) -> Any:
-        name = getattr(fn, "__name__", type(fn).__name__)
         made = _Call(name, here())
-        with _Noted(f"In {made}."):
+        with _Told(f"In {made}."):
             trace, tensors = _traced(traces, name, fn, otherwise, args, constants)
             return trace.rebuild(made.results(lambda: trace.function, tensors))
 
+    name = getattr(fn, "__name__", type(fn).__name__)
+    call.__name__ = f"from_jax_{name.strip('<>')}"
     del call.__wrapped__  # TensorFlow would call that in place of a function that is an argument
     return call
 
@@ -132,11 +136,19 @@ def _traced(
     leaves, structure = jax.tree_util.tree_flatten_with_path(_without_wrappers(args))
     tensors: list[tf.Tensor] = []
     numbers: list[Any] = []  # for each leaf, a number as it is; for a tensor, None
+    unknown = ""  # what to say if JAX needs a size that is not known
     for path, leaf in leaves:
         is_number = type(leaf) in _NUMBERS
         numbers.append(leaf if is_number else None)
         if not is_number:
-            tensors.append(_checked(leaf, f"args{jax.tree_util.keystr(path)}"))
+            where = f"args{jax.tree_util.keystr(path)}"
+            tensors.append(_checked(leaf, where))
+            if not tensors[-1].shape.is_fully_defined():
+                unknown = (
+                    f"{where} has the shape {tensors[-1].shape} here. If `{name}` must know it, give it a fixed shape: "
+                    "dataset.batch(n, drop_remainder=True), or tf.ensure_shape(x, ...). A kernel must always know it, "
+                    "and where it does not, from_jax takes the function `otherwise=`, if there is one."
+                )
     kinds = [(tuple(each.shape), each.dtype.as_numpy_dtype) for each in tensors]
     # JAX's settings change what a function is traced to.
     settings = tuple(getattr(jax.config, f"jax_{each}") for each in _SETTINGS)
@@ -146,7 +158,8 @@ def _traced(
     except TypeError as error:
         raise InputsError(
             f"`{name}` is called with the keywords {brief(constants)}. Keywords are constants: give values that have a "
-            "hash, such as numbers, texts and tuples, and pass tensors by position."
+            "hash, such as numbers, texts and tuples, and pass tensors by position: "
+            "xla.from_jax(lambda x, mask: fn(x, mask=mask))."
         ) from error
     if trace is None:
 
@@ -156,7 +169,8 @@ def _traced(
             return jax.tree_util.tree_unflatten(structure, values), constants
 
         fns = [fn] if otherwise is None else [fn, otherwise]
-        trace = traces[key] = _Trace(name, fns, rebuild, kinds)
+        with _Told(unknown):
+            trace = traces[key] = _Trace(name, fns, rebuild, kinds)
         if len(traces) == _MANY:
             text = (
                 f"`{name}`, a function of from_jax, has been traced {_MANY} times, and each trace takes memory for as "
@@ -189,6 +203,16 @@ def _exactly(value: Any) -> Any:
 
 def _checked(value: object, name: str) -> tf.Tensor:
     """An argument as a tensor that JAX can have."""
+    if isinstance(value, (str, bytes)) or callable(value):
+        raise InputsError(
+            f"{name} is {brief(value)}, and by position a function of JAX takes arrays. Give texts and functions as "
+            "keywords, which are constants."
+        )
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        kind, method = (
+            ("ragged", "to_tensor()") if isinstance(value, tf.RaggedTensor) else ("sparse", "tf.sparse.to_dense")
+        )
+        raise InputsError(f"{name} is {kind}, and JAX takes arrays alone. Give a dense tensor: {method}.")
     tensor = as_tensor(value, name)
     dtype = tensor.dtype
     if not (dtype.is_floating or dtype.is_complex or dtype.is_integer or dtype.is_bool):
@@ -203,18 +227,26 @@ def _checked(value: object, name: str) -> tf.Tensor:
     return tensor
 
 
-class _Noted:
-    """Adds a note to an exception that leaves the block."""
+class _Told:
+    """Adds a text to an exception that leaves the block, if the text is not there yet.
 
-    def __init__(self, note: str):
-        self._note = note
+    To the message, which is all that a `tf.function` and Keras keep of an exception. To one that the user's code raised
+    as a note: its message stays what the user wrote.
+    """
+
+    def __init__(self, text: str):
+        self._text = text
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            add_note(error, self._note)
+        if error is None or not self._text or self._text.removeprefix("In ").rstrip(".") in str(error):
+            return
+        if is_raised_by_user(error) or not error.args or str(error) != error.args[0]:
+            add_note(error, self._text)
+        else:
+            error.args = (f"{error.args[0]}\n{self._text}", *error.args[1:])
 
 
 class _Call:
@@ -230,7 +262,7 @@ class _Call:
         self._where = where
 
     def __str__(self) -> str:
-        return f"`{self._name}`, a function of from_jax, called{at(self._where)}"
+        return f"`{self._name}`, a function of from_jax called{at(self._where)}"
 
     def results(
         self,
@@ -287,7 +319,7 @@ class _Call:
         if inner and outer:
             weights = [_weight(upstream[index], results[index]) for index in outer]
             quick = None if back is None else lambda: self._op(back, [*saved, *weights])
-            with _Noted(f"In the gradient of {self}."):
+            with _Told(f"In the gradient of {self}."):
                 found = self.results(lambda: function.pull_back(inner, outer), [*tensors, *weights], quick)
             for index, each in zip(inner, found, strict=True):
                 gradients[index] = _conjugate(each)

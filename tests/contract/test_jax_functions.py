@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import weakref
 
 import jax
@@ -237,18 +238,35 @@ def test_a_function_is_traced_once_for_equal_shapes(strategy):
     assert calls == [(2,), (3,)]
 
 
+def double(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2.0
+
+
+def doubled(x):
+    return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
 def test_kernels_of_other_chips(run, local):
-    def kernel(x_ref, o_ref):
-        o_ref[...] = x_ref[...] * 2.0
-
-    def doubled(x):
-        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
-
     one = xla.from_jax(doubled)
     with pytest.raises(LoweringError, match=r"`doubled`, a function of from_jax called at .*cannot be lowered for CPU"):
         run(lambda x: one(x), args=(tf.constant([1.0]),))
     other = xla.from_jax(doubled, otherwise=lambda x: x * 2.0)
     assert {each[0] for each in local(run(lambda x: other(x), args=(tf.constant([1.0]),)))} == {2.0}
+
+
+def test_a_kernel_without_a_gradient_has_that_of_the_function_in_its_place(run, local):
+    """Whether sizes are known or not."""
+    called = xla.from_jax(doubled, otherwise=lambda x: x * 2.0)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = tf.reduce_sum(called(x) ** 2)
+        return tape.gradient(value, x)
+
+    x = tf.constant([1.0, 3.0])
+    assert {tuple(each) for each in local(run(step, args=(x,)))} == {(8.0, 24.0)}
+    assert tf.function(step, input_signature=[tf.TensorSpec([None])])(x).numpy().tolist() == [8.0, 24.0]
 
 
 def test_a_kernel_with_a_gradient_and_a_function_in_its_place(strategy, local):
@@ -305,6 +323,20 @@ def outside(fn, *args):
 
 BAD = {
     "string": (lambda: outside(jnp.sin, tf.constant("a")), InputsError, "tensor of string, which JAX does not have"),
+    "text": (lambda: outside(lambda x, how: x, tf.ones(2), "mean"), InputsError, r"args\[1\] is str 'mean', and by"),
+    "function": (lambda: outside(lambda x, f: f(x), tf.ones(2), jnp.sin), InputsError, "functions as keywords"),
+    "ragged": (lambda: outside(jnp.sin, tf.ragged.constant([[1.0], [2.0, 3.0]])), InputsError, r"is ragged.*to_tensor"),
+    "sparse": (lambda: outside(jnp.sin, tf.sparse.from_dense([1.0, 0.0])), InputsError, r"is sparse.*to_dense"),
+    "a size that is not known": (
+        lambda: of_any_size(lambda x: x if x.shape[0] > 3 else -x),
+        Exception,
+        r"inconclusive(.|\n)*args\[0\] has the shape \(None, 2\) here(.|\n)*drop_remainder",
+    ),
+    "a kernel of a size that is not known": (
+        lambda: of_any_size(doubled),
+        ValueError,
+        r"args\[0\] has the shape \(None, 2\) here(.|\n)*otherwise=",
+    ),
     "keyword": (
         lambda: xla.from_jax(lambda x, y: x)(tf.ones(2), y=tf.ones(2)),
         InputsError,
@@ -367,6 +399,10 @@ BAD = {
 }
 
 
+def of_any_size(fn):
+    return tf.function(xla.from_jax(fn), input_signature=[tf.TensorSpec([None, 2])])(tf.ones([4, 2]))
+
+
 def gradient_of(fn, x):
     with tf.GradientTape() as tape:
         tape.watch(x)
@@ -379,7 +415,53 @@ def test_bad_input(name):
     fn, kind, words = BAD[name]
     with pytest.raises(kind, match=words) as caught:
         fn()
-    assert any("a function of from_jax, called at" in note for note in caught.value.__notes__)
+    said = [str(caught.value), *caught.value.__notes__]
+    assert sum(each.count("a function of from_jax called at") for each in said) == 1
+
+
+def test_keras_and_tensorflow_keep_the_name_and_the_line_of_what_jax_raises():
+    def wide(x):
+        return x @ jnp.ones((7, 7))
+
+    class Layer(keras.layers.Layer):
+        def call(self, x):
+            return xla.from_jax(wide)(x)
+
+    for call in (Layer(), tf.function(lambda x: xla.from_jax(wide)(x))):
+        with pytest.raises(TypeError) as caught:
+            call(tf.ones([2, 3]))
+        words = r"dot_general.*\s+In `wide`, a function of from_jax called at .*\.py:\d+"
+        assert re.search(words, str(caught.value))  # not in the notes, where `match` looks too
+
+
+def test_the_users_exception_keeps_its_message():
+    def fails(x):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        xla.from_jax(fails)(tf.ones(2))
+    assert str(caught.value) == "mine"
+    assert any("In `fails`, a function of from_jax called at" in note for note in caught.value.__notes__)
+
+
+def test_keras_does_not_take_its_own_function_for_that_of_jax(tmp_path):
+    """It saves and copies functions by name, and its `leaky_relu` has another slope."""
+    path, x = str(tmp_path / "model.keras"), np.array([[-1.0, 2.0]], "float32")
+
+    def saved(leaky):
+        model = keras.Sequential([keras.Input([2]), keras.layers.Activation(leaky)])
+        model.save(path)
+        return model
+
+    leaky = xla.from_jax(jax.nn.leaky_relu)
+    model = saved(leaky)
+    for copy in (lambda: keras.models.load_model(path), lambda: keras.models.clone_model(model)):
+        with pytest.raises(TypeError, match="Could not locate function 'from_jax_leaky_relu'"):
+            copy()
+    loaded = keras.models.load_model(path, custom_objects={"from_jax_leaky_relu": leaky})
+    registered = saved(keras.saving.register_keras_serializable("tests")(xla.from_jax(jax.nn.leaky_relu)))
+    for each in (loaded, keras.models.load_model(path), keras.models.clone_model(registered)):
+        np.testing.assert_allclose(each.predict(x, verbose=0), [[-0.01, 2.0]], rtol=1e-6)
 
 
 def test_unknown_shapes(strategy):

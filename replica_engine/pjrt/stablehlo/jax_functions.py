@@ -88,6 +88,7 @@ class JaxFunction:
     Args:
         fns: the function, and perhaps others in its place: the first one counts that JAX can lower for a platform.
         takes: what it takes. If it has 64 bits, JAX does not make them 32 inside.
+        may_skip: whether a function that JAX cannot trace is left out, if another one follows.
 
     Raises:
         Exception: the function raised it while JAX traced it, or JAX did.
@@ -99,7 +100,7 @@ class JaxFunction:
         effects: what it does besides, such as to print, as text; "" for nothing.
     """
 
-    def __init__(self, fns: Sequence[Arrays], takes: Sequence[jax.ShapeDtypeStruct]):
+    def __init__(self, fns: Sequence[Arrays], takes: Sequence[jax.ShapeDtypeStruct], may_skip: bool = False):
         self.takes = _kinds(takes)
         self._specs = takes
         self._partner: JaxFunction | None = None  # of which each platform must have the same of its functions
@@ -117,9 +118,9 @@ class JaxFunction:
                 jitted = jax.jit(fn, keep_unused=True)
                 traced = _attempted(jitted.trace, *takes)
                 if isinstance(traced, Exception):
-                    if self.is_fixed or fn is fns[-1] or not _is_jaxs(traced):
+                    if fn is fns[-1] or not _is_jaxs(traced) or (self.is_fixed and not may_skip):
                         raise traced
-                    continue  # a kernel, for which sizes must be known
+                    continue  # a kernel: its sizes must be known, and it may have no gradient
                 # What is differentiated is what was traced: the user's code may do something else the next time.
                 plain = jaxpr_as_fun(traced.jaxpr)
                 for known, new in ((self._fns, plain), (self._jitted, jitted), (self._traced, traced)):
@@ -247,7 +248,7 @@ class JaxFunction:
 
             weights = [self._returned[0][index] for index in outer]
             fns = [_numbered(pull, each) for each in range(len(savers))]
-            self._derived[key] = JaxFunction(fns, [*self._specs, *weights])
+            self._derived[key] = JaxFunction(fns, [*self._specs, *weights], may_skip=True)
         return self._derived[key]
 
     def _lowered(self, number: int, platforms: tuple[str, ...]) -> str:
@@ -313,7 +314,9 @@ def _constants(function: Any) -> Iterator[np.ndarray]:
 def _is_jaxs(error: Exception) -> bool:
     """Whether JAX has raised an error, and not the user's code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_code.co_filename.startswith(os.path.dirname(jax.__file__)) if frames else False
+    # JAX takes most of its frames out of a traceback, which then ends here or, for errors of its own types, anywhere.
+    ends = (os.path.dirname(jax.__file__), __file__)
+    return type(error).__module__.startswith("jax.") or bool(frames and frames[-1].f_code.co_filename.startswith(ends))
 
 
 def _attempted(make: Callable[..., T], *args: Any) -> T | Exception:
