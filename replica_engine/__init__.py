@@ -9,6 +9,7 @@ a package imports only itself and lower layers:
     keras/        replicate_model: a Keras model on N replicas, in one line
     strategies/   MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy, and ReplicaThreads, the base class for
                   your own strategy
+    debugging/    debug mode: mistakes that raise nothing, found while steps run
     threads/      first backend: the replica context of a thread, its inherited state, variables, gradients
     xla/          second backend: a replica body traced, lowered, compiled and launched; host calls; device loops
     backend.py    what both backends fulfil, and how to find the one of a strategy
@@ -46,6 +47,7 @@ from replica_engine.process.setup import FOR_ONE_LAUNCH, make_room
 
 if TYPE_CHECKING:
     from replica_engine import compat, keras, strategies, testing, xla
+    from replica_engine.debugging import debug
     from replica_engine.keras.backup.training_state import TrainingState
     from replica_engine.process import set_ordered_sums
     from replica_engine.process.setup import logical_devices
@@ -66,6 +68,7 @@ __all__ = [
     "accumulate",
     "call_for_each_replica",
     "compat",
+    "debug",
     "errors",
     "join_outputs",
     "keras",
@@ -87,6 +90,7 @@ _HOME = {
     "TrainingState": "replica_engine.keras.backup.training_state",
     "accumulate": "replica_engine.values.split_batches",
     "call_for_each_replica": "replica_engine.replica",
+    "debug": "replica_engine.debugging",
     "join_outputs": "replica_engine.values.split_batches",
     "logical_devices": "replica_engine.process.setup",
     "set_ordered_sums": "replica_engine.process",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from replica_engine.errors.base import ReplicaEngineError, add_note, at, brief, meant_reduction, plural, warning
 
-__all__ = ["BackupError", "BatchError", "CheckpointError", "ContribError", "LogError", "NoValueError"]
+__all__ = ["BackupError", "BatchError", "CheckpointError", "ContribError", "DebugError", "LogError", "NoValueError"]
 __all__ += ["OptimizerError", "ParityArgumentError", "ParityError", "ReplicaValueError", "ReplicateError"]
 
 _NUMBERS = (bool, int, float, complex)
@@ -324,6 +324,15 @@ class OptimizerError(ReplicaEngineError, RuntimeError):
 
     Raised when the optimizer is made, or where it applies gradients. Apply gradients in the function that replicas run,
     and compile the model again when `trainable` has changed.
+    """
+
+
+class DebugError(ReplicaEngineError, RuntimeError):
+    """Debug mode has found a mistake that raises nothing by itself.
+
+    Raised out of the step in which it was found, while `replica_engine.debug()` is on: copies of a variable have become
+    unequal, a number that is not finite was made and used, a mean was taken over shards of unequal size, or a tape is
+    open around a run.
     """
 
 

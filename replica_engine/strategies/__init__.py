@@ -14,9 +14,15 @@
 `MultiWorkerMirroredExtended` is TensorFlow's own extended half; put `ReplicaThreads` in front of it.
 """
 
+import importlib
+import os
+
 from replica_engine.strategies.extended import ReplicaThreads
 from replica_engine.strategies.mirrored import MirroredExtended, MirroredStrategy
 from replica_engine.threads.replica_run import ReplicaOptions
 from replica_engine.upstream.distribute import MultiWorkerMirroredExtended
 
 __all__ = ["MirroredExtended", "MirroredStrategy", "MultiWorkerMirroredExtended", "ReplicaOptions", "ReplicaThreads"]
+
+if os.environ.get("REPLICA_ENGINE_DEBUG") == "1":
+    importlib.import_module("replica_engine.debugging").debug()  # it stands above the strategies

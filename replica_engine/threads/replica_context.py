@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine.diagnostics import flight_record, user_frames
+from replica_engine.diagnostics import flight_record, observer, user_frames
 from replica_engine.engine import Replica, SyncPoint, current_replica
 from replica_engine.errors import CollectiveError, MergeCallGraphError, NotInReplicaError, ReplicaValueError
 from replica_engine.errors.run_errors import elsewhere
@@ -397,8 +397,13 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         if operation is None:
             if name not in _EXTREMES:
                 raise CollectiveError.unknown_reduction(reduce_op, sorted([*_OPERATIONS, *_EXTREMES]))
-            return replica_weights.reduced(value, functools.partial(self._extreme, name, options))
-        return replica_weights.reduced(value, functools.partial(self._all_reduce, operation, name, options))
+            reduce = functools.partial(self._extreme, name, options)
+        else:
+            reduce = functools.partial(self._all_reduce, operation, name, options)
+        result = replica_weights.reduced(value, reduce)
+        if observer.current is not None:
+            observer.current.reduced(name, value, result)
+        return result
 
     def _all_reduce(self, operation: Any, name: str, options: Any, value: Any) -> Any:
         with _detailed(self, "all_reduce", name):

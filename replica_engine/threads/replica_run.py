@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine.backend import Arguments, Backend, Keywords
-from replica_engine.diagnostics import flight_record, misuse, tracebacks, user_frames
+from replica_engine.diagnostics import flight_record, misuse, observer, tracebacks, user_frames
 from replica_engine.diagnostics.flight_record import SyncPointRecord, SyncPoints
 from replica_engine.engine import ErrandsFailed, GroupPool, Replica, Run, SyncPoint, current_replica
 from replica_engine.errors import ReplicaValueError, ScopeError, base
@@ -282,6 +282,9 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
     known = backend.creates_nothing if concurrent else set()
     decisions: dict[int, Any] = {}
     draws = shared_variables.Draws(state.graph)
+    watched = None
+    if observer.current is not None:
+        watched = observer.current.begin(getattr(fn, "__name__", "a function"), [*map(short_name, devices)])
 
     def body(replica: Replica) -> Any:
         """Runs `fn` in the inherited state and in replica context."""
@@ -295,6 +298,8 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
             with state.entered(index, context, devices[index], creator):
                 own_args, own_kwargs = of_replicas[index]
                 try:
+                    if watched is not None:
+                        return watched.call(index, fn, own_args, own_kwargs)
                     return fn(*own_args, **own_kwargs)
                 except Exception as error:  # of the user's function
                     failure = tracebacks.as_raised(error)
@@ -317,7 +322,10 @@ def _run(backend: ThreadBackend, fn: Callable[..., Any], args: tuple, kwargs: Ma
         try:
             if step_marks is not None:
                 step_marks.begin(of_replicas)
-            own_results = run()
+            with contextlib.nullcontext() if watched is None else watched.coordinated():
+                own_results = run()
+            if watched is not None:
+                watched.end(own_results)
             results = regroup(own_results, what=f"The results of {_described(source)}")
             if step_marks is not None:
                 step_marks.end(own_results)

@@ -10,12 +10,12 @@ import contextlib
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from replica_engine.diagnostics import flight_record, misuse
+from replica_engine.diagnostics import flight_record, misuse, observer
 from replica_engine.diagnostics.user_frames import here
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, GraphModeError, LoweringError, NotInBodyError
@@ -236,6 +236,16 @@ class Body:
     def moves_ops(self) -> bool:
         """Whether ops that XLA cannot compile run on the host."""
         return eager.soft_placement() if self._soft is None else self._soft
+
+    @property
+    def settings(self) -> Hashable:
+        """What a trace depends on besides its function and arguments."""
+        return self.moves_ops, observer.current
+
+    @property
+    def device_names(self) -> Sequence[str]:
+        """The names of the devices of the replicas."""
+        return self._names
 
     def note_launch(self, collectives: list[flight_record.CollectiveCall], began: float, ended: float) -> None:
         """Records a finished launch; `began` and `ended` are times of `time.perf_counter`, in seconds."""

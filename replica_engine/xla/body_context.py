@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from replica_engine.diagnostics import observer
 from replica_engine.errors import CollectiveError, NotInReplicaError, ReplicaValueError, run_errors
 from replica_engine.process.interrupts import afterwards
 from replica_engine.upstream import distribute, eager
@@ -80,7 +81,10 @@ class BodyReplicaContext(tf.distribute.ReplicaContext):
             value: a tensor, `tf.IndexedSlices` or nested structure of them.
             options: ignored; XLA decides how to reduce.
         """
-        return _exchange_leaves(value, lambda leaf: reduce_leaf(reduce_op, leaf))
+        result = _exchange_leaves(value, lambda leaf: reduce_leaf(reduce_op, leaf))
+        if observer.current is not None:
+            observer.current.reduced(str(getattr(reduce_op, "value", reduce_op)).upper(), value, result)
+        return result
 
     @autograph.artifact
     def all_gather(self, value: object, axis: int, options: object = None) -> Any:

@@ -49,6 +49,24 @@ def seen(see: Mapping[str, Callable[[tf.Operation], None]]) -> Iterator[None]:
         _op_callbacks.remove_op_callback(callback)
 
 
+@contextlib.contextmanager
+def noted(note: Callable[..., None]) -> Iterator[None]:
+    """Calls `note(kind, inputs, attributes, outputs, op_name=, graph=)` after each op of this thread inside."""
+
+    def callback(
+        kind: str | bytes, inputs: Any, attrs: Any, outputs: Any, op_name: str | None = None, graph: Any = None
+    ) -> Any:
+        kind = kind.decode() if isinstance(kind, bytes) else kind
+        note(kind, inputs, attrs, outputs, op_name=op_name, graph=graph)
+        return outputs
+
+    _op_callbacks.add_op_callback(callback)
+    try:
+        yield
+    finally:
+        _op_callbacks.remove_op_callback(callback)
+
+
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Changes an input of an op that nothing has used yet."""
     op._update_input(index, tensor)

@@ -127,7 +127,7 @@ class ProgramTable:
         function = self._functions.get(fn.__code__)
         last = None if function is None else function.last
         warm = None if last is None else last.warm
-        if last is None or warm is None or last.moves_ops != self.body.moves_ops:
+        if last is None or warm is None or last.settings != self.body.settings:
             return None
         slots = warm.values(args)
         if slots is None or not last.uses(used_objects(fn, last.hosts)):
@@ -151,8 +151,8 @@ class ProgramTable:
         if self._died:
             self.forget()
         function = self.function(source)
-        used, last, moves_ops = source.used(function.hosts), function.last, self.body.moves_ops
-        if last is not None and last.serves(used, arguments.key, shapes, moves_ops):
+        used, last, settings = source.used(function.hosts), function.last, self.body.settings
+        if last is not None and last.serves(used, arguments.key, shapes, settings):
             entry = last.entry
         else:
             # Only the last call is compared by identity: what comes in turns is found by its key.
@@ -161,7 +161,7 @@ class ProgramTable:
         if source.step is None:
             entry.traced.sums.check(arguments)
         if last is None and used is not None:
-            made = _Last(used, function.hosts, arguments.key, shapes, moves_ops, entry)
+            made = _Last(used, function.hosts, arguments.key, shapes, settings, entry)
             if made.uses(source.used(function.hosts)):
                 last = function.last = made
         if last is not None and args is not None:
@@ -202,7 +202,7 @@ class ProgramTable:
                     entry.watches.append(watch)
 
     def _signature(self, kind: tuple[Any, Any], shapes: Shapes) -> tuple[Any, ...]:
-        return (*kind, shapes, self.body.moves_ops)
+        return (*kind, shapes, self.body.settings)
 
     def forget(self) -> None:
         """Drops the traces of objects that have died; in a later call, if another thread is at work on the table."""
@@ -456,16 +456,16 @@ class _Last:
         hosts: what is known to run on the host, which decides what it uses.
         key: the key of the arguments.
         shapes: their shapes.
-        moves_ops: as in `Body`.
+        settings: as in `Body`.
         entry: the trace.
 
     Attributes:
         warm: the arguments, if `ProgramTable.last` may recognise them.
     """
 
-    def __init__(self, used: list[Any], hosts: Hosts, key: Any, shapes: Shapes, moves_ops: bool, entry: Entry):
+    def __init__(self, used: list[Any], hosts: Hosts, key: Any, shapes: Shapes, settings: Hashable, entry: Entry):
         self.hosts = hosts
-        self.moves_ops = moves_ops
+        self.settings = settings
         self.entry = entry
         self.warm: _Warm | None = None
         self._key = key
@@ -489,9 +489,9 @@ class _Last:
             return False
         return not any(map(operator.is_, [ref() for ref in self._weak], itertools.repeat(None)))
 
-    def serves(self, used: list[Any] | None, key: Any, shapes: Shapes, moves_ops: bool) -> bool:
+    def serves(self, used: list[Any] | None, key: Any, shapes: Shapes, settings: Hashable) -> bool:
         """Whether the trace is the one for a call."""
-        return self.uses(used) and key == self._key and shapes == self._shapes and moves_ops == self.moves_ops
+        return self.uses(used) and key == self._key and shapes == self._shapes and settings == self.settings
 
 
 class _FunctionTraces:

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from replica_engine import errors
-from replica_engine.diagnostics import flight_record, tracebacks, user_frames
+from replica_engine.diagnostics import flight_record, observer, tracebacks, user_frames
 from replica_engine.errors import base, program_errors, run_errors, timeouts
 from replica_engine.upstream import eager as variable_handles
 from replica_engine.upstream.distribute import DistributedVariable
@@ -134,6 +134,9 @@ def _trace_once(
     host_calls = HostCalls(body.size, body.order)
     collectives: list[flight_record.CollectiveCall] = []
     sums = SharedSums()
+    watched = None
+    if observer.current is not None:
+        watched = observer.current.begin(source.name, body.device_names)
 
     def flat(*placeholders: tf.Tensor) -> list[tf.Tensor]:
         args, kwargs = arguments.rebuild(placeholders)
@@ -147,7 +150,8 @@ def _trace_once(
             host_op_kinds.bound(arguments, placeholders),
             sums.noted(placeholders),
         ):
-            outputs.append(Outputs(converted(*args, **kwargs), source.returns_tensors))
+            results = converted(*args, **kwargs) if watched is None else watched.call(None, converted, args, kwargs)
+            outputs.append(Outputs(results, source.returns_tensors))
         return outputs[-1].tensors
 
     try:

@@ -1,0 +1,303 @@
+"""What a replica computes, as far as debug mode looks at it: what is finite, written, drawn and reduced.
+
+In eager mode each op is noted as it runs (`EagerTrail`). Of a graph, the ops are looked at when it has been traced
+(`GraphTrail`). The program then also computes which numbers are finite, and digests of others.
+"""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from replica_engine.diagnostics.user_frames import OURS, WRAPPERS, here, is_users, user_line
+from replica_engine.upstream import eager
+from replica_engine.upstream.graphs import function_graphs, graph_walk
+
+_NUMBERS = frozenset((tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128))
+_GIVEN = frozenset(("Const", "Placeholder", "ReadVariableOp", "Identity", "IdentityN", "StopGradient"))
+_COLLECTIVES = ("XlaAllReduce", "XlaReduceScatter", "Collective", "NcclAllReduce", "XlaCustomCall", "AddN")
+_WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
+_RANDOM = ("Random", "StatelessRandom", "TruncatedNormal", "StatelessTruncated", "Multinomial")
+_MASKS = frozenset(("GreaterEqual", "Greater", "Less", "LessEqual"))  # what dropout makes of what it draws
+_LINEAR = frozenset(("Mul", "RealDiv", "DivNoNan", "AddV2", "Sub", "Identity", "Cast", "Reshape", "Neg", "Pack"))
+"""Ops after which a random number is still one, and a sum over replicas still that of all."""
+
+
+class Op(NamedTuple):
+    """An op that computes numbers.
+
+    Attributes:
+        kind: its type.
+        where: the user's line.
+        inputs, outputs: the numbers of its tensors in the trail.
+    """
+
+    kind: str
+    where: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def crosses(self) -> bool:
+        """Whether its result depends on what other replicas have."""
+        return self.kind.startswith(_COLLECTIVES)
+
+
+class Write(NamedTuple):
+    """A write to a variable: its handle, and the user's line."""
+
+    handle: Any
+    where: str
+
+
+class Reduction:
+    """A reduction over all replicas.
+
+    Attributes:
+        kind: "SUM", "MEAN", "MIN" or "MAX".
+        where: the user's line.
+        again: the reduction whose result this one sums once more; None in the usual case.
+        is_used: whether anything uses the result.
+    """
+
+    def __init__(self, kind: str, value: Any, result: Any):
+        self.kind, self.where = kind, here()
+        self.values, self.results = map(tensors_in, (value, result))
+        self.again: Reduction | None = None
+        self.is_used = not (tf.executing_eagerly() and _is_dropped())
+
+
+class Trail:
+    """The ops of one replica, in their order.
+
+    Attributes:
+        ops: those that compute numbers.
+        writes: what it wrote to variables.
+        drawn: of each random op from which a mask is made, its type, the user's line and a digest of what it drew.
+        reductions: what it reduced.
+    """
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.writes: list[Write] = []
+        self.drawn: list[tuple[str, str, Any]] = []
+        self.reductions: list[Reduction] = []
+
+    def first_maker(self, is_finite: Sequence[bool], returned: Iterable[int]) -> Op | None:
+        """The op that made the first number that is not finite out of finite ones, and that reaches the end.
+
+        One that goes into an op whose result is finite was masked.
+
+        Args:
+            is_finite: for each tensor, whether it is finite.
+            returned: the tensors that the replica returned.
+        """
+        makers: dict[int, Op | None] = {}
+        used: set[int] = set()
+        for op in self.ops:
+            bad = [each for each in op.inputs if not is_finite[each]]
+            used.update(bad)
+            for each in op.outputs:
+                if not is_finite[each]:
+                    own = None if op.kind in _GIVEN else op
+                    makers[each] = next((makers[one] for one in bad if makers.get(one)), None) if bad else own
+        last = [*(each for each in makers if each not in used), *(each for each in returned if each in makers)]
+        found = {id(makers[each]) for each in last if makers[each] is not None}
+        return next((op for op in self.ops if id(op) in found), None)
+
+
+class EagerTrail(Trail):
+    """The ops of one replica in eager mode. Of tensors, only those that are not finite have numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[int, int] = {}
+        self._drawn: dict[int, tuple[str, str, Any]] = {}  # by the tensor that a random op drew, or one made of it
+        self._reduced: dict[int, Reduction] = {}  # by a result, or by a tensor that is as equal on all replicas
+        self._kept: list[tf.Tensor] = []  # so that no later tensor has the id of one of these
+
+    def note(self, kind: str, inputs: Sequence[Any], _: Any, outputs: Sequence[Any], **of: Any) -> None:
+        """Called after each op; with a `graph` where one is traced."""
+        if of.get("graph") is not None:
+            return
+        bad = [self._numbers[id(each)] for each in inputs if id(each) in self._numbers]
+        made = [self._number(each) for each in outputs if _is_number(each) and not _is_finite(each)]
+        if made or bad:
+            self.ops.append(Op(kind, "" if bad else here(), tuple(bad), tuple(made)))
+        if kind.startswith(_WRITES) and inputs:
+            self.writes.append(Write(inputs[0], here()))
+        drawn = [self._drawn[id(each)] for each in inputs if id(each) in self._drawn]
+        if kind.startswith(_RANDOM) and outputs and outputs[0].shape.num_elements() > 1:
+            self._keep(self._drawn, outputs, (kind, here(), digest_of(outputs[0].numpy())))
+        elif drawn and kind in _LINEAR:
+            self._keep(self._drawn, outputs, drawn[0])
+        elif drawn and kind in _MASKS:
+            self.drawn.append(drawn[0])
+        if self._reduced and kind in _LINEAR:
+            known = [self._reduced.get(id(each)) for each in inputs if each.shape.rank]
+            if known and all(known):
+                self._keep(self._reduced, outputs, known[0])
+
+    def reduced(self, reduction: Reduction) -> None:
+        """Called after each reduction."""
+        found = [self._reduced[id(each)] for each in reduction.values if id(each) in self._reduced]
+        reduction.again = found[0] if found and reduction.kind == "SUM" else None
+        self._keep(self._reduced, [each for each in reduction.results if each.shape.rank], reduction)
+        self.reductions.append(reduction)
+
+    def maker(self, results: Iterable[Any]) -> Op | None:
+        """See `first_maker`, for what the replica returned."""
+        returned = [self._numbers[id(each)] for each in results if id(each) in self._numbers]
+        return self.first_maker([False] * len(self._numbers), returned)
+
+    def _keep(self, known: dict[int, Any], tensors: Sequence[tf.Tensor], what: Any) -> None:
+        for each in tensors:
+            known[id(each)] = what
+            self._kept.append(each)
+
+    def _number(self, tensor: tf.Tensor) -> int:
+        self._kept.append(tensor)
+        return self._numbers.setdefault(id(tensor), len(self._numbers))
+
+
+class GraphTrail(Trail):
+    """The ops of one replica in a graph that has been traced.
+
+    Args:
+        ops: its ops.
+        results: the tensors that it returned.
+        reductions: its reductions.
+
+    Attributes:
+        finite: for each tensor, whether it is finite: tensors.
+        returned: the numbers of the tensors that it returned.
+    """
+
+    def __init__(self, ops: Sequence[tf.Operation], results: Sequence[Any], reductions: list[Reduction]):
+        super().__init__()
+        self.reductions = reductions
+        self._note_reductions(results)
+        self._note_drawn(ops)
+        self.finite: list[tf.Tensor] = []
+        numbers: dict[int, int] = {}
+
+        def number(tensor: tf.Tensor) -> int:
+            if id(tensor) not in numbers:
+                numbers[id(tensor)] = len(numbers)
+                self.finite.append(_all_finite(tensor))
+            return numbers[id(tensor)]
+
+        for op in ops:
+            inputs, outputs = (tuple(map(number, filter(_is_number, each))) for each in (op.inputs, op.outputs))
+            if inputs or outputs:
+                self.ops.append(Op(op.type, user_line(op) or op.name, inputs, outputs))
+            if op.type.startswith(_WRITES) and op.inputs:
+                self.writes.append(Write(op.inputs[0], user_line(op)))
+        self.returned = [numbers[id(each)] for each in results if id(each) in numbers]
+
+    def _note_reductions(self, results: Sequence[Any]) -> None:
+        returned, known = set(map(id, results)), dict[int, Reduction]()
+        for each in self.reductions:
+            if each.kind == "SUM":
+                each.again = next(filter(None, (_behind(value, known) for value in each.values)), None)
+            known |= {id(result): each for result in each.results if result.shape.rank != 0}
+            each.is_used = any(id(result) in returned or result.consumers() for result in each.results)
+
+    def _note_drawn(self, ops: Sequence[tf.Operation]) -> None:
+        for op in ops:
+            for tensor in op.outputs:
+                own = function_graphs.original(tensor)
+                source = op if own is None else own.op  # it may have been replaced
+                is_drawn = source.type.startswith(_RANDOM) and tensor.dtype in _NUMBERS and tensor.shape.rank != 0
+                if is_drawn and any(use.type in _MASKS for use in _uses(tensor)):
+                    self.drawn.append((source.type, user_line(source), digest(tensor)))
+
+
+def _behind(tensor: tf.Tensor, known: dict[int, Reduction]) -> Reduction | None:
+    """The reduction of which a tensor is made, and of nothing else but constants and single numbers."""
+    if not known or id(tensor) in known:
+        return known.get(id(tensor))
+    if tensor.op.type not in _LINEAR:
+        return None
+    found = [_behind(each, known) for each in tensor.op.inputs if each.shape.rank]
+    return found[0] if found and all(found) else None
+
+
+def _uses(tensor: tf.Tensor) -> Iterator[tf.Operation]:
+    """The ops that take a random tensor, also scaled and shifted."""
+
+    def further(op: tf.Operation) -> list[tf.Operation]:
+        return op.outputs[0].consumers() if op.type in _LINEAR else []
+
+    return graph_walk.reached(tensor.consumers(), further)
+
+
+def _is_dropped() -> bool:
+    """Whether the user's line that is running drops the result of its call."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name in WRAPPERS):
+        frame = frame.f_back
+    if frame is None or not is_users(frame, (threading.get_ident(),)):
+        return False  # an optimizer reduces
+    names = {each.offset: each.opname for each in dis.get_instructions(frame.f_code)}
+    later = [offset for offset in sorted(names) if offset > frame.f_lasti]
+    return bool(later) and names[later[0]] == "POP_TOP"
+
+
+def _is_number(tensor: Any) -> bool:
+    return getattr(tensor, "dtype", None) in _NUMBERS
+
+
+def _is_finite(tensor: tf.Tensor) -> bool:
+    return bool(np.isfinite(tensor.numpy()).all())
+
+
+def _all_finite(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype.is_complex:
+        return _all_finite(tf.math.real(tensor)) & _all_finite(tf.math.imag(tensor))
+    return tf.reduce_all(tf.math.is_finite(tensor))
+
+
+def tensors_in(values: object) -> list[tf.Tensor]:
+    """The tensors in a structure."""
+    flat = tf.nest.flatten(values, expand_composites=True)
+    return [each for each in flat if isinstance(each, tf.Tensor)]
+
+
+def digest(tensor: tf.Tensor) -> tf.Tensor:
+    """A number that is equal for equal bits, as a scalar int64 tensor; for texts and handles always 0."""
+    if not (tensor.dtype in _NUMBERS or tensor.dtype.is_integer or tensor.dtype.is_bool):
+        return tf.constant(0, tf.int64)
+    if tensor.dtype.is_complex:
+        return digest(tf.math.real(tensor)) + 3 * digest(tf.math.imag(tensor))
+    if tensor.dtype.is_floating:
+        tensor = tf.bitcast(tensor, {2: tf.int16, 4: tf.int32, 8: tf.int64}[tensor.dtype.size])
+    bits = tf.reshape(tf.cast(tensor, tf.int64), [-1])
+    places = tf.range(tf.size(bits, tf.int64))
+    return tf.reduce_sum((bits + 0x9E3779B9) * (2 * places + 1))
+
+
+def digest_of(array: np.ndarray) -> int:
+    """A number that is equal for equal bits of an array."""
+    return int.from_bytes(hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()[:8], "little", signed=True)
+
+
+def mirrored(writes: Sequence[Write]) -> dict[str, tuple[str, Any, Any]]:
+    """The trainable variables with equal copies that were written: by name, the last line, variable and handle.
+
+    Others may differ: the statistics of a batch normalization are those of each replica's shards.
+    """
+    found: dict[str, tuple[str, Any, Any]] = {}
+    for handle, where in writes:
+        container = eager.find_container(graph_walk.outermost(handle))
+        if container is not None and eager.is_mirrored(container) and container.trainable:
+            found[container.name.removesuffix(":0")] = where, container, handle
+    return found
