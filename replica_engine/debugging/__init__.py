@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from replica_engine.debugging import findings, watched_runs
+from replica_engine.debugging import findings, trails, watched_runs
 from replica_engine.debugging.watched_runs import WatchedRun
 from replica_engine.diagnostics import observer
 from replica_engine.diagnostics.user_frames import here
@@ -72,6 +73,7 @@ class _Observer:
         watched_runs.note_reduction(kind, value, result)
 
 
+_OWN = os.path.dirname(__file__)
 _run, _reduce = OnBackend.run, OnBackend.reduce
 _unequal: weakref.WeakKeyDictionary[Any, tuple[str, list[Any]]] = weakref.WeakKeyDictionary()
 """By a result of replicas that had shards of unequal size: the name of the function, and the sizes."""
@@ -92,7 +94,8 @@ def _watched_run(self: Any, *given: Any, **keywords: Any) -> Any:
     name, args = getattr(call.get("fn"), "__name__", "a function"), call.get("args")
     if function_graphs.is_recording():
         raise findings.tape_around(name, here())
-    results = _run(self, *given, **keywords)
+    with watched_runs.called_at(here() if trails.calling_frame(_OWN) is not None else None):
+        results = _run(self, *given, **keywords)
     for value in args if isinstance(args, (list, tuple)) else ():
         for leaf in tf.nest.flatten(value):
             rows = [part.shape[0] if part.shape[0] is not None else tf.shape(part)[0] for part in _batches(leaf)]

@@ -81,11 +81,16 @@ class Step:
             DebugError: those of one are not.
         """
         for name, (where, digests) in copies.items():
+            written = f"It was last written{at(where)}."
+            if not where:
+                written = (
+                    "This step has not written it: another one did, or strategy.extended.update did outside of runs."
+                )
             other = next((index for index, each in enumerate(digests) if each != digests[0]), None)
             if other is not None:
                 raise DebugError(
                     f"The copies of the variable {name!r} have become unequal in `{self.name}`: {self._replica(other)} "
-                    f"has another value than replica 0. It was last written{at(where)}. What replicas write to a "
+                    f"has another value than replica 0. {written} What replicas write to a "
                     "variable that they share must be equal on all of them: reduce first what differs, "
                     'context.all_reduce("MEAN", gradient). For a variable of each replica\'s own, make it with '
                     "synchronization=tf.VariableSynchronization.ON_READ and an aggregation."
@@ -97,11 +102,11 @@ class Step:
         Raises:
             DebugError: one is.
         """
-        mean = next((each for each in reductions if each.kind == "MEAN"), None)
+        means = list(dict.fromkeys(each.where for each in reductions if each.kind == "MEAN"))
         for place, first in sizes[0].items():
             rows = [each.get(place, first) for each in sizes]
-            if mean is not None and len(set(rows)) > 1:
-                raise unequal_mean(self.name, rows, mean.where)
+            if means and len(set(rows)) > 1:
+                raise unequal_mean(self.name, rows, " and at ".join(means))
 
     def check_reductions(self, reductions: Sequence[Reduction]) -> None:
         """Checks that nothing is summed twice, and that each result is used.
@@ -123,13 +128,13 @@ class Step:
                     f'not change its argument: gradient = context.all_reduce("{each.kind}", gradient).',
                 )
 
-    def check_batches(self, digests: Sequence[int], writes: int) -> None:
-        """Warns of a step that writes variables where all replicas have the same batch."""
+    def check_batches(self, digests: Sequence[int], writes: int, where: str) -> None:
+        """Warns of a step that writes variables where all replicas have the same batch, and reduce the same."""
         if writes and len(digests) > 1 and len(set(digests)) == 1 and digests[0]:
             warn_once(
                 ("batch", self.name),
-                f"All {plural(len(digests), 'replica')} of `{self.name}` have the same batch: each computes the "
-                "same as one device would. Deal the batch out: a dataset with "
+                f"All {plural(len(digests), 'replica')} of `{self.name}`, run{at(where)}, have the same batch: each "
+                "computes what one device would. Deal the batch out: a dataset with "
                 "strategy.experimental_distribute_dataset(dataset), a tensor with "
                 "replica_engine.split_batch(strategy, batch).",
             )
@@ -143,5 +148,6 @@ class Step:
                     ("drawn", self.name, where),
                     f"{kind}{at(where)} draws the same numbers on all {len(drawn)} replicas of `{self.name}`, and a "
                     "mask is made of them: dropout drops the same units in each shard. Give each replica a seed of its "
-                    "own: tf.random.experimental.stateless_fold_in(seed, context.replica_id_in_sync_group).",
+                    "own: tf.random.experimental.stateless_fold_in(seed, context.replica_id_in_sync_group). Keras' layers "
+                    "draw so in a model that is made in the scope of MirroredStrategy, and not under replicate_model.",
                 )

@@ -52,7 +52,7 @@ class Op(NamedTuple):
 
 
 class Write(NamedTuple):
-    """A write to a variable: its handle, and the user's line."""
+    """A write to a variable: its handle, and the user's line, which is "" for a read."""
 
     handle: Any
     where: str
@@ -91,6 +91,10 @@ class Trail:
         self.drawn: list[tuple[str, str, Any]] = []
         self.reductions: list[Reduction] = []
 
+    def reduced_values(self) -> list[tf.Tensor]:
+        """What went into its reductions."""
+        return [value for each in self.reductions for value in each.values]
+
     def first_maker(self, is_finite: Sequence[bool], returned: Iterable[int]) -> Op | None:
         """The op that made the first number that is not finite out of finite ones, and that reaches the end.
 
@@ -117,8 +121,9 @@ class Trail:
 class EagerTrail(Trail):
     """The ops of one replica in eager mode. Of tensors, only those that are not finite have numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
+        self._size = size
         self._numbers: dict[int, int] = {}
         self._drawn: dict[int, tuple[str, str, Any]] = {}  # by the tensor that a random op drew, or one made of it
         self._reduced: dict[int, Reduction] = {}  # by a result, or by a tensor that is as equal on all replicas
@@ -132,8 +137,8 @@ class EagerTrail(Trail):
         made = [self._number(each) for each in outputs if _is_number(each) and not _is_finite(each)]
         if made or bad:
             self.ops.append(Op(kind, "" if bad else here(), tuple(bad), tuple(made)))
-        if kind.startswith(_WRITES) and inputs:
-            self.writes.append(Write(inputs[0], here()))
+        if kind == "ReadVariableOp" or (kind.startswith(_WRITES) and inputs):
+            self.writes.append(Write(inputs[0], "" if kind == "ReadVariableOp" else here()))
         drawn = [self._drawn[id(each)] for each in inputs if id(each) in self._drawn]
         if kind.startswith(_RANDOM) and outputs and outputs[0].shape.num_elements() > 1:
             self._keep(self._drawn, outputs, (kind, here(), digest_of(outputs[0].numpy())))
@@ -141,7 +146,7 @@ class EagerTrail(Trail):
             self._keep(self._drawn, outputs, drawn[0])
         elif drawn and kind in _MASKS:
             self.drawn.append(drawn[0])
-        if self._reduced and kind in _LINEAR:
+        if self._reduced and kind in _LINEAR and not _divides(kind, inputs, self._size):
             known = [self._reduced.get(id(each)) for each in inputs if each.shape.rank]
             if known and all(known):
                 self._keep(self._reduced, outputs, known[0])
@@ -175,16 +180,17 @@ class GraphTrail(Trail):
         ops: its ops.
         results: the tensors that it returned.
         reductions: its reductions.
+        size: the number of replicas.
 
     Attributes:
         finite: for each tensor, whether it is finite: tensors.
         returned: the numbers of the tensors that it returned.
     """
 
-    def __init__(self, ops: Sequence[tf.Operation], results: Sequence[Any], reductions: list[Reduction]):
+    def __init__(self, ops: Sequence[tf.Operation], results: Sequence[Any], reductions: list[Reduction], size: int):
         super().__init__()
         self.reductions = reductions
-        self._note_reductions(results)
+        self._note_reductions(results, size)
         self._note_drawn(ops)
         self.finite: list[tf.Tensor] = []
         numbers: dict[int, int] = {}
@@ -199,15 +205,16 @@ class GraphTrail(Trail):
             inputs, outputs = (tuple(map(number, filter(_is_number, each))) for each in (op.inputs, op.outputs))
             if inputs or outputs:
                 self.ops.append(Op(op.type, user_line(op) or op.name, inputs, outputs))
-            if op.type.startswith(_WRITES) and op.inputs:
-                self.writes.append(Write(op.inputs[0], user_line(op)))
+            if op.type == "ReadVariableOp" or (op.type.startswith(_WRITES) and op.inputs):
+                where = "" if op.type == "ReadVariableOp" else user_line(op) or op.name
+                self.writes.append(Write(op.inputs[0], where))
         self.returned = [numbers[id(each)] for each in results if id(each) in numbers]
 
-    def _note_reductions(self, results: Sequence[Any]) -> None:
+    def _note_reductions(self, results: Sequence[Any], size: int) -> None:
         returned, known = set(map(id, results)), dict[int, Reduction]()
         for each in self.reductions:
             if each.kind == "SUM":
-                each.again = next(filter(None, (_behind(value, known) for value in each.values)), None)
+                each.again = next(filter(None, (_behind(value, known, size) for value in each.values)), None)
             known |= {id(result): each for result in each.results if result.shape.rank != 0}
             each.is_used = any(id(result) in returned or result.consumers() for result in each.results)
 
@@ -221,14 +228,23 @@ class GraphTrail(Trail):
                     self.drawn.append((source.type, user_line(source), digest(tensor)))
 
 
-def _behind(tensor: tf.Tensor, known: dict[int, Reduction]) -> Reduction | None:
+def _behind(tensor: tf.Tensor, known: dict[int, Reduction], size: int) -> Reduction | None:
     """The reduction of which a tensor is made, and of nothing else but constants and single numbers."""
     if not known or id(tensor) in known:
         return known.get(id(tensor))
-    if tensor.op.type not in _LINEAR:
+    if tensor.op.type not in _LINEAR or _divides(tensor.op.type, tensor.op.inputs, size):
         return None
-    found = [_behind(each, known) for each in tensor.op.inputs if each.shape.rank]
+    found = [_behind(each, known, size) for each in tensor.op.inputs if each.shape.rank]
     return found[0] if found and all(found) else None
+
+
+def _divides(kind: str, inputs: Sequence[Any], size: int) -> bool:
+    """Whether an op divides by the number of replicas."""
+    single = [tf.get_static_value(each) for each in inputs if each.shape.rank == 0 and _is_number(each)]
+    divisor = 1 / size if kind == "Mul" else size
+    return kind in ("Mul", "RealDiv", "DivNoNan") and any(
+        each is not None and abs(each - divisor) < 1e-6 for each in single
+    )
 
 
 def _uses(tensor: tf.Tensor) -> Iterator[tf.Operation]:
@@ -240,12 +256,18 @@ def _uses(tensor: tf.Tensor) -> Iterator[tf.Operation]:
     return graph_walk.reached(tensor.consumers(), further)
 
 
+def calling_frame(skipped: str) -> FrameType | None:
+    """The frame that has called, if it is the user's; `skipped` is a folder whose frames may stand between."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename.startswith(skipped) or frame.f_code.co_name in WRAPPERS):
+        frame = frame.f_back
+    return frame if frame is not None and is_users(frame, (threading.get_ident(),)) else None
+
+
 def _is_dropped() -> bool:
     """Whether the user's line that is running drops the result of its call."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename.startswith(OURS) or frame.f_code.co_name in WRAPPERS):
-        frame = frame.f_back
-    if frame is None or not is_users(frame, (threading.get_ident(),)):
+    frame = calling_frame(OURS)
+    if frame is None:
         return False  # an optimizer reduces
     names = {each.offset: each.opname for each in dis.get_instructions(frame.f_code)}
     later = [offset for offset in sorted(names) if offset > frame.f_lasti]
@@ -291,7 +313,7 @@ def digest_of(array: np.ndarray) -> int:
 
 
 def mirrored(writes: Sequence[Write]) -> dict[str, tuple[str, Any, Any]]:
-    """The trainable variables with equal copies that were written: by name, the last line, variable and handle.
+    """The trainable variables with equal copies that were used: by name, the last line that wrote, variable, handle.
 
     Others may differ: the statistics of a batch normalization are those of each replica's shards.
     """
@@ -299,5 +321,6 @@ def mirrored(writes: Sequence[Write]) -> dict[str, tuple[str, Any, Any]]:
     for handle, where in writes:
         container = eager.find_container(graph_walk.outermost(handle))
         if container is not None and eager.is_mirrored(container) and container.trainable:
-            found[container.name.removesuffix(":0")] = where, container, handle
+            name = container.name.removesuffix(":0")
+            found[name] = where or found.get(name, ("",))[0], container, handle
     return found

@@ -24,10 +24,21 @@ from replica_engine.values import structure
 
 class _OfThread(threading.local):
     reductions: list[Reduction] | EagerTrail | None = None  # where those of the replica on this thread are noted
+    called_at: str | None = None  # the user's line that has called `run`; None elsewhere, as in `fit`
 
 
 _thread = _OfThread()
 _NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def called_at(where: str | None) -> Iterator[None]:
+    """Inside, the user's line runs a function on the replicas."""
+    outer, _thread.called_at = _thread.called_at, where
+    try:
+        yield
+    finally:
+        _thread.called_at = outer
 
 
 def note_reduction(kind: str, value: Any, result: Any) -> None:
@@ -45,7 +56,7 @@ class _Said(NamedTuple):
         finite: which of its tensors are finite.
         drawn: digests of what it drew.
         rows: the numbers of rows of its arguments.
-        batch: digests of its arguments.
+        batch: digests of its arguments, and of what it reduced.
         copies: digests of its copies of the variables that were written.
     """
 
@@ -66,10 +77,10 @@ class WatchedRun:
 
     def __init__(self, name: str, devices: Sequence[str]):
         self._step, size = Step(name, devices), len(devices)
-        self._is_eager = tf.executing_eagerly()
+        self._is_eager, self._called_at = tf.executing_eagerly(), _thread.called_at
         self._first = 0 if self._is_eager else len(tf.compat.v1.get_default_graph().get_operations())
-        self._eager = [EagerTrail() for _ in range(size)]
-        self._coordinated = EagerTrail()
+        self._eager = [EagerTrail(size) for _ in range(size)]
+        self._coordinated = EagerTrail(size)
         self._reductions: list[list[Reduction]] = [[] for _ in range(size)]
         self._batches: list[dict[int, tf.Tensor]] = [{} for _ in range(size)]
 
@@ -111,7 +122,7 @@ class WatchedRun:
         ops, found = graph.get_operations()[self._first :], list[GraphTrail]()
         for device, of, reductions in zip(self._step.devices, results, self._reductions, strict=True):
             own = [op for op in ops if op.device.endswith(f":{device}")]
-            found.append(GraphTrail(own, trails.tensors_in(of), reductions))
+            found.append(GraphTrail(own, trails.tensors_in(of), reductions, len(results)))
         written = trails.mirrored([write for trail in found for write in trail.writes])
         lines = {name: where for name, (where, *_) in written.items()}
         with tf.control_dependencies([op for op in ops if op.type.startswith("Assign")]):
@@ -136,7 +147,7 @@ class WatchedRun:
                 (),
                 [digest for *_, digest in trail.drawn],
                 [each.shape[0] for each in batch.values()],
-                [trails.digest_of(each.numpy()) for each in batch.values() if each.dtype != tf.string],
+                [trails.digest_of(each.numpy()) for each in [*batch.values(), *trail.reduced_values()]],
                 [trails.digest_of(each._values[index].numpy()) for _, each, _ in written.values()],
             )
             for index, (trail, batch) in enumerate(zip(self._eager, self._batches, strict=True))
@@ -150,7 +161,7 @@ class WatchedRun:
         graph = tf.compat.v1.get_default_graph()
         aside = function_graphs.set_aside(graph)
         ops = [op for op in graph.get_operations() if op.name not in aside]
-        trail = GraphTrail(ops, trails.tensors_in(results), self._reductions[0])
+        trail = GraphTrail(ops, trails.tensors_in(results), self._reductions[0], len(self._step.devices))
         written = trails.mirrored(trail.writes)
         copies = [
             trails.digest(tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype))
@@ -198,14 +209,18 @@ class WatchedRun:
         ]
         step.check_rows(rows, found[0].reductions)
         step.check_reductions(found[0].reductions)
-        step.check_batches([hash(tuple(each.batch)) for each in said if len(each.batch)], len(written))
+        if self._called_at is not None and any(self._batches):  # Keras deals the batch out in the step
+            step.check_batches(
+                [hash(tuple(each.batch)) for each in said], sum(map(bool, written.values())), self._called_at
+            )
         step.check_drawn(found[0].drawn, [each.drawn for each in said])
 
 
 def _said(trail: GraphTrail, batch: dict[int, tf.Tensor], copies: Sequence[tf.Tensor]) -> _Said:
     rows = [tf.shape(each, tf.int64)[0] for each in batch.values()]
     drawn = [digest for *_, digest in trail.drawn]
-    digests = [drawn, rows, [trails.digest(each) for each in batch.values()], copies]
+    alike = [*batch.values(), *trail.reduced_values()]
+    digests = [drawn, rows, [trails.digest(each) for each in alike], copies]
     return _Said(_packed(trail.finite, tf.bool), *(_packed(each, tf.int64) for each in digests))
 
 

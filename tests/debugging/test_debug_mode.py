@@ -133,6 +133,14 @@ def test_copies_that_become_unequal(two, look):
     assert "test_debug_mode.py:" in said
 
 
+def test_copies_that_an_update_outside_of_runs_made_unequal(two, look):
+    if two.extended.backend.compiles:
+        pytest.skip("variables of TPUStrategy have one value on the host")
+    w = variable(two)
+    two.extended.update(w, lambda copy, x: copy.assign_sub(x), args=(per_replica(two, SHARDS),))
+    assert "This step has not written it" in found(look, lambda x: tf.reduce_sum(w * x), SHARDS)
+
+
 def test_variables_that_stay_equal_or_are_of_each_replica(look, two, told):
     w = variable(two)
     own = variable(two, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
@@ -175,7 +183,7 @@ def test_a_mean_after_the_step_of_shards_of_unequal_size(look):
 
 def test_what_is_summed_twice(look, told):
     def step(x):
-        gradient = context().all_reduce("SUM", x) * 0.5
+        gradient = context().all_reduce("SUM", x) * 0.1
         return context().all_reduce("SUM", gradient)
 
     assert "it comes out 2 times as large" in found(look, step, SHARDS)
@@ -203,6 +211,17 @@ def test_sums_of_what_is_the_same_on_all_replicas_are_meant(look, told):
         return context().all_reduce("SUM", tf.reduce_sum(x * mean)), context().all_reduce("MEAN", count), variance
 
     look(step, SHARDS)
+    assert not told()
+
+
+def test_a_sum_that_is_divided_by_the_number_of_replicas_before_it_is_summed_again(look, told):
+    def step(x):
+        gradient, _ = tf.clip_by_global_norm([context().all_reduce("SUM", x)], 1.0)
+        return context().all_reduce("SUM", gradient[0] / two_replicas)
+
+    two_replicas = 2
+    look(step, SHARDS)
+    look(lambda x: context().all_reduce("SUM", context().all_reduce("MEAN", x) * 0.5), SHARDS)
     assert not told()
 
 
@@ -243,7 +262,27 @@ def test_a_batch_that_all_replicas_have(look, two, told):
 
     look(step, [SHARDS[0]] * 2)
     (said,) = told()
-    assert "All 2 replicas of `step` have the same batch" in said
+    assert "All 2 replicas of `step`, run at " in said
+    assert "in step, have the same batch" in said
+
+
+def test_a_batch_of_which_each_replica_takes_its_rows(look, two, told):
+    w = variable(two, aggregation=tf.VariableAggregation.MEAN)
+
+    def step(x):
+        w.assign_sub(context().all_reduce("MEAN", x[context().replica_id_in_sync_group]))
+
+    look(step, [SHARDS] * 2)
+    assert not told()
+
+
+def test_fit_deals_the_batch_out_in_its_step(two, told):
+    with two.scope():
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with replica_engine.debug():
+        model.fit(np.ones((16, 4)), np.ones((16, 1)), batch_size=8, verbose=0)
+    assert not told()
 
 
 def test_a_batch_for_all_replicas_of_a_step_that_writes_nothing(look, told):

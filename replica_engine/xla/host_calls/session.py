@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import is_internal
+from replica_engine.errors import DebugError
 from replica_engine.errors.base import add_note, in_words, is_alike
 from replica_engine.errors.run_errors import note_failed_alike
 from replica_engine.pjrt.device_group import DeviceGroup
@@ -280,6 +281,8 @@ class Session:
             where = f"{place}, in {failure.call.describe()}, execution {failure.times} of it there"
             if failure is not first:
                 add_note(first.error, f"also failed: {where}: {in_words(failure.error)}")
+                continue
+            if isinstance(first.error, DebugError):  # it names the replica, which need not be the one that compared
                 continue
             add_note(first.error, where)
             same = [self.first + each.replica for each in alike if each.replica != first.replica]
