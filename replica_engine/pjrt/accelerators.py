@@ -156,6 +156,7 @@ class Chip:
         devices: the number of devices of a chip.
         kind: what PJRT calls its devices.
         options: what libtpu must be told besides the name.
+        has_kernels: whether Pallas compiles kernels of bfloat16 for it.
     """
 
     name: str
@@ -165,13 +166,14 @@ class Chip:
     devices: int
     kind: str
     options: tuple[tuple[str, str], ...] = ()
+    has_kernels: bool = True
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v2", "tpu", 8 * _GIB, 2, 2, "TPU v2"),
-        Chip("v3", "tpu", 16 * _GIB, 2, 2, "TPU v3"),
+        Chip("v2", "tpu", 8 * _GIB, 2, 2, "TPU v2", has_kernels=False),
+        Chip("v3", "tpu", 16 * _GIB, 2, 2, "TPU v3", has_kernels=False),
         # Without this option, libtpu takes the two cores of a chip for two devices; jax on a real v4 has one.
         Chip("v4", "tpu", 32 * _GIB, 3, 1, "TPU v4", (("chip_config_name", "megacore"),)),
         Chip("v5e", "tpu", 16 * _GIB, 2, 1, "TPU v5 lite"),
@@ -239,6 +241,15 @@ def slice_named(name: object) -> Slice:
     if chip is None or len(shape) != chip.axes or not _exists(chip, shape):
         raise _unknown(name)
     return Slice(f"{chip.name}:{found[2]}", chip, shape)
+
+
+def kernels_for(device: Any) -> str:
+    """The platform whose kernels of Pallas serve a device, "tpu" or "gpu"; "" if none does."""
+    # Of GPUs those of NVIDIA, from Ampere on: older ones do not multiply bfloat16.
+    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    if capability is not None:
+        return "gpu" if int(capability[1]) >= 8 else ""
+    return next((each.platform for each in CHIPS.values() if each.has_kernels and each.kind == device.device_kind), "")
 
 
 def check_devices(devices: Sequence[Any], count: int) -> None:

@@ -230,6 +230,20 @@ def cache_limit() -> int:
     return int(config.jax_compilation_cache_max_size)
 
 
+def attention_on_tpus() -> Any:
+    """The module with Pallas' attention for TPUs. Pallas is imported when a kernel is traced."""
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    return splash_attention
+
+
+def attention_on_gpus() -> Any:
+    """The module with Pallas' attention for GPUs."""
+    from jax.experimental.pallas.ops.gpu import attention
+
+    return attention
+
+
 def cost_of_module(module: object) -> dict[str, float]:
     """The flops and bytes of a compiled module, as XLA counts them on every platform."""
     return _jax.hlo_module_cost_analysis(make_cpu_client(num_devices=1), module)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -198,8 +199,8 @@ def install_keras_hooks() -> None:
     """Makes `compile` work outside the scope, and Keras' methods train, evaluate and predict on the replicas.
 
     On threads each replica has its own losses of layers, and its own attributes that a step sets. Synchronized
-    normalizations are so with a mask too. A program that has imported `replica_engine.keras`
-    can load models with a `CrossReplicaOptimizer`.
+    normalizations are so with a mask too. Attention for TPUs and GPUs is a kernel where one serves. A program that has
+    imported `replica_engine.keras` can load models with a `CrossReplicaOptimizer`.
 
     Strategies that do not run on a backend of this library keep what Keras does. Does nothing until Keras is imported,
     or a second time.
@@ -213,6 +214,8 @@ def install_keras_hooks() -> None:
     keras_hooks.COMPILE.around(_compiled)
     hook.hide_frames(user_frames.FOLDERS)
     keras_hooks.MOMENTS.around(_moments)
+    keras_hooks.ATTENTION.around(_attended)
+    keras_hooks.obey_no_flash_attention()
     keep_attributes()
     keras_hooks.for_each_replica(lambda: (replica := current_replica()) is not None and replica.index > 0)
 
@@ -350,6 +353,23 @@ def _moments(own: Own, layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) ->
     squares = over_samples(tf.square(tf.where(seen, inputs - mean, zero)))
     variance = context.all_reduce(tf.distribute.ReduceOp.SUM, squares) / count
     return tf.squeeze(mean), tf.squeeze(variance)
+
+
+def _attended(own: Own, *args: Any, **options: Any) -> Any:
+    """Attention: by a kernel of the chips that a body is traced for, if one serves; else by Keras."""
+    given = inspect.signature(own).bind(*args, **options).arguments
+    wanted = given.get("flash_attention")
+    if wanted is None and sys.modules["keras"].config.is_flash_attention_enabled() is False:
+        wanted = False
+    bodies = sys.modules.get("replica_engine.xla.body")  # without jax there are no bodies
+    body = None if bodies is None else bodies.in_body()
+    if body is not None and body.kernels and wanted is not False:
+        made = importlib.import_module("replica_engine.xla.attention").attended(body, given)
+        if made is not None:
+            return made
+    if wanted and (body is not None or has_backend(tf.distribute.get_strategy())):
+        given["flash_attention"] = None  # Keras has no kernel for TensorFlow, and the same numbers without one
+    return own(**given)
 
 
 def _make_step_function(model: Any, name: str) -> Callable[..., Any] | None:

@@ -12,6 +12,7 @@ The modules and packages follow, from the top layer down; each imports only itse
 - `collectives`: cross-replica operations inside a body.
 - `soft_placement`: ops of a body that XLA cannot compile run on the host.
 - `host_calls`: calls from a program to the host, `outside_compilation` among them.
+- `attention`: Keras' attention in a body, by a kernel of TPUs or GPUs.
 - `kernels`: functions of JAX, for bodies and for all other code of TensorFlow.
 - `constraints`: how values of a body are divided over the devices of a replica.
 - `state`: values that stay on the devices between launches, and their host side, which is never stale.

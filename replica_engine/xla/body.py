@@ -20,6 +20,7 @@ from replica_engine.diagnostics.user_frames import here
 from replica_engine.engine import current_replica
 from replica_engine.errors import CollectiveError, GraphModeError, LoweringError, NotInBodyError
 from replica_engine.errors.base import at
+from replica_engine.pjrt import accelerators
 from replica_engine.pjrt.device_group import DeviceGroup
 from replica_engine.process import interrupts
 from replica_engine.traced_steps import supervised_call
@@ -218,6 +219,7 @@ class Body:
         self.mesh = devices.mesh
         self.spans = devices.spans
         self.platform = devices.platform
+        self._kernels = accelerators.kernels_for(devices.devices[0])
         self._names = devices.names
         self.order = order
         self.name = name
@@ -238,9 +240,15 @@ class Body:
         return eager.soft_placement() if self._soft is None else self._soft
 
     @property
+    def kernels(self) -> str:
+        """The platform whose kernels a trace on this thread may have, for the devices or the chips of a plan; or ""."""
+        kernels: str | None = getattr(_thread, "kernels", None)
+        return self._kernels if kernels is None else kernels
+
+    @property
     def settings(self) -> Hashable:
         """What a trace depends on besides its function and arguments."""
-        return self.moves_ops, observer.current
+        return self.moves_ops, self.kernels, observer.current
 
     @property
     def device_names(self) -> Sequence[str]:
@@ -321,6 +329,11 @@ def host_call_site() -> HostCallSite | None:
 def in_body() -> Body | None:
     """The body that this thread is tracing, or None."""
     return getattr(_thread, "body", None)
+
+
+def tracing_for(chip: accelerators.Chip) -> contextlib.AbstractContextManager[object]:
+    """Inside, this thread traces bodies for chips that need not be there."""
+    return interrupts.set_for_block(_thread, "kernels", chip.platform if chip.has_kernels else "")
 
 
 def note_collective(kind: str, x: tf.Tensor) -> None:

@@ -3,6 +3,7 @@
 import itertools
 
 import jax
+import keras
 import pytest
 import tensorflow as tf
 from jax.experimental import pallas
@@ -134,3 +135,35 @@ def test_a_kernel_is_that_of_the_chip(chip):
             xla.lower(alone, [[tf.ones([256, 256])]] * 8).compile(topology=chip)
     else:
         assert xla.lower(alone, [[tf.ones([256, 256])]] * 8).compile(topology=chip).cost.kernels == 1
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_attention_of_keras_is_a_kernel_of_the_chip(chip):
+    length = 4096
+    strategy = replica_engine.TPUStrategy(num_cores=8)
+    batch = tf.zeros([1, length, 128], tf.bfloat16), tf.ones([1, length], tf.bool)
+
+    def plan(flash_attention=None, **options):
+        with strategy.scope():
+            layer = keras.layers.MultiHeadAttention(2, 64, dtype="bfloat16", flash_attention=flash_attention)
+            layer.build(batch[0].shape, batch[0].shape)
+
+        def step(x, seen):
+            with tf.GradientTape() as tape:
+                if options:
+                    keras.src.backend.set_keras_mask(x, seen)
+                results = layer(x, x, **{name: seen if value is ... else value for name, value in options.items()})
+                loss = tf.reduce_sum(tf.cast(results, tf.float32) ** 2)
+            return tape.gradient(loss, layer.trainable_variables)
+
+        return strategy.plan(step, batch, topology=chip)
+
+    with_kernel, masked, without = plan(), plan(value_mask=..., use_causal_mask=True), plan(flash_attention=False)
+    assert with_kernel.cost.kernels == masked.cost.kernels == 3  # forward, and two for the gradients
+    assert without.cost.kernels == 0
+    assert with_kernel.memory.temporary < without.memory.temporary
+    keras.config.disable_flash_attention()
+    try:
+        assert plan().cost.kernels == 0
+    finally:
+        keras.config.enable_flash_attention()

@@ -432,7 +432,7 @@ def step(x):
 
 def test_a_compiler_of_absent_chips_that_takes_longer_than_the_limit(monkeypatch, caplog):
     strategy = replica_engine.TPUStrategy(num_cores=8, timeout=3.0, warn_after=0.1)  # looks for what is installed here
-    monkeypatch.setattr(body_calls, "check_absent", lambda *_: None)
+    monkeypatch.setattr(body_calls, "check_absent", lambda name, _: (slice_named(name), {}))
     runs(monkeypatch, "-c", "import time; time.sleep(600)")
     with pytest.raises(ReplicaTimeoutError, match=r"`step` was not compiled for v5e:2x4 in 3 s \(timeout=\)"):
         strategy.plan(step, (tf.TensorSpec([5]),), topology="v5e:2x4")

@@ -9,10 +9,12 @@ not have is left out. This module does not import Keras.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import tensorflow as tf
 
@@ -101,6 +103,44 @@ TAPE_GRADIENT = _shard_hook(
 GRADIENTS = _shard_hook(
     "tensorflow.python.ops.gradients_util", "_GradientsHelper", why=_CHANGED, until=_NOT_SHARDS, order=1
 )
+
+ATTENTION = Hook(
+    "keras.src.backend.tensorflow.nn",
+    "dot_product_attention",
+    why="attention in bodies for TPUs and GPUs is the platform's kernel, and flash_attention=True works",
+    since=FIRST_SCOPE,
+    until="passes on to Keras in all other bodies and on threads",
+)
+WITHOUT_KERNELS = [
+    Hook(
+        f"keras.src.layers.attention.{module}",
+        "__init__",
+        why="the layer knows of flash_attention=False, which Keras takes for None",
+        since=FIRST_SCOPE,
+        until="the layer of Keras, as before",
+    )
+    for module in ("multi_head_attention.MultiHeadAttention", "grouped_query_attention.GroupedQueryAttention")
+]
+
+
+def obey_no_flash_attention() -> None:
+    """Has Keras' attention layers keep `flash_attention=False`, once Keras is imported; only once per process."""
+    for each in WITHOUT_KERNELS:
+        each.put(_keeping_false)
+
+
+def _keeping_false(own: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(own)
+
+    @functools.wraps(own)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        if signature.bind(self, *args, **kwargs).arguments.get("flash_attention") is False:
+            self._flash_attention = False
+
+    # Keras asks for the parameters in a way that does not look behind `functools.wraps`.
+    init.__signature__ = signature  # type: ignore[attr-defined]
+    return init
 
 
 def combine_logs(strategies: type) -> None:

@@ -28,7 +28,7 @@ from replica_engine.upstream import eager, thread_state
 from replica_engine.upstream.graphs import function_calls, function_graphs
 from replica_engine.values.regroup import regroup
 from replica_engine.xla.arguments import Arguments, Shapes
-from replica_engine.xla.body import check_mode
+from replica_engine.xla.body import check_mode, tracing_for
 from replica_engine.xla.calls.program_table import Entry, ProgramTable
 from replica_engine.xla.function_spec import FunctionSpec
 from replica_engine.xla.soft_placement.host_op_kinds import add_caller
@@ -102,9 +102,12 @@ def plan(
                 return error.plan
         return programs.lowered(entry, static).compile(topology=topology)
 
-    if topology is not None:
-        check_absent(topology, len(programs.devices.everywhere))  # before anything is traced
-    with shutdown.running():
+    with contextlib.ExitStack() as stack:
+        if topology is not None:
+            # Before anything is traced: attention depends on the chips.
+            slice_, _ = check_absent(topology, len(programs.devices.everywhere))
+            stack.enter_context(tracing_for(slice_.chip))
+        stack.enter_context(shutdown.running())
         return _with_numbers(programs, source, args, kwargs, planned)
 
 

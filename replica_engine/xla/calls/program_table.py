@@ -502,7 +502,7 @@ class _FunctionTraces:
         times: how often it was traced.
         wants_numbers: whether it cannot be compiled with tensors instead of Python numbers.
         last: the last call in eager mode.
-        traces: its traces, by what it uses, the key of the arguments, their shapes, and whether ops move to the host.
+        traces: its traces, by what it uses, the key of the arguments, their shapes, and the settings of `Body`.
         kinds: the newest trace that may serve several shapes, by what it uses and the key of the arguments.
     """
 
