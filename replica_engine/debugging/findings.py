@@ -148,6 +148,6 @@ class Step:
                     ("drawn", self.name, where),
                     f"{kind}{at(where)} draws the same numbers on all {len(drawn)} replicas of `{self.name}`, and a "
                     "mask is made of them: dropout drops the same units in each shard. Give each replica a seed of its "
-                    "own: tf.random.experimental.stateless_fold_in(seed, context.replica_id_in_sync_group). Keras' layers "
-                    "draw so in a model that is made in the scope of MirroredStrategy, and not under replicate_model.",
+                    "own: tf.random.experimental.stateless_fold_in(seed, context.replica_id_in_sync_group). Keras' "
+                    "layers draw so in a model made in the scope of MirroredStrategy, and not under replicate_model.",
                 )

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from replica_engine.diagnostics.user_frames import OURS, WRAPPERS, here, is_users, user_line
 from replica_engine.upstream import eager
-from replica_engine.upstream.graphs import function_graphs, graph_walk
+from replica_engine.upstream.graphs import autograph, function_graphs, graph_walk
 
 _NUMBERS = frozenset((tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128))
 _GIVEN = frozenset(("Const", "Placeholder", "ReadVariableOp", "Identity", "IdentityN", "StopGradient"))
@@ -204,9 +204,9 @@ class GraphTrail(Trail):
         for op in ops:
             inputs, outputs = (tuple(map(number, filter(_is_number, each))) for each in (op.inputs, op.outputs))
             if inputs or outputs:
-                self.ops.append(Op(op.type, user_line(op) or op.name, inputs, outputs))
+                self.ops.append(Op(op.type, _line(op), inputs, outputs))
             if op.type == "ReadVariableOp" or (op.type.startswith(_WRITES) and op.inputs):
-                where = "" if op.type == "ReadVariableOp" else user_line(op) or op.name
+                where = "" if op.type == "ReadVariableOp" else _line(op)
                 self.writes.append(Write(op.inputs[0], where))
         self.returned = [numbers[id(each)] for each in results if id(each) in numbers]
 
@@ -225,7 +225,16 @@ class GraphTrail(Trail):
                 source = op if own is None else own.op  # it may have been replaced
                 is_drawn = source.type.startswith(_RANDOM) and tensor.dtype in _NUMBERS and tensor.shape.rank != 0
                 if is_drawn and any(use.type in _MASKS for use in _uses(tensor)):
-                    self.drawn.append((source.type, user_line(source), digest(tensor)))
+                    self.drawn.append((source.type, _line(source), digest(tensor)))
+
+
+def _line(op: tf.Operation) -> str:
+    """The user's line that made an op; the name of the op if there is none, as for a layer of Keras in `fit`."""
+    line = user_line(op)
+    file, _, place = line.partition(":")
+    if autograph.is_generated(file):  # of a merge function, which another thread has converted
+        line = autograph.written_at(file, int(place.partition(" ")[0])) or line
+    return line or op.name
 
 
 def _behind(tensor: tf.Tensor, known: dict[int, Reduction], size: int) -> Reduction | None:

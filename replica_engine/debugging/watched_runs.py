@@ -18,6 +18,7 @@ import tensorflow as tf
 from replica_engine.debugging import trails
 from replica_engine.debugging.findings import Step
 from replica_engine.debugging.trails import EagerTrail, GraphTrail, Op, Reduction
+from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import function_graphs, graph_walk
 from replica_engine.values import structure
 
@@ -123,7 +124,8 @@ class WatchedRun:
         for device, of, reductions in zip(self._step.devices, results, self._reductions, strict=True):
             own = [op for op in ops if op.device.endswith(f":{device}")]
             found.append(GraphTrail(own, trails.tensors_in(of), reductions, len(results)))
-        written = trails.mirrored([write for trail in found for write in trail.writes])
+        used = [trails.Write(each.handle, "") for each in eager.used_in(graph)]
+        written = trails.mirrored([*used, *(write for trail in found for write in trail.writes)])
         lines = {name: where for name, (where, *_) in written.items()}
         with tf.control_dependencies([op for op in ops if op.type.startswith("Assign")]):
             copies = [
