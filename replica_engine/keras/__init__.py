@@ -7,7 +7,7 @@
 - `shard`: the part of a batch that a replica computes, its weight in the whole batch, and what a step may do to its
   sums; `shard_step`: a step on it.
 - `train_function`: what Keras calls, which runs that step on all replicas, on the next batches; `unequal_shards`: the
-  same in one compiled program, for shards of two sizes.
+  same in one compiled program, for shards of two sizes; `late_logs`: its logs, on devices that may still run the step.
 - `shard_hooks`: changes the parts of Keras that must know about shards, and tells which metrics need whole batches.
 - `replica_optimizer`: reduces the gradients of all replicas and applies them; in custom loops too.
 - `backup`: `BackupAndRestore`, which continues a `fit` that was killed.

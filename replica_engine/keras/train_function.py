@@ -13,6 +13,7 @@ import functools
 import itertools
 import logging
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from replica_engine import errors
 from replica_engine.backend import Backend
 from replica_engine.diagnostics import misuse, user_frames
 from replica_engine.errors import base, value_errors
-from replica_engine.keras import lent_variables, shard_hooks, shard_step
+from replica_engine.keras import late_logs, lent_variables, shard_hooks, shard_step
 from replica_engine.keras.batches import Batch, WholeBatches
 from replica_engine.keras.shard import NotASum, Shard
 from replica_engine.strategies.multi_step import MultiStepContext
@@ -87,6 +88,10 @@ class StepFunction:
         self._backend: Any = backend  # one that compiles has more methods
         self._compiles = backend.compiles
         self._size = backend.strategy.num_replicas_in_sync
+        group = getattr(backend, "device_group", None)  # of one that compiles
+        self._is_late: bool = group is not None and group.has_queue and step.name != "predict_step"
+        if self._is_late:
+            late_logs.expect(model)
         self._calling = timeline.Track(type(backend.strategy).__name__, "Keras", order=-1)
         self._has_trained = False  # on a batch that all replicas share equally
 
@@ -113,7 +118,11 @@ class StepFunction:
             self._programs = self._backend.own_programs()  # they hold the model and are freed with it
 
     def __call__(self, iterator: Iterator[object]) -> dict[str, tf.Tensor]:
-        """Runs `train_step` or `test_step` on the next `steps_per_execution` batches; returns the logs of the last."""
+        """Runs `train_step` or `test_step` on the next `steps_per_execution` batches; returns the logs of the last.
+
+        Devices with a queue may still run the steps. `train_on_batch` and `test_on_batch` have a generator for an
+        iterator, and read the logs at once.
+        """
         left = steps = int(self._model.steps_per_execution)
         most = self._most
         logs: Any = None
@@ -149,6 +158,8 @@ class StepFunction:
                     logs = self._model.get_metrics_result()
             if failed is not None:
                 raise failed
+        if self._is_late and not isinstance(iterator, types.GeneratorType):
+            return late_logs.late(logs)
         return select(0, logs) if self._compiles else logs
 
     def _take_whole(self, found: NotASum) -> None:
@@ -432,6 +443,7 @@ class StepFunction:
             def run(*data: object) -> object:
                 return self._on_replica(how, data if in_parts else data[0], size)
 
+            run.reads_late = self._is_late
         elif in_parts:
             run = shard_step.joined if self._step.name == "predict_step" else shard_step.last
             run = functools.partial(run, functools.partial(self._on_threads, how))
@@ -455,7 +467,8 @@ class StepFunction:
         step.__name__ = self._step.name
         settings = LoopSettings(len(data), spread=False, programs=self._programs)
         shares = map(self.batches.shares, data)
-        return self._backend.run_steps(step, shares, settings).last_step_outputs["logs"]
+        context = self._backend.run_steps(step, shares, settings)
+        return (context.later or context.last_step_outputs)["logs"]
 
     def _on_threads(self, how: str, batch: Any) -> object:
         """Runs a method on all replicas, while a graph is built unless the model runs eagerly."""

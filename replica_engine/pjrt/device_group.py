@@ -18,6 +18,7 @@ import operator
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -295,6 +296,7 @@ class DeviceGroup:
         running: an object that becomes ready when the program launched last ends; None if the program has ended.
         running_name: the name of that program's body.
         interrupted: whether nothing waits for that program, although it may not have ended.
+        ahead: on devices with a queue, for each of the last launches what finds out, by a result, whether it failed.
         held_by: while the next launch waits for such a program, its name; otherwise "".
         programs: the cache of the programs that run without a strategy, which goes with the group; None before.
         mesh: the devices of each replica, if it has several; None if each has one.
@@ -335,6 +337,7 @@ class DeviceGroup:
         self.running: Any = None
         self.running_name = ""
         self.interrupted = False
+        self.ahead: deque[tuple[Callable[[Array], ProgramError | None], Array]] = deque()
         self.held_by = ""
         self.programs: Any = None
         self.flat = self

@@ -113,6 +113,7 @@ class Executable:
         compared: the program as `agreed` gives it, if it concerns other workers; each launch is compared with theirs.
         limits: seconds that a launch may take, and the wait for other workers at the first one, or None for no limit;
             and seconds until a warning about that wait.
+        is_given_all: whether the next launches may be given all results, as values of variables.
 
     Raises:
         jax.errors.JaxRuntimeError: `compiled` is not a program.
@@ -122,6 +123,7 @@ class Executable:
         bytes_needed: bytes on each device for intermediate values and results, in addition to the arguments.
         seconds: how long compiling it took, or reading it.
         waits: whether `wait` waits for the end in a process on its own; otherwise a program need only be queued.
+        end: the number of a result that nobody is given and that is ready at the end of a launch; None without one.
         compared: the program as the workers compare it; None if it concerns no other worker.
         limits: the argument.
     """
@@ -136,6 +138,7 @@ class Executable:
         compared: Program | None = None,
         limits: tuple[float | None, float | None] = (None, None),
         axes: Sequence[Axes] | None = None,
+        is_given_all: bool = False,
     ):
         self.compared = compared
         self.limits = limits
@@ -151,9 +154,10 @@ class Executable:
             self._is_compared_again = _has_other_orders(program)
         self._devices = devices
         self.waits = not devices.has_queue or bool(host_calls) or limits[0] is not None
-        self._results = len(results)
         # A result tells when a launch has ended. jaxlib's token of a program without results can only be waited for.
-        works_more = not results or (devices.member is not None and on_one_cpu)
+        works_more = not results or (devices.member is not None and on_one_cpu) or (is_given_all and not self.waits)
+        self.end = len(results) if works_more and not self.waits else None
+        self._results = len(results) + (self.end is not None)
         each_axes = axes or [WHOLE] * len(results)
         client, on = devices.devices[0].client, jaxlib.DeviceList(devices.everywhere)
         options = _options(devices, apart=_is_better_apart(devices, results, each_axes))
@@ -265,7 +269,7 @@ class Executable:
         except JOB_FAILURES:
             stores.invalidate()
             raise
-        return launched.results[: self._results]  # without that of `add_work`
+        return launched.results[: self._results]  # without that of `add_work` where the caller waits
 
     def wait_for_turn(self) -> None:
         """Waits for its turn on the devices, and before the first launch for the other workers.

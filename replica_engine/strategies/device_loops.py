@@ -107,7 +107,7 @@ def run_steps(
             outcome = device_loop.run_loop(
                 settings.programs or programs, source, mode, step, first, batches, iterations, prefetch, pulls
             )
-    context = context_class.filled(outcome.steps, outcome.results)
+    context = context_class.filled(outcome.steps, outcome.results, outcome.later)
     if outcome.error is not None:
         _keep(outcome.error, context, iterations)
         raise outcome.error

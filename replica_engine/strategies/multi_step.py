@@ -27,6 +27,7 @@ class MultiStepContext:
             output from replica context.
         steps: how many steps ran.
         run_op: None, because the steps have already run. It exists for programs that pass it to a session.
+        later: on devices that may still run the last steps, what `last_step_outputs` is made of when somebody looks.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,8 @@ class MultiStepContext:
         self.non_tensor_outputs: dict[str, Any] = {}
         self.steps = 0
         self.run_op = None
+        self.later: Any = None
+        self._make: Callable[[], list[Any]] | None = None
         self._reduced: dict[str, bool] = {}
         self._graph = None if tf.executing_eagerly() else weakref.ref(tf.compat.v1.get_default_graph())  # the step's
 
@@ -120,7 +123,12 @@ class MultiStepContext:
 
         def __getattr__(self, name: str) -> Any:
             """Called for an attribute that is not found: says what to write for one that another object has."""
-            return run_errors.elsewhere(self, "loop", name)
+            make = vars(self).get("_make") if name == "last_step_outputs" else None
+            if make is None:
+                return run_errors.elsewhere(self, "loop", name)
+            self.last_step_outputs = self._filled(make())
+            self._make = self.later = None
+            return self.last_step_outputs
 
     def traced(self) -> tuple[dict[str, Any], Any]:
         """What a step passed out: the tensors, and an object with everything else, which `filled` takes.
@@ -131,21 +139,35 @@ class MultiStepContext:
         return self.last_step_outputs, rest
 
     @classmethod
-    def filled(cls, steps: int, results: list[Any]) -> MultiStepContext:
+    def filled(cls, steps: int, results: Callable[[], list[Any]], later: Any = None) -> MultiStepContext:
         """Makes the context that the loop returns.
 
         Args:
             steps: how many steps ran.
-            results: for each replica, the values of what `traced` returned.
+            results: gives for each replica the values of what `traced` returned.
+            later: the same regrouped, if `results` would wait for it; None otherwise.
         """
         context = cls()
         context.steps = steps
-        rest = results[0][1]
+        if later is None:
+            made = results()
+            rest = made[0][1]
+            context.last_step_outputs = cls._filled(made)
+        else:
+            context.later, rest = later
+            context._make = results
+            del context.last_step_outputs  # until somebody looks at it
         context.non_tensor_outputs = dict(rest.non_tensor_outputs)
-        for name, is_reduced in rest.reduced.items():
-            values = [outputs[name] for outputs, _ in results]
-            context.last_step_outputs[name] = values[0] if is_reduced else cls.of_replicas(name, values)
         return context
+
+    @classmethod
+    def _filled(cls, results: list[Any]) -> dict[str, Any]:
+        """The content of `last_step_outputs`."""
+        values = {name: [outputs[name] for outputs, _ in results] for name in results[0][1].reduced}
+        return {
+            name: each[0] if results[0][1].reduced[name] else cls.of_replicas(name, each)
+            for name, each in values.items()
+        }
 
 
 def _check_name(name: Any) -> None:

@@ -81,7 +81,7 @@ COLLECTIVES = {
 
 PREFIX = "replica_engine."
 
-VERSION = 5
+VERSION = 6
 """Part of what a compiled program depends on. Raise it when a marker becomes another operation than before."""
 
 HOST_CALL = f"{PREFIX}host_call"

@@ -197,6 +197,13 @@ STEPS = _backup_hook(
     "_enumerate_iterator",
     why="a backup saves the place in the data, and begins an epoch there",
 )
+LOGS = Hook(
+    "keras.src.callbacks.callback_list.CallbackList",
+    "on_train_begin",
+    why="`fit` on GPUs and TPUs waits for the numbers of a batch only if a callback looks at them",
+    since="the first step of a model on devices with a queue",
+    until="passes on to Keras, and does so for all other logs",
+)
 FIT = _backup_hook(
     f"{MODULE}.{TRAINER}",
     "fit",

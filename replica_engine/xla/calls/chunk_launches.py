@@ -8,8 +8,9 @@ A launch takes about a second at most (`_SECONDS`), as far as the times of earli
 the inputs wait for its end. The first launch of a program has few steps (`_FIRST`), since nothing is known then.
 
 On devices with a queue a launch returns before the program has run, so the next chunk is sent to the devices while the
-one before runs; at most two chunks are there at a time. Nothing shows that a launch makes progress, so with `timeout=`
-each step is a launch, and the wait for its batch has the same limit.
+one before runs; at most two chunks of a loop are there at a time. The last ones may still run when the loop is over:
+who looks at its outputs waits for them. Nothing shows that a launch makes progress, so with `timeout=` each step is a
+launch, and the wait for its batch has the same limit.
 
 With several workers, each takes its own batches, and before a launch they agree on the number of steps: the smallest
 that any of them can make. What a worker took for more is the first of its next chunk.
@@ -64,6 +65,7 @@ class ChunkBody:
         like: the first batch.
         specs: specs of the inputs of a step.
         calls_host: whether the step is known to call the host.
+        reads_late: whether the devices have a queue; see `BodyGraph`.
 
     Attributes:
         stacked: how many dimensions of an argument come before those of a batch.
@@ -76,10 +78,12 @@ class ChunkBody:
         like: arguments.Arguments,
         specs: Sequence[tf.TensorSpec],
         calls_host: bool,
+        reads_late: bool,
     ):
         self.__name__ = source.name
         self.made_of = source.fn  # has the line
         self.stacked = 0 if calls_host else 1
+        self.reads_late = reads_late
         self._step: Any = step
         self._rebuild: Any = like.rebuild
         self._places = [slot.name for slot in like.slots]
@@ -185,11 +189,13 @@ class Chunks:
     Attributes:
         made: how many steps are known to have ended.
         columns: for each result of the body, the replicas' values after the last of them.
+        is_late: whether the last launches may not have ended.
     """
 
     def __init__(self, compiled: Compiled, queue: InputQueue, specs: Sequence[tf.TensorSpec], program: ChunkProgram):
         self.made = 0
         self.columns: list[body_graph.Column] = []
+        self.is_late = False
         self._compiled = compiled
         self._queue = queue
         self._specs = specs
@@ -213,17 +219,22 @@ class Chunks:
             begun += len(chunk)
             if len(running) == self._program.at_once:
                 self._end(*running.popleft())
+        # Workers tell each other how far they are, so they wait. Without a wait, the rest of this loop counts as time
+        # of the next one: its launches have fewer steps than they might.
+        self.is_late = self._compiled.end is not None and self._compiled.devices.member is None
         while running:
             self._end(*running.popleft())
 
     def _end(self, launch: Launch, steps: int) -> None:
-        """Waits for the end of a launch of some steps."""
+        """Waits for the end of a launch of some steps; not for that of the last ones, if others may follow these."""
         devices, body = self._compiled.devices, self._compiled.program.body
-        self.columns = launch.columns(as_arrays=devices.has_queue)  # waits for them there
+        self.columns = launch.columns(as_arrays=False if self.is_late else None)
         self.made += steps
         body.steps += steps
         if devices.member is not None:
             devices.member.progress(body.steps)
+        if self.is_late:
+            return
         before, self._ended = self._ended, time.perf_counter()
         # A slow step is forgotten slowly, since steps may differ. The wait for batches counts: it delays an error too.
         seconds = self._compiled.step_seconds or 0.0

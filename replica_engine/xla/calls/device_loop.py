@@ -13,6 +13,7 @@ steps before are kept.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -45,12 +46,14 @@ class LoopOutcome(NamedTuple):
 
     Attributes:
         steps: how many steps ran; fewer than requested if the inputs ended early.
-        results: for each replica, what the last step returned.
+        results: gives for each replica what the last step returned; waits for it.
+        later: what the replicas returned, regrouped, if it may not be there yet; otherwise None.
         error: the exception that the iterator raised, or a host call of a step after the first; or None.
     """
 
     steps: int
-    results: list[Any]
+    results: Callable[[], list[Any]]
+    later: Any
     error: BaseException | None
 
 
@@ -93,7 +96,7 @@ def run_loop(
     def program_for(calls_host: bool) -> ChunkProgram:
         at_once = 2 if devices.has_queue and prefetch != 1 and not calls_host else 1
         most = 1 if alone or calls_host else _chunk(specs, prefetch, devices.has_queue or devices.mesh, at_once)
-        body = ChunkBody(source, step, arguments, specs, calls_host)
+        body = ChunkBody(source, step, arguments, specs, calls_host, devices.has_queue)
         declared = ("device loop", mode, arguments.key, tuple(shapes), most, calls_host)
         given = Arguments(arguments_like(specs, most, devices.size, calls_host), {}, devices.size, numbers=True)
         count = len(given.slots)
@@ -124,7 +127,9 @@ def run_loop(
         # In this order: the thread may be waiting for room in the queue.
         queue.stop()
         prefetcher.end()
-    return LoopOutcome(chunks.made, entry.traced.replicas_results(chunks.columns), failed or prefetcher.error)
+    later = entry.traced.grouped_results(chunks.columns) if chunks.is_late else None
+    results = functools.partial(entry.traced.replicas_results, chunks.columns)
+    return LoopOutcome(chunks.made, results, later, failed or prefetcher.error)
 
 
 def _is_of_host_call(error: Exception) -> bool:

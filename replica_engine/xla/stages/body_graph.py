@@ -131,6 +131,8 @@ class BodyGraph:
         is_users: whether it is the user's function, and not a body of the library.
         stacked: the attribute of the function with this name; 0 if it has none.
         result_axes: the attribute of the function with this name; None if it has none.
+        reads_late: the attribute of the function with this name: whether a result is never a tensor, but a value of
+            each replica, of one replica too, which is read later; False if it has none.
         constants: what in its arguments is not a tensor, as pairs of path and words: the number, or the type.
         graph: the function graph. Its inputs are the slots of the arguments, captured tensors, and captured
             variables, in this order.
@@ -191,6 +193,7 @@ class BodyGraph:
         self.is_users = not hasattr(fn, "_replica_engine_where")
         self.stacked: int = getattr(fn, "stacked", 0)
         self.result_axes: Any = getattr(fn, "result_axes", None)
+        self.reads_late: bool = getattr(fn, "reads_late", False)
         self.constants = [
             (path, repr(value) if type(value) in (bool, int, float) else type(value).__qualname__)
             for path, value in arguments.constants
@@ -269,7 +272,7 @@ class BodyGraph:
         """What the replicas returned, regrouped; see `replicas_results`."""
         if not columns or not self.is_plain:
             return regroup(self.replicas_results(columns), what="The results of the replicas")
-        if self.body.own == 1:
+        if self.body.own == 1 and not self.reads_late:
             return self.rebuild([tensor for (tensor,) in map(list_column_tensors, columns)])
         return self.rebuild(list(map(_distributed, columns)))
 

@@ -21,7 +21,9 @@ launch (`_end`) may be called twice: an exception in it leads to the `except` th
 an `__exit__` method: such an exception could keep Python from calling that.
 
 Devices with a queue take the program, and the launch is over; `columns` waits where somebody wants results. With a
-limit the launch waits for the end there too.
+limit the launch waits for the end there too. A host that waits for nothing would fill the devices with the batches and
+results of its steps. So before a launch puts its arguments there, at most `_AHEAD` others wait behind the program that
+runs (`_hold_back`).
 
 Without a limit the calling thread launches and waits, and the watchdog only warns. With a limit the calling thread must
 be able to leave a program that does not end, at any point: on one device a program runs inside the launch. So another
@@ -76,6 +78,10 @@ would fill the devices' memory, so they are fetched at once.
 """
 
 
+_AHEAD = 2
+"""The most programs that devices with a queue have besides the one that runs."""
+
+
 class Awaited(NamedTuple):
     """What it takes to wait for the results of a program, when others may have been launched since.
 
@@ -102,6 +108,18 @@ class Awaited(NamedTuple):
             note_failed_run(error, self.body.records, None)
             raise
 
+    def find_failure(self, result: Array) -> errors.ProgramError | None:
+        """Waits for the end of the program, of which this is a result; returns its error if it failed."""
+        try:
+            if not result.is_ready():
+                self.wait_for([result])
+            result.block_until_ready()
+        except errors.ProgramError as error:
+            return error
+        except jaxlib.RUNTIME_ERRORS as error:
+            return errors.ProgramError.failed(str(self.program), self.devices.names, str(error))
+        return None
+
     def tensors(self, shape: Shape, array: Array) -> list[tf.Tensor]:
         """The values of the replicas of a result that somebody looks at."""
         with shutdown.running():  # perhaps on a daemon thread
@@ -124,6 +142,7 @@ class Launchable:
         variables: the values of the captured variables on the devices.
         starter: starts the program.
         awaited: waits for its results.
+        end: the number of a result by which a launch waits for an earlier one; None where each waits for its own end.
         is_queued: whether a launch returns before the program has run; see `DeviceGroup.has_queue`.
         stores: the variables that it writes.
         itself: what the body keeps as the reference to its last program.
@@ -150,17 +169,22 @@ class Launchable:
         self._axes = program.axes
         returned = program.results[: program.returned]
         self._columns: list[Callable[[Array], Column] | None] = [None] * len(returned)  # None: it is fetched at once
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in returned]
+        self.end = executable.end
+        # The smallest that the body returned. If all are large, they are fetched at once, and not kept for this.
+        if self.end is None and not executable.waits and min(sizes, default=_LARGE) < _LARGE:
+            self.end = sizes.index(min(sizes))
         if devices.mesh is not None and program.traced.is_users:
             _tell_of_whole(program, self.variables)
         if program.shares:
             return
-        # A replica alone returns tensors, which nothing can stand for. A sparse tensor, say, is
-        # made of all its values at once.
-        if self.is_queued and devices.size > 1 and program.traced.is_plain:
+        # A replica alone returns tensors, which nothing can stand for, but to a caller that knows. A sparse tensor,
+        # say, is made of all its values at once.
+        if self.is_queued and (devices.size > 1 or program.traced.reads_late) and program.traced.is_plain:
             later = functools.partial(functools.partial, self.awaited.tensors)
             self._columns = [
-                None if math.prod(shape) * dtype.itemsize > _LARGE else functools.partial(later, shape)
-                for shape, dtype in returned
+                None if size > _LARGE else functools.partial(later, shape)
+                for size, (shape, _) in zip(sizes, returned, strict=True)
             ]
         elif not self.is_queued and program.layout is None:
             self._columns = [column(*each) for each in returned]
@@ -236,9 +260,11 @@ class Launch:
     Attributes:
         results: the results where they are, on the devices, until they are taken; those with a queue may still be
             computing them.
+        end: becomes ready when the program ends; None if it has ended, or its results are fetched at once.
     """
 
     results: list[Array]
+    end: Array | None = None
 
     def __init__(self, compiled: Launchable, step: int | None = None):
         self.compiled = compiled
@@ -275,6 +301,7 @@ class Launch:
             Exception: a host call raised it. Then no variable has a new value.
         """
         program, stores = self._program, self.compiled.stores
+        failed = None if self.compiled.executable.waits else self._hold_back()
         count("launches")
         self._body.last_program = self.compiled.itself
         prepare = self.compiled.prepared(slots, captured)
@@ -282,10 +309,16 @@ class Launch:
         with self._devices.in_flight.turn(self._take_turn):
             try:
                 self._begin(slots)
-                arrays = prepare()
+                try:
+                    arrays = prepare()
+                except errors.LostVariableError as lost:
+                    raise failed or lost  # which says why
                 self._watch.beat()
                 self._state = _RUNNING
                 results = self._execute(arrays) if self._woken is None else self._within_limit(arrays, self._woken)
+                if self.compiled.end is not None:
+                    self.end = results[self.compiled.end]
+                    self._devices.ahead.append((self.compiled.awaited.find_failure, self.end))
                 if not program.donates:
                     stores.store(results)
                 stores.launched()
@@ -296,11 +329,12 @@ class Launch:
         self.results = results
         return self
 
-    def columns(self, as_arrays: bool = False) -> list[Column]:
+    def columns(self, as_arrays: bool | None = False) -> list[Column]:
         """Waits for the results of the body, and takes them: the launch must not keep them alive afterwards.
 
         Args:
-            as_arrays: whether the values of the replicas are wanted as arrays.
+            as_arrays: whether the values of the replicas are wanted as arrays; None if only the end is, which devices
+                with a queue wait for then, and perhaps the values later.
 
         Returns:
             For each tensor that the body returned, the values of the replicas, on the host, or what makes them.
@@ -309,11 +343,31 @@ class Launch:
             ProgramError: the program failed while it ran.
         """
         results, self.results = self.results, []
-        columns = self.compiled.columns(self, results, as_arrays)
+        if as_arrays is None and self.end is not None:
+            self.wait_for([self.end])
+        columns = self.compiled.columns(self, results, bool(as_arrays))
         for index in sorted(self._program.host_results):  # the branches for shares have their own numbers for them
             numbers = [program.host_results[index] for program in self.compiled.programs]
             columns.insert(index, [view(values[number]) for values, number in zip(self._stored, numbers, strict=True)])
         return columns
+
+    def _hold_back(self) -> errors.ProgramError | None:
+        """Waits until the devices have at most `_AHEAD` programs besides the one that runs.
+
+        Returns:
+            The error of an earlier program, if one has failed. It concerns this launch if that takes a value from it:
+            so then this launch looks at all values that it takes.
+        """
+        ahead, failed = self._devices.ahead, None
+        while len(ahead) > _AHEAD:
+            try:
+                find_failure, end = ahead.popleft()
+            except IndexError:  # another thread waits for it
+                break
+            if (error := find_failure(end)) is not None:
+                failed = error
+                self._devices.interrupted = True  # see `DeviceValue.array`
+        return failed
 
     def _take_turn(self, taken: list[bool]) -> None:
         limit, order = self._body.limits.timeout, self._devices.in_flight

@@ -316,6 +316,7 @@ class Lowered:
                 compared=compared,
                 limits=body.limits,
                 axes=self.program.layout and self.program.layout.results,
+                is_given_all=self.program.donates and not self.program.returned,
             )
             try:
                 executable = found_or_compiled(text, self.program, devices, make, together=compared is not None)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from replica_engine.errors import LostVariableError, ProgramError
+from replica_engine.errors import LostVariableError, ProgramError, base
 from replica_engine.pjrt import partitioned_group, worker_exchange
 from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.stablehlo.partition_local import WHOLE, Axes, ReplicaMesh, ValuePart
@@ -334,11 +334,12 @@ class DeviceValue:
         """
         self._note()
         with shutdown.running(), self._devices.in_flight:
+            if not (whole and self._lost):
+                with contextlib.suppress(*[LostVariableError] if whole else []):  # lost, but nobody has known
+                    self._bring_up_to_date()
             if whole and self._lost:
                 with _freeing:
                     self._restore_shape()
-            else:
-                self._bring_up_to_date()
             lost, self._lost = self._lost, False
             writer, self._writer = self._writer, threading.get_ident()
             self.on_devices = None  # before the caller writes: an exception may come right after that
@@ -363,9 +364,9 @@ class DeviceValue:
         self._check_there()
         try:
             self._devices.wait_for(array, of=self.written_by)
-        except ProgramError:
+        except ProgramError as failed:
             self.invalidate()
-            self._check_there()
+            self._check_there(failed)
         return array
 
     def _tell_of_gather(self) -> None:
@@ -389,13 +390,16 @@ class DeviceValue:
         worker_exchange.whole(self._devices, array, self.axes, what, into, self.limits)
         return eager.tensor_on(into)
 
-    def _check_there(self) -> None:
+    def _check_there(self, failed: ProgramError | None = None) -> None:
         if self._lost:
-            raise LostVariableError(
+            error = LostVariableError(
                 f"The value of the variable {xla_ops.variable_name(self.handles[0])!r} is lost: it was donated to a "
                 "compiled program that failed while it ran (out of memory, for example). Assign the variable, or load "
                 "a checkpoint."
             )
+            if failed is not None:  # Keras shows no error behind another one
+                base.add_note(error, str(failed))
+            raise error
 
     def _is_as_on_host(self) -> bool:
         """Whether the devices have the host's value: replica by replica, or replica 0 where all have one value."""
