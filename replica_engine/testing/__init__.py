@@ -1,6 +1,7 @@
 """Helpers for tests: this library's own tests and yours.
 
 - `check_parity(model, x, y)`: checks whether N replicas compute the same numbers as one device, and shows where not.
+- `check_replicas_equal(variables)`: fails if the copies of a variable of a strategy are not bitwise equal.
 - `logical_devices(n)`: another name of `replica_engine.logical_devices`.
 - `no_leaked_threads()`: fails if a block leaves threads behind.
 - `Sequencer`: fixes the order in which threads pass marked places, without sleeping.
@@ -23,17 +24,18 @@ from replica_engine.process.setup import logical_devices
 if TYPE_CHECKING:
     from replica_engine.testing.parity import check_parity
     from replica_engine.testing.parity_report import ParityReport
+    from replica_engine.testing.replicas_equal import check_replicas_equal
 
-__all__ = ["ParityReport", "Sequencer", "check_parity", "logical_devices", "no_leaked_threads"]
+__all__ = ["ParityReport", "Sequencer", "check_parity", "check_replicas_equal", "logical_devices", "no_leaked_threads"]
 
-_OF_PARITY = ("ParityReport", "check_parity")
+_HOME = {"ParityReport": "parity", "check_parity": "parity", "check_replicas_equal": "replicas_equal"}
 _STEP = 0.05  # seconds at most between checks: on a busy machine a thread takes some to end
 _LOOKS = 5  # at least: on a busy machine one garbage collection may take longer than the grace period
 
 
 def __getattr__(name: str) -> object:
-    if name in _OF_PARITY:
-        return getattr(importlib.import_module("replica_engine.testing.parity"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"replica_engine.testing.{_HOME[name]}"), name)
     raise AttributeError(f"module 'replica_engine.testing' has no attribute {name!r}")
 
 

@@ -87,6 +87,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="S",
         help="seconds from a signal to the launcher until workers that have not ended are killed (default: 30)",
     )
+    add("--debug", action="store_true", help="find mistakes that raise nothing: REPLICA_ENGINE_DEBUG=1 for all workers")
     add("--dry-run", action="store_true", help="print the environment and the command of each worker, and start none")
     add("script", help="a Python program")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments").required = False  # older Pythons say it were
@@ -112,6 +113,8 @@ def _run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
     # Each of those that may be lost fails twice.
     restarts = 2 * (most - fewest) if flags.max_restarts is None else flags.max_restarts
     grace = SIGNAL_GRACE if flags.grace is None else flags.grace
+    if flags.debug:
+        os.environ["REPLICA_ENGINE_DEBUG"] = "1"  # workers have this process' environment
     plan = LaunchPlan(most, [sys.executable, flags.script, *flags.arguments], limits, restarts, fewest, grace)
     if not flags.dry_run:
         return launch(plan)
