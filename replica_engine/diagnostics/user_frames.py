@@ -13,13 +13,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, FunctionType
 
 import tensorflow as tf
 
-from replica_engine.engine import Replica, SyncPoint, current_replica
+from replica_engine.engine import Replica, Run, SyncPoint, current_replica
 from replica_engine.upstream.graphs import autograph
 from replica_engine.watch import watchdog
 
@@ -77,7 +77,8 @@ def sync_point(
     kind = detail[0] if detail and isinstance(detail[0], str) else "merge_call"
     how = detail[1] if kind == "all_reduce" else f"axis={detail[1]}" if kind == "all_gather" else ""
     place = _place(frame, (thread, replica.run.coordinator.ident or thread))
-    return SyncPoint(name, *place, (identity(merge_fn), detail), kind, how, traced=not eager, values=values)
+    own = threading.get_ident()
+    return SyncPoint(name, *place, (identity(merge_fn), detail), kind, how, not eager, values, own)
 
 
 def user_location(replica: Replica) -> tuple[str, int, str]:
@@ -95,6 +96,62 @@ def calling_line() -> tuple[str, str]:
         frame = frame.f_back
     file, line, function = _place(frame or here, (thread,))
     return f"{os.path.basename(file)}:{line}", function
+
+
+def calling_lines(replica: int | None) -> list[str]:
+    """The user's lines that led to a call on this thread, as workers compare them, the innermost first.
+
+    All lines from a sync point of replicas out to that which called `strategy.run`. Of another call that in a
+    `tf.function`, out to the function that is traced; in eager mode, its line and the next.
+
+    Lines further out do not count, since a chief may call the same training from another line.
+
+    Args:
+        replica: the thread of the replica that waits at the sync point; None if this is no merge of replicas.
+    """
+    own = threading.get_ident()
+    lines = []
+    if replica is not None:
+        lines += [
+            line for frame in _outwards(sys._current_frames().get(replica)) if (line := _line(frame, replica, own))
+        ]
+    is_last, traces = False, not tf.executing_eagerly()
+    for frame in _outwards(sys._getframe(1)):
+        if replica is not None:
+            is_last |= frame.f_code is _RUN
+        else:
+            is_last |= frame.f_code.co_name == _TRACE if traces else bool(lines)
+        if line := _line(frame, own):
+            lines.append(line)
+        if is_last and (line or (traces and replica is None and lines)):
+            break
+    return lines
+
+
+_RUN, _TRACE = Run.__call__.__code__, "func_graph_from_py_func"  # which TensorFlow calls for each function
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _line(frame: FrameType, *threads: int) -> str:
+    """A line of the user, without its folder; "" for any other one."""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    named = _named_line(file, line)
+    if named is None:
+        named = _named_line(*autograph.original_location(file, line, frame.f_code.co_name, threads)[:2])
+    return named or ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _named_line(file: str, line: int) -> str | None:
+    """The line; None in a file that AutoGraph made, which has a random name."""
+    if autograph.is_generated(file):
+        return None
+    return "" if is_internal(file) else f"{os.path.basename(shown_file(file))}:{line}"
 
 
 def shown_file(file: str) -> str:

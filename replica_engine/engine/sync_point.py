@@ -22,6 +22,7 @@ class SyncPoint:
         how: what must be equal on all replicas beside the kind, in words: "SUM", "axis=1"; "" if there is nothing.
         traced: whether a function was being traced when the replica reached the sync point.
         values: a description of each tensor that the replica brought; the engine keeps it and never reads it.
+        thread: the thread of the replica; 0 if it is not known.
         run: the number of the run, among the runs on the same devices.
         number: 1-based index of this sync point in the replica's run.
         arrived: when the replica arrived, in seconds of `time.perf_counter`; 0.0 if it has not arrived.
@@ -39,6 +40,7 @@ class SyncPoint:
     how: str = field(default="", repr=False, compare=False)
     traced: bool = False
     values: tuple = field(default=(), repr=False, compare=False)
+    thread: int = field(default=0, repr=False, compare=False)
     run: int = field(default=0, compare=False)
     number: int = field(default=0, compare=False)
     arrived: float = field(default=0.0, compare=False)

@@ -52,8 +52,8 @@ class CollectiveError(ReplicaEngineError, ValueError):
         """Values that no device can have: strings, variants, resources, quantized numbers."""
         return cls(
             f"{name}{at(where)} cannot combine values of dtype {dtype}: they stay on the host, and replicas meet on "
-            "the devices. Turn them into numbers first. Strings can also be returned from the step and gathered after "
-            "the run: strategy.gather(result, axis=0)."
+            "the devices. Turn them into numbers first. In one process, and under MultiWorkerMirroredStrategy, strings "
+            "can also be returned from the step and gathered after the run: strategy.gather(result, axis=0)."
         )
 
     @classmethod

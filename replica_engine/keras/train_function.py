@@ -31,7 +31,7 @@ from replica_engine.keras.shard import NotASum, Shard
 from replica_engine.strategies.multi_step import MultiStepContext
 from replica_engine.upstream.graphs import mark_ops
 from replica_engine.upstream.keras import keras_models, keras_training, metric_updates
-from replica_engine.values import samples
+from replica_engine.values import samples, variable_numbers
 from replica_engine.values.regroup import regroup, select
 from replica_engine.watch import timeline, watchdog
 
@@ -104,6 +104,7 @@ class StepFunction:
         may_mark = mark_ops.may_ask() and (options is None or options.marks is not False)
         self._has_marks = may_mark and all("CPU" in device for device in extended.worker_devices)
         self._functions: dict[tuple[str, int, bool], Any] = {}
+        self._numbers: set[int] | None = None
         # What has run: the method, the batch size that it is compiled for, and what batches are like but for that.
         self._known: set[tuple[str, int, str, object]] = set()
         self._is_whole: bool | None = None  # whether no batch is divided; None before a step has asked
@@ -138,7 +139,7 @@ class StepFunction:
                 continue
             first = batches[0].sample if batches else None
             span = timeline.span(self._calling, self._step.name, "launch", {"batches": len(batches)})
-            with span, self._ready(first), _inputs_named(first) if self._compiles else _NOTHING:
+            with span, self._ready(first), self._numbered(), _inputs_named(first) if self._compiles else _NOTHING:
                 for how, data, size, is_loop, group in self._launches(batches):
                     try:
                         may_end = self._is_eager and how != _WHOLE and not self._step.is_plain
@@ -174,7 +175,7 @@ class StepFunction:
         """The outputs for some batches as one batch, in the order of the samples."""
         outputs: list[object] = []
         wholes = itertools.chain.from_iterable(map(self.batches.wholes, batches))
-        with self._ready(None):
+        with self._ready(None), self._numbered():
             for loops, same in itertools.groupby(wholes, self._loops):
                 whole = [*same]
                 for start in range(0, len(whole), shard_step.MOST):
@@ -365,6 +366,15 @@ class StepFunction:
         # Numbers that a graph does not know are tensors. A slice of all rows is an op of eager mode, too.
         is_all = isinstance(total, int) and isinstance(rows, int) and total == rows * self._size
         return joined if is_all else samples.take(joined, 0, total), are_of_rows
+
+    def _numbered(self) -> contextlib.AbstractContextManager[object]:
+        """Around steps: on threads, workers compare sums with the model's variables. Programs have their own."""
+        if self._compiles:
+            return _NOTHING
+        if self._numbers is None:
+            made = [variable_numbers.handles(keras_models.underlying(each)) for each in self._model.variables]
+            self._numbers = variable_numbers.numbers(itertools.chain(*made))
+        return variable_numbers.of_model(self._numbers)
 
     def _run(self, how: str, data: Any, size: int, is_loop: bool = False) -> Any:
         """Runs a method on all replicas: compiled for batches of this size, or in a graph for those of any size."""

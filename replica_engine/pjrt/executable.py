@@ -219,7 +219,7 @@ class Executable:
         """The memory of `plan`, for devices with so many bytes of memory each, or None."""
         return read_memory(self._executable, chip)
 
-    def launch(self, arrays: list[Array], stores: Stores = NO_STORES) -> list[Array]:
+    def launch(self, arrays: list[Array], stores: Stores = NO_STORES, compared: Program | None = None) -> list[Array]:
         """Starts the program on all replicas. The caller holds `DeviceGroup.in_flight` and calls `wait` next.
 
         Arrays that the program donates are gone afterwards; the results replace them, ready or not. An exception that
@@ -238,8 +238,8 @@ class Executable:
                 invalid.
         """
         devices = self._devices
-        if devices.agreement is not None and self.compared is not None:
-            devices.agreement.launches(self.compared, self._is_compared_again)
+        if devices.agreement is not None and compared is not None:
+            devices.agreement.launches(compared, self._is_compared_again)
         if not self._runs_in_launch:
             return self._start(arrays, stores)
         results: list[Array] = []  # filled before the thread ends
@@ -364,15 +364,17 @@ class Starter:
         executable: what is launched.
         devices: where it runs.
         name: what messages call the program.
+        compared: the launch as the workers compare it; None takes `executable.compared`.
 
     Attributes:
         executable: what is launched; it also waits for the end.
     """
 
-    __slots__ = ("_devices", "_name", "executable")
+    __slots__ = ("_compared", "_devices", "_name", "executable")
 
-    def __init__(self, executable: Executable, devices: DeviceGroup, name: str):
+    def __init__(self, executable: Executable, devices: DeviceGroup, name: str, compared: Program | None = None):
         self.executable = executable
+        self._compared = compared or executable.compared
         self._devices = devices
         self._name = name
 
@@ -399,9 +401,9 @@ class Starter:
             NobodyWaits: `left` is set.
         """
         executable, devices = self.executable, self._devices
-        launch = functools.partial(executable.launch, arrays, stores)
-        if devices.member is not None and devices.agreement is not None and executable.compared is not None:
-            agreed_launch = functools.partial(self._agreed_launch, executable.compared, launch, left)
+        launch = functools.partial(executable.launch, arrays, stores, self._compared)
+        if devices.member is not None and devices.agreement is not None and self._compared is not None:
+            agreed_launch = functools.partial(self._agreed_launch, self._compared, launch, left)
             return devices.member.telling_left(agreed_launch, left)
         executable.wait_for_turn()
         devices.running_name = self._name

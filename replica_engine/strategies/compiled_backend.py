@@ -22,7 +22,8 @@ from replica_engine.strategies import argument_checks, device_variables, keras_s
 from replica_engine.strategies.device_loops import LoopSettings, run_steps
 from replica_engine.strategies.extended import ExtendedHooks, as_tensors
 from replica_engine.strategies.variable_layouts import Distribution, VariableTable
-from replica_engine.upstream import distribute
+from replica_engine.upstream import distribute, eager
+from replica_engine.values import variable_numbers
 from replica_engine.values.regroup import spread
 from replica_engine.xla import body_context, collectives, constraints
 from replica_engine.xla.body import LaunchLimits, in_body
@@ -148,12 +149,17 @@ class CompiledBackend(Backend):
             reduction: a `tf.distribute.ReduceOp` or its name, `worker_values.FIRST`, or ("gather", axis).
             value: a distributed value or an ON_READ variable.
         """
-        reducer = worker_values.reducer(reduction, user_frames.calling_line()[0])
-        if isinstance(value, distribute.DistributedVariable):
+        lines = ", ".join(user_frames.calling_lines(None))
+        compared = lines
+        if isinstance(value, distribute.DistributedVariable):  # the chief may read it in another line
+            (number,) = variable_numbers.numbers(map(eager.raw_handle, value._values)) or ("?",)
+            compared = f"variable {number}"
+            lines = f"{lines} ({compared})"
             # The components: reading the variable itself would come back to this method to aggregate them.
             value = distribute.PerReplica(tuple(component.read_value() for component in value._values))
         elif not isinstance(value, distribute.DistributedValues):
             value = distribute.PerReplica((value,))
+        reducer = worker_values.reducer(reduction, lines, compared)
         value = as_tensors(value, self.strategy.extended.worker_devices)
         return distribute.select_replica(0, self.run(reducer, (value,), programs=self._reductions))
 

@@ -26,7 +26,7 @@ from replica_engine.strategies.variable_layouts import Distribution, Made
 from replica_engine.upstream import checkpoint_hooks, distribute, eager
 from replica_engine.upstream.graphs import graph_walk, xla_ops
 from replica_engine.upstream.keras import keras_variables
-from replica_engine.values import replica_weights
+from replica_engine.values import replica_weights, variable_numbers
 from replica_engine.xla import arguments, function_spec
 from replica_engine.xla.calls.program_table import ProgramTable
 from replica_engine.xla.stages.launch import Launch
@@ -248,6 +248,8 @@ def create(
         worker_values.start_from_chief(name, variable._values, devices, backend.limits, how)
     device_value = make_device_value(variable._values, devices, spread, axes, array)
     device_value.limits = backend.limits
+    if devices.member is not None:
+        variable_numbers.number(device_value.handles)
     is_mirrored = isinstance(variable, MirroredDeviceVariable) and spread is None
     device_value.kept_equal = is_mirrored and variable.aggregation != tf.VariableAggregation.NONE
     backend.variable_table.note(device_value, _path(name))

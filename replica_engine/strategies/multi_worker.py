@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -27,6 +28,8 @@ import os
 import re
 import socket
 import threading
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -40,6 +43,7 @@ from replica_engine.strategies import argument_checks, on_backend
 from replica_engine.strategies.extended import ExtendedHooks, ReplicaThreads, by_dtype
 from replica_engine.threads import all_reduce, merge_checks, replica_run
 from replica_engine.upstream import distribute, host_datasets, thread_state, versions, worker_collectives
+from replica_engine.values import variable_numbers
 from replica_engine.values.table_rows import reduces_rows
 from replica_engine.workers import joining, saving
 from replica_engine.workers.cluster import COORDINATOR, check_free, held_address, split_address
@@ -330,15 +334,17 @@ class _Compared(distribute.MultiWorkerMirroredExtended):
 
     launches: merge_checks.Launches | None = None
 
-    def _doing(self, operation: str, reduce_op: Any, value: Any = None) -> contextlib.AbstractContextManager[None]:
+    def _doing(
+        self, operation: str, reduce_op: Any, value: Any = None, updated: Sequence[Any] = ()
+    ) -> contextlib.AbstractContextManager[None]:
         if self.launches is None:
             return contextlib.nullcontext()
         what = f"{operation} {getattr(reduce_op, 'value', reduce_op)}"
         name = value.name if isinstance(value, distribute.DistributedVariable) else None
-        return self.launches.doing(what, name)
+        return self.launches.doing(what, name, (value, *updated))
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        with self._doing("reduce", reduce_op, value):
+        with self._doing("reduce", reduce_op, value, [destinations]):
             return super()._reduce_to(reduce_op, value, destinations, options)
 
     @reduces_rows
@@ -346,7 +352,7 @@ class _Compared(distribute.MultiWorkerMirroredExtended):
         batch_reduce = super()._batch_reduce_to
 
         def reduce(batch: list[Any]) -> list[Any]:
-            with self._doing("reduce", reduce_op):
+            with self._doing("reduce", reduce_op, updated=[destination for _, destination in batch]):
                 return batch_reduce(reduce_op, batch, options)
 
         return by_dtype(value_destination_pairs, reduce)
@@ -398,6 +404,25 @@ class MultiWorkerExtended(ReplicaThreads, ExtendedHooks, _Compared):
             worker_collectives.defer_in_branches(operations)
             if self.launches is not None and self.over_workers is None:
                 worker_collectives.note_launches(operations, self.launches.describe)
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        """The hook that makes variables. All workers make them together, and number them."""
+        variable = super()._create_variable(next_creator, **kwargs)
+        if self.launches is not None:
+            variable_numbers.number(variable_numbers.handles(variable))
+        first = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if self.over_workers and isinstance(variable, distribute.SyncOnReadVariable) and variable.aggregation == first:
+            # TensorFlow would read the first replica of each worker. Weakly: the variable holds the function.
+            variable._get_cross_replica = functools.partial(self._first_value, weakref.ref(variable))
+        return variable
+
+    def _first_value(self, reference: weakref.ref[Any]) -> tf.Tensor:
+        """The first replica's value of a variable, on all workers."""
+        variable = reference()
+        assert variable is not None, "a method of it"
+        assert self.over_workers is not None, "asked before"
+        with self._doing("read", "the first replica's value", variable):
+            return self.over_workers.broadcast_from_chief(variable.values[0].read_value())
 
     def _initialize_multi_worker(self, cluster_resolver: Any) -> None:
         """The hook that connects this process to the others. On CPUs no server of TensorFlow is started for that."""

@@ -112,8 +112,8 @@ def all_have(devices: DeviceGroup, has: bool, limits: LaunchLimits) -> bool:
 
 # Kept, since a program belongs to a function: another function of the same kind would be compiled again.
 @functools.lru_cache(maxsize=1024)
-def reducer(reduction: Any, where: str) -> Callable[[Any], Any]:
-    """A body that reduces its argument over all replicas, for a line of the user's code."""
+def reducer(reduction: Any, where: str, compared: str) -> Callable[[Any], Any]:
+    """A body that reduces its argument over all replicas, for a line of the user's code; see `BodyGraph.compared`."""
 
     def reduce_over_workers(value: Any) -> Any:
         if isinstance(reduction, tuple):
@@ -125,7 +125,7 @@ def reducer(reduction: Any, where: str) -> Callable[[Any], Any]:
     body: Any = reduce_over_workers
     name = f"gather_{reduction[1]}" if isinstance(reduction, tuple) else str(getattr(reduction, "value", reduction))
     body.__name__ = "first_value" if reduction == FIRST else name if "_" in name else f"reduce_{name.upper()}"
-    body._replica_engine_where = where  # see `BodyGraph.where`
+    body._replica_engine_where, body._replica_engine_compared = where, compared  # see `BodyGraph.where`
     return reduce_over_workers
 
 

@@ -27,6 +27,7 @@ from replica_engine.engine import Replica, SyncPoint
 from replica_engine.errors import CollectiveError, GraphModeError, ReplicaMismatchError
 from replica_engine.process import interrupts
 from replica_engine.upstream import distribute, worker_collectives
+from replica_engine.values import variable_numbers
 from replica_engine.values.structure import as_axis, flatten
 
 
@@ -268,8 +269,10 @@ class Launches:
       then each side waits: TensorFlow's number of a collective says which one it is and how often it was launched, so
       those that differ never meet. Programs over Gloo compare the same before they sum.
 
-    The line is compared for sync points in replicas and for calls of `reduce`, without the folder of the file. It is
-    not compared for variables that are read or made, since that may happen in lines of TensorFlow or Keras.
+    Lines are compared for sync points in replicas and for calls of `reduce` (`user_frames.calling_lines`), without the
+    folders of the files. They are not compared for variables that are read or made, since that may happen in lines of
+    TensorFlow or Keras. Of these, of those that a sum updates, and of the model in a step of Keras, the numbers are
+    compared.
 
     Args:
         member: the connection to the job.
@@ -287,32 +290,40 @@ class Launches:
         self._point: SyncPoint | None = None
         self._new_run = False
         self._steps = 0
-        self._what: tuple[str, str, str] | None = None  # operation, line, and what is compared of it
+        # The operation, its lines, what is compared of them, and numbers of variables.
+        self._what: tuple[str, str, str, set[int]] | None = None
 
     def merging(self, point: SyncPoint) -> contextlib.AbstractContextManager[Any]:
         """Inside the block, collectives belong to a sync point of the replicas."""
         self._new_run = self._new_run or point.number == 1
         return interrupts.set_for_block(self, "_point", point)
 
-    def doing(self, what: str, name: str | None = None) -> contextlib.AbstractContextManager[Any]:
+    def doing(
+        self, what: str, name: str | None = None, variables: Sequence[Any] = ()
+    ) -> contextlib.AbstractContextManager[Any]:
         """Inside the block, collectives belong to an operation.
 
         Args:
             what: the operation, in words: "reduce SUM".
             name: the name of the variable that it reads; None for an operation that the user's code calls.
+            variables: the distributed variables that it reads or updates; other values count for nothing.
         """
-        if self._point is not None:
-            point = self._point
+        point = self._point
+        thread = None if point is None else point.thread
+        lines = [] if point is None and name is not None else user_frames.calling_lines(thread)
+        compared, outer = " ".join(lines), f", from {', '.join(lines[1:4])}" if lines[1:] else ""
+        if point is not None:
             line = f"{os.path.basename(point.filename)}:{point.lineno}"
             operation, _, which = what.partition(" ")
             name = f"{point.name} {which}" if point.name == f"all_{operation}" else f"{point.name}: {what}"
-            described = name, f"{line} in {point.function}", line
+            described = name, f"{line} in {point.function}{outer}", f"{line} {compared}"
         elif name is not None:
             described = f"{what} of {name}", "", ""
         else:
             line, function = user_frames.calling_line()
-            described = what, f"{line} in {function}", line
-        return interrupts.set_for_block(self, "_what", described)
+            described = what, f"{line} in {function}{outer}", compared
+        numbers = variable_numbers.numbers(handle for each in variables for handle in variable_numbers.handles(each))
+        return interrupts.set_for_block(self, "_what", (*described, numbers))
 
     def describe(self, kind: str, operand: Any) -> Any:
         """Describes a collective of TensorFlow; see `worker_collectives.note_launches`."""
@@ -328,10 +339,11 @@ class Launches:
             GraphModeError: it is in a graph of tf.compat.v1.
         """
         check_mode()
-        what, where, compared = self._what or (kind, "", "")
+        what, where, compared, numbers = self._what or (kind, "", "", set())
         new_run, self._new_run = self._new_run, False
         body = f"{what}, {_tensor_text(operand)}"
         program = workers.Program(_digest(_ADDED_NUMBER.sub("", f"{kind} {body} {compared}")), body, where)
+        program = variable_numbers.using(program, numbers | variable_numbers.current_model())
         place = str(self._point or (f"{what} at {where}" if where else what))
 
         def launched() -> int:

@@ -6,4 +6,5 @@
 - `split_batches`: batches of any size, and gradient accumulation, for custom training loops.
 - `table_rows`: the rows of tables in a reduction. `linear`: whether a value reaches another one linearly.
 - `replica_weights`: the seed of each replica, and weights of gradients that are known late.
+- `variable_numbers`: numbers of variables, by which workers tell models of one shape apart.
 """

@@ -37,7 +37,7 @@ def test_another_order_is_found(programs, traced, later):
             assert "ProgramDisagreementError: After" in error
             assert "`all_reduce SUM, float32[4]` at program.py:" in error
             assert "`all_reduce MEAN, float32[4]` at program.py:" in error
-            assert "in means, program" in error
+            assert "in means, from program.py:" in error
 
 
 SWAPPED = """
@@ -57,6 +57,22 @@ def all_reduced(number):
 
 def all_reduced_too(number):
     return context().all_reduce("SUM", tf.constant(number))
+
+
+def helper(number):
+    return context().all_reduce("SUM", tf.constant(number))
+
+
+def one():
+    return helper(1.0)
+
+
+def ten():
+    return helper(10.0)
+
+
+def reduced(number):
+    return strategy.reduce("SUM", values(number, 1), axis=None)
 
 
 def in_a_loop(number):
@@ -90,13 +106,38 @@ first, second = {
         tf.function(lambda: strategy.run(all_reduced, args=(1.0,))),
         tf.function(lambda: strategy.run(all_reduced_too, args=(10.0,))),
     ),
+    "helper": (
+        lambda: strategy.run(one),
+        lambda: strategy.run(ten),
+    ),
+    "traced helper": (
+        tf.function(lambda: strategy.run(one)),
+        tf.function(lambda: strategy.run(ten)),
+    ),
+    "reduce in a helper": (
+        lambda: reduced(1.0),
+        lambda: reduced(10.0),
+    ),
+    "traced reduce in a helper": (
+        tf.function(lambda: reduced(1.0)),
+        tf.function(lambda: reduced(10.0)),
+    ),
     "loops": (
         tf.function(lambda: strategy.run(tf.function(in_a_loop), args=(1.0,))),
         tf.function(lambda: strategy.run(tf.function(in_another_loop), args=(10.0,))),
     ),
 }[os.environ["WHAT"]]
-for number in range(5):
+
+
+def show():
     print(json.dumps([float(tf.reduce_sum(each())) for each in (first, second)]), flush=True)
+
+
+for number in range(5):
+    if me:
+        show()
+    else:
+        show()  # from another line
 for each in (second, first) if me else (first, second):
     print("a number after the swap", float(tf.reduce_sum(each())), flush=True)
 """
@@ -108,9 +149,16 @@ for each in (second, first) if me else (first, second):
         ("sizes", [2.0, 80.0]),
         ("kinds", [4.0, 80.0]),
         ("functions", [2.0, 20.0]),
+        ("helper", [2.0, 20.0]),
+        ("traced helper", [2.0, 20.0]),
         *(
-            pytest.param(*case, marks=pytest.mark.full("as sizes, or as functions"))
-            for case in (("eager", [2.0, 20.0]), ("loops", [6.0, 60.0]))
+            pytest.param(*case, marks=pytest.mark.full("as sizes, as functions, or as helper"))
+            for case in (
+                ("eager", [2.0, 20.0]),
+                ("loops", [6.0, 60.0]),
+                ("reduce in a helper", [2.0, 20.0]),
+                ("traced reduce in a helper", [2.0, 20.0]),
+            )
         ),
     ],
 )
@@ -123,6 +171,43 @@ def test_swapped_launches_give_no_number(programs, what, right):
             assert [json.loads(line) for line in out.splitlines()] == [right] * 5
             assert process.returncode
             assert "ProgramDisagreementError: After" in error
+
+
+MODELS = """
+import os
+import numpy as np
+import tensorflow as tf
+import keras
+import replica_engine
+
+me = int(os.environ["REPLICA_ENGINE_PROCESS_ID"])
+strategy = getattr(replica_engine, os.environ["KIND"])()
+with strategy.scope():
+    models = [keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)]
+    for each in models:
+        each.compile("sgd", "mse")
+x = np.ones((8, 3), "float32")
+targets = [x.sum(1, keepdims=True), -5 * x.sum(1, keepdims=True)]
+order = [0, 1]
+for step in range(4):
+    if step == 2 and me:
+        order.reverse()
+    for each in order:
+        models[each].train_on_batch(x, targets[each])
+        print(step, each, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["MultiWorkerMirroredStrategy", "TPUStrategy"])
+def test_swapped_models_of_one_shape_give_no_number(programs, kind):
+    """Their programs are equal, and their sums have equal lines: their variables differ."""
+    with job(join=LONGER) as made:
+        for process in made.start_all(programs, MODELS, KIND=kind):
+            out, error = process.communicate(timeout=LONGER)
+            assert out.split("\n") == ["0 0", "0 1", "1 0", "1 1", ""], error[-4000:]
+            assert process.returncode
+            assert "ProgramDisagreementError: After" in error
+            assert "variable" in error
 
 
 UNKNOWN = """

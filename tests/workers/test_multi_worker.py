@@ -37,6 +37,8 @@ with strategy.scope():
         0.0, synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM, trainable=False
     )
     counted = tf.Variable(0, aggregation=tf.VariableAggregation.SUM, trainable=False)
+    of_first = tf.Variable(0.0, synchronization=tf.VariableSynchronization.ON_READ, trainable=False,
+                           aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
     text = tf.Variable("another" if me else "chief", trainable=False)
 found["text"] = text.numpy().decode()
 found["replicas"] = strategy.num_replicas_in_sync
@@ -141,6 +143,8 @@ for number in (me, me + 1):  # a Python number, equal on the replicas of one wor
     strategy.run(lambda: counted.assign_add(number))
     strategy.run(tf.function(lambda: counted.assign_add(number)))
 found["counted"] = int(counted)
+strategy.run(lambda: of_first.assign(tf.cast(context().replica_id_in_sync_group + 1, tf.float32)))
+found["of first"] = [float(of_first), float(tf.function(lambda: of_first + 1.0)())]
 """
 
 
@@ -160,6 +164,7 @@ def test_two_workers_of_two_replicas_equal_one_of_four(programs):
     assert first["tables"] == first["tables, traced"] == [[16.0] * 3 + [0.0] * 3, [1.0, 2.0, 3.0, 3.0, 2.0, 1.0]]
     assert first["narrow"] == first["narrow, traced"] == [[2052.0] * 2, [260.0] * 2, [513.0] * 2, [65.0] * 2]
     assert first["branches"] == [4.0, 3.0]
+    assert first["of first"] == [1.0, 2.0]
     assert first["large"] == first["large, traced"] == [True, True]
     assert (first["replicas"], first["seen"]) == (4, 192.0)
     assert first.keys() == reference.keys()

@@ -70,6 +70,50 @@ except replica_engine.errors.ProgramDisagreementError:
     found["saved"] = float(saved) != before
 """
 
+EQUAL = """
+strategy = replica_engine.TPUStrategy(num_cores=2)
+
+
+def one(x):
+    return context().all_reduce("SUM", x)
+
+
+def other(x):
+    return context().all_reduce("SUM", x)
+
+
+def helper(number):
+    return strategy.reduce("SUM", values(number), axis=None)
+
+
+def values(number):
+    return strategy.experimental_distribute_values_from_function(lambda context: tf.constant(number))
+
+
+if os.environ["WHAT"] == "functions":
+    first, second = lambda: strategy.run(one, args=(values(1.0),)), lambda: strategy.run(other, args=(values(10.0),))
+else:
+    first = lambda: helper(1.0)
+    second = lambda: helper(10.0)
+found["numbers"] = []
+try:
+    for each in (first, second, first, second, *((second, first) if me else (first, second))):
+        found["numbers"].append(float(strategy.experimental_local_results(each())[0]))
+except replica_engine.errors.ProgramDisagreementError as error:
+    found["error"] = str(error)
+"""
+
+
+@pytest.mark.parametrize("what", ["functions", "reduce in a helper"])
+def test_swapped_launches_of_equal_programs_give_no_number(programs, what):
+    """They share one compiled program; their lines differ."""
+    with job(2, join=LONGER) as made:
+        for process in made.start_all(programs, TPU_HEAD + EQUAL + TPU_TAIL, WHAT=what):
+            found, _ = read(process)
+            assert found["numbers"] == [2.0, 20.0, 2.0, 20.0]
+            assert "the workers differ" in found["error"]
+
+
 RIGHT = {  # of four replicas: the numbers of each of the two launches
     "sizes": [40, 4, 40, 8],
     "repeated": [40, 4, 40, 8],

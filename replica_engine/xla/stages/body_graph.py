@@ -128,6 +128,7 @@ class BodyGraph:
         name: the function's name.
         where: the file and the line of the function: "train.py:40"; "" if it has none. A body of the library has
             `_replica_engine_where`: the line of the user that it works for.
+        compared: the function as workers compare it, beside the program: its `_replica_engine_compared`, or `where`.
         is_users: whether it is the user's function, and not a body of the library.
         stacked: the attribute of the function with this name; 0 if it has none.
         result_axes: the attribute of the function with this name; None if it has none.
@@ -190,6 +191,7 @@ class BodyGraph:
         # Not the function, nor what it closes over: a trace does not keep alive what it uses.
         fn = source.fn
         self.where: str = getattr(fn, "_replica_engine_where", "") or user_frames.function_place(fn)
+        self.compared: str = getattr(fn, "_replica_engine_compared", self.where)
         self.is_users = not hasattr(fn, "_replica_engine_where")
         self.stacked: int = getattr(fn, "stacked", 0)
         self.result_axes: Any = getattr(fn, "result_axes", None)

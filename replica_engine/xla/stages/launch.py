@@ -35,6 +35,7 @@ keeps its devices. The next launch waits for it for a while and then raises an e
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -55,6 +56,7 @@ from replica_engine.pjrt.device_group import Array, Computed, DeviceGroup
 from replica_engine.pjrt.executable import NO_STORES, Executable, Starter, Stores
 from replica_engine.process import interrupts, shutdown
 from replica_engine.upstream.graphs import xla_ops
+from replica_engine.values import variable_numbers
 from replica_engine.watch import timeline, watchdog
 from replica_engine.workers.member import Leave, no_calls
 from replica_engine.xla.arguments import view
@@ -156,7 +158,11 @@ class Launchable:
         self._branches = [devices.put([np.array(branch, np.int32) for branch in branches])] if branches else []
         self.devices = devices
         self.executable = executable
-        self.starter = Starter(executable, devices, program.name)
+        compared, traced = executable.compared, program.traced
+        if compared is not None:  # functions and models of one shape may share the executable, but not the launch
+            compared = dataclasses.replace(compared, body=program.name, where=traced.where)
+            compared = variable_numbers.using(compared, variable_numbers.numbers(traced.handles), traced.compared)
+        self.starter = Starter(executable, devices, program.name, compared)
         computed = Computed(program.name, program.traced.where, takes=bool(program.traced.handles))
         self.awaited = Awaited(program.body, devices, computed)
         self.is_queued = devices.has_queue
