@@ -60,6 +60,7 @@ def test_an_announced_launch_that_is_not_made_is_taken_back(is_sent, process, me
     assert member.announce(EVAL) == 1
     member.launched(EVAL)
     member.withdraw()  # it was made
+    member.rows()  # waits until the coordinator knows all this: else the other's launch might meet the first one
     tell(process, "member.launched(EVAL); member.meet('save')")
     member.meet("save", timeout=LONG)
     assert [row.launches for row in member.rows()] == [1, 1]
