@@ -77,7 +77,7 @@ def join(
     if not token:
         raise ClusterConfigError.about(
             TOKEN,
-            f"{TOKEN} is not set. The coordinator at {cluster.coordinator or '127.0.0.1'} takes only workers in that "
+            f"{TOKEN} is not set. The coordinator at {cluster.coordinator or '127.0.0.1'} lets in only workers that "
             f"know the job's token. Set it to the same secret text for all workers: export {TOKEN}=$(openssl rand -hex "
             "16), before the job starts. `replica-engine launch` makes one by itself.",
         )
