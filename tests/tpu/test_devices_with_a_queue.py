@@ -267,9 +267,11 @@ def lost_at(monkeypatch, number):
 
     at_once, launched = Executable.launch, itertools.count(1)
 
-    def launch(executable, arrays, stores=NO_STORES):
+    def launch(executable, arrays, stores=NO_STORES, compared=None):
         fails = next(launched) == number or any(isinstance(each, Result) for each in arrays)
-        results = at_once(executable, [each.value if isinstance(each, Result) else each for each in arrays], stores)
+        results = at_once(
+            executable, [each.value if isinstance(each, Result) else each for each in arrays], stores, compared
+        )
         executable._devices.running.block_until_ready()
         if not fails:
             return results

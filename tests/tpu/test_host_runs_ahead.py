@@ -64,13 +64,13 @@ class Queue:
         self._events = []
         launch, put = Executable.launch, DeviceGroup.put
 
-        def launched(executable, arrays, stores=NO_STORES):
+        def launched(executable, arrays, stores=NO_STORES, compared=None):
             self._launched += 1
             number = self._launched
             self.note(str(number - self.before))
             if any(isinstance(each, Result) and each._program in self.failed for each in arrays):
                 self.failed.add(number)
-            results = launch(executable, [getattr(each, "value", each) for each in arrays], stores)
+            results = launch(executable, [getattr(each, "value", each) for each in arrays], stores, compared)
             executable._devices.running.block_until_ready()
             for variable in stores.objects:
                 variable.on_devices = Result(variable.on_devices, number, self)
