@@ -136,9 +136,6 @@ def test_copies_that_become_unequal(two, look):
 def test_copies_that_an_update_outside_of_runs_made_unequal(two, look):
     w = variable(two)
     two.extended.update(w, lambda copy, x: copy.assign_sub(x), args=(per_replica(two, SHARDS),))
-    if two.extended.backend.compiles:  # its variables have one value on the host
-        assert len(set(map(float, two.experimental_local_results(look(lambda x: tf.reduce_sum(w), SHARDS))))) == 1
-        return
     assert "This step has not written it" in found(look, lambda x: tf.reduce_sum(w * x), SHARDS)
 
 
