@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import logging
 import os
 import select
@@ -83,6 +84,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     launch.add_parser(commands)
     trace_report.add_parser(commands)
+    environment = commands.add_parser("env", help="print what a report of a fault needs: versions, devices, settings")
+    environment.set_defaults(run=lambda _: importlib.import_module("replica_engine.debugging.environment").report())
     parser.set_defaults(run=lambda flags: _no_command(parser))
     return parser.parse_args(argv)
 

@@ -110,6 +110,26 @@ def test_a_command_of_version_0_3_says_what_to_do_instead(capsys, command, inste
     assert err.count("\n") == 1
 
 
+def test_what_a_report_of_a_fault_needs(capsys, monkeypatch):
+    monkeypatch.setenv("REPLICA_ENGINE_TOKEN", "a secret of this job")
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert f"replica_engine {replica_engine.__version__}, Python 3." in out
+    assert "MirroredStrategy() is MirroredStrategy(" in out
+    assert "REPLICA_ENGINE_TOKEN=(hidden)" in out
+    assert "secret" not in out
+    assert "tensorflow.python.eager.polymorphic_function.polymorphic_function.Function.__call__" in out
+
+
+def test_what_a_worker_of_a_job_says_of_its_place(capsys, monkeypatch):
+    """To make a strategy would be to join the job."""
+    monkeypatch.setenv("REPLICA_ENGINE_PROCESS_ID", "1")
+    monkeypatch.setenv("REPLICA_ENGINE_NUM_PROCESSES", "2")
+    monkeypatch.setenv("REPLICA_ENGINE_COORDINATOR", "node-a:4000")
+    assert main(["env"]) == 0
+    assert "worker 1 of 2, coordinator at node-a:4000" in capsys.readouterr().out
+
+
 def test_without_a_command_it_lists_them(capsys):
     assert main([]) == 2
     out, err = capsys.readouterr()
