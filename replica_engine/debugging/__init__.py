@@ -20,6 +20,7 @@ from replica_engine.diagnostics.user_frames import here
 from replica_engine.strategies.on_backend import OnBackend
 from replica_engine.upstream import distribute
 from replica_engine.upstream.graphs import autograph, function_graphs
+from replica_engine.values import structure
 
 __all__ = ["debug"]
 
@@ -97,13 +98,17 @@ def _watched_run(self: Any, *given: Any, **keywords: Any) -> Any:
     with watched_runs.called_at(here() if trails.calling_frame(_OWN) is not None else None):
         results = _run(self, *given, **keywords)
     for value in args if isinstance(args, (list, tuple)) else ():
-        for leaf in tf.nest.flatten(value):
+        for leaf in _leaves(value):
             rows = [part.shape[0] if part.shape[0] is not None else tf.shape(part)[0] for part in _batches(leaf)]
             if any(isinstance(each, tf.Tensor) for each in rows) or len(set(rows)) > 1:
-                for result in tf.nest.flatten(results):
+                for result in _leaves(results):
                     if isinstance(result, distribute.PerReplica):
                         _unequal[result] = name, rows
     return results
+
+
+def _leaves(value: Any) -> list[Any]:
+    return structure.flatten(value, what="the values")[0]
 
 
 def _batches(leaf: Any) -> list[tf.Tensor]:
@@ -117,7 +122,7 @@ def _watched_reduce(self: Any, *args: Any, **keywords: Any) -> Any:
     given = dict(zip(("reduce_op", "value", "axis"), args, strict=False)) | keywords
     kind = given.get("reduce_op")
     if given.get("axis") is None and str(getattr(kind, "value", kind)).upper() == "MEAN":
-        for leaf in tf.nest.flatten(given.get("value")):
+        for leaf in _leaves(given.get("value")):
             if isinstance(leaf, distribute.PerReplica) and leaf in _unequal:
                 _check_mean(*_unequal[leaf], here())
     return _reduce(self, *args, **keywords)

@@ -74,13 +74,13 @@ class Step:
                 "tf.where is NaN too where the branch that is not taken is: mask what goes into the op."
             )
 
-    def check_copies(self, copies: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+    def check_copies(self, copies: Sequence[tuple[str, str, Sequence[int]]]) -> None:
         """Checks that the copies of variables are equal, by their digests.
 
         Raises:
             DebugError: those of one are not.
         """
-        for name, (where, digests) in copies.items():
+        for name, where, digests in copies:
             written = f"It was last written{at(where)}."
             if not where:
                 written = (
@@ -108,14 +108,15 @@ class Step:
             if means and len(set(rows)) > 1:
                 raise unequal_mean(self.name, rows, " and at ".join(means))
 
-    def check_reductions(self, reductions: Sequence[Reduction]) -> None:
-        """Checks that nothing is summed twice, and that each result is used.
+    def check_reductions(self, reductions: Sequence[Reduction], digests: Sequence[Sequence[int]]) -> None:
+        """Checks that nothing is summed twice, and that each result is used; with digests of what each replica gave.
 
         Raises:
             DebugError: something is summed twice.
         """
-        for each in reductions:
-            if each.again is not None:
+        for index, each in enumerate(reductions):
+            # What a replica has made a value of its own is not the same on all of them.
+            if each.again is not None and len({of[index] for of in digests if len(of) > index}) == 1:
                 raise DebugError(
                     f"A value is summed over replicas{at(each.where)} that is a sum or mean over "
                     f"replicas already{at(each.again.where)}: it comes out {len(self.devices)} times as large. Reduce "
@@ -128,7 +129,7 @@ class Step:
                     f'not change its argument: gradient = context.all_reduce("{each.kind}", gradient).',
                 )
 
-    def check_batches(self, digests: Sequence[int], writes: int, where: str) -> None:
+    def check_batches(self, digests: Sequence[int], writes: bool, where: str) -> None:
         """Warns of a step that writes variables where all replicas have the same batch, and reduce the same."""
         if writes and len(digests) > 1 and len(set(digests)) == 1 and digests[0]:
             warn_once(

@@ -20,6 +20,7 @@ import tensorflow as tf
 from replica_engine.diagnostics.user_frames import OURS, WRAPPERS, here, is_users, user_line
 from replica_engine.upstream import eager
 from replica_engine.upstream.graphs import autograph, function_graphs, graph_walk
+from replica_engine.values import structure
 
 _NUMBERS = frozenset((tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128))
 _GIVEN = frozenset(("Const", "Placeholder", "ReadVariableOp", "Identity", "IdentityN", "StopGradient"))
@@ -91,10 +92,6 @@ class Trail:
         self.drawn: list[tuple[str, str, Any]] = []
         self.reductions: list[Reduction] = []
 
-    def reduced_values(self) -> list[tf.Tensor]:
-        """What went into its reductions."""
-        return [value for each in self.reductions for value in each.values]
-
     def first_maker(self, is_finite: Sequence[bool], returned: Iterable[int]) -> Op | None:
         """The op that made the first number that is not finite out of finite ones, and that reaches the end.
 
@@ -135,6 +132,8 @@ class EagerTrail(Trail):
             return
         bad = [self._numbers[id(each)] for each in inputs if id(each) in self._numbers]
         made = [self._number(each) for each in outputs if _is_number(each) and not _is_finite(each)]
+        if made and not bad:  # what the step was given may not be finite
+            bad = [self._number(each) for each in inputs if _is_number(each) and not _is_finite(each)]
         if made or bad:
             self.ops.append(Op(kind, "" if bad else here(), tuple(bad), tuple(made)))
         if kind == "ReadVariableOp" or (kind.startswith(_WRITES) and inputs):
@@ -152,7 +151,9 @@ class EagerTrail(Trail):
                 self._keep(self._reduced, outputs, known[0])
 
     def reduced(self, reduction: Reduction) -> None:
-        """Called after each reduction."""
+        """Called after each reduction; in a nested function its tensors have no values."""
+        if not tf.executing_eagerly():
+            reduction.values = reduction.results = []
         found = [self._reduced[id(each)] for each in reduction.values if id(each) in self._reduced]
         reduction.again = found[0] if found and reduction.kind == "SUM" else None
         self._keep(self._reduced, [each for each in reduction.results if each.shape.rank], reduction)
@@ -216,7 +217,9 @@ class GraphTrail(Trail):
             if each.kind == "SUM":
                 each.again = next(filter(None, (_behind(value, known, size) for value in each.values)), None)
             known |= {id(result): each for result in each.results if result.shape.rank != 0}
-            each.is_used = any(id(result) in returned or result.consumers() for result in each.results)
+            each.is_used = not all(map(tf.is_symbolic_tensor, each.results)) or any(
+                id(result) in returned or result.consumers() for result in each.results
+            )
 
     def _note_drawn(self, ops: Sequence[tf.Operation]) -> None:
         for op in ops:
@@ -241,7 +244,11 @@ def _behind(tensor: tf.Tensor, known: dict[int, Reduction], size: int) -> Reduct
     """The reduction of which a tensor is made, and of nothing else but constants and single numbers."""
     if not known or id(tensor) in known:
         return known.get(id(tensor))
-    if tensor.op.type not in _LINEAR or _divides(tensor.op.type, tensor.op.inputs, size):
+    if (
+        not tf.is_symbolic_tensor(tensor)
+        or tensor.op.type not in _LINEAR
+        or _divides(tensor.op.type, tensor.op.inputs, size)
+    ):
         return None
     found = [_behind(each, known, size) for each in tensor.op.inputs if each.shape.rank]
     return found[0] if found and all(found) else None
@@ -299,8 +306,16 @@ def _all_finite(tensor: tf.Tensor) -> tf.Tensor:
 
 def tensors_in(values: object) -> list[tf.Tensor]:
     """The tensors in a structure."""
-    flat = tf.nest.flatten(values, expand_composites=True)
+    leaves, _ = structure.flatten(values, what="the values")  # dicts may have keys of several types
+    flat = [each for leaf in leaves for each in tf.nest.flatten(leaf, expand_composites=True)]
     return [each for each in flat if isinstance(each, tf.Tensor)]
+
+
+def digest_all(tensors: Sequence[tf.Tensor], graph: tf.Graph | None = None) -> Any:
+    """A digest of several tensors: of their values in eager mode; in a graph, of those that are not in an inner one."""
+    if graph is None:
+        return hash(tuple(digest_of(each.numpy()) for each in tensors))
+    return tf.add_n([tf.constant(0, tf.int64), *(digest(each) for each in tensors if each.graph is graph)])
 
 
 def digest(tensor: tf.Tensor) -> tf.Tensor:
@@ -321,15 +336,34 @@ def digest_of(array: np.ndarray) -> int:
     return int.from_bytes(hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()[:8], "little", signed=True)
 
 
-def mirrored(writes: Sequence[Write]) -> dict[str, tuple[str, Any, Any]]:
-    """The trainable variables with equal copies that were used: by name, the last line that wrote, variable, handle.
+class Used(NamedTuple):
+    """A trainable variable with equal copies that a step uses.
+
+    Attributes:
+        variable: the variable.
+        handle: the handle of a copy, as the step has it.
+        where: the user's line that wrote it last; "" if none has.
+    """
+
+    variable: Any
+    handle: Any
+    where: str
+
+    @property
+    def name(self) -> str:
+        """The name of the variable."""
+        return str(self.variable.name.removesuffix(":0"))
+
+
+def used_variables(writes: Sequence[Write]) -> list[Used]:
+    """The trainable variables with equal copies that a step uses.
 
     Others may differ: the statistics of a batch normalization are those of each replica's shards.
     """
-    found: dict[str, tuple[str, Any, Any]] = {}
+    found: dict[int, Used] = {}
     for handle, where in writes:
-        container = eager.find_container(graph_walk.outermost(handle))
-        if container is not None and eager.is_mirrored(container) and container.trainable:
-            name = container.name.removesuffix(":0")
-            found[name] = where or found.get(name, ("",))[0], container, handle
-    return found
+        variable = eager.find_container(graph_walk.outermost(handle))
+        if variable is not None and eager.is_mirrored(variable) and variable.trainable:
+            known = found.get(id(variable))
+            found[id(variable)] = Used(variable, handle, where or (known.where if known else ""))
+    return list(found.values())

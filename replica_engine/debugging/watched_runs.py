@@ -57,14 +57,16 @@ class _Said(NamedTuple):
         finite: which of its tensors are finite.
         drawn: digests of what it drew.
         rows: the numbers of rows of its arguments.
-        batch: digests of its arguments, and of what it reduced.
-        copies: digests of its copies of the variables that were written.
+        batch: digests of its arguments.
+        reduced: of what went into each reduction, a digest.
+        copies: digests of its copies of the variables that it used.
     """
 
     finite: Any
     drawn: Any
     rows: Any
     batch: Any
+    reduced: Any
     copies: Any
 
 
@@ -125,11 +127,11 @@ class WatchedRun:
             own = [op for op in ops if op.device.endswith(f":{device}")]
             found.append(GraphTrail(own, trails.tensors_in(of), reductions, len(results)))
         used = [trails.Write(each.handle, "") for each in eager.used_in(graph)]
-        written = trails.mirrored([*used, *(write for trail in found for write in trail.writes)])
-        lines = {name: where for name, (where, *_) in written.items()}
+        written = trails.used_variables([*used, *(write for trail in found for write in trail.writes)])
+        lines = [(each.name, each.where) for each in written]
         with tf.control_dependencies([op for op in ops if op.type.startswith("Assign")]):
             copies = [
-                [trails.digest(each._values[index].read_value()) for _, each, _ in written.values()]
+                [trails.digest(each.variable._values[index].read_value()) for each in written]
                 for index in range(len(found))
             ]
         said = [_said(*each) for each in zip(found, self._batches, copies, strict=True)]
@@ -142,19 +144,20 @@ class WatchedRun:
         function_graphs.python_op(compare, [tensor for each in said for tensor in each], [])
 
     def _end_of_eager(self, results: Sequence[Any]) -> None:
-        written = trails.mirrored([write for each in (*self._eager, self._coordinated) for write in each.writes])
+        written = trails.used_variables([write for each in (*self._eager, self._coordinated) for write in each.writes])
         makers = [trail.maker(trails.tensors_in(of)) for trail, of in zip(self._eager, results, strict=True)]
         every = [
             _Said(
                 (),
                 [digest for *_, digest in trail.drawn],
                 [each.shape[0] for each in batch.values()],
-                [trails.digest_of(each.numpy()) for each in [*batch.values(), *trail.reduced_values()]],
-                [trails.digest_of(each._values[index].numpy()) for _, each, _ in written.values()],
+                [trails.digest_of(each.numpy()) for each in batch.values()],
+                [trails.digest_all(each.values) for each in trail.reductions],
+                [trails.digest_of(each.variable._values[index].numpy()) for each in written],
             )
             for index, (trail, batch) in enumerate(zip(self._eager, self._batches, strict=True))
         ]
-        self._judge(self._eager, every, {name: where for name, (where, *_) in written.items()}, makers)
+        self._judge(self._eager, every, [(each.name, each.where) for each in written], makers)
 
     def _end_of_body(self, results: Any) -> None:
         """Adds the host call with which each replica of a compiled body says what it has computed."""
@@ -164,12 +167,12 @@ class WatchedRun:
         aside = function_graphs.set_aside(graph)
         ops = [op for op in graph.get_operations() if op.name not in aside]
         trail = GraphTrail(ops, trails.tensors_in(results), self._reductions[0], len(self._step.devices))
-        written = trails.mirrored(trail.writes)
+        written = trails.used_variables(trail.writes)
         copies = [
             trails.digest(tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype))
-            for _, variable, handle in written.values()
+            for variable, handle, _ in written
         ]
-        lines = {name: where for name, (where, *_) in written.items()}  # and no handle: the host call would take it
+        lines = [(each.name, each.where) for each in written]  # and no handle: the host call would take it
         lock, said, size = threading.Lock(), dict[int, _Said](), len(self._step.devices)
 
         def compare(*tensors: tf.Tensor) -> None:
@@ -187,7 +190,7 @@ class WatchedRun:
         self,
         found: Sequence[trails.Trail],
         said: Sequence[_Said],
-        written: dict[str, str],
+        written: Sequence[tuple[str, str]],
         makers: Sequence[Op | None] | None = None,
     ) -> None:
         """Compares what the replicas have said.
@@ -203,17 +206,19 @@ class WatchedRun:
             ]
         step.check_finite(makers)
         digests = zip(*[each.copies for each in said], strict=True)
-        step.check_copies({name: (written[name], each) for name, each in zip(written, digests, strict=True)})
+        step.check_copies([(*each, of) for each, of in zip(written, digests, strict=True)])
         places = [list(each) for each in self._batches]
         rows = [
             dict(zip(places[index % len(places)] or places[0], each.rows, strict=False))
             for index, each in enumerate(said)
         ]
         step.check_rows(rows, found[0].reductions)
-        step.check_reductions(found[0].reductions)
+        step.check_reductions(found[0].reductions, [each.reduced for each in said])
         if self._called_at is not None and any(self._batches):  # Keras deals the batch out in the step
             step.check_batches(
-                [hash(tuple(each.batch)) for each in said], sum(map(bool, written.values())), self._called_at
+                [hash((*each.batch, *each.reduced)) for each in said],
+                any(where for _, where in written),
+                self._called_at,
             )
         step.check_drawn(found[0].drawn, [each.drawn for each in said])
 
@@ -221,8 +226,12 @@ class WatchedRun:
 def _said(trail: GraphTrail, batch: dict[int, tf.Tensor], copies: Sequence[tf.Tensor]) -> _Said:
     rows = [tf.shape(each, tf.int64)[0] for each in batch.values()]
     drawn = [digest for *_, digest in trail.drawn]
-    alike = [*batch.values(), *trail.reduced_values()]
-    digests = [drawn, rows, [trails.digest(each) for each in alike], copies]
+    graph = tf.compat.v1.get_default_graph()
+    batches, reduced = (
+        map(trails.digest, batch.values()),
+        [trails.digest_all(each.values, graph) for each in trail.reductions],
+    )
+    digests = [drawn, rows, list(batches), reduced, copies]
     return _Said(_packed(trail.finite, tf.bool), *(_packed(each, tf.int64) for each in digests))
 
 

@@ -357,3 +357,52 @@ def test_fit_names_the_first_nan(two):
         model.compile("sgd", "mse")
     with replica_engine.debug(), pytest.raises(DebugError, match=r"is made by Log at .*on replica 1 of 2"):
         model.fit(x, x[:, :1], batch_size=16, shuffle=False, verbose=0)
+
+
+# Right programs with tensors that are not there at the end of the step, and odd structures.
+
+
+def test_reductions_in_branches_loops_and_nested_functions(look, told):
+    inner = tf.function(lambda x: context().all_reduce("SUM", x))
+
+    def step(x):
+        taken = tf.cond(tf.constant(True), lambda: context().all_reduce("SUM", x), lambda: x)
+        _, looped = tf.while_loop(
+            lambda i, _: i < 2, lambda i, y: (i + 1, context().all_reduce("MEAN", y + 1.0)), (tf.constant(0), x)
+        )
+        return taken, looped, inner(x)
+
+    look(step, SHARDS)
+    assert not told()
+
+
+def test_a_value_that_one_replica_passes_on_to_all(look, told):
+    def step(x):
+        total = context().all_reduce("SUM", x)
+        is_first = tf.cast(tf.equal(context().replica_id_in_sync_group, 0), tf.float32)
+        return context().all_reduce("SUM", total * is_first)
+
+    look(step, SHARDS)
+    assert not told()
+
+
+def test_what_the_step_was_given_may_not_be_finite(look, told):
+    look(lambda x: tf.where(x > 2.0, x, -np.inf) * x, [[1.0, np.inf], [2.0, 3.0]])
+    assert not told()
+
+
+def test_two_variables_of_one_name(two, look):
+    own, shared = variable(two), variable(two, aggregation=tf.VariableAggregation.MEAN)
+    two.extended.update(own, lambda copy, x: copy.assign_sub(x), args=(per_replica(two, SHARDS),))
+
+    def step(x):
+        shared.assign_add(context().all_reduce("SUM", x))
+        return own * x
+
+    assert "copies of the variable 'w' have become unequal" in found(look, step, SHARDS)
+
+
+def test_structures_with_keys_of_several_types(two):
+    with replica_engine.debug():
+        result = two.run(lambda d: {"a": d[1], 2: d["b"]}, args=({1: tf.constant(1.0), "b": tf.constant([2.0])},))
+    assert float(two.experimental_local_results(result["a"])[0]) == 1.0
