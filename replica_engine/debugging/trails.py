@@ -315,7 +315,9 @@ def digest_all(tensors: Sequence[tf.Tensor], graph: tf.Graph | None = None) -> A
     """A digest of several tensors: of their values in eager mode; in a graph, of those that are not in an inner one."""
     if graph is None:
         return hash(tuple(digest_of(each.numpy()) for each in tensors))
-    return tf.add_n([tf.constant(0, tf.int64), *(digest(each) for each in tensors if each.graph is graph)])
+    return tf.add_n(
+        [tf.constant(0, tf.int64), *(digest(each) for each in tensors if getattr(each, "graph", None) is graph)]
+    )
 
 
 def digest(tensor: tf.Tensor) -> tf.Tensor:

@@ -406,3 +406,10 @@ def test_structures_with_keys_of_several_types(two):
     with replica_engine.debug():
         result = two.run(lambda d: {"a": d[1], 2: d["b"]}, args=({1: tf.constant(1.0), "b": tf.constant([2.0])},))
     assert float(two.experimental_local_results(result["a"])[0]) == 1.0
+
+
+def test_values_from_outside_of_a_function(two):
+    values = per_replica(two, SHARDS)
+    step = tf.function(lambda: two.run(lambda x: context().all_reduce("SUM", x), args=(values,)))
+    with replica_engine.debug():
+        assert two.experimental_local_results(step())[0].numpy().tolist() == [1.0, 5.0]
