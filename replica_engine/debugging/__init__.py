@@ -29,7 +29,7 @@ class debug:
     """Finds mistakes that raise nothing: from now on, or inside a `with` block.
 
     Steps that are traced while it is on, or run in eager mode, are looked at, under every strategy of this library.
-    They take about two times as long. Numbers stay as they are, but that compiled steps may round in another order. A
+    They take about two times as long. Numbers stay as they are, but that traced steps may round in another order. A
     `tf.function` that was traced before is not looked at. The environment variable REPLICA_ENGINE_DEBUG=1 switches
     debug mode on where a program is started.
 
